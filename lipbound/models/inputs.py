@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
 from lipbound import errors
@@ -16,21 +15,18 @@ from lipbound.models.quiet import quiet
 from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.model_inputs import (
-    check_images,
     check_length,
     check_tokens,
     check_towers,
     declared_positions,
     is_ready,
-    options_of,
     ready_inputs,
     remarks,
     text_part,
 )
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import no_table, order
-from lipbound.models.readers.text import TextReader
-from lipbound.models.readers.token_ids import given_tokens
+from lipbound.models.readers.tables import no_table
+from lipbound.models.readers.text import TextReader, given_tokens
 
 __all__ = ["READERS", "Inputs", "prepare", "token_texts"]
 
@@ -105,12 +101,20 @@ def prepare(
             "data is empty; give a file, a folder, a hub dataset or a text, or leave it out for "
             "the default"
         )
+    selection = Selection(count, max_length, split, column, shuffle)
     if isinstance(data, Inputs):
         no_table(split, column, "ready inputs have")
-        return replace(data, batch=_drawn(data.batch, count, shuffle), notes=list(data.notes))
-    selection = Selection(count, max_length, split, column, shuffle)
-    read = _ready if is_ready(data) else _read
-    inputs = read(checkpoint, data, selection)
+        return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))
+    if is_ready(data):
+        inputs = ready_inputs(data, checkpoint, selection)
+    else:
+        check_towers(checkpoint, [checkpoint.main_input])
+        if checkpoint.modality not in READERS:
+            raise InputsError(
+                f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a "
+                "dict of ready inputs"
+            )
+        inputs = READERS[checkpoint.modality].read(checkpoint, data, selection)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
     by_default = in_memory and count == DEFAULT_SAMPLES
@@ -182,33 +186,3 @@ def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list
     mask = inputs.batch.get("attention_mask")
     row = ids[sample] if mask is None else ids[sample][mask[sample].bool()]
     return [str(tokenizer.decode([one])) for one in row.tolist()]
-
-
-def _drawn(batch: dict[str, Tensor], count: int | None, shuffle: int | None) -> dict[str, Tensor]:
-    """Return the first samples of a batch, or random ones; all where no number is given."""
-    size = len(next(iter(batch.values())))
-    drawn = slice(count) if shuffle is None else order(size, shuffle)[:count]
-    return {name: tensor[drawn] for name, tensor in batch.items()}
-
-
-def _ready(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-    no_table(selection.split, selection.column, "ready inputs have")
-    batch, description, notes = ready_inputs(data, checkpoint)
-    check_images(checkpoint, batch)
-    return Inputs(
-        _drawn(batch, selection.samples, selection.shuffle),
-        selection.described(description),
-        notes=notes,
-        options=options_of(data, checkpoint),
-    )
-
-
-def _read(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-    check_towers(checkpoint, [checkpoint.main_input])
-    reader = READERS.get(checkpoint.modality)
-    if reader is None:
-        raise InputsError(
-            f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict "
-            "of ready inputs"
-        )
-    return reader.read(checkpoint, data, selection)

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from datasets.utils import logging as datasets_logging
@@ -15,6 +15,8 @@ from huggingface_hub.utils.tqdm import (
     enable_progress_bars,
 )
 from transformers.utils import logging as transformers_logging
+
+from lipbound.errors import LipboundError
 
 VERBOSE = "LIPBOUND_VERBOSE"
 """Environment variable that lets other libraries speak, where it is set to anything."""
@@ -59,6 +61,36 @@ def bars() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+@contextmanager
+def explained(
+    kind: type[LipboundError],
+    before: str,
+    after: str = "",
+    *,
+    why: Callable[[Exception], str] | None = None,
+) -> Iterator[None]:
+    """Raise an error of ours in place of whatever other libraries raise.
+
+    Args:
+        kind: of the error. Errors of ours pass unchanged.
+        before: its message up to the reason.
+        after: its message behind the reason.
+        why: the reason; `first_line` by default.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        LipboundError: of that kind, where another library raises anything.
+    """
+    try:
+        yield
+    except LipboundError:
+        raise
+    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
+        raise kind(f"{before}{(why or first_line)(error)}{after}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs
-from lipbound.models.quiet import first_line, quiet
+from lipbound.models.quiet import explained, first_line, quiet
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import DataItems, ItemKind
@@ -77,14 +77,9 @@ class ImageReader(Reader):
             raise InputsError(f"{where} has no images in it")
         images = [_opened(item, told, f"image {k} of {where}") for k, item in enumerate(items)]
         processor = checkpoint.image_processor()
-        try:
-            with quiet():
-                batch = processor(images=images, return_tensors="pt")
-        except Exception as error:  # processors are programs of their own
-            raise InputsError(
-                f"the image processor of {checkpoint.name} does not take {where}: "
-                f"{first_line(error)}"
-            ) from error
+        before = f"the image processor of {checkpoint.name} does not take {where}: "
+        with explained(InputsError, before), quiet():  # processors are programs of their own
+            batch = processor(images=images, return_tensors="pt")
         tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
         for said, n in told.items():
             one = said.replace("have ", "has ", 1).replace("hold ", "holds ", 1)

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+from torch import Tensor
 
 from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.readers.files import is_plain_file, is_sentence, there
-from lipbound.models.readers.tables import DataItems, ItemKind, is_saved, no_table, rows
+from lipbound.models.readers.tables import DataItems, ItemKind, is_saved, no_table, order, rows
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class Selection:
         """
         shuffled = "" if self.shuffle is None else f", shuffled with seed {self.shuffle}"
         return description + shuffled
+
+    def drawn(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the first samples of a batch, or random ones; all where no number is given."""
+        chosen: Any = slice(self.samples)
+        if self.shuffle is not None:
+            chosen = order(len(next(iter(batch.values()))), self.shuffle)[: self.samples]
+        return {name: tensor[chosen] for name, tensor in batch.items()}
 
 
 class Reader(ABC):
@@ -84,29 +92,27 @@ class Reader(ABC):
         """
         if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype.kind in "UO":
             data = data.tolist()  # of strings, or of whatever objects
-        path, many, found = there(data), self.kind.many, None
+        path, many = there(data), self.kind.many
+        folder = path if path is not None and path.is_dir() and not is_saved(path) else None
         if data is None:
-            no_table(split, column, f"the default {many} have")
-            return DataItems(*self.default())
-        if path is not None and is_plain_file(data):
-            no_table(split, column, f"{path.name}, one file, has")
-            return DataItems(self.open_file(path, checkpoint), path.name)
-        if path is not None and path.is_dir() and not is_saved(path):
-            found = self.open_folder(path)
-        if path is not None and found is not None:
-            no_table(split, column, f"{path.name}, a folder of {many}, has")
-            return found
-        if is_sentence(data):
-            no_table(split, column, "a text has")
+            found, what = DataItems(*self.default()), f"the default {many} have"
+        elif path is not None and is_plain_file(data):
+            found = DataItems(self.open_file(path, checkpoint), path.name)
+            what = f"{path.name}, one file, has"
+        elif folder is not None and (inside := self.open_folder(folder)) is not None:
+            found, what = inside, f"{folder.name}, a folder of {many}, has"
+        elif is_sentence(data):
             if self.kind.type is not str:
                 raise InputsError(
                     f"there is no file, folder or dataset {shown(data)}, and {checkpoint.name} "
                     f"takes {self.kind.takes}, not text"
                 )
             start = data[:40] + "..." if len(data) > 40 else data
-            return DataItems([data], f"the text {shown(start)}")
-        if isinstance(data, pd.Series):
-            no_table(split, column, "a series has")
+            found, what = DataItems([data], f"the text {shown(start)}"), "a text has"
+        elif isinstance(data, pd.Series):
             found = rows(data.to_frame(many), None, many, self.kind, checkpoint.name)
-            return replace(found, description="a series")
-        return rows(data, split, column, self.kind, checkpoint.name)
+            found, what = replace(found, description="a series"), "a series has"
+        else:
+            return rows(data, split, column, self.kind, checkpoint.name)
+        no_table(split, column, what)
+        return found

@@ -1,9 +1,9 @@
 """Data row by row: lists, datasets in memory, data frames, table files and hub datasets."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ import pandas as pd
 from PIL import Image
 
 from lipbound.errors import InputsError, shown
-from lipbound.models.quiet import cause, first_line, quiet
+from lipbound.models.quiet import cause, explained, first_line, quiet
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, TEXT_FILES, ending, is_path, there
-from lipbound.models.readers.token_ids import TokenizedText
 
 CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
 """Usual names of the column that says of what class a row is."""
@@ -129,7 +128,7 @@ class DataItems:
         if groups is None or count < 2 or count >= len(groups):
             return ""
         seen, every = dict.fromkeys(groups[:count]), dict.fromkeys(groups)
-        changes = sum(a != b for a, b in pairwise(groups))
+        changes = sum(a != b for a, b in itertools.pairwise(groups))
         if changes != len(every) - 1 or len(seen) >= min(count, len(every)):
             return ""
         names = ", ".join(map(str, list(seen)[:3])) + (", ..." if len(seen) > 3 else "")
@@ -147,9 +146,7 @@ def order(count: int, seed: int) -> list[int]:
 
 
 def _is_blank(item: Any) -> bool:
-    if isinstance(item, TokenizedText):
-        return not item.ids
-    return item is None or (isinstance(item, str) and not item.strip())
+    return item is None or not (item.strip() if isinstance(item, str) else item)
 
 
 def no_table(split: str | None, column: str | None, what: str) -> None:
@@ -204,14 +201,12 @@ def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name:
     Raises:
         InputsError: no such data, no clear column, or items of another kind.
     """
-    if isinstance(data, kind.type | list | tuple) and not isinstance(data, str):
+    listed = isinstance(data, Sequence) and not isinstance(data, str | bytes)
+    if listed or (isinstance(data, kind.type) and not isinstance(data, str)):
         no_table(split, column, f"{kind.many} in memory have")
-    if isinstance(data, kind.type) and not isinstance(data, str):
-        return DataItems([data], kind.one)
+        return _listed(data, kind, name) if listed else DataItems([data], kind.one)
     if isinstance(data, Image.Image):
         raise InputsError(f"data is an image, but {name} takes {kind.takes}")
-    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        return _listed(data, kind, name)
     table, said = _table_of(data, split, column)
     items = _values(table, _column(table, column, kind, said), kind, said, name)
     return DataItems(items, said, partial(_classes, table))
@@ -235,17 +230,17 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
         elif not any(len(item.split()) > 1 for item in data):
             raise InputsError(f"data is a list of names of files, and there is no file {data[0]}")
     items = [kind.item(item) for item in data]
-    for given, item in zip(data, items, strict=True):
-        if item is None and (isinstance(given, Path) or named(given, IMAGE_FILES)):
+    if None in items:
+        other = data[items.index(None)]
+        if isinstance(other, Path) or named(other, IMAGE_FILES):
             raise InputsError(
-                f"data holds {given}, and there is no file of {kind.takes} of that name; {name} "
+                f"data holds {other}, and there is no file of {kind.takes} of that name; {name} "
                 f"takes {kind.takes}"
             )
-        if item is None:
-            raise InputsError(
-                f"data holds items of type {type(given).__name__}, but {name} takes "
-                f"{kind.takes}; give a list of {kind.many}"
-            )
+        raise InputsError(
+            f"data holds items of type {type(other).__name__}, but {name} takes {kind.takes}; "
+            f"give a list of {kind.many}"
+        )
     several = kind.many if len(data) > 1 else kind.many.removesuffix("s")
     return DataItems(items, f"{len(data)} given {several}")
 
@@ -304,12 +299,9 @@ def _values(table: Any, column: str, kind: ItemKind, said: str, name: str) -> It
         return found
 
     def at(index: int) -> Any:
-        try:
+        # what a row holds is decoded now, by whatever its format needs
+        with explained(InputsError, f"row {index} of {said} cannot be read: ", why=cause):
             return item(table[index])
-        except InputsError:
-            raise
-        except Exception as error:  # what a row holds is decoded now, by whatever its format needs
-            raise InputsError(f"row {index} of {said} cannot be read: {cause(error)}") from error
 
     if isinstance(table, datasets.Dataset):
         masked = tokens and "attention_mask" in table.column_names
@@ -323,26 +315,18 @@ def _streamed(table: Iterable[Any], item: Callable[[Any], Any], said: str) -> It
     Raises:
         InputsError: it breaks off.
     """
-    stream, count, end = iter(table), 0, object()
-    while True:
-        try:
-            row = next(stream, end)
-        except Exception as error:
-            raise InputsError(
-                f"{said} breaks off after {count} rows: {cause(error)}; ask for fewer samples, or "
-                "try again"
-            ) from error
-        if row is end:
+    stream, advice = iter(table), "; ask for fewer samples, or try again"
+    for done in itertools.count():
+        with explained(InputsError, f"{said} breaks off after {done} rows: ", advice, why=cause):
+            row = next(stream, None)
+        if row is None:
             return
         yield item(row)
-        count += 1
 
 
 def _column(table: Any, column: str | None, kind: ItemKind, said: str) -> str:
-    try:
+    with explained(InputsError, f"{said} cannot be read: ", why=cause):
         names = list(table.column_names or next(iter(table), {}).keys())
-    except Exception as error:
-        raise InputsError(f"{said} cannot be read: {cause(error)}") from error
     if column is not None:
         if column not in names:
             raise InputsError(
@@ -361,28 +345,24 @@ def _column(table: Any, column: str | None, kind: ItemKind, said: str) -> str:
 
 
 def _load_table(name: str, split: str | None, *, header: bool = True) -> tuple[Any, str]:
-    path = there(name) or Path(name)
-    if ending(path) in TABLES and path.is_file():
-        no_table(split, None, f"{path.name}, one file, has")
-    try:
-        with quiet():
-            return _read_table(name, path, split, header)
-    except InputsError:
-        raise
-    except Exception as error:  # every format has a zoo of types
-        why = first_line(error)
-        if isinstance(error, StopIteration) or "no data" in str(error):
-            why = "it is empty"
-        elif "generating the dataset" in str(error) or not str(error):
-            why = cause(error)  # what went wrong is said by what it was raised from
-        raise InputsError(
-            f"data {shown(name)} could not be read, as a file or a hub dataset: {why}"
-        ) from error
+    before = f"data {shown(name)} could not be read, as a file or a hub dataset: "
+    with explained(InputsError, before, why=_why), quiet():
+        return _read_table(name, there(name) or Path(name), split, header)
+
+
+def _why(error: Exception) -> str:
+    """Return why a table cannot be read."""
+    if isinstance(error, StopIteration) or "no data" in str(error):
+        return "it is empty"
+    # what went wrong is then said by what it was raised from
+    below = "generating the dataset" in str(error) or not str(error)
+    return cause(error) if below else first_line(error)
 
 
 def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple[Any, str]:
     kind = ending(path)
     if kind in TABLES and path.is_file():
+        no_table(split, None, f"{path.name}, one file, has")
         options: dict[str, Any] = {"sep": "\t"} if kind == ".tsv" else {}
         options |= {} if header or TABLES[kind] != "csv" else {"header": None}
         table = datasets.load_dataset(TABLES[kind], data_files=str(path), split="train", **options)

@@ -259,8 +259,7 @@ def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
     from lipbound.models.sources.folder import load_folder  # it needs torch
 
     name = str(model)[len(PREFIX) :]
-    options.refuse_revision(what := f"the builtin checkpoint {name!r}")
-    options.refuse_gguf(what)
+    options.refuse_given(f"the builtin checkpoint {name!r}", "revision", "gguf_file")
     found = builtin(name)
     gguf = found.gguf if isinstance(found, Packaged) else None
     return load_folder(PREFIX + name, found.folder(name), None, options, gguf)

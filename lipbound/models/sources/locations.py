@@ -36,10 +36,10 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
         return None
     file = _gguf(path, options.gguf_file, name)
     if file is not None:
-        options.refuse_revision(f"the GGUF file {file}")
+        options.refuse_given(f"the GGUF file {file}", "revision")
         return load_folder(name, file.parent, None, options, file.name)
     if path.is_dir():
-        options.refuse_revision(f"the directory {name}")
+        options.refuse_given(f"the directory {name}", "revision")
         check_directory(path, str(path))
         return load_folder(name, path, None, options)
     if path.exists():
