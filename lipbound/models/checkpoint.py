@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,8 +184,8 @@ class Checkpoint:
         advice = f"data as {instead}"
         if given:
             none, advice = f"there is no usable {what} at {given}", "a directory or a hub id"
-        read = nullcontext() if file is None else gguf_file.read_once(folder / file)
-        with explained(CheckpointError, f"{none} (", f"); give {advice}"), quiet(), read:
+        once = gguf_file.read_once(folder / file if file else None)
+        with explained(CheckpointError, f"{none} (", f"); give {advice}"), quiet(), once:
             return loader.from_pretrained(
                 repo, revision=revision or "main", trust_remote_code=False, **inside
             )

@@ -15,8 +15,12 @@ from transformers import Pipeline, PreTrainedModel
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
-from lipbound.models.sources.quantized import check_floating
-from lipbound.models.sources.weight_checks import check_finite, config_sha256, state_sha256
+from lipbound.models.sources.weight_checks import (
+    check_finite,
+    check_floating,
+    config_sha256,
+    state_sha256,
+)
 
 DEPTH = 8
 """Wrappers around wrappers that are taken off."""
@@ -53,12 +57,12 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     return Checkpoint(
         loaded,
         source or kind,
-        "sha256:" + state_sha256(loaded),
+        state_sha256(loaded),
         source,
         getattr(inner.config, "_commit_hash", None),
         loaded=True,
         notes=notes,
-        configuration=f"sha256:{config_sha256(inner.config)}",
+        configuration=config_sha256(inner.config),
     )
 
 
