@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModel, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, tell
 from lipbound.models.checkpoint import Checkpoint, Inputs
+from lipbound.models.offload import without_weights
 from lipbound.models.quiet import quiet
 from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
@@ -148,10 +148,8 @@ def refuse_long(name: str, config: PreTrainedConfig, data: Any, max_length: int)
     if declared is None or max_length <= declared:
         return
     try:
-        with quiet(), torch.device("meta"):
-            model = AutoModel.from_config(
-                deepcopy(config), trust_remote_code=False, attn_implementation="eager"
-            )
+        with quiet():
+            model = without_weights(deepcopy(config))
     except Exception:  # what cannot be built is told when it is loaded
         return
     checkpoint = Checkpoint(model, name, "", None)

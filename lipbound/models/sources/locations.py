@@ -1,6 +1,7 @@
 """Find the folder of a checkpoint: on this machine, or fetched from the Hugging Face hub."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import huggingface_hub.errors as hub_errors
@@ -268,10 +269,7 @@ def suggestion(name: str, otherwise: str) -> str:
 def _beside(name: str) -> Iterator[str]:
     """Yield the checkpoint directories in the folder where one of that name would be."""
     parent = Path(name).parent
-    try:
-        folders = list(parent.expanduser().iterdir())
-        for folder in folders:
+    with suppress(OSError, ValueError):
+        for folder in parent.expanduser().iterdir():
             if (folder / "config.json").exists():
                 yield str(parent / folder.name)
-    except (OSError, ValueError):
-        return
