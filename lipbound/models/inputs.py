@@ -25,7 +25,6 @@ from lipbound.models.readers.model_inputs import (
     text_part,
 )
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import no_table
 from lipbound.models.readers.text import TextReader, given_tokens
 
 __all__ = ["READERS", "Inputs", "prepare", "token_texts"]
@@ -103,7 +102,7 @@ def prepare(
         )
     selection = Selection(count, max_length, split, column, shuffle)
     if isinstance(data, Inputs):
-        no_table(split, column, "ready inputs have")
+        selection.refuse_table("ready inputs have")
         return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))
     if is_ready(data):
         inputs = ready_inputs(data, checkpoint, selection)

@@ -74,6 +74,12 @@ def is_plain_file(data: Any) -> bool:
     return path is not None and path.is_file() and ending(path) not in TABLES
 
 
+def is_saved(path: Path) -> bool:
+    """Return whether a folder is one that ``save_to_disk`` of a dataset wrote."""
+    one = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    return one or (path / "dataset_dict.json").is_file()
+
+
 def is_sentence(data: Any) -> bool:
     """Return whether something is itself a text: several words not meant as a file's name.
 

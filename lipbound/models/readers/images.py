@@ -15,8 +15,7 @@ from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import explained, first_line, quiet
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible
-from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import DataItems, ItemKind
+from lipbound.models.readers.reader import DataItems, ItemKind, Reader, Selection
 
 PROCESSING = {
     "do_resize": ("size", "resample"),
@@ -70,8 +69,8 @@ class ImageReader(Reader):
         Raises:
             InputsError: there are no images, or the processor does not take them.
         """
-        found = self.items(checkpoint, data, selection.split, selection.column)
-        items, notes = found.take(selection.samples, selection.shuffle, self.kind.many)
+        found = self.items(checkpoint, data, selection)
+        items, notes = found.take(selection, self.kind.many)
         where, told = found.description, Counter[str]()
         if not items:
             raise InputsError(f"{where} has no images in it")

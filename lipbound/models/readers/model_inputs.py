@@ -16,7 +16,6 @@ from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import explained
 from lipbound.models.readers.files import there
 from lipbound.models.readers.reader import Selection
-from lipbound.models.readers.tables import no_table
 
 TOWERS = (
     ("text_config", "input_ids", "text"),
@@ -59,7 +58,7 @@ def ready_inputs(
             that the model does not take, or what the model is about is not among them; or a split
             or a column was named.
     """
-    no_table(selection.split, selection.column, "ready inputs have")
+    selection.refuse_table("ready inputs have")
     given, description = _read_tensors(data)
     wrong = [name for name, t in given.items() if t.ndim < 2 or not len(t)]
     if wrong or not given:

@@ -21,8 +21,7 @@ from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers import files
 from lipbound.models.readers.files import ending, is_plain_file, read_text
 from lipbound.models.readers.model_inputs import check_length, positions, text_part
-from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import DataItems, ItemKind, Lazy, no_table, order
+from lipbound.models.readers.reader import DataItems, ItemKind, Lazy, Reader, Selection, order
 
 TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
@@ -153,18 +152,18 @@ class TextReader(Reader):
         Raises:
             InputsError: there is no text, or samples are longer than the model allows.
         """
-        max_length, split, column = selection.max_length, selection.split, selection.column
+        max_length = selection.max_length
         if given_tokens(data) is None:
             check_length(checkpoint, max_length)
         if is_plain_file(data) and ending(Path(data)) in files.IMAGE_FILES:
             raise InputsError(f"{data} is an image, but {checkpoint.name} reads text")
         chats = _are_chats(data)
         if chats:
-            no_table(split, column, "conversations in memory have")
+            selection.refuse_table("conversations in memory have")
             found, many = DataItems(list(data), "conversations"), "conversations"
         else:
-            found, many = self.items(checkpoint, data, split, column), "texts"
-        texts, notes = found.take(selection.samples, selection.shuffle, many)
+            found, many = self.items(checkpoint, data, selection), "texts"
+        texts, notes = found.take(selection, many)
         if not texts:
             empty = f"{data} is empty" if is_plain_file(data) else ""
             raise InputsError(empty or f"{found.description} has no text in it")
@@ -196,14 +195,12 @@ class TextReader(Reader):
             made += f", each text cut at {max_length} tokens"
         return Inputs(batch, description, made, notes + said + _unknown(tokenizer, batch))
 
-    def items(
-        self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None
-    ) -> DataItems:
+    def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
         """Return the items of some data as `Reader.items` does, or tokens in memory."""
         given = given_tokens(data)
         if given is None:
-            return super().items(checkpoint, data, split, column)
-        no_table(split, column, "token numbers in memory have")
+            return super().items(checkpoint, data, selection)
+        selection.refuse_table("token numbers in memory have")
         many = "texts" if len(given) > 1 else "text"
         return DataItems(given, f"{len(given)} given {many} of token numbers")
 
@@ -252,7 +249,7 @@ def stream(
     if checkpoint.modality != "text":
         takes = "images" if checkpoint.modality == "image" else checkpoint.modality
         raise InputsError(f"{checkpoint.name} takes {takes}, not text")
-    found = TextReader().items(checkpoint, data, split, column)
+    found = TextReader().items(checkpoint, data, Selection(None, count, split, column))
     tokenizer: Any = None
     ids: list[int] = []
     for text in found.items:
