@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -185,14 +185,11 @@ def read_once(path: Path | None) -> Iterator[None]:
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
         (reader, "tqdm", reader.tqdm if os.environ.get(VERBOSE) else lambda items, **kwargs: items),
     )
-    before = [getattr(module, name) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for (module, name, _), value in zip(changes, before, strict=True):
+    with ExitStack() as afterwards:
+        for module, name, value in changes:
+            afterwards.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)
+        yield
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ its modules cannot be copied without their hooks.
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,15 +145,11 @@ def resident(module: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    held: list[tuple[nn.Module, WeightOffloader]] = []
-    try:
+    with ExitStack() as afterwards:
         for _, part, keeper in _kept(module):
-            held.append((part, keeper))
+            afterwards.callback(keeper.release, part)
             keeper.hold(part)
         yield
-    finally:
-        for part, keeper in held:
-            keeper.release(part)
 
 
 def plain_copy(module: nn.Module) -> nn.Module:

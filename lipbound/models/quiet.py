@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from datasets.utils import logging as datasets_logging
 from huggingface_hub.utils.tqdm import (
@@ -28,26 +28,19 @@ def quiet() -> Iterator[None]:
     if os.environ.get(VERBOSE):
         yield
         return
-    speakers = (transformers_logging, datasets_logging)
-    levels = [speaker.get_verbosity() for speaker in speakers]
-    shown = [speaker.is_progress_bar_enabled() for speaker in speakers]
-    retries = logging.getLogger("huggingface_hub")
-    level = retries.level
-    with warnings.catch_warnings():
+    with ExitStack() as afterwards, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for speaker in (transformers_logging, datasets_logging):
+            afterwards.callback(speaker.set_verbosity, speaker.get_verbosity())
+            if speaker.is_progress_bar_enabled():
+                afterwards.callback(speaker.enable_progress_bar)
+            speaker.disable_progress_bar()
+        retries = logging.getLogger("huggingface_hub")
+        afterwards.callback(retries.setLevel, retries.level)
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity(logging.CRITICAL)
         retries.setLevel(logging.CRITICAL)
-        for speaker in speakers:
-            speaker.disable_progress_bar()
-        try:
-            yield
-        finally:
-            retries.setLevel(level)
-            for speaker, before, bar in zip(speakers, levels, shown, strict=True):
-                speaker.set_verbosity(before)
-                if bar:
-                    speaker.enable_progress_bar()
+        yield
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class ImageReader(Reader):
             return None
         if not files:
             raise InputsError(f"{path} holds no images ({', '.join(IMAGE_FILES)})")
-        return DataItems.of_files(files, path, files)
+        return DataItems.of_files(path, files)
 
 
 def _processing(processor: Any) -> str:

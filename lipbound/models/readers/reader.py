@@ -48,46 +48,37 @@ class ItemKind:
         return value if isinstance(value, self.type) else self.convert(value)
 
 
-class Lazy(Sequence[Any]):
-    """A sequence whose items are made when they are looked at."""
-
-    def __init__(self, count: int, make: Callable[[int], Any]):
-        self._count, self._make = count, make
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        return self._make(index)
-
-
 @dataclass
 class DataItems:
     """The items of some data.
 
     Attributes:
-        items: a sequence, or an iterator where their number is not known before the end; None
-            stands for a row without an item.
+        given: a sequence, or an iterator where their number is not known before the end.
         description: of the data, for captions.
         groups: the class of each item, where the data say it.
         at: what says it, in messages: one and several.
+        made: from one of ``given``, the item; None for a row without one.
     """
 
-    items: Iterable[Any]
+    given: Iterable[Any]
     description: str
     groups: Callable[[], Sequence[Any] | None] = field(default=lambda: None)
     at: tuple[str, str] = ("class", "classes")
+    made: Callable[[Any], Any] = lambda item: item
 
     @staticmethod
-    def of_files(items: Sequence[Any], folder: Path, paths: Sequence[Path]) -> "DataItems":
+    def of_files(
+        folder: Path, paths: Sequence[Path], made: Callable[[Path], Any] = lambda path: path
+    ) -> "DataItems":
         """Return the items that the files of a folder hold, their classes those of its folders."""
 
         def folders() -> list[str]:
             return [str(file.parent.relative_to(folder)) for file in paths]
 
-        return DataItems(items, folder.name, folders, ("folder", "folders"))
+        return DataItems(paths, folder.name, folders, ("folder", "folders"), made)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.made, self.given)
 
     def take(self, selection: "Selection", many: str) -> tuple[list[Any], list[str]]:
         """Return the items that are wanted, and notes on blank ones and on items sorted by class.
@@ -99,17 +90,17 @@ class DataItems:
         Raises:
             InputsError: items of a stream are to be shuffled.
         """
-        count, shuffle, chosen = selection.samples, selection.shuffle, self.items
+        count, shuffle, chosen = selection.samples, selection.shuffle, self.given
         if shuffle is not None:
-            if not isinstance(self.items, Sequence):
+            if not isinstance(self.given, Sequence):
                 raise InputsError(
                     f"shuffle is {shuffle}, but {self.description} is read as a stream, whose "
                     "end is not known; leave it out"
                 )
-            chosen = (self.items[i] for i in order(len(self.items), shuffle))
+            chosen = (self.given[i] for i in order(len(self.given), shuffle))
         taken: list[Any] = []
         blank, notes = 0, []
-        for item in chosen:
+        for item in map(self.made, chosen):
             if _is_blank(item):
                 blank += 1
             else:
@@ -307,8 +298,8 @@ def _rows(data: Any, selection: Selection, kind: ItemKind, name: str) -> DataIte
     if isinstance(data, Image.Image):
         raise InputsError(f"data is an image, but {name} takes {kind.takes}")
     table, said = _table_of(data, selection)
-    items = _values(table, _column(table, selection.column, kind, said), kind, said, name)
-    return DataItems(items, said, partial(_classes, table))
+    given, made = _values(table, _column(table, selection.column, kind, said), kind, said, name)
+    return DataItems(given, said, partial(_classes, table), made=made)
 
 
 def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
@@ -385,8 +376,10 @@ def _classes(table: Any) -> Sequence[Any] | None:
     return values if all(isinstance(value, str | int) for value in values) else None
 
 
-def _values(table: Any, column: str, kind: ItemKind, said: str, name: str) -> Iterable[Any]:
-    """Return the items of a column; a sequence where the table knows its length."""
+def _values(
+    table: Any, column: str, kind: ItemKind, said: str, name: str
+) -> tuple[Iterable[Any], Callable[[Any], Any]]:
+    """Return the rows of a table, by number where it knows its length, and what makes items."""
     tokens = column == "input_ids"
 
     def item(row: Any) -> Any:
@@ -407,22 +400,22 @@ def _values(table: Any, column: str, kind: ItemKind, said: str, name: str) -> It
     if isinstance(table, datasets.Dataset):
         masked = tokens and "attention_mask" in table.column_names
         table = table.select_columns([column, "attention_mask"] if masked else [column])
-    return Lazy(len(table), at) if hasattr(table, "__len__") else _streamed(table, item, said)
+    return (range(len(table)), at) if hasattr(table, "__len__") else (_streamed(table, said), item)
 
 
-def _streamed(table: Iterable[Any], item: Callable[[Any], Any], said: str) -> Iterator[Any]:
-    """Yield the items of a table that comes row by row.
+def _streamed(table: Iterable[Any], said: str) -> Iterator[Any]:
+    """Yield the rows of a table that comes row by row.
 
     Raises:
         InputsError: it breaks off.
     """
-    stream, advice = iter(table), "; ask for fewer samples, or try again"
+    rows, advice = iter(table), "; ask for fewer samples, or try again"
     for done in itertools.count():
         with explained(InputsError, f"{said} breaks off after {done} rows: ", advice, why=cause):
-            row = next(stream, None)
+            row = next(rows, None)
         if row is None:
             return
-        yield item(row)
+        yield row
 
 
 def _column(table: Any, column: str | None, kind: ItemKind, said: str) -> str:

@@ -21,7 +21,7 @@ from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers import files
 from lipbound.models.readers.files import ending, is_plain_file, read_text
 from lipbound.models.readers.model_inputs import check_length, positions, text_part
-from lipbound.models.readers.reader import DataItems, ItemKind, Lazy, Reader, Selection, order
+from lipbound.models.readers.reader import DataItems, ItemKind, Reader, Selection, order
 
 TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
@@ -181,7 +181,7 @@ class TextReader(Reader):
             return Inputs(batch, description, made, notes)
         tokenizer, name = checkpoint.tokenizer(), checkpoint.name
         made = _kind(tokenizer, checkpoint)
-        alone = isinstance(found.items, Sequence) and len(found.items) == 1
+        alone = isinstance(found.given, Sequence) and len(found.given) == 1
         if chats:
             texts = _written_out(tokenizer, texts, name)
             # the template has written the special tokens
@@ -218,7 +218,7 @@ class TextReader(Reader):
         found = [file for file in names if ending(file) in files.PROSE]
         if not found or any(ending(file) in files.TABLES for file in names):
             return None
-        return DataItems.of_files(Lazy(len(found), lambda k: read_text(found[k])), path, found)
+        return DataItems.of_files(path, found, read_text)
 
 
 def stream(
@@ -252,7 +252,7 @@ def stream(
     found = TextReader().items(checkpoint, data, Selection(None, count, split, column))
     tokenizer: Any = None
     ids: list[int] = []
-    for text in found.items:
+    for text in found:
         if isinstance(text, TokenizedText):
             ids += text.ids
         elif text is not None:
