@@ -25,14 +25,8 @@ PROCESSING = {
 }
 """Steps of image processors, and the settings of each that go into a run's provenance."""
 PHOTOGRAPHS = (
-    "astronaut.png",
-    "chelsea.png",
-    "coffee.png",
-    "motorcycle_left.png",
-    "rocket.jpg",
-    "camera.png",
-    "coins.png",
-    "grass.png",
+    "astronaut.png chelsea.png coffee.png motorcycle_left.png rocket.jpg camera.png coins.png "
+    "grass.png"
 )
 """Files of scikit-image that are the default images."""
 SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -98,7 +92,7 @@ class ImageReader(Reader):
                 "install 'lipbound[demo]', or give data"
             )
         folder = Path(spec.submodule_search_locations[0]) / "data"
-        return [folder / name for name in PHOTOGRAPHS], "photographs from scikit-image"
+        return [folder / name for name in PHOTOGRAPHS.split()], "photographs from scikit-image"
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[Path]:
         """Return the path of an image file.

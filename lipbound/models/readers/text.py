@@ -26,13 +26,7 @@ from lipbound.models.readers.reader import DataItems, ItemKind, Reader, Selectio
 TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
-GENERIC = (
-    "TokenizersBackend",
-    "PythonBackend",
-    "PreTrainedTokenizerFast",
-    "PreTrainedTokenizer",
-    "None",
-)
+GENERIC = "TokenizersBackend PythonBackend PreTrainedTokenizerFast PreTrainedTokenizer None"
 """Classes that transformers loads any tokenizer into, and what stands for none."""
 UNKNOWN = 0.5
 """Share of unknown tokens above which a text is hardly one of the tokenizer's."""
@@ -128,8 +122,9 @@ def _whole(value: Any) -> list[int] | None:
         return [int(v) for v in value.tolist()] if value.ndim == 1 and _integer(value) else None
     if not isinstance(value, list | tuple) or not value:
         return None
-    numbers = all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value)
-    return [int(v) for v in value] if numbers and all(abs(int(v)) < 2**63 for v in value) else None
+    numbers = all(isinstance(v, int | np.integer) and abs(int(v)) < 2**63 for v in value)
+    whole = numbers and not any(isinstance(v, bool) for v in value)
+    return [int(v) for v in value] if whole else None
 
 
 def _as_text(value: Any) -> str | TokenizedText | None:
@@ -270,7 +265,7 @@ def stream(
 def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
     """Return the class of a tokenizer, loaded or named in its files, or else whose it is."""
     named = type(tokenizer).__name__, str(tokenizer.init_kwargs.get("tokenizer_class"))
-    if kind := next((name for name in named if name not in GENERIC), None):
+    if kind := next((name for name in named if name not in GENERIC.split()), None):
         return kind
     other = checkpoint.tokenizer_from
     return "the model's tokenizer" if other is None else f"the tokenizer of {Path(other).name}"

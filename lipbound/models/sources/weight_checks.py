@@ -18,12 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lipbound.errors import CheckpointError
-from lipbound.models.offload import by_layer
+from lipbound.models.offload import by_layer, on_disk
 from lipbound.models.weight_files import TensorRef, contents
 
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
-NOT_FINITE = "the weights of {} contain NaN or infinite numbers, in {}; no norm is defined there"
 WITHOUT_EFFECT = (
     "transformers_version dtype torch_dtype architectures use_cache output_attentions "
     "output_hidden_states return_dict id2label label2id problem_type finetuning_task "
@@ -74,21 +73,30 @@ def check_filled(report: dict[str, Any], name: str) -> None:
 
 
 def check_finite(model: PreTrainedModel, name: str) -> None:
-    """Refuse weights and buffers in memory that are NaN or infinite.
+    """Refuse weights and buffers, in memory or on disk, that are NaN or infinite.
 
     Args:
-        model: whose parts on the device meta are left out.
+        model: as it was loaded.
         name: what the user called it.
 
     Raises:
-        CheckpointError: one of them is not finite; the message names it.
+        CheckpointError: one of them is not finite; the message names it. Or a file is gone.
     """
+    stored = on_disk(model)
     for key, tensor in model.state_dict().items():
-        if not isinstance(tensor, Tensor) or tensor.is_meta or not tensor.is_floating_point():
+        if key in stored:
+            finite = stored[key].finite()
+        elif isinstance(tensor, Tensor) and not tensor.is_meta and tensor.is_floating_point():
+            # extremes are NaN where one number is: a tenth of the time of a look at each
+            ends = torch.stack(tensor.aminmax()) if tensor.numel() else tensor
+            finite = bool(torch.isfinite(ends).all())
+        else:
             continue
-        # extremes are NaN where one number is: a tenth of the time of a look at each
-        if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
-            raise CheckpointError(NOT_FINITE.format(name, key))
+        if not finite:
+            raise CheckpointError(
+                f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is "
+                "defined there"
+            )
 
 
 def ask_for_floats(config: PreTrainedConfig, name: str, folder: Path) -> str | None:
