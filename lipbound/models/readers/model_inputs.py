@@ -279,25 +279,25 @@ def _check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
 
 def remarks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return sentences about samples that are the same, and those of `odd_masks`."""
-    return [said for said in (_repeated(batch),) if said] + odd_masks(model, batch)
+    return _repeated(batch) + odd_masks(model, batch)
 
 
 def odd_masks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return sentences about padding without a mask, and masks of 0 and 1 that are added."""
-    return [said for said in (_unmasked(model, batch), _added(batch)) if said]
+    return _unmasked(model, batch) + _added(batch)
 
 
-def _repeated(batch: Mapping[str, Tensor]) -> str:
+def _repeated(batch: Mapping[str, Tensor]) -> list[str]:
     count = len(next(iter(batch.values())))
     first: dict[bytes, int] = {}
     again = [k for k in range(count) if first.setdefault(_sample_hash(batch, k), k) != k]
     if not again:
-        return ""
+        return []
     listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
     one = f"sample {listed} repeats an earlier one, and means count it again"
     several = f"samples {listed} repeat earlier ones, and means count them again"
     are, those = "is" if len(first) == 1 else "are", several if len(again) > 1 else one
-    return f"only {len(first)} of {count} samples {are} different: {those}"
+    return [f"only {len(first)} of {count} samples {are} different: {those}"]
 
 
 def _sample_hash(batch: Mapping[str, Tensor], sample: int) -> bytes:
@@ -308,36 +308,36 @@ def _sample_hash(batch: Mapping[str, Tensor], sample: int) -> bytes:
     return digest.digest()
 
 
-def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> str:
+def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return a sentence on padding tokens at an end of a sample that no mask marks."""
     ids, config = batch.get("input_ids"), text_part(model.config)
     pad = getattr(config, "pad_token_id", None)
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(pad, int):
-        return ""
-    if batch.get("attention_mask") is not None:
-        return ""
+    masked = batch.get("attention_mask") is not None
+    if masked or not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(pad, int):
+        return []
     is_pad = ids == pad
     trailing, leading = is_pad.flip(-1).cummin(-1).values.sum(-1), is_pad.cummin(-1).values.sum(-1)
     ends = [getattr(config, name, None) for name in ENDS]
     also_an_end = any(pad in end if isinstance(end, list | tuple) else pad == end for end in ends)
     found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
-    if not found:
-        return ""
-    return (
+    said = (
         f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad}), and "
         "there is no attention_mask, so padding is measured as text; give the attention_mask that "
         "the tokenizer returns"
     )
+    return [said] if found else []
 
 
-def _added(batch: Mapping[str, Tensor]) -> str:
-    """Return a sentence on a mask over pairs of tokens that looks as if it meant yes and no."""
-    for name, mask in batch.items():
-        over_pairs = name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim == 4
-        if over_pairs and mask.dtype != torch.bool and zero_one(mask):
-            return (
-                f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores "
-                "and mask nothing; give a boolean mask, True where a token is seen, or 0 there and "
-                "-inf elsewhere"
-            )
-    return ""
+def _added(batch: Mapping[str, Tensor]) -> list[str]:
+    """Return sentences on masks over pairs of tokens that look as if they meant yes and no."""
+    masks = {
+        name: mask
+        for name, mask in batch.items()
+        if name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim == 4
+    }
+    return [
+        f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores and mask "
+        "nothing; give a boolean mask, True where a token is seen, or 0 there and -inf elsewhere"
+        for name, mask in masks.items()
+        if mask.dtype != torch.bool and zero_one(mask)
+    ]

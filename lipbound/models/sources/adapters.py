@@ -189,7 +189,11 @@ class Adapter:
         return found
 
     def _product(self, module: str, pair: Mapping[str, Tensor], target: nn.Module) -> Change:
-        """Return the change by scale times B A: scale is alpha / r, or alpha / sqrt(r)."""
+        """Return the change of a module by alpha / r, or alpha / sqrt(r), times B A.
+
+        Raises:
+            CheckpointError: A or B is missing, or they do not fit each other.
+        """
         a, b = pair.get("A"), pair.get("B")
         if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise CheckpointError(
