@@ -18,8 +18,8 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("lanczos", {"tol": 1e-4}),

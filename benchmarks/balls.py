@@ -28,8 +28,8 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import _over_ball
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 
 HERE = Path(__file__)
 sys.path.insert(0, str(HERE.parents[1] / "tests"))

@@ -22,8 +22,8 @@ from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 
 REPEATS = 3
 

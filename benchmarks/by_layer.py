@@ -20,7 +20,7 @@ import torch
 import transformers as tf
 from safetensors.torch import save_file
 
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.weight_files import numbers
 from lipbound.runs.compare import compare
 

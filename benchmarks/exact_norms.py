@@ -30,8 +30,8 @@ from lipbound.attention.layer import Attention
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 
 ACCURACY = 1e-4
 REPEATS = 5

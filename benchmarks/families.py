@@ -20,8 +20,8 @@ from support.models import MODERN, build, inputs_for, own_heads
 
 import lipbound as lb
 from lipbound.models.capture.capture import Capturer, LayerCapture
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 
 TRAINED = ("builtin:smollm2", "builtin:gpt2", "builtin:llama", "builtin:qwen3")
 

@@ -21,8 +21,8 @@ import torch
 import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 
 HERE = Path(__file__)
 sys.path.insert(0, str(HERE.parents[1] / "tests"))

@@ -14,8 +14,8 @@ from pathlib import Path
 import lipbound as lb
 from lipbound.analysis.recipes.registry import RECIPES, Setting
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 from lipbound.runs import store
 
 HERE = Path(__file__).parent

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import token_norm as token_norm
     from lipbound.linalg.solution import Norm as Norm
     from lipbound.models.capture.capture import capture as capture
-    from lipbound.models.checkpoints import load_checkpoint as load_checkpoint
     from lipbound.models.inputs import prepare as prepare
+    from lipbound.models.loading import load_checkpoint as load_checkpoint
     from lipbound.models.training.differentiable import (
         attention_probabilities as attention_probabilities,
     )
@@ -61,7 +61,7 @@ _HOME = {
     "compare": "runs.compare",
     "concat": "runs.concat",
     "load": "runs.store",
-    "load_checkpoint": "models.checkpoints",
+    "load_checkpoint": "models.loading",
     "network_norm": "analysis.network",
     "prepare": "models.inputs",
     "radius_curve": "analysis.adversary",

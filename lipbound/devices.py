@@ -20,7 +20,7 @@ P = ParamSpec("P")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """Dtypes that numbers are computed in, by name."""
 WEIGHTS = ("auto", "whole", "layers")
-"""Places of a model's weights, as `lipbound.models.checkpoints.load_checkpoint` explains them."""
+"""Places of a model's weights, as `lipbound.models.loading.load_checkpoint` explains them."""
 
 
 def check_weights(weights: object) -> str:

@@ -11,7 +11,7 @@ import pytest
 from support.clumsy import mess
 from support.commands import call
 
-from lipbound.models import checkpoint, checkpoints
+from lipbound.models import checkpoint, loading
 from lipbound.runs import plan, store
 
 QUICK = "--data {text} --samples 1 --max-length 8 --bounds castin"
@@ -389,7 +389,7 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No network; good checkpoints are loaded once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    loading, companion = checkpoints.load_unless_refused, checkpoint.Checkpoint._companion
+    open_checkpoint, companion = loading.load_unless_refused, checkpoint.Checkpoint._companion
 
     def load(model: object, refuse: object, **options: object) -> object:
         good = (
@@ -399,8 +399,8 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         )
         key = (model, options["dtype"])
         if good and key not in LOADED:
-            LOADED[key] = loading(model, refuse, **options)
-        return LOADED[key] if good else loading(model, refuse, **options)
+            LOADED[key] = open_checkpoint(model, refuse, **options)
+        return LOADED[key] if good else open_checkpoint(model, refuse, **options)
 
     def kept(self: checkpoint.Checkpoint, loader: type, *rest: object) -> object:
         if self not in LOADED.values():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import ViTForImageClassification
 
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
 from lipbound.regularizers.bound_penalty import SoundPenalty
 from lipbound.regularizers.jasmin import JaSMin

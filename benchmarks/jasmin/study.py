@@ -39,7 +39,7 @@ from lipbound.analysis.robustness import ATTACKS, robust_accuracy
 from lipbound.attention import softmax
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
 from lipbound.regularizers.bound_penalty import SoundPenalty
 from lipbound.regularizers.jasmin import JaSMin

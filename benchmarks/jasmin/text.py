@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 
 import lipbound as lb
 from lipbound.bounds.factors import norm_m
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.training.differentiable import attention_probabilities
 from lipbound.regularizers.jasmin import JaSMin
 

@@ -23,7 +23,7 @@ from lipbound.devices import device_name, resolve_device
 from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.model_inputs import positions
 from lipbound.models.readers.text import stream
 from lipbound.runs.dataset import versions

@@ -20,7 +20,7 @@ from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.errors import AttentionError, is_number, shown, tell
-from lipbound.formatting.html import html_facts
+from lipbound.formatting import html_facts
 
 PATTERN = ("wide_q", "q", "wide_k", "k", "centred_k", "p", "weights")
 """Tensors that are derived from queries and keys alone."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
-from lipbound.formatting.html import formula, html_facts
+from lipbound.formatting import formula, html_facts
 from lipbound.schema import NORMS
 
 if TYPE_CHECKING:

@@ -48,9 +48,9 @@ def echo_folded(text: str) -> None:
 def show(ds: xr.Dataset) -> None:
     """Print a run's summary as a table, the extent of its exact norms, and the audit's verdict."""
     from lipbound.bounds.audit import audit
-    from lipbound.formatting import number, small
+    from lipbound.formatting import counted, number, small
     from lipbound.reporting import tables
-    from lipbound.reporting.labels import counted, places, reached
+    from lipbound.reporting.labels import places, reached
 
     typer.echo(emphasised(tables.render(ds, width=columns())))
     exact = ds["exact"].values[ds["exact"].notnull().values]

@@ -1,8 +1,8 @@
-"""Numbers with as many digits as are known, and foreign text that is not read as markup."""
+"""Numbers with as many digits as are known, foreign text that is not read as markup, and HTML."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 ESCAPED = {
@@ -18,6 +18,14 @@ ESCAPED = {
 }
 COMPOSED = {chr(c) for c in range(0xC0, 0x100)} - set("\u00d0\u00d7\u00de\u00f0\u00f7\u00fe")
 """Letters with accents, which LaTeX has whatever the font."""
+LEFT, RIGHT = "text-align: left", "text-align: right"
+TABLE_ROWS = 24
+"""Rows that a table shows; what goes on is counted."""
+FORMULA = re.compile(
+    r'(?:[^\\<>&"]|\\[|,;]|\\(?:diag|exp|ge|lambda|le|log|max|mathrm|min|operatorname|phi|sqrt|sum'
+    r"|times|to)(?![A-Za-z]))*"
+)
+"""Formulas with commands that statements use; latex2mathml lets others pass, links for instance."""
 
 
 def digits(x: float, width: float, most: int = 4) -> int:
@@ -59,6 +67,27 @@ def number(x: float, digits: int = 3) -> str:
     return re.sub(r"e([+-])0*", lambda m: "e" + m[1].replace("+", ""), f"{x:.{digits - 1}e}")
 
 
+def enclosed(x: float, width: float, side: int = 0, most: int = 4) -> str:
+    """Return the middle of an enclosure to the digits that it supports.
+
+    Args:
+        x: its lower end (``side`` 1), its upper end (-1) or its middle (0).
+        width: its relative width; NaN for none, and ten where it has no end.
+        side: which of them ``x`` is.
+        most: at most so many digits.
+
+    Returns:
+        The number as `number` writes it.
+
+    >>> enclosed(1.35, 1e-3, 1), enclosed(1.35, 0.2, -1), enclosed(3.0, math.inf, 1)
+    ('1.35', '1', '20')
+    """
+    x, wide = float(x), 0.0 if math.isnan(width) else 10.0 if math.isinf(width) else float(width)
+    lower = x / (1 + wide) if side < 0 else x
+    middle = lower * (1 + wide / 2) if side else x
+    return number(middle, digits(middle, wide, most))
+
+
 def small(x: float) -> str:
     """Return a tolerance or probability as it was given, without a padded exponent.
 
@@ -66,6 +95,15 @@ def small(x: float) -> str:
     ('0.001', '1e-6', '2.5e-10')
     """
     return f"{x:g}".replace("e-0", "e-")
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things.
+
+    >>> counted(1, "sample"), counted(2, "sample")
+    ('1 sample', '2 samples')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def joined(words: Sequence[str]) -> str:
@@ -107,3 +145,88 @@ def escape_markdown(text: str) -> str:
     """
     text = escape(plain(text), quote=False).replace("@", "&#64;").replace("://", "&#58;//")
     return re.sub(r"([\\`*_\[\]|$~])", r"\\\1", text)
+
+
+def html_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    notes: Iterable[str] = (),
+    words: Iterable[str] = (),
+    most: int | None = None,
+) -> str:
+    """Build a table with its title above and notes below.
+
+    Args:
+        head: titles of columns.
+        rows: cells, as text.
+        title: what stands above.
+        notes: what stands below.
+        words: titles of columns of words, which stand to the left as the first column does.
+        most: rows that are shown; all by default.
+
+    Returns:
+        The HTML.
+
+    >>> html_table(["a"], [["<b>"], ["2"]], most=1).count("&lt;b&gt;")
+    1
+    """
+    left, shown = {*head[:1], *words}, rows if most is None else rows[:most]
+    styles = [LEFT if name in left else RIGHT for name in head]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        pairs = zip(styles, cells, strict=True)
+        return "".join(f'<{tag} style="{style}">{escape(cell)}</{tag}>' for style, cell in pairs)
+
+    above = f'<caption style="{LEFT}">{escape(title)}</caption>' if title else ""
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in shown)
+    more = [f"and {len(rows) - len(shown)} more rows"] if len(shown) < len(rows) else []
+    below = "".join(f"<div><small>{escape(note)}</small></div>" for note in [*more, *notes] if note)
+    titles = f"<thead><tr>{line('th', head)}</tr></thead>"
+    return f"<table>{above}{titles}<tbody>{body}</tbody></table>{below}"
+
+
+def html_facts(title: str, facts: Mapping[str, str], ready: Mapping[str, str] | None = None) -> str:
+    """Build a table of names and values, a row each.
+
+    Args:
+        title: what stands above.
+        facts: values as text, by name; empty ones are left out.
+        ready: values in HTML already, which come first.
+
+    Returns:
+        The HTML.
+    """
+    cells = dict(ready or {}) | {name: escape(value) for name, value in facts.items() if value}
+    body = "".join(
+        f'<tr><th style="{LEFT}">{escape(name)}</th><td style="{LEFT}">{value}</td></tr>'
+        for name, value in cells.items()
+    )
+    above = f'<caption style="{LEFT}"><b>{escape(title)}</b></caption>'
+    return f"<table>{above}<tbody>{body}</tbody></table>"
+
+
+def formula(text: str) -> str:
+    r"""Turn a statement of a bound into HTML, with MathML for formulas between dollar signs.
+
+    Args:
+        text: the statement.
+
+    Returns:
+        The HTML; all of it as text where it is none of ours or cannot be read.
+
+    >>> formula(r"$\|x_1\| \le 2$ <b>").count("</math>"), formula("<b>")
+    (1, '&lt;b&gt;')
+    """
+    from latex2mathml.converter import convert  # most commands show no formulas
+
+    parts = text.split("$")
+    if len(parts) % 2 == 0 or not all(FORMULA.fullmatch(part) for part in parts[1::2]):
+        return escape(text)
+    try:
+        return "".join(
+            convert(part) if place % 2 else escape(part) for place, part in enumerate(parts)
+        )
+    except Exception:  # the library has a type of its own for every fault
+        return escape(text)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError, shown, whole
-from lipbound.formatting import number
-from lipbound.formatting.html import ROWS, html_table
+from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.linalg.operators import JacobianOperator
 
 SALT = "lipbound: directions that no data know of"
@@ -49,10 +48,10 @@ class Norm:
         axes = ("sample", "head") if n == 2 else tuple(f"axis {k}" for k in range(n))
         columns = [*axes, "lower", "upper", "steps", "converged"]
         rows = [[""] * len(columns) for _ in places]
-        for row, at in zip(rows, places[: ROWS + 1], strict=False):
+        for row, at in zip(rows, places[: TABLE_ROWS + 1], strict=False):
             ends = (number(float(end[at]), 6) for end in (self.lower, self.upper))
             row[:] = *map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))
-        return html_table(columns, rows, title="Spectral norms", most=ROWS)
+        return html_table(columns, rows, title="Spectral norms", most=TABLE_ROWS)
 
     @staticmethod
     def cat(norms: "Sequence[Norm]", dim: int = 0) -> "Norm":

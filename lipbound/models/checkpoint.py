@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedConfig, Pr
 
 from lipbound.errors import CheckpointError
 from lipbound.models import gguf_file
-from lipbound.models.quiet import first_line, quiet
+from lipbound.models.quiet import explained, quiet
 from lipbound.models.weight_files import check_fetched
 
 if TYPE_CHECKING:
@@ -32,10 +31,16 @@ IMAGES_INSTEAD = (
     "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor="
 )
 
+ONLY_FOR = {
+    "revision": "revisions are for hub models",
+    "gguf_file": "such files are in directories and hub models",
+}
+"""Options that few kinds of checkpoints take, and which do."""
+
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of `lipbound.models.checkpoints.load_checkpoint`, checked.
+    """Options of `lipbound.models.loading.load_checkpoint`, checked.
 
     Attributes:
         revision: branch, tag or commit of a hub model.
@@ -56,34 +61,19 @@ class LoadOptions:
     adapter: "Adapter | str | None" = None
     refuse: Callable[[PreTrainedConfig], None] = lambda config: None
 
-    def refuse_revision(self, what: str) -> None:
-        """Refuse a revision for anything but a hub model.
+    def refuse_given(self, what: str, *names: str) -> None:
+        """Refuse options that mean nothing for what is loaded.
 
         Args:
             what: is loaded, in words.
+            names: of the options, in `ONLY_FOR`.
 
         Raises:
-            CheckpointError: a revision was given.
+            CheckpointError: one of them was given.
         """
-        if self.revision is not None:
-            raise CheckpointError(
-                f"revision {self.revision!r} was given for {what}; revisions are for hub models"
-            )
-
-    def refuse_gguf(self, what: str) -> None:
-        """Refuse the name of a GGUF file for what has no files.
-
-        Args:
-            what: is loaded, in words.
-
-        Raises:
-            CheckpointError: a file was given.
-        """
-        if self.gguf_file is not None:
-            raise CheckpointError(
-                f"gguf_file {self.gguf_file!r} was given for {what}; such files are in directories "
-                "and hub models"
-            )
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                raise CheckpointError(f"{name} {value!r} was given for {what}; {ONLY_FOR[name]}")
 
 
 @dataclass
@@ -126,11 +116,15 @@ class Checkpoint:
     configuration: str | None = None
 
     @property
+    def accepted(self) -> list[str]:
+        """Names of what the model's forward pass takes."""
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+    @property
     def main_input(self) -> str:
         """The model's main input: the one it declares, if its forward has it, else one of those."""
-        declared = str(self.model.main_input_name)
-        parameters = inspect.signature(self.model.forward).parameters.values()
-        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        declared, names = str(self.model.main_input_name), self.accepted
         if declared in names or not names:
             return declared
         return next((name for name in names if name in MODALITIES), names[0])
@@ -176,30 +170,25 @@ class Checkpoint:
         file = None if given or loader is not AutoTokenizer else self.gguf_file
         folder = Path(place).expanduser()
         here = folder.is_dir()
-        # without its files transformers makes up a tokenizer that knows no word
-        if here and file is None and not any(any(folder.glob(name)) for name in files.split()):
-            wanted = f"{'a' if given else 'its'} {what} ({files.split()[0]} or the like)"
-            remedy = f"add them, or give data as {instead}"
-            raise CheckpointError(
-                f"{given or self.name} has no files of {wanted}; "
-                f"{'give a directory that has, or a hub id' if given else remedy}"
-            )
         if here and file is None:
+            # without its files transformers makes up a tokenizer that knows no word
+            if not any(any(folder.glob(name)) for name in files.split()):
+                wanted = f"{'a' if given else 'its'} {what} ({files.split()[0]} or the like)"
+                own = f"add them, or give data as {instead}"
+                remedy = "give a directory that has, or a hub id" if given else own
+                raise CheckpointError(f"{given or self.name} has no files of {wanted}; {remedy}")
             check_fetched(folder, files.split())
         repo, _, revision = (str(folder), "", "") if here else place.partition("@")
         inside = {} if file is None else {"gguf_file": file}
-        try:
-            with quiet(), nullcontext() if file is None else gguf_file.read_once(folder / file):
-                return loader.from_pretrained(
-                    repo, revision=revision or "main", trust_remote_code=False, **inside
-                )
-        except Exception as error:  # names that lead nowhere and broken files raise a zoo of types
-            why = f"({first_line(error)}); give "
-            raise CheckpointError(
-                f"there is no usable {what} at {given} {why}a directory or a hub id"
-                if given
-                else f"{self.name} has no usable {what} {why}data as {instead}"
-            ) from error
+        none = f"{self.name} has no usable {what}"
+        advice = f"data as {instead}"
+        if given:
+            none, advice = f"there is no usable {what} at {given}", "a directory or a hub id"
+        once = gguf_file.read_once(folder / file if file else None)
+        with explained(CheckpointError, f"{none} (", f"); give {advice}"), quiet(), once:
+            return loader.from_pretrained(
+                repo, revision=revision or "main", trust_remote_code=False, **inside
+            )
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,12 +48,12 @@ def choose(folder: Path, wanted: str | None, name: str) -> str:
         CheckpointError: there is no such file, or there are several and none was named.
     """
     there = sorted(file.name for file in folder.glob(f"*{SUFFIX}"))
-    if wanted is None and len(there) == 1:
-        return there[0]
     if wanted is None:
+        if len(there) == 1:
+            return there[0]
+        listed = " or ".join(map(repr, there))
         raise CheckpointError(
-            f"{name} holds several GGUF files; name one with gguf_file=, "
-            f"{' or '.join(map(repr, there))}"
+            f"{name} holds several GGUF files; name one with gguf_file=, {listed}"
         )
     check_name(wanted)
     if not (folder / wanted).is_file():
@@ -103,10 +103,10 @@ def check_whole(name: str, path: Path) -> None:
     Raises:
         CheckpointError: it is one of several pieces; LipboundError where memory is short.
     """
-    pieces = field(path, "split.count")
-    if pieces is not None and int(pieces) > 1:
+    pieces = int(field(path, "split.count") or 1)
+    if pieces > 1:
         raise CheckpointError(
-            f"{name} is one of {int(pieces)} pieces of a model; join them with llama.cpp's "
+            f"{name} is one of {pieces} pieces of a model; join them with llama.cpp's "
             "`llama-gguf-split --merge`"
         )
     instead = "give the safetensors checkpoint that it was made from, with weights='layers'"
@@ -161,56 +161,43 @@ def quantization(path: Path) -> str:
 
 
 @contextmanager
-def read_once(path: Path) -> Iterator[None]:
+def read_once(path: Path | None) -> Iterator[None]:
     """Have transformers read a file once, not for configuration, weights and tokenizer each.
 
     The names of tensors are likewise listed once instead of once a module, and no bar is drawn.
     What is read is the same.
 
     Args:
-        path: of the file; `contents` says what is raised for files that are none.
+        path: of the file; `contents` says what is raised for files that are none. None changes
+            nothing.
 
     Yields:
         Nothing; while the context lasts, functions of transformers and gguf are replaced.
     """
+    if path is None:
+        yield
+        return
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
-
-    parse, known = reader._gguf_parse_value, contents(path).parsed
-
-    def parsed(value: Any, types: Any) -> Any:
-        found = known.get(id(value))
-        if found is None or found[0] is not value:
-            found = known[id(value)] = value, parse(value, types)
-        return found[1]
 
     changes: tuple[tuple[Any, str, Any], ...] = (
         (gguf, "GGUFReader", lambda path, mode="r": contents(Path(path))),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
-        (reader, "_gguf_parse_value", parsed),
         (reader, "tqdm", reader.tqdm if os.environ.get(VERBOSE) else lambda items, **kwargs: items),
     )
-    before = [getattr(module, name) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for (module, name, _), value in zip(changes, before, strict=True):
+    with ExitStack() as afterwards:
+        for module, name, value in changes:
+            afterwards.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)
+        yield
 
 
 @lru_cache(maxsize=1)
 def _reader(path: str, size: int, changed: int) -> Any:
     from gguf.gguf_reader import GGUFReader
 
-    class CheckedReader(GGUFReader):  # type: ignore[misc]  # the package has no types
-        """Quick with the words of a vocabulary, of which it takes several small arrays each."""
-
-        def __init__(self, path: str) -> None:
-            # by the identity of an array, which is kept beside what it says
-            self.parsed: dict[int, tuple[Any, Any]] = {}
-            super().__init__(path)
+    class PlainReader(GGUFReader):  # type: ignore[misc]  # the package has no types
+        """Slices a plain array for the words of a vocabulary: a memory map takes several times."""
 
         @property
         def data(self) -> np.ndarray:
@@ -218,15 +205,6 @@ def _reader(path: str, size: int, changed: int) -> Any:
 
         @data.setter
         def data(self, mapped: np.ndarray) -> None:
-            # a slice of a memory map costs several times one of a plain array
             self._plain = mapped.view(np.ndarray)
 
-        def _get(
-            self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
-        ) -> np.ndarray:
-            if (override_order or self.byte_order) != "I":
-                return super()._get(offset, dtype, count, override_order)
-            size = np.dtype(dtype).itemsize * int(count)
-            return self._plain[offset : offset + size].view(dtype)[: int(count)]
-
-    return CheckedReader(path)
+    return PlainReader(path)

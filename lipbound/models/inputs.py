@@ -5,32 +5,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import AutoModel, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, tell
 from lipbound.models.checkpoint import Checkpoint, Inputs
+from lipbound.models.offload import without_weights
 from lipbound.models.quiet import quiet
 from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.model_inputs import (
-    check_images,
     check_length,
     check_tokens,
     check_towers,
     declared_positions,
     is_ready,
-    options_of,
     ready_inputs,
     remarks,
     text_part,
 )
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import no_table, order
-from lipbound.models.readers.text import TextReader
-from lipbound.models.readers.token_ids import given_tokens
+from lipbound.models.readers.text import TextReader, given_tokens
 
 __all__ = ["READERS", "Inputs", "prepare", "token_texts"]
 
@@ -85,7 +80,7 @@ def prepare(
             what has none, text longer than the model's positions allow, tokens that are not in its
             vocabulary. Without a usable tokenizer or image processor, CheckpointError.
 
-    >>> from lipbound.models.checkpoints import load_checkpoint
+    >>> from lipbound.models.loading import load_checkpoint
     >>> texts = ["Down the Rabbit-Hole", "The Pool of Tears"]
     >>> inputs = prepare(load_checkpoint("builtin:gpt2"), texts, max_length=3)
     >>> tuple(inputs.batch["input_ids"].shape), inputs.samples, inputs.description
@@ -105,12 +100,20 @@ def prepare(
             "data is empty; give a file, a folder, a hub dataset or a text, or leave it out for "
             "the default"
         )
-    if isinstance(data, Inputs):
-        no_table(split, column, "ready inputs have")
-        return replace(data, batch=_drawn(data.batch, count, shuffle), notes=list(data.notes))
     selection = Selection(count, max_length, split, column, shuffle)
-    read = _ready if is_ready(data) else _read
-    inputs = read(checkpoint, data, selection)
+    if isinstance(data, Inputs):
+        selection.refuse_table("ready inputs have")
+        return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))
+    if is_ready(data):
+        inputs = ready_inputs(data, checkpoint, selection)
+    else:
+        check_towers(checkpoint, [checkpoint.main_input])
+        if checkpoint.modality not in READERS:
+            raise InputsError(
+                f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a "
+                "dict of ready inputs"
+            )
+        inputs = READERS[checkpoint.modality].read(checkpoint, data, selection)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
     by_default = in_memory and count == DEFAULT_SAMPLES
@@ -144,10 +147,8 @@ def refuse_long(name: str, config: PreTrainedConfig, data: Any, max_length: int)
     if declared is None or max_length <= declared:
         return
     try:
-        with quiet(), torch.device("meta"):
-            model = AutoModel.from_config(
-                deepcopy(config), trust_remote_code=False, attn_implementation="eager"
-            )
+        with quiet():
+            model = without_weights(deepcopy(config))
     except Exception:  # what cannot be built is told when it is loaded
         return
     checkpoint = Checkpoint(model, name, "", None)
@@ -167,7 +168,7 @@ def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list
     Returns:
         The texts; none for images, and where there is no tokenizer.
 
-    >>> from lipbound.models.checkpoints import load_checkpoint
+    >>> from lipbound.models.loading import load_checkpoint
     >>> checkpoint = load_checkpoint("builtin:minilm")
     >>> token_texts(checkpoint, prepare(checkpoint, ["the gulls"]))
     ['[CLS]', 'the', 'gu', '##lls', '[SEP]']
@@ -182,33 +183,3 @@ def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list
     mask = inputs.batch.get("attention_mask")
     row = ids[sample] if mask is None else ids[sample][mask[sample].bool()]
     return [str(tokenizer.decode([one])) for one in row.tolist()]
-
-
-def _drawn(batch: dict[str, Tensor], count: int | None, shuffle: int | None) -> dict[str, Tensor]:
-    """Return the first samples of a batch, or random ones; all where no number is given."""
-    size = len(next(iter(batch.values())))
-    drawn = slice(count) if shuffle is None else order(size, shuffle)[:count]
-    return {name: tensor[drawn] for name, tensor in batch.items()}
-
-
-def _ready(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-    no_table(selection.split, selection.column, "ready inputs have")
-    batch, description, notes = ready_inputs(data, checkpoint)
-    check_images(checkpoint, batch)
-    return Inputs(
-        _drawn(batch, selection.samples, selection.shuffle),
-        selection.described(description),
-        notes=notes,
-        options=options_of(data, checkpoint),
-    )
-
-
-def _read(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-    check_towers(checkpoint, [checkpoint.main_input])
-    reader = READERS.get(checkpoint.modality)
-    if reader is None:
-        raise InputsError(
-            f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict "
-            "of ready inputs"
-        )
-    return reader.read(checkpoint, data, selection)

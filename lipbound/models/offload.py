@@ -12,7 +12,7 @@ its modules cannot be copied without their hooks.
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,22 +72,17 @@ class WeightOffloader:
         """Bring the parameters in before a forward pass; registered as a hook."""
         plain = all(stored.change is None for stored in self.stored.values())
         self.hold(module, table=plain and self.device.type == "cpu" and _looks_up(module))
-        for part, keeper in _read_by(module):
+        for _, part, keeper in _read_by(module):
             keeper.hold(part)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return looked-up rows in the model's dtype, and drop the parameters after a pass."""
         looked_up = self.table and isinstance(output, Tensor)
         rows = _cast(output, self.away["weight"].dtype) if looked_up else None
-        for part, keeper in _read_by(module):
+        for _, part, keeper in _read_by(module):
             keeper.release(part)
         self.release(module)
         return rows
-
-
-def _keeper(module: nn.Module) -> WeightOffloader | None:
-    owners = map(_owner, module._forward_pre_hooks.values())
-    return next((owner for owner in owners if owner is not None), None)
 
 
 def _owner(hook: Any) -> WeightOffloader | None:
@@ -95,8 +90,14 @@ def _owner(hook: Any) -> WeightOffloader | None:
     return owner if isinstance(owner, WeightOffloader) else None
 
 
-def _kept(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
-    return [(part, keeper) for part in module.modules() if (keeper := _keeper(part)) is not None]
+def _keeper(module: nn.Module) -> WeightOffloader | None:
+    return next(filter(None, map(_owner, module._forward_pre_hooks.values())), None)
+
+
+def _kept(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
+    """Return the names of the parts whose parameters stay on disk, the parts, and their keepers."""
+    parts = ((name, part, _keeper(part)) for name, part in module.named_modules())
+    return [(name, part, keeper) for name, part, keeper in parts if keeper is not None]
 
 
 def by_layer(module: nn.Module) -> bool:
@@ -127,8 +128,7 @@ def on_disk(model: nn.Module) -> dict[str, TensorRef]:
     """Return the places of parameters that stay on disk, by their names in the model."""
     return {
         f"{prefix}.{name}".lstrip("."): stored
-        for prefix, module in model.named_modules()
-        if (keeper := _keeper(module)) is not None
+        for prefix, _, keeper in _kept(model)
         for name, stored in keeper.stored.items()
     }
 
@@ -145,15 +145,11 @@ def resident(module: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    held: list[tuple[nn.Module, WeightOffloader]] = []
-    try:
-        for part, keeper in _kept(module):
-            held.append((part, keeper))
+    with ExitStack() as afterwards:
+        for _, part, keeper in _kept(module):
+            afterwards.callback(keeper.release, part)
             keeper.hold(part)
         yield
-    finally:
-        for part, keeper in held:
-            keeper.release(part)
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
@@ -178,11 +174,20 @@ def _looks_up(module: nn.Module) -> bool:
     return plain and module.max_norm is None
 
 
-def _read_by(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
+def _read_by(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
     """Return the submodules whose parameters a module reads without calling them."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return []
-    return [pair for child in module.children() for pair in _kept(child)]
+    parts = _kept(module) if isinstance(module, nn.MultiheadAttention) else []
+    return [kept for kept in parts if kept[1] is not module]
+
+
+def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model on the device meta.
+
+    Its attention is eager, whatever the configuration asks for: the package of that need not be
+    here, and its code need not be fetched.
+    """
+    with torch.device("meta"):
+        return AutoModel.from_config(config, trust_remote_code=False, attn_implementation="eager")
 
 
 def load_offloaded(
@@ -252,14 +257,9 @@ def load_offloaded(
 def _built(
     config: PreTrainedConfig, placeholders: "_Placeholders"
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    with torch.device("meta"):
-        # eager whatever attention the configuration asks for: its package need not be here, and its
-        # code need not be fetched
-        architecture = type(
-            AutoModel.from_config(config, trust_remote_code=False, attn_implementation="eager")
-        )
-    with placeholders:
-        try:
+    architecture = type(without_weights(config))
+    try:
+        with placeholders:
             return architecture.from_pretrained(
                 None,
                 config=config,
@@ -268,10 +268,10 @@ def _built(
                 dtype=torch.float32,
                 output_loading_info=True,
             )
-        except Exception as error:
-            if placeholders.joined:
-                raise CheckpointError(_OTHER_FORM) from error
-            raise
+    except Exception as error:
+        if placeholders.joined:
+            raise CheckpointError(_OTHER_FORM) from error
+        raise
 
 
 class _Placeholders(TorchFunctionMode):

@@ -5,8 +5,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from datasets.utils import logging as datasets_logging
 from huggingface_hub.utils.tqdm import (
@@ -15,6 +15,8 @@ from huggingface_hub.utils.tqdm import (
     enable_progress_bars,
 )
 from transformers.utils import logging as transformers_logging
+
+from lipbound.errors import LipboundError
 
 VERBOSE = "LIPBOUND_VERBOSE"
 """Environment variable that lets other libraries speak, where it is set to anything."""
@@ -26,26 +28,19 @@ def quiet() -> Iterator[None]:
     if os.environ.get(VERBOSE):
         yield
         return
-    speakers = (transformers_logging, datasets_logging)
-    levels = [speaker.get_verbosity() for speaker in speakers]
-    shown = [speaker.is_progress_bar_enabled() for speaker in speakers]
-    retries = logging.getLogger("huggingface_hub")
-    level = retries.level
-    with warnings.catch_warnings():
+    with ExitStack() as afterwards, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for speaker in (transformers_logging, datasets_logging):
+            afterwards.callback(speaker.set_verbosity, speaker.get_verbosity())
+            if speaker.is_progress_bar_enabled():
+                afterwards.callback(speaker.enable_progress_bar)
+            speaker.disable_progress_bar()
+        retries = logging.getLogger("huggingface_hub")
+        afterwards.callback(retries.setLevel, retries.level)
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity(logging.CRITICAL)
         retries.setLevel(logging.CRITICAL)
-        for speaker in speakers:
-            speaker.disable_progress_bar()
-        try:
-            yield
-        finally:
-            retries.setLevel(level)
-            for speaker, before, bar in zip(speakers, levels, shown, strict=True):
-                speaker.set_verbosity(before)
-                if bar:
-                    speaker.enable_progress_bar()
+        yield
 
 
 @contextmanager
@@ -59,6 +54,36 @@ def bars() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+@contextmanager
+def explained(
+    kind: type[LipboundError],
+    before: str,
+    after: str = "",
+    *,
+    why: Callable[[Exception], str] | None = None,
+) -> Iterator[None]:
+    """Raise an error of ours in place of whatever other libraries raise.
+
+    Args:
+        kind: of the error. Errors of ours pass unchanged.
+        before: its message up to the reason.
+        after: its message behind the reason.
+        why: the reason; `first_line` by default.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        LipboundError: of that kind, where another library raises anything.
+    """
+    try:
+        yield
+    except LipboundError:
+        raise
+    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
+        raise kind(f"{before}{(why or first_line)(error)}{after}") from error
 
 
 def first_line(error: BaseException) -> str:

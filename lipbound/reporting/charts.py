@@ -2,22 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, shown, whole
 from lipbound.formatting import number, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.figures.captions import folded
 from lipbound.reporting.labels import relabelled
-from lipbound.reporting.styles import BASE, Drawing, look, write
+from lipbound.reporting.styles import BASE, Drawing, folded, given_or_new, look, write
 from lipbound.runs.store import takes_run
 
 if TYPE_CHECKING:
@@ -56,68 +54,41 @@ def ratios(
             "the run has no bounds, whose ratios to the exact norms are drawn; compare the model "
             "with some"
         )
-    axes = (
-        ax
-        if ax is not None
-        else Drawing(figsize=(3.45, 0.9 + 0.22 * len(names)), layout="constrained").add_subplot()
-    )
-    values = [statistics.ratio(ds, name).values for name in names]
+    axes = given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
+    values = {name: statistics.ratio(ds, name).values for name in names}
     with np.errstate(divide="ignore"):
-        logs = {name: np.log10(v) for name, v in zip(names, values, strict=True)}
+        logs = {name: np.log10(v) for name, v in values.items()}
     kept, (low, high) = statistics.shared_axis(logs)
     high = max(high, low + 0.5)  # of less, a logarithmic axis has no legible numbers
     pad = 0.04 * (high - low)
-    for row, (name, v) in enumerate(zip(names, values, strict=True), start=1):
-        inside = v[np.isfinite(v) & (v > 0)]
+    low, high = low - pad, high + pad
+    box: Any = {"orientation": "horizontal", "whis": (0, 100), "widths": 0.6}
+    beside: Any = {"ha": "right", "va": "baseline", "fontsize": "x-small", "parse_math": False}
+    for row, (name, v) in enumerate(values.items(), start=1):
         if name in kept:
-            axes.boxplot(
-                [inside],
-                positions=[row],
-                orientation="horizontal",
-                whis=(0, 100),
-                widths=0.6,
-                medianprops={"color": "black"},
-            )
-        if said := _beyond(v, name in kept, low - pad, high + pad):
+            inside = v[np.isfinite(v) & (v > 0)]
+            axes.boxplot([inside], positions=[row], medianprops={"color": "black"}, **box)
+        if said := _beyond(v, name in kept, low, high):
             above = row - 0.1 * (name in kept)  # the whisker
-            axes.text(
-                0.99,
-                above,
-                said,
-                transform=axes.get_yaxis_transform(),
-                ha="right",
-                va="baseline",
-                fontsize="x-small",
-                parse_math=False,
-            )
-    axes.set_yticks(
-        range(1, len(names) + 1), [ds[name].attrs["label"] for name in names], parse_math=False
-    )
+            axes.text(0.99, above, said, transform=axes.get_yaxis_transform(), **beside)
+    titles = [ds[name].attrs["label"] for name in names]
+    axes.set_yticks(range(1, len(names) + 1), titles, parse_math=False)
     axes.axvline(1, color="0.5", lw=0.8, ls=":")
-    axes.set(
-        xscale="log",
-        xlabel="bound / exact",
-        xlim=(10.0 ** (low - pad), 10.0 ** (high + pad)),
-        ylim=(len(names) + 0.5, 0.5),
-    )
+    axes.set(xscale="log", xlabel="bound / exact")
+    axes.set(xlim=(10.0**low, 10.0**high), ylim=(len(names) + 0.5, 0.5))
     return axes
 
 
 def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
     """Words for the row of a bound that is not all on the axis (from 10^low to 10^high)."""
-    known = values[~np.isnan(values)]
-    if not known.size:
+    ends = statistics.ends(values)
+    if np.isnan(ends[0]):
         return "no ratio: no positive exact norm"
-    least, most = (
-        number(float(end), 2).replace("inf", "\u221e") for end in (known.min(), known.max())
-    )
+    least, most = (number(end, 2).replace("inf", "\u221e") for end in ends)
     if not boxed:
         return f"beyond: {least} to {most}" if least != most else f"beyond: {least}"
-    with np.errstate(divide="ignore"):
-        return ", ".join(
-            [f"down to {least}"] * bool(np.log10(known.min()) < low)
-            + [f"up to {most}"] * bool(np.log10(known.max()) > high)
-        )
+    down = [f"down to {least}"] * bool(ends[0] < 10**low)
+    return ", ".join(down + [f"up to {most}"] * bool(ends[1] > 10**high))
 
 
 def ball_curve(
@@ -147,36 +118,24 @@ def ball_curve(
     radius = ds["radius"].values
     with matplotlib.rc_context(BASE | {"font.size": 7.0}):
         figure = Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
-        FigureCanvasAgg(figure)
         panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
         for axes, head in zip(panels, chosen, strict=False):
             one = ds.isel(head=head)
             for name in ds.attrs["bounds"]:
                 axes.plot(radius, one[name], lw=1, label=get(name).label)
             if "over_ball" in one:
-                axes.plot(
-                    radius, one["over_ball"], color="black", lw=1.5, label="lipbound, over the ball"
-                )
+                axes.plot(radius, one["over_ball"], lw=1.5, **BALL)
             if "adversary" in one:
-                axes.plot(
-                    radius,
-                    one["adversary"],
-                    color="black",
-                    lw=1,
-                    ls=":",
-                    label="found by an adversary",
-                )
+                axes.plot(radius, one["adversary"], lw=1, **ADVERSARY)
             if "adversary" in one and "over_ball" in one:
-                axes.fill_between(
-                    radius, one["adversary"].values, one["over_ball"].values, color="0.85", lw=0
-                )
+                ends = one["adversary"].values, one["over_ball"].values
+                axes.fill_between(radius, *ends, color="0.85", lw=0)
             axes.set(xscale="log", yscale="log", title=f"head {head}")
         for axes in panels[len(chosen) :]:
             axes.set_axis_off()
-        figure.supxlabel(
-            f"radius ({'each token' if ds.attrs['ball'] == 'token' else 'Frobenius'}); tokens "
-            f"are {ds.attrs['token_norm']:.3g} long\n{title}"
-        )
+        ball = "each token" if ds.attrs["ball"] == "token" else "Frobenius"
+        long = f"tokens are {ds.attrs['token_norm']:.3g} long"
+        figure.supxlabel(f"radius ({ball}); {long}\n{title}")
         figure.supylabel("local Lipschitz constant")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
@@ -185,6 +144,8 @@ def ball_curve(
     return figure
 
 
+BALL: Any = {"color": "black", "label": "lipbound, over the ball"}
+ADVERSARY: Any = {"color": "black", "ls": ":", "label": "found by an adversary"}
 PANELS = {
     "moved": "what this token does to all outputs",
     "output": "what all tokens do to this output",
@@ -226,37 +187,25 @@ def token_profile(
             cannot be drawn or written.
     """
     values = _values(profile, sample, None if heads is None else list(heads))
-    count = next(iter(values.values())).shape[1]
-    names = (
-        [str(j) for j in range(count)]
-        if tokens is None
-        else [plain(str(token)) for token in tokens]
-    )
+    rows, count = next(iter(values.values())).shape
+    names = list(map(str, range(count) if tokens is None else tokens))
     if len(names) != count:
         raise LipboundError(
             f"{len(names)} tokens were given for a profile of {count}; give the text of every token"
         )
-    names = [name if len(name) <= LONGEST else name[: LONGEST - 1] + "\u2026" for name in names]
+    names = [_short(plain(name)) for name in names]
     settings, inches, points = look(None, width, font_size)
-    rows = next(iter(values.values())).shape[0]
     chosen = list(range(rows)) if heads is None else list(heads)
+    tall = 0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0)
+    size = (inches, 2 * tall + 0.06 * max(map(len, names), default=1) + 0.3)
+    room = max(inches - (0.75 if rows == 1 else 1.35), 0.5)  # beside axes and colour bar
     with matplotlib.rc_context(settings):
-        height = (
-            2 * (0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0))
-            + 0.06 * max(map(len, names), default=1)
-            + 0.3
-        )
-        figure = Drawing(figsize=(inches, height), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = Drawing(figsize=size, layout="constrained")
         panels = figure.subplots(2, 1, sharex=True)
-        room = inches - (0.75 if rows == 1 else 1.35)  # beside axes and colour bar
         one = "norm" if profile.lower.ndim == 2 else f"norm, head {chosen[0]}"
         for axes, (name, grid) in zip(panels, values.items(), strict=True):
-            axes.set_title(
-                "\n".join(folded(PANELS[name], max(room, 0.5), points)),
-                fontsize=points,
-                parse_math=False,
-            )
+            words = "\n".join(folded(PANELS[name], room, points))
+            axes.set_title(words, fontsize=points, parse_math=False)
             if rows == 1:
                 axes.bar(range(count), grid[0], color="0.35", width=0.8)
                 axes.set(ylabel=one, xlim=(-0.5, count - 0.5))
@@ -273,8 +222,16 @@ def token_profile(
     return figure
 
 
+def _short(token: str) -> str:
+    return token if len(token) <= LONGEST else token[: LONGEST - 1] + "\u2026"
+
+
 def _values(profile: "TokenProfile", sample: int, heads: list[int] | None) -> dict[str, np.ndarray]:
-    """(heads, N) of each panel; one row for a whole layer."""
+    """(heads, N) of each panel; one row for a whole layer.
+
+    Raises:
+        LipboundError: a sample or a head that the profile has not.
+    """
     ends = {
         "moved": (profile.lower, profile.upper),
         "output": (profile.output_lower, profile.output_upper),
@@ -282,46 +239,35 @@ def _values(profile: "TokenProfile", sample: int, heads: list[int] | None) -> di
     sample, samples = whole("sample", sample), profile.lower.shape[0]
     if not 0 <= sample < samples:
         raise LipboundError(f"sample is {sample}; the profile has samples 0 to {samples - 1}")
-    out = {}
+    found = {}
     for name, (lower, upper) in ends.items():
-        grid = np.atleast_2d(
-            np.sqrt(
-                lower[sample].numpy()
-                * np.where(np.isfinite(upper[sample].numpy()), upper[sample].numpy(), np.nan)
+        low, high = lower[sample].numpy(), upper[sample].numpy()
+        grid = np.atleast_2d(np.sqrt(low * np.where(np.isfinite(high), high, np.nan)))
+        known = range(len(grid))
+        if heads is not None and not (heads and all(type(h) is int and h in known for h in heads)):
+            raise LipboundError(
+                f"heads are {shown(heads)}; they must be among 0 to {len(grid) - 1}"
             )
-        )
-        if heads is not None:
-            if not heads or any(
-                isinstance(h, bool) or not isinstance(h, int) or not 0 <= h < len(grid)
-                for h in heads
-            ):
-                raise LipboundError(
-                    f"heads are {shown(heads)}; they must be among 0 to {len(grid) - 1}"
-                )
-            grid = grid[heads]
-        out[name] = grid
-    return out
+        found[name] = grid if heads is None else grid[heads]
+    return found
 
 
 def _colours(
     axes: Axes, grid: np.ndarray, values: dict[str, np.ndarray], heads: list[int]
 ) -> matplotlib.image.AxesImage:
     """One cell for every head and token."""
-    logs = [np.log10(np.where(one > 0, one, np.nan)) for one in values.values()]
-    known = np.concatenate([one[np.isfinite(one)] for one in logs])
-    low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
-    picture = axes.imshow(
-        np.log10(np.where(grid > 0, grid, np.nan)),
-        aspect="auto",
-        cmap="viridis",
-        vmin=low,
-        vmax=high,
-        interpolation="nearest",
-    )
+    low, high = statistics.ends(np.concatenate([_log10(one) for one in values.values()]))
+    low, high = (0.0, 1.0) if np.isnan(low) else (low, high)
+    options: Any = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
+    picture = axes.imshow(_log10(grid), vmin=low, vmax=high, **options)
     step = max(1, -(-len(heads) // 12))
     axes.set_yticks(range(0, len(heads), step), [str(h) for h in heads[::step]])
     axes.set_ylabel("head")
     return picture
+
+
+def _log10(grid: np.ndarray) -> np.ndarray:
+    return np.log10(np.where(grid > 0, grid, np.nan))
 
 
 def _name(axes: Axes, names: list[str], inches: float, points: float) -> None:
@@ -332,8 +278,5 @@ def _name(axes: Axes, names: list[str], inches: float, points: float) -> None:
     for panel in axes.figure.axes:
         panel.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
     if step > 1:
-        axes.set_xlabel(
-            f"every {step}th token is named"
-            if step > 3
-            else f"every {('', '', 'second', 'third')[step]} token is named"
-        )
+        which = ("second", "third")[step - 2] if step <= 3 else f"{step}th"
+        axes.set_xlabel(f"every {which} token is named")

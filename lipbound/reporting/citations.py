@@ -2,38 +2,24 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import CITATION
-from lipbound.errors import UnknownNameError, nearest
+from lipbound.errors import choice
+from lipbound.reporting import labels as said
 from lipbound.reporting.formats import FORMATTERS, Prose
-from lipbound.reporting.labels import (
-    broken_words,
-    builtin_name,
-    data_name,
-    model_name,
-    norm_words,
-    of_each,
-    over,
-    places,
-    relabelled,
-    samples_words,
-    state_words,
-    widest,
-)
+from lipbound.reporting.labels import relabelled
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
-from lipbound.schema import Contents, bounds_there, compared_with, norm_of, origins
+from lipbound.schema import Contents, RunInfo, bounds_there, compared_with, norm_of, origins
 
-CITATION_FORMATS = tuple(
-    sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None)
-)
-PARAGRAPH_FORMATS = tuple(
-    name for name in CITATION_FORMATS if FORMATTERS[name].bibliography is None
-)
+PROSE = {name: formatter.prose for name, formatter in FORMATTERS.items() if formatter.prose}
+"""How formats write paragraphs, by their names."""
+CITATION_FORMATS = tuple(sorted(PROSE))
+PARAGRAPH_FORMATS = tuple(name for name in CITATION_FORMATS if not FORMATTERS[name].bibliography)
 
 
 def keys(ds: xr.Dataset) -> list[str]:
@@ -61,16 +47,10 @@ def cite(ds: xr.Dataset, format: str = "bib", *, labels: Mapping[str, str] | Non
     Raises:
         UnknownNameError: another format, a label for what the run has not.
     """
-    ds = relabelled(ds, labels)
-    formatter = FORMATTERS.get(format)
-    if formatter is None or formatter.prose is None:
-        raise UnknownNameError(f"unknown format {format!r}; {nearest(format, CITATION_FORMATS)}")
-    paragraph = _paragraph(ds, formatter.prose)
-    return (
-        f"{paragraph}\n"
-        if formatter.bibliography is None
-        else formatter.bibliography(paragraph, bibtex(ds))
-    )
+    choice("format", format, CITATION_FORMATS)
+    ds, together = relabelled(ds, labels), FORMATTERS[format].bibliography
+    paragraph = _paragraph(ds, PROSE[format])
+    return together(paragraph, bibtex(ds)) if together else f"{paragraph}\n"
 
 
 @takes_run
@@ -91,65 +71,44 @@ def methods(
     Raises:
         UnknownNameError: another format, a label for what the run has not.
     """
-    ds = relabelled(ds, labels)
-    formatter = FORMATTERS.get(format)
-    if formatter is None or formatter.prose is None or formatter.bibliography is not None:
-        raise UnknownNameError(f"unknown format {format!r}; {nearest(format, PARAGRAPH_FORMATS)}")
-    return _paragraph(ds, formatter.prose)
+    return _paragraph(relabelled(ds, labels), PROSE[choice("format", format, PARAGRAPH_FORMATS)])
 
 
 def _paragraph(ds: xr.Dataset, prose: Prose) -> str:
     """`methods` as some format writes prose; parts that have nothing to say are empty."""
-    parts = (
-        _constants,
-        _inputs,
-        _variants,
-        _enclosures,
-        _comparison,
-        _assumptions,
-        _left_out,
-        _below_exact,
-        _other_map,
-        _environment,
-        _state,
-    )
+    settings = (_constants, _inputs, _variants, _enclosures)
+    bounds = (_comparison, _assumptions, _left_out, _below_exact, _other_map)
+    parts = (*settings, *bounds, _environment, _state)
     return " ".join(filter(None, (part(ds, prose) for part in parts)))
 
 
 def _constants(ds: xr.Dataset, prose: Prose) -> str:
     """Words for the constants of a run: their map, norm and model."""
-    a, safe = ds.attrs, prose.escape
-    name, _, meaning = norm_words(ds).partition(" ")
-    called = (
-        ", the spectral norms of Jacobians,"
-        if norm_of(ds) == "frobenius"
-        else f" in the {name} norm, norms of Jacobians {safe(meaning)},"
-    )
-    model = f"{safe(model_name(ds))} ({safe(builtin_name(ds))}{safe(a['architecture'])}"
-    kind = "commit" if a.get("commit") and str(a["revision"]).startswith(a["commit"]) else "weights"
-    quantized = (
-        f", stored as {safe(str(a['quantization']))} and computed with as floating-point numbers"
-        if a.get("quantization")
-        else ""
-    )
+    run, safe = RunInfo.of(ds), prose.escape
+    name, _, meaning = said.norm_words(ds).partition(" ")
+    called = ", the spectral norms of Jacobians,"
+    if norm_of(ds) != "frobenius":
+        called = f" in the {name} norm, norms of Jacobians {safe(meaning)},"
+    model = f"{safe(said.model_name(ds))} ({safe(said.builtin_name(ds))}{safe(run.architecture)}"
+    kind = "commit" if run.commit and run.revision.startswith(run.commit) else "weights"
+    stored = f", stored as {safe(run.quantization)}" if run.quantization else ""
+    quantized = stored and f"{stored} and computed with as floating-point numbers"
     return (
-        f"Local Lipschitz constants{called} of {safe(a['map_description'])}, were computed with "
-        "lipbound "
-        f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {model}, {places(ds, prose.times)}; "
-        f"{kind} {safe(str(a['revision']))}{quantized})."
+        f"Local Lipschitz constants{called} of {safe(run.map_description)}, were computed with "
+        f"lipbound {safe(run.lipbound)} {_cited(CITATION, prose)} for {model}, "
+        f"{said.places(ds, prose.times)}; {kind} {safe(run.revision)}{quantized})."
     )
 
 
 def _inputs(ds: xr.Dataset, prose: Prose) -> str:
     """At which inputs."""
     safe, there = prose.escape, Contents.of(ds)
-    made = "; ".join(map(safe, [*of_each(ds, "preprocessing"), *of_each(ds, "data_fingerprint")]))
-    some = (
-        f", with exact constants on {there.exact_samples} of them"
-        if there.exact_samples != there.samples
-        else ""
-    )
-    return f"Inputs were {samples_words(there)} from {safe(data_name(ds))} ({made}){some}."
+    settings = [*said.of_each(ds, "preprocessing"), *said.of_each(ds, "data_fingerprint")]
+    made, some = "; ".join(map(safe, settings)), ""
+    if there.exact_samples != there.samples:
+        some = f", with exact constants on {there.exact_samples} of them"
+    samples = said.samples_words(there)
+    return f"Inputs were {samples} from {safe(said.data_name(ds))} ({made}){some}."
 
 
 def _variants(ds: xr.Dataset, prose: Prose) -> str:
@@ -158,90 +117,79 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
         return ""
     from lipbound.attention.variants import VARIANTS  # it needs torch
 
-    return (
-        "The attention of this model has "
-        f"{' and '.join(VARIANTS[v] for v in ds.attrs['variants'])}, which are part of the "
-        "map."
-    )
+    steps = " and ".join(VARIANTS[variant] for variant in ds.attrs["variants"])
+    return f"The attention of this model has {steps}, which are part of the map."
 
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     """The sentences on how surely the constants that are shown are known."""
-    a, there = ds.attrs, Contents.of(ds)
+    run, there = RunInfo.of(ds), Contents.of(ds)
     if not there.norms:
         return "There are no exact constants."
     if edited(ds):
         return "Nothing is claimed of how closely the constants are known."
-    dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
+    dtype, tol = prose.escape(run.dtype), prose.number(run.tol)
+    between = (
+        "between an attained value and an upper bound at most a factor "
+        f"1 + {tol} above it, both with every rounding included"
+    )
     if norm_of(ds) != "frobenius":
         sentence = (
             "Each constant is enclosed, in float64 and deterministically, at the layer that the "
-            f"model computes in {dtype}, between an attained "
-            f"value and an upper bound at most a factor 1 + {prose.number(tol)} above it, both "
-            "with every rounding included."
+            f"model computes in {dtype}, {between}."
         )
-    elif a["delta"] and "exact_upper" in ds:
+    elif run.delta and "exact_upper" in ds:
         sentence = (
-            f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained "
-            "value and an upper bound at most a factor "
-            f"1 + {prose.number(tol)} above it, both with every rounding included; over the "
-            f"random start vectors (seed {seed}), the upper bounds "
-            f"hold together with probability at least {prose.complement(float(a['delta']))}."
+            f"Each constant is enclosed, by Lanczos' method in {dtype}, {between}; over the "
+            f"random start vectors (seed {run.seed}), the upper bounds hold together with "
+            f"probability at least {prose.complement(run.delta)}."
         )
     else:
-        upper = "their upper ends are left out here" if a["delta"] else "there are no upper ends"
-        how = f"Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed})"
+        upper = "their upper ends are left out here" if run.delta else "there are no upper ends"
+        how = f"Lanczos' method in {dtype} (relative tolerance {tol}, seed {run.seed})"
         sentence = (
             f"Constants are lower ends: values that the norms attain, found by {how}, "
             f"less every rounding; {upper}."
         )
     if there.all_closed:
         return sentence
-    wide = widest(ds)
+    some = f"for {there.norms - there.closed} of {there.norms} constants"
     if "exact_upper" not in ds:
-        return (
-            f"{sentence} For {there.norms - there.closed} of {there.norms} constants the "
-            "tolerance was not reached."
-        )
-    factor = f"the widest enclosure has a factor of 1 + {prose.number(wide)}"
-    factor = "some have no finite upper bound" if math.isinf(wide) else factor
+        return f"{sentence} {some.capitalize()} the tolerance was not reached."
+    wide, factor = said.widest(ds), "some have no finite upper bound"
+    if not math.isinf(wide):
+        factor = f"the widest enclosure has a factor of 1 + {prose.number(wide)}"
     sentence = sentence.replace("Each constant is", "Each constant was to be")
-    return (
-        f"{sentence} This was not reached for {there.norms - there.closed} of {there.norms} "
-        f"constants: {factor}."
-    )
+    return f"{sentence} This was not reached {some}: {factor}."
 
 
 def _comparison(ds: xr.Dataset, prose: Prose) -> str:
     """The bounds, by source."""
     sources: dict[str, list[str]] = {}
     for name in bounds_there(ds):
-        sources.setdefault(_key(name), []).append(
-            prose.escape(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]")
-        )
-    listed = "; ".join(
-        f"{', '.join(labels)} {_cited(key, prose)}" for key, labels in sources.items()
-    )
-    means = (
-        f"; ratios, bound over exact constant, are geometric means{over(ds)}" if over(ds) else ""
-    )
+        label = prose.escape(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]")
+        sources.setdefault(_key(name), []).append(label)
+    listed = "; ".join(f"{', '.join(those)} {_cited(key, prose)}" for key, those in sources.items())
+    means, over = "", said.over(ds)
+    if over:
+        means = f"; ratios, bound over exact constant, are geometric means{over}"
     return f"They are compared with bounds: {listed}{means}." if listed else ""
+
+
+def _labels(ds: xr.Dataset, prose: Prose, names: Iterable[str]) -> str:
+    return ", ".join(prose.escape(str(ds[name].attrs["label"])) for name in names)
 
 
 def _assumptions(ds: xr.Dataset, prose: Prose) -> str:
     """Sentence on the bounds whose assumptions fail here, though none is below the constants."""
-    failing = [
-        name
-        for name, entry in audit(ds).items()
-        if entry["sound"] < entry["compared"] and not entry["violations"]
-    ]
+    marks = {name: said.mark(entry).strip() for name, entry in audit(ds).items()}
+    failing = [name for name, mark in marks.items() if mark == "\u2020"]
+    place = "head" if "head" in ds.dims else "layer"
     if not failing:
         return ""
-    labels = ", ".join(prose.escape(str(ds[name].attrs["label"])) for name in failing)
-    place = "head" if "head" in ds.dims else "layer"
     return (
         f"The assumptions of some do not hold on every {place} here, where they are no upper "
-        f"bounds: {labels}."
+        f"bounds: {_labels(ds, prose, failing)}."
     )
 
 
@@ -258,13 +206,13 @@ def _left_out(ds: xr.Dataset, prose: Prose) -> str:
 
 def _below_exact(ds: xr.Dataset, prose: Prose) -> str:
     """A sentence for every bound that is below an exact constant."""
-    safe = prose.escape
     sentences = []
     for name, entry in audit(ds).items():
         if entry["violations"]:
-            why = f", because {safe(entry['why'])}" if entry["why"] else f": {broken_words(ds)}"
+            why = f", because {prose.escape(entry['why'])}"
+            why = why if entry["why"] else f": {said.broken_words(ds)}"
             sentences.append(
-                f"{safe(ds[name].attrs['label'])} is below the constant it should bound in "
+                f"{_labels(ds, prose, [name])} is below the constant it should bound in "
                 f"{entry['violations']} of {entry['compared']} cases{why}."
             )
     return " ".join(sentences)
@@ -272,59 +220,41 @@ def _below_exact(ds: xr.Dataset, prose: Prose) -> str:
 
 def _other_map(ds: xr.Dataset, prose: Prose) -> str:
     """The bounds on L2 attention, which are compared with another constant."""
-    labels = [
-        prose.escape(ds[name].attrs["label"])
-        for name in bounds_there(ds)
-        if compared_with(ds, name) != "exact"
-    ]
-    if not labels:
+    names = [name for name in bounds_there(ds) if compared_with(ds, name) != "exact"]
+    if not names:
         return ""
     return (
-        f"The bound on L2 attention ({', '.join(labels)}) is compared with the constant of that "
-        "map, with the same weights, an "
-        f"estimate to a relative tolerance of {prose.number(float(ds.attrs['tol']))} without "
-        "upper bound."
+        f"The bound on L2 attention ({_labels(ds, prose, names)}) is compared with the constant of "
+        "that map, with the same weights, an estimate to a relative tolerance of "
+        f"{prose.number(float(ds.attrs['tol']))} without upper bound."
     )
 
 
 def _environment(ds: xr.Dataset, prose: Prose) -> str:
     """The sentence on device, versions and date, of every run that was put together."""
-    safe = prose.escape
-    each = []
+    safe, each = prose.escape, []
     for one in origins(ds):
-        versions = ", ".join(
-            f"{safe(name)} {safe(one['versions'][name])}"
-            for name in ("torch", "transformers")
-            if name in one["versions"]
-        )
-        each.append(
-            f"on {safe(one['device'])} with {versions}, Python {safe(one['python'])}, on "
-            f"{safe(one['date'][:10])}"
-        )
+        there = [name for name in ("torch", "transformers") if name in one["versions"]]
+        versions = ", ".join(f"{safe(name)} {safe(one['versions'][name])}" for name in there)
+        python, date = safe(one["python"]), safe(one["date"][:10])
+        each.append(f"on {safe(one['device'])} with {versions}, Python {python}, on {date}")
     return f"Computed {'; and '.join(dict.fromkeys(each))}."
 
 
 def _state(ds: xr.Dataset, prose: Prose) -> str:
     """The sentence on what was done to the run since it was computed."""
-    state = state_words(ds)
-    return (
-        f"The run was {state}: these are not its numbers or settings."
-        if state.startswith("edited")
-        else f"{state.capitalize()}."
-        if state
-        else ""
-    )
+    state = said.state_words(ds)
+    if state.startswith("edited"):
+        return f"The run was {state}: these are not its numbers or settings."
+    return f"{state.capitalize()}." if state else ""
 
 
 def _cited(key: str, prose: Prose) -> str:
     """A source in running text."""
     author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", _entry(key))
     year = re.search(r"year\s*=\s*\{?(\d{4})", _entry(key))
-    return prose.cite(
-        key,
-        author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key,
-        year[1] if year else "",
-    )
+    first = author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key
+    return prose.cite(key, first, year[1] if year else "")
 
 
 def _key(name: str) -> str:

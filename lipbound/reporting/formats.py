@@ -55,47 +55,31 @@ def text_table(table: Table, width: str | float | None = None) -> str:
     """Write a table as plain text: caption, columns with spaces between them, notes.
 
     All is folded to ``width`` characters, where that is given.
+
+    Raises:
+        LipboundError: a width that is no positive number.
     """
     if width is not None and (isinstance(width, str) or not width >= 1):
         raise LipboundError(
             f"width is {width!r}; that of text is a number of characters, such as 80"
         )
-    plainly = replace(
-        table,
-        shown=table.shown.map(plain).rename(columns=plain),
-        words=_every(table.words),
-        keys=_every(table.keys),
-    )
-    around = [
-        line
-        for part in (table.caption, table.head)
-        if part
-        for line in folded(plain(part), width or math.inf)
-    ]
-    notes = [line for note in table.notes for line in hanging(plain(note), width)]
-    return "\n".join([*around, "", *text_lines(plainly, width), *([""] if notes else []), *notes])
-
-
-def _every(titles: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(map(plain, titles))
+    words, keys = tuple(map(plain, table.words)), tuple(map(plain, table.keys))
+    shown = table.shown.map(plain).rename(columns=plain)
+    plainly = replace(table, shown=shown, words=words, keys=keys)
+    above = [plain(part) for part in (table.caption, table.head) if part]
+    lines = [line for part in above for line in folded(part, width or math.inf)]
+    lines += ["", *text_lines(plainly, width), *([""] if table.notes else [])]
+    return "\n".join(lines + [line for note in table.notes for line in hanging(plain(note), width)])
 
 
 def markdown_table(table: Table) -> str:
     """Write a table as Markdown, with its caption above and a line for every note below."""
     cells = table.shown.map(escape_markdown).rename(columns=escape_markdown)
-    lines = [
-        line for part in (table.caption, table.head) if part for line in (_markdown_note(part), "")
-    ]
+    above = [_markdown_note(part) for part in (table.caption, table.head) if part]
     align = ["left" if title in table.words else "right" for title in table.shown.columns]
+    body = str(cells.to_markdown(index=False, disable_numparse=True, colalign=align))
     notes = [f"{_markdown_note(note)}<br>" for note in [*table.remarks(), *table.notes]]
-    return "\n".join(
-        [
-            *lines,
-            str(cells.to_markdown(index=False, disable_numparse=True, colalign=align)),
-            "",
-            *notes,
-        ]
-    ).rstrip()
+    return "\n".join([*(f"{part}\n" for part in above), body, "", *notes]).rstrip()
 
 
 def csv_table(table: Table) -> str:
@@ -123,16 +107,16 @@ def commented(paragraph: str, entries: str) -> str:
     return f"% {comment}\n\n{entries}"
 
 
-TEXT = Prose(
-    plain, lambda key, author, year: f"({author} {year})", "x", small, lambda x: f"1 - {small(x)}"
-)
-LATEX = Prose(
-    typeset,
-    lambda key, author, year: f"\\cite{{{key}}}",
-    r"$\times$",
-    latex_small,
-    latex_complement,
-)
+def _author(key: str, author: str, year: str) -> str:
+    return f"({author} {year})"
+
+
+def _cite(key: str, author: str, year: str) -> str:
+    return f"\\cite{{{key}}}"
+
+
+TEXT = Prose(plain, _author, "x", small, lambda x: f"1 - {small(x)}")
+LATEX = Prose(typeset, _cite, r"$\times$", latex_small, latex_complement)
 FORMATTERS = {
     "text": Formatter(fitted=text_table, prose=TEXT),
     "markdown": Formatter(markdown_table),

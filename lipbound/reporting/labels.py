@@ -13,17 +13,10 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
-from lipbound.formatting import joined, plain, small
+from lipbound.formatting import counted, joined, plain, small
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
-from lipbound.schema import (
-    NORMS,
-    Contents,
-    bounds_there,
-    compared_with,
-    norm_of,
-    origins,
-)
+from lipbound.schema import NORMS, Contents, RunInfo, bounds_there, compared_with, norm_of, origins
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
@@ -37,15 +30,17 @@ def mark(entry: dict[str, Any]) -> str:
 
     A double dagger where the bound is below exact, a dagger where its assumptions fail somewhere.
     """
-    return (
-        " \u2021"
-        if entry["violations"]
-        else " \u2020"
-        if entry["sound"] < entry["compared"]
-        else ""
-    )
+    if entry["violations"]:
+        return " \u2021"
+    return " \u2020" if entry["sound"] < entry["compared"] else ""
 
 
+METHODS = {
+    "lanczos": "Lanczos' method",
+    "power": "power iteration",
+    "dense": "dense decompositions",
+}
+"""Methods of `lipbound.spectral_norm` as prose calls them."""
 MEANING = {
     "\u2020": "a published statement whose assumptions do not hold everywhere here, and which is "
     "no bound where they do not",
@@ -68,35 +63,32 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
         LipboundError: a label that is no text.
     """
     check_numbers(ds)
-    given = dict(labels or {})
+    given, others = dict(labels or {}), ("model", "data")
     known = [name for name in ("exact", "exact_l2", *bounds_there(ds)) if name in ds.variables]
     for name, text in given.items():
-        if name not in known and name not in ("model", "data"):
+        if name not in (*known, *others):
             raise UnknownNameError(
                 f"labels has {shown(name)}, which the run has not; "
-                f"{nearest(name, [*known, 'model', 'data'])}"
+                f"{nearest(name, [*known, *others])}"
             )
         if not isinstance(text, str) or not plain(text).strip():
             raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
-    said = {name: str(given.get(name, str(ds[name].attrs.get("label", name)))) for name in known}
-    changed = {
-        name: ds[name].assign_attrs(label=text)
-        for name, text in said.items()
-        if text != ds[name].attrs.get("label")
-    }
-    called = ds.attrs.get(CALLED, {}) | {
-        name: given[name] for name in ("model", "data") if name in given
-    }
-    return ds.assign(changed).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
+    said = {name: str(given.get(name, ds[name].attrs.get("label", name))) for name in known}
+    named = {name: ds[name].assign_attrs(label=text) for name, text in said.items()}
+    called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in others if name in given}
+    return ds.assign(named).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
 
 
 def check_numbers(ds: xr.Dataset) -> None:
-    """Raise LipboundError for norms below zero, which no run has."""
+    """Refuse norms below zero, which no run has.
+
+    Raises:
+        LipboundError: there are some.
+    """
     if bool((ds["exact"] < 0).any()):
         raise LipboundError(
             "some exact norms are negative, as in the difference of two runs, which is no run; "
-            "give the runs themselves, or draw the difference "
-            "by xarray's own plot()"
+            "give the runs themselves, or draw the difference by xarray's own plot()"
         )
 
 
@@ -156,34 +148,23 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     kept = bounds_there(ds) if bounds is None else list(bounds)
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, entry in audit(ds).items():
+        below, fine, compared = entry["violations"], entry["sound"], entry["compared"]
         if name in kept and (sign := mark(entry).strip()):
-            below = (
-                [f"below exact on {entry['violations']} of {entry['compared']}"]
-                if entry["violations"]
-                else []
-            )
-            partly = (
-                [f"assumptions hold on {entry['sound']} of {entry['compared']}"]
-                if 0 < entry["sound"] < entry["compared"]
-                else []
-            )
-            why = "; ".join([*below, *partly, entry["why"] or broken_words(ds)])
+            said = [f"below exact on {below} of {compared}"] if below else []
+            said += [f"assumptions hold on {fine} of {compared}"] if 0 < fine < compared else []
+            why = "; ".join([*said, entry["why"] or broken_words(ds)])
             reasons.setdefault((sign, why), []).append(named(ds, name))
     used = {sign for sign, _ in reasons}
     lines = [f"{sign}: {meaning}" for sign, meaning in MEANING.items() if sign in used]
     lines += [f"{sign} {', '.join(names)}: {why}" for (sign, why), names in reasons.items()]
-    places = int(ds["exact"].notnull().sum())
     if lost := missing(ds, "exact"):
-        lines.append(
-            f"exact norms: none at {lost} of {places + lost} places, which are not compared"
-        )
+        places = int(ds["exact"].notnull().sum()) + lost
+        lines.append(f"exact norms: none at {lost} of {places} places, which are not compared")
     for name in kept:
         if lost := missing(ds, name):
-            lines.append(
-                f"{named(ds, name)}: no value at {lost} of "
-                f"{int(ds[compared_with(ds, name)].notnull().sum())} places, which are not "
-                "compared"
-            )
+            places = int(ds[compared_with(ds, name)].notnull().sum())
+            lost_words = f"no value at {lost} of {places} places, which are not compared"
+            lines.append(f"{named(ds, name)}: {lost_words}")
     return lines if bounds is not None else lines + left_out(ds)
 
 
@@ -212,17 +193,18 @@ def left_out(ds: xr.Dataset) -> list[str]:
     return [f"left out, since {why}: {', '.join(names)}" for why, names in reasons.items()]
 
 
+def label_of(ds: xr.Dataset, name: str) -> str:
+    """Label of a variable, on one line."""
+    return plain(str(ds[name].attrs["label"]))
+
+
 def holds(sound: int, compared: int) -> str:
     """Where a bound's assumptions held, in words."""
-    return (
-        "n/a"
-        if not compared
-        else "everywhere"
-        if sound == compared
-        else "nowhere"
-        if sound == 0
-        else f"on {sound} of {compared}"
-    )
+    if not compared:
+        return "n/a"
+    if sound in (0, compared):
+        return "everywhere" if sound else "nowhere"
+    return f"on {sound} of {compared}"
 
 
 def norm_words(ds: xr.Dataset) -> str:
@@ -240,11 +222,6 @@ def stored_as(ds: xr.Dataset) -> str:
     return f"{how}, " if how else ""
 
 
-def counted(count: int, what: str) -> str:
-    """A number of things: "1 sample", "2 samples"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def listed(numbers: Iterable[int]) -> str:
     """Whole numbers in short: neighbours as a range.
 
@@ -257,13 +234,8 @@ def listed(numbers: Iterable[int]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    return joined(
-        [
-            part
-            for one in runs
-            for part in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))
-        ]
-    )
+    short = ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one) for one in runs)
+    return joined([part for parts in short for part in parts])
 
 
 def over(
@@ -289,12 +261,8 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
     """
     there = Contents.of(ds)
     layers, whole = list(there.layers), there.all_layers
-    of = f" of {there.made.model_layers} counted from 0"
-    text = (
-        counted(len(layers), "layer")
-        if whole
-        else f"layer{'s' if len(layers) > 1 else ''} {listed(layers)}{of}"
-    )
+    some = f"layer{'s' if len(layers) > 1 else ''} {listed(layers)} of {there.made.model_layers}"
+    text = counted(len(layers), "layer") if whole else f"{some} counted from 0"
     if "head" not in ds.dims:
         return text
     least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
@@ -302,12 +270,9 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
     if there.made.heads is not None and len(numbers) < there.made.heads:
         kept = f"head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.made.heads}"
         return f"{text}, {kept} counted from 0"
-    heads = f"{least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
-    return (
-        f"{text} {times} {heads}"
-        if whole
-        else f"{text}, {heads}{' each' if len(layers) > 1 else ''}"
-    )
+    heads = counted(most, "head") if least == most else f"{least} to {counted(most, 'head')}"
+    each = "" if whole or len(layers) == 1 else " each"
+    return f"{text} {times} {heads}" if whole else f"{text}, {heads}{each}"
 
 
 def samples_words(there: Contents) -> str:
@@ -318,10 +283,8 @@ def samples_words(there: Contents) -> str:
     made = there.made.samples
     # of more, somebody put runs together
     some = f"{there.samples} of " if there.samples < made else ""
-    return (
-        f"{some}{counted(made if some else there.samples, 'sample')} of at most "
-        f"{there.tokens} tokens"
-    )
+    samples = counted(made if some else there.samples, "sample")
+    return f"{some}{samples} of at most {there.tokens} tokens"
 
 
 def widest(ds: xr.Dataset) -> float:
@@ -348,15 +311,11 @@ def reached(ds: xr.Dataset) -> str:
     there = Contents.of(ds)
     if there.all_closed:
         return ""
-    wide = widest(ds)
-    how = (
-        ""
-        if not wide > float(ds.attrs["tol"])
-        else ", some without a finite upper end"
-        if np.isinf(wide)
-        else f", enclosed to {small(wide)}"
-    )
-    return f"{there.norms - there.closed} of {there.norms}{how}"
+    wide, open_ = widest(ds), f"{there.norms - there.closed} of {there.norms}"
+    if not wide > float(ds.attrs["tol"]):
+        return open_
+    how = "some without a finite upper end" if np.isinf(wide) else f"enclosed to {small(wide)}"
+    return f"{open_}, {how}"
 
 
 def exact_words(ds: xr.Dataset) -> str:
@@ -364,46 +323,30 @@ def exact_words(ds: xr.Dataset) -> str:
 
     They come from the values themselves.
     """
-    a, there = ds.attrs, Contents.of(ds)
+    run, there = RunInfo.of(ds), Contents.of(ds)
     if not there.norms:
         return "no exact norms"
     if edited(ds):  # whatever was claimed was of other numbers
         return "exact norms of which nothing is claimed"
-    to, wide, enclosed = small(float(a["tol"])), widest(ds), "exact_upper" in ds.variables
-    closely, open_ = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}", reached(ds)
-    if enclosed and not there.closed:  # what was asked for says nothing about what is there
-        closely, open_ = (
-            "without finite upper ends"
-            if np.isinf(wide)
-            else f"enclosed to {small(wide)} ({to} was asked for)",
-            "",
-        )
-    elif not there.closed:
-        closely, open_ = f"lower ends, none of them found to {to}, which was asked for", ""
-    if norm_of(ds) != "frobenius":
-        found = f"of a model in {a['dtype']}, {closely}, both ends deterministic"
+    to, wide, enclosed = small(run.tol), widest(ds), "exact_upper" in ds.variables
+    if not there.closed:  # what was asked for says nothing about what is there
+        closely = f"lower ends, none of them found to {to}, which was asked for"
+        if enclosed:
+            told = f"enclosed to {small(wide)} ({to} was asked for)"
+            closely = "without finite upper ends" if np.isinf(wide) else told
     else:
-        surely = (
-            f" with failure probability {small(float(a['delta']))}"
-            if a["delta"] and enclosed
-            else ""
-        )
-        found = f"by {method_name(a['method'])} in {a['dtype']}, {closely}{surely}"
-    some = (
-        ""
-        if there.exact_samples == there.samples
-        else f" (on {there.exact_samples} of the samples)"
-    )
-    return f"exact norms{some} {found}" + (f", except {open_}" if open_ else "")
-
-
-def method_name(method: str) -> str:
-    """A method of `lipbound.spectral_norm` as prose calls it."""
-    return {
-        "lanczos": "Lanczos' method",
-        "power": "power iteration",
-        "dense": "dense decompositions",
-    }.get(method, method)
+        closely = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}"
+    if norm_of(ds) != "frobenius":
+        found = f"of a model in {run.dtype}, {closely}, both ends deterministic"
+    else:
+        found = f"by {METHODS.get(run.method, run.method)} in {run.dtype}, {closely}"
+        if run.delta and enclosed:
+            found += f" with failure probability {small(run.delta)}"
+    if there.closed and not there.all_closed:
+        found += f", except {reached(ds)}"
+    all_samples = there.exact_samples == there.samples
+    some = "" if all_samples else f" (on {there.exact_samples} of the samples)"
+    return f"exact norms{some} {found}"
 
 
 def state_words(ds: xr.Dataset) -> str:
@@ -425,15 +368,13 @@ def run_caption(ds: xr.Dataset) -> str:
 
     The norm is named where it is another than Frobenius, so that captions stay short.
     """
-    a, there = ds.attrs, Contents.of(ds)
-    model = (
-        f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, "
-        f"{stored_as(ds)}{str(a['revision'])[:15]})"
-    )
+    run, there = RunInfo.of(ds), Contents.of(ds)
+    kind = f"{builtin_name(ds)}{run.architecture}, {stored_as(ds)}{run.revision[:15]}"
+    data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""
     state = f"; {words}" if (words := state_words(ds)) else ""
     return plain(
-        f"{model}, {places(ds)}; map: {a['map_description']}{norm}; data: {data_name(ds)}, "
-        f"{samples_words(there)}{together}; {exact_words(ds)}{state}"
+        f"{model_name(ds)} ({kind}), {places(ds)}; map: {run.map_description}{norm}; "
+        f"data: {data}{together}; {exact_words(ds)}{state}"
     )

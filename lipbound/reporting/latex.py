@@ -5,7 +5,7 @@ foreign text as text.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -72,11 +72,10 @@ def typeset(text: str) -> str:
 
 def _words(text: str) -> str:
     """Foreign text without formulas, long words breakable, marks raised."""
-    pieces = [
-        _breakable(piece) if len(piece) > LONG or SHORT_HASH.search(piece) else escape_latex(piece)
-        for piece in re.split(r"( +)", text)
-    ]
-    text = "".join(pieces)
+    pieces = re.split(r"( +)", text)
+    long = (len(piece) > LONG or SHORT_HASH.search(piece) for piece in pieces)
+    pairs = zip(pieces, long, strict=True)
+    text = "".join(_breakable(piece) if cut else escape_latex(piece) for piece, cut in pairs)
     # before a sentence, not behind a word
     text = re.sub(rf"(?<=\. )({'|'.join(MARKS)})", lambda sign: MARKS[sign[0]], text)
     for sign, command in MARKS.items():
@@ -90,9 +89,8 @@ def _breakable(word: str) -> str:
     They are behind punctuation, before capitals, and in the middle of a hash.
     """
     ends = r"[/._:\-]+|(?<=[a-z0-9])(?=[A-Z])|(?<=\b[0-9a-f]{8})(?=[0-9a-f]{8}\b)|$"
-    return "\\allowbreak{}".join(
-        escape_latex(piece) for piece in re.findall(rf".+?(?:{ends})", word)
-    )
+    pieces = re.findall(rf".+?(?:{ends})", word)
+    return "\\allowbreak{}".join(map(escape_latex, pieces))
 
 
 def _formula(match: re.Match[str], found: str) -> str:
@@ -128,6 +126,10 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     Args:
         table: to write.
         width: "column" (the default), "page" or "slide", or points; see `WIDTHS`.
+
+    Raises:
+        UnknownNameError: another name of a width.
+        LipboundError: a width that is not positive.
     """
     width = "column" if width is None else width
     if isinstance(width, str) and width not in WIDTHS:
@@ -137,98 +139,78 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
         )
     look = WIDTHS[width] if isinstance(width, str) else WIDTHS["column"]._replace(room=float(width))
     room, rows = look.room, look.rows
-    size = look.type / 10 * 1.07  # small type is wider
     if not room > 0:
         raise LipboundError(
             f"width is {width}; it must be a positive number of points, or one of "
             f"{', '.join(WIDTHS)}"
         )
+    size = look.type / 10 * 1.07  # small type is wider
+
+    def of_words(text: str) -> float:
+        return size * extent(text)
+
+    def of_numbers(text: str) -> float:
+        return size * sum(map(_extent, text.split(" ")))
+
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
-    columns = measured(
-        table,
-        lambda text: size * extent(text),
-        size * NARROW,
-        numbers=lambda text: size * sum(map(_extent, _tokens(text))),
-    )
+    columns = measured(table, of_words, size * NARROW, numbers=of_numbers)
     fitted = fit(table, columns, room, GAP, optional=3)
-    parts = [table.shown.iloc[k : k + rows] for k in range(0, max(1, len(table.shown)), rows)]
     bodies = [
-        _tabular(replace(table, shown=part), block, size)
-        for part in parts
+        _tabular(replace(table, shown=table.shown.iloc[k : k + rows]), block, of_words)
+        for k in range(0, max(1, len(table.shown)), rows)
         for block in fitted.blocks
     ]
-    left_out = (
-        [f"no room for: {', '.join(fitted.left_out)}; --width page has more"]
-        if fitted.left_out
-        else []
-    )
-    comments = [
-        "\\usepackage{booktabs, siunitx}",
-        f"at most {room:g} pt wide; for a table environment, or running text",
-        table.caption,
-        *left_out,
-    ]
-    said = [table.head, *table.remarks(fitted.left_out)]
-    notes = [*(f"{one[0].upper()}{one[1:]}" for one in [*said, *table.notes] if one), table.caption]
+    fits = f"at most {room:g} pt wide; for a table environment, or running text"
+    comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption]
+    if fitted.left_out:
+        comments.append(f"no room for: {', '.join(fitted.left_out)}; --width page has more")
+    said = filter(None, [table.head, *table.remarks(fitted.left_out), *table.notes])
+    notes = [*(f"{one[0].upper()}{one[1:]}" for one in said), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
         *(f"% {plain(line)}" for line in comments),
-        f"\\begingroup\\fontsize{{{look.type:g}}}{{{look.leading:g}}}\\selectfont\\setlength{{\\tabcolsep}}{{4pt}}%",
+        f"\\begingroup{_type(look.type, look.leading)}\\setlength{{\\tabcolsep}}{{4pt}}%",
         "\n\n\\smallskip\n".join(bodies),
         "",
-        f"\\smallskip\\fontsize{{{look.notes:g}}}{{{look.notes + 1:g}}}\\selectfont"
-        "\\raggedright\\noindent",
-        *(
-            f"{typeset(note)}." for note in notes
-        ),  # one paragraph: long notes must fit below a table in a column
+        f"\\smallskip{_type(look.notes, look.notes + 1)}\\raggedright\\noindent",
+        # one paragraph: long notes must fit below a table in a column
+        *(f"{typeset(note)}." for note in notes),
         "\\par\\endgroup",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _tabular(table: Table, block: Mapping[str, float], size: float) -> str:
+def _type(size: float, leading: float) -> str:
+    return f"\\fontsize{{{size:g}}}{{{leading:g}}}\\selectfont"
+
+
+def _tabular(table: Table, block: Mapping[str, float], measure: Callable[[str], float]) -> str:
     """Tabular of some columns and rows of a table; columns of words fold to their fitted width."""
-    kinds, headings = [], []
+    kinds, headings, columns = [], [], []
     for title, width in block.items():
-        words = title in table.words
-        lines = [typeset(line) for line in folded(title, width, lambda text: size * extent(text))]
-        stacked = "\\\\".join(lines)
-        headings.append(
-            stacked if len(lines) == 1 else f"\\shortstack[{'l' if words else 'r'}]{{{stacked}}}"
-        )
-        folds = words and any(size * extent(str(value)) > width for value in table.shown[title])
-        kinds.append(
-            f">{{\\raggedright\\arraybackslash\\hangindent=0.8em}}p{{{width:.1f}pt}}"
-            if folds
-            else "l"
-            if words
-            else "r"
-        )
-    rows = [
-        " & ".join(_cell(str(row[title]), title in table.words) for title in block)
-        for _, row in table.shown.iterrows()
+        words, cells = title in table.words, [str(cell) for cell in table.shown[title]]
+        lines = [typeset(line) for line in folded(title, width, measure)]
+        stacked, kind = "\\\\".join(lines), "l" if words else "r"
+        headings.append(stacked if len(lines) == 1 else f"\\shortstack[{kind}]{{{stacked}}}")
+        if words and any(measure(cell) > width for cell in cells):
+            kind = f">{{\\raggedright\\arraybackslash\\hangindent=0.8em}}p{{{width:.1f}pt}}"
+        kinds.append(kind)
+        columns.append([typeset(cell) if words else _numbers(cell) for cell in cells])
+    rows = [" & ".join(cells) for cells in zip(*columns, strict=True)]
+    lines = [
+        f"\\noindent\\begin{{tabular}}[b]{{@{{}}{''.join(kinds)}@{{}}}}",
+        "\\toprule",
+        " & ".join(headings) + " \\\\",
+        "\\midrule",
+        *(f"{row} \\\\" for row in rows),
+        "\\bottomrule",
+        "\\end{tabular}\\par",
     ]
-    body = [" & ".join(headings) + r" \\", "\\midrule", *(f"{row} \\\\" for row in rows)]
-    return "\n".join(
-        [
-            f"\\noindent\\begin{{tabular}}[b]{{@{{}}{''.join(kinds)}@{{}}}}",
-            "\\toprule",
-            *body,
-            "\\bottomrule",
-            "\\end{tabular}\\par",
-        ]
-    )
+    return "\n".join(lines)
 
 
-def _cell(text: str, words: bool) -> str:
-    """A cell: words as they are, numbers by siunitx."""
-    if words:
-        return typeset(text)
-    written = " ".join(_number(token) for token in _tokens(text))
-    return written.replace(" to ", "--")
-
-
-def _tokens(text: str) -> list[str]:
-    return text.split(" ")
+def _numbers(text: str) -> str:
+    """A cell of numbers, by siunitx."""
+    return " ".join(map(_number, text.split(" "))).replace(" to ", "--")
 
 
 def _number(token: str) -> str:
@@ -243,11 +225,8 @@ def _extent(token: str) -> float:
     mantissa, _, exponent = token.replace(",", "").partition("e")
     if not NUMBER.fullmatch(token):
         return {"inf": 10.0, "to": 5.0}.get(token) or extent(token) + 2 * WIDE[" "]
-    return (
-        extent(mantissa)
-        + (1.7 if len(mantissa) > 4 else 0)
-        + (23 + 4.2 * len(exponent) if exponent else 0)
-    )
+    power = 23 + 4.2 * len(exponent) if exponent else 0
+    return extent(mantissa) + (1.7 if len(mantissa) > 4 else 0) + power
 
 
 WIDE = {

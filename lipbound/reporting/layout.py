@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lipbound.formatting import plain
-from lipbound.formatting.html import html_table
+from lipbound.formatting import html_table, plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,11 +51,8 @@ class Table:
 
     def remarks(self, left_out: Sequence[str] = ()) -> list[str]:
         """Sentences on columns that are there, and in place of those that are left out."""
-        said = [
-            text
-            for title, text in self.meaning.items()
-            if title in self.shown.columns and title not in left_out
-        ]
+        there = [title for title in self.shown.columns if title not in left_out]
+        said = [text for title, text in self.meaning.items() if title in there]
         return said + [self.instead[title] for title in left_out if self.instead.get(title)]
 
     def data(self) -> dict[str, Any]:
@@ -72,13 +68,11 @@ class Table:
         }
 
     def _repr_html_(self) -> str:
-        rows = [[plain(str(cell)) for cell in row] for row in self.shown.values]
-        notes = [self.head, *self.remarks(), *self.notes]
         return html_table(
             [plain(str(title)) for title in self.shown.columns],
-            rows,
+            [[plain(str(cell)) for cell in row] for row in self.shown.values],
             title=self.caption,
-            notes=notes,
+            notes=[self.head, *self.remarks(), *self.notes],
             words=self.words,
         )
 
@@ -173,22 +167,20 @@ def folded(text: str, width: float, measure: Callable[[str], float] = cells) -> 
     ['Castin 3.5,', 'mean', 'field \u2020']
     """
     lines: list[str] = []
-    for word in _unbroken(text):
+    for word in unbroken(text):
         if lines and measure(f"{lines[-1]} {word}") <= width:
             lines[-1] += f" {word}"
             continue
         while len(word) > 1 and measure(word) > width:
-            end = max(
-                1, max((k for k in range(len(word)) if measure(word[:k]) <= width), default=1)
-            )
+            end = max((k for k in range(1, len(word)) if measure(word[:k]) <= width), default=1)
             lines.append(word[:end])
             word = word[end:]
         lines.append(word)
     return [line.replace("\xa0", " ") for line in lines] or [""]
 
 
-def _unbroken(text: str) -> list[str]:
-    """Words, with their marks."""
+def unbroken(text: str) -> list[str]:
+    """Split a text into words, with their marks."""
     return text.replace(" \u2020", "\xa0\u2020").replace(" \u2021", "\xa0\u2021").split(" ")
 
 
@@ -204,18 +196,15 @@ def measured(
     ``numbers`` measures cells of numbers, where that is another.
     """
     found = []
-    for title in map(str, table.shown.columns):
-        values = [str(value) for value in table.shown[title]]
-        words = title in table.words
+    for title, values in table.shown.astype(str).items():
+        title, words = str(title), title in table.words
         natural = max([of(title) if words else 0.0, *map(of if words else numbers or of, values)])
-        least = (
-            max(of(line) for value in values or [""] for line in folded(value, narrow, of))
-            if words
-            else natural
-        )
-        heading = max(
-            [min(narrow, of(word)) for word in _unbroken(title)] + [min(of(title), 2 * narrow / 3)]
-        )
+        least = natural
+        if words:
+            parts = (line for value in values for line in folded(value, narrow, of))
+            least = max(map(of, parts), default=of(""))
+        widest = max(min(narrow, of(word)) for word in unbroken(title))
+        heading = max(widest, min(of(title), 2 * narrow / 3))
         if least < heading:
             least = max(least, *(of(line) for line in folded(title, heading, of)))
         found.append(ColumnWidths(title, words, max(natural, least), least))
@@ -229,20 +218,16 @@ def text_lines(table: Table, room: float | None) -> list[str]:
     """
     columns = measured(table, cells, NARROW)
     if room is None:  # headings on one line
-        columns = [
-            column._replace(natural=max(column.natural, cells(column.title))) for column in columns
-        ]
+        columns = [one._replace(natural=max(one.natural, cells(one.title))) for one in columns]
     fitted = fit(table, columns, room, 2, optional=4)
     lines: list[str] = []
     for block in fitted.blocks:
-        lines += [
-            *([""] if lines else []),
-            *_block(table, {title: int(width) for title, width in block.items()}),
-        ]
-    lines += [line for said in table.remarks(fitted.left_out) for line in hanging(said, room)]
-    return lines + (
-        hanging(f"no room for: {', '.join(fitted.left_out)}", room) if fitted.left_out else []
-    )
+        lines += [""] if lines else []
+        lines += _block(table, {title: int(width) for title, width in block.items()})
+    said = table.remarks(fitted.left_out)
+    if fitted.left_out:
+        said.append(f"no room for: {', '.join(fitted.left_out)}")
+    return lines + [line for text in said for line in hanging(text, room)]
 
 
 def hanging(text: str, room: float | None) -> list[str]:
@@ -255,36 +240,28 @@ def hanging(text: str, room: float | None) -> list[str]:
 
 def _block(table: Table, widths: Mapping[str, int]) -> list[str]:
     """Headings, a rule and rows of some columns."""
-    rows = [
-        _row(
-            {title: folded(title, width) for title, width in widths.items()},
-            widths,
-            table,
-            top=False,
-        )
-    ]
-    rows.append(["  ".join("-" * width for width in widths.values())])
-    for _, row in table.shown.iterrows():
-        lines = {
-            title: folded(str(row[title]), width) if title in table.words else [str(row[title])]
-            for title, width in widths.items()
-        }
-        rows.append(_row(lines, widths, table, top=True))
-    return [line for row in rows for line in row]
+
+    def row(texts: Mapping[str, str], *, top: bool) -> list[str]:
+        lines = {title: folded(texts[title], width) for title, width in widths.items()}
+        return _row(lines, widths, table, top=top)
+
+    lines = row({title: title for title in widths}, top=False)
+    lines.append("  ".join("-" * width for width in widths.values()))
+    for _, texts in table.shown.astype(str).iterrows():
+        lines += row(dict(texts), top=True)
+    return lines
 
 
 def _row(
     lines: Mapping[str, list[str]], widths: Mapping[str, int], table: Table, *, top: bool
 ) -> list[str]:
     """Cells of several lines side by side, at the top or at the bottom of the row."""
-    height = max(map(len, lines.values()))
-    text = []
-    for k in range(height):
-        parts = []
-        for title, width in widths.items():
-            at = k if top else k - height + len(lines[title])
-            cell = lines[title][at] if 0 <= at < len(lines[title]) else ""
-            blank = " " * (width - cells(cell))
-            parts.append(cell + blank if title in table.words else blank + cell)
-        text.append("  ".join(parts).rstrip())
-    return text
+    height, columns = max(map(len, lines.values())), []
+    for title, width in widths.items():
+        empty = [""] * (height - len(lines[title]))
+        column = [*lines[title], *empty] if top else [*empty, *lines[title]]
+        blanks = [" " * (width - cells(cell)) for cell in column]
+        pairs = zip(column, blanks, strict=True)
+        left = title in table.words
+        columns.append([cell + blank if left else blank + cell for cell, blank in pairs])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]

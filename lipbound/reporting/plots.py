@@ -3,43 +3,37 @@
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from lipbound.bounds.audit import audit
 from lipbound.errors import UnknownNameError, nearest, whole
-from lipbound.formatting import digits, number, plain
+from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import statistics
+from lipbound.reporting.arrangement import Arrangement, Sheet, arrange
 from lipbound.reporting.charts import ball_curve, ratios, token_profile
-from lipbound.reporting.figures.arrangement import Arrangement, Sheet, arrange
-from lipbound.reporting.figures.captions import caption_files, folded, heatmap_caption
-from lipbound.reporting.figures.scales import COLORMAP, Scale, check_scale, image, log10, scales
-from lipbound.reporting.labels import mark, relabelled
-from lipbound.reporting.statistics import reduce_samples, reduction_name, shared_scale
-from lipbound.reporting.styles import Drawing, look, write
+from lipbound.reporting.labels import label_of, mark, over, relabelled, run_caption
+from lipbound.reporting.scales import COLORMAP, Scale, image, log10, scales
+from lipbound.reporting.statistics import across, reduce_samples, reduction_name, shared_scale
+from lipbound.reporting.styles import Drawing, caption_files, folded, given_or_new, look, write
 from lipbound.runs.store import takes_run
-from lipbound.schema import bounds_there, compared_with
+from lipbound.schema import compared_with
 
-__all__ = [
-    "COLORMAP",
-    "Drawing",
-    "ball_curve",
-    "caption",
-    "heatmap",
-    "heatmaps",
-    "ratios",
-    "reduce_samples",
-    "shared_scale",
-    "token_profile",
-    "write",
-]
+__all__ = ["COLORMAP", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples"]
+__all__ += ["shared_scale", "token_profile"]
+
 NO_RATIO = ("\u221e for some heads", "no positive norm")
+MARKS = {
+    "\u2021": "it is below the exact norm of some {}",
+    "\u2020": "its assumptions do not hold on every {} here",
+}
+"""Meaning of the audit's marks, of heads or layers."""
 QUANTITY = "log10 of the local Lipschitz constant"
 
 
@@ -93,26 +87,14 @@ def heatmaps(
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the
             paper; a file that cannot be written.
     """
-    check_scale(scale)
     ds = relabelled(ds, labels)
     settings, inches, points = look(style, width, font_size)
     columns = None if columns is None else whole("columns", columns, least=1)
-    panels = statistics.panels(ds, bounds)
-    grids = {name: log10(_grid(ds[name], reduce)) for name in panels}
-    bars = scales(ds, grids, scale)
-    words = _caption(ds, panels, bars, reduce, scale)
+    grids, bars = _panels(ds, bounds, reduce, scale)
+    words = _caption(ds, bars, reduce, scale)
+    drawn, shrink = words if caption else "", font_size is None and style is None
     with matplotlib.rc_context(settings):
-        figure = _draw(
-            ds,
-            grids,
-            bars,
-            scale == "panel",
-            columns,
-            inches,
-            points,
-            font_size is None and style is None,
-            words if caption else "",
-        )
+        figure = _draw(ds, grids, bars, scale == "panel", columns, inches, points, shrink, drawn)
         if path is not None:
             write(figure, Path(path), caption_files(Path(path), words))
     return figure
@@ -141,54 +123,40 @@ def heatmap(
         The axes; the layout and the font are the caller's.
 
     Raises:
-        LipboundError: a variable that the run has not, an unknown reduction.
+        UnknownNameError: a variable that the run has not, an unknown reduction.
     """
-    ds, known = relabelled(ds, labels), statistics.panels(ds)
+    ds = relabelled(ds, labels)
+    known = statistics.panels(ds)
     if name not in known:
         raise UnknownNameError(f"the run has no {name!r}; {nearest(name, known)}")
     low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
-    axes = (
-        ax
-        if ax is not None
-        else Drawing(
-            figsize=(3.45, 2.8 if low > 2 else 1.3 + low), layout="constrained"
-        ).add_subplot()
-    )
-    grid = log10(_grid(ds[name], reduce))
-    shown = scales(ds, {name: grid}, "panel")[0] if limits is None else Scale((name,), *limits)
-    picture = image(axes, grid, shown)
-    axes.set_title(plain(ds[name].attrs["label"]), parse_math=False)
-    axes.set(xlabel=_across(ds), ylabel="layer")
+    below = ax is None and low <= 2
+    axes = given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
+    grids = log10(ds, [name], reduce)
+    shown = scales(ds, grids, "panel")[0] if limits is None else Scale((name,), *limits)
+    picture = image(axes, grids[name], shown)
+    axes.set_title(label_of(ds, name), parse_math=False)
+    axes.set(xlabel=across(ds), ylabel="layer")
     _ticks(axes, ds)
-    samples = (
-        ""
-        if _across(ds) == "sample" or ds.sizes["sample"] == 1
-        else f", {reduction_name(reduce)} over samples"
-    )
-    side = "bottom" if ax is None and low <= 2 else "right"
-    axes.figure.colorbar(
-        picture,
-        ax=axes,
-        extend=shown.extend({name: grid}),
-        location=side,
-        aspect=20 if side == "right" else 35,
-    ).set_label(f"log10{samples}")
+    location, aspect = ("bottom", 35) if below else ("right", 20)
+    ends = shown.extend(grids)
+    bar = axes.figure.colorbar(picture, ax=axes, extend=ends, location=location, aspect=aspect)
+    bar.set_label(f"log10{_over_samples(ds, ', ', reduce)}")
     return axes
 
 
-def _across(ds: xr.Dataset) -> str:
-    """Dimension across a panel: heads, or samples for maps of whole layers."""
-    return "head" if "head" in ds.dims else "sample"
+def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:
+    """Words on how the values of panels are reduced; none where they are not."""
+    single = across(ds) == "sample" or ds.sizes["sample"] == 1
+    return "" if single else f"{before}{reduction_name(reduce)} over samples"
 
 
-def _grid(values: xr.DataArray, reduce: str | float) -> xr.DataArray:
-    """Values of a panel, (layer, head).
-
-    (layer, sample) for maps of whole layers, which need no reduction.
-    """
-    if "head" in values.dims:
-        return reduce_samples(values, reduce).transpose("layer", "head")
-    return values.transpose("layer", "sample")
+def _panels(
+    ds: xr.Dataset, bounds: Iterable[str] | None, reduce: str | float, scale: str
+) -> tuple[dict[str, np.ndarray], list[Scale]]:
+    """Values of the panels, log10, and their colour scales."""
+    grids = log10(ds, statistics.panels(ds, bounds), reduce)
+    return grids, scales(ds, grids, scale)
 
 
 def _draw(
@@ -209,15 +177,17 @@ def _draw(
     scale_of = {name: scale for scale in bars for name in scale.names}
     sections = [list(scale_of)] if own else [list(scale.names) for scale in bars]
     titles = _titles(ds, list(scale_of))
+
+    def lines(name: str, side: float, size: float) -> list[str]:
+        return [*folded(titles[name][0], side, size), *titles[name][1:]]
+
     sheet = Sheet(
         counts=[len(names) for names in sections],
         inches=inches,
         points=points,
-        shape=ds.sizes["layer"] / ds.sizes[_across(ds)],
+        shape=ds.sizes["layer"] / ds.sizes[across(ds)],
         own_bars=own,
-        titles=lambda section, side, size: max(
-            len(_folded(titles[name], side, size)) for name in sections[section]
-        ),
+        titles=lambda k, side, size: max(len(lines(name, side, size)) for name in sections[k]),
         caption=len(_wrapped(words, inches, points)),
         layers=ds.sizes["layer"],
     )
@@ -225,13 +195,12 @@ def _draw(
     points = place.sheet.points
     with matplotlib.rc_context({"font.size": points}):
         figure = Drawing(figsize=(inches, place.total))
-        FigureCanvasAgg(figure)
         for index, names in enumerate(sections):
             for k, name in enumerate(names):
                 scale, (left, top) = scale_of[name], place.corners[index][k]
                 axes = _axes(figure, place, left, top, place.side, place.height)
                 picture = _panel(ds, axes, grids[name], scale, place)
-                title = "\n".join(_folded(titles[name], place.side, points))
+                title = "\n".join(lines(name, place.side, points))
                 axes.set_title(title, fontsize=points, pad=3, parse_math=False)
                 lowest = k + place.across >= len(names)
                 _name_axes(ds, axes, left=k % place.across == 0, lowest=lowest)
@@ -241,18 +210,10 @@ def _draw(
                     bar = figure.colorbar(picture, cax=beside, extend=scale.extend(grids))
                     bar.ax.tick_params(labelsize=points - 1, width=0.5)
             if not own:
-                _bar(figure, place, index, picture, bars[index], grids)
-        lines, at = "\n".join(_wrapped(words, inches, points)), 1 - place.bottom / place.total
-        figure.text(
-            0.5,
-            at,
-            lines,
-            ha="center",
-            va="bottom",
-            fontsize=points - 0.5,
-            linespacing=1.3,
-            parse_math=False,
-        )
+                _bar(figure, place, index, picture, bars[index].extend(grids))
+        text, at = "\n".join(_wrapped(words, inches, points)), 1 - place.bottom / place.total
+        put: Any = {"ha": "center", "va": "bottom", "linespacing": 1.3, "parse_math": False}
+        figure.text(0.5, at, text, fontsize=points - 0.5, **put)
     return figure
 
 
@@ -275,7 +236,7 @@ def _panel(
 def _name_axes(ds: xr.Dataset, axes: Axes, *, left: bool, lowest: bool) -> None:
     """Numbers and names of layers on the left of a row alone, of heads below a column alone."""
     axes.tick_params(labelbottom=lowest, labelleft=left)
-    axes.set_xlabel(_across(ds) if lowest else "", labelpad=1)
+    axes.set_xlabel(across(ds) if lowest else "", labelpad=1)
     axes.set_ylabel("layer" if left else "", labelpad=1)
 
 
@@ -287,23 +248,13 @@ def _axes(
     return figure.add_axes((x, y, width / place.inches, height / place.total))
 
 
-def _bar(
-    figure: Figure,
-    place: Arrangement,
-    index: int,
-    picture: AxesImage,
-    scale: Scale,
-    grids: dict[str, np.ndarray],
-) -> None:
+def _bar(figure: Figure, place: Arrangement, index: int, picture: AxesImage, ends: str) -> None:
     """The colour bar of a section, on its right or below it."""
     left, top, width, height = place.bars[index]
     upright = height > width
-    bar = figure.colorbar(
-        picture,
-        cax=_axes(figure, place, left, top, width, height),
-        orientation="vertical" if upright else "horizontal",
-        extend=scale.extend(grids),
-    )
+    beside = _axes(figure, place, left, top, width, height)
+    orientation = "vertical" if upright else "horizontal"
+    bar = figure.colorbar(picture, cax=beside, orientation=orientation, extend=ends)
     lines = height / place.line / 12 if upright else 1.0
     bar.set_label("log10" if lines < 1 else QUANTITY, labelpad=2)
     bar.ax.tick_params(width=0.5, length=2, pad=1.5)
@@ -312,40 +263,30 @@ def _bar(
 def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
     """Title of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
     table, entries = statistics.summary(ds), audit(ds)
-    found = {name: [plain(ds[name].attrs["label"])] for name in names}
-    for name in (name for name in names if name in bounds_there(ds)):
-        found[name][0] += mark(entries[name])
-        ratio = table.loc[name, "geomean"]
-        wide = statistics.width(ds, name)
-        of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
-        known = f"{number(ratio / (1 + wide / 2), digits(ratio, wide, most=3))} \u00d7 {of}"
-        found[name].append(known if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))])
+    found = {name: [label_of(ds, name)] for name in names}
+    for name, title in found.items():
+        if name in entries:
+            ratio, wide = table.loc[name, "geomean"], statistics.width(ds, name)
+            of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
+            known = f"{enclosed(ratio, wide, -1, most=3)} \u00d7 {of}"
+            title[0] += mark(entries[name])
+            title.append(known if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))])
     return found
-
-
-def _folded(title: list[str], side: float, points: float) -> list[str]:
-    """A title in lines no wider than a panel."""
-    return [*folded(title[0], side, points), *title[1:]]
 
 
 def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
     """The range of the values of a panel that lies beyond its colour scale."""
     if side := scale.beyond(grid):
-        finite = grid[np.isfinite(grid)]
-        ends = ["\u2212\u221e"] * bool(np.isneginf(grid).any()) + (
-            [f"{finite.min():.1f}", f"{finite.max():.1f}"] if finite.size else []
-        )
-        ends += ["\u221e"] * bool(np.isposinf(grid).any())
-        text = f"{side} the scale:\n{' to '.join(dict.fromkeys((ends[0], ends[-1])))}".replace(
-            "-", "\u2212"
-        )
-        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="black")
+        ends = dict.fromkeys(f"{end:.1f}" for end in statistics.ends(grid))
+        said = " to ".join(ends).replace("inf", "\u221e").replace("-", "\u2212")
+        at: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": "black"}
+        axes.text(0.5, 0.5, f"{side} the scale:\n{said}", **at)
 
 
 def _ticks(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
     """Numbers of heads, at most about six, and of layers, at most ``most`` too."""
     for axis, ticks, limit in (
-        (axes.xaxis, ds[_across(ds)].values, 6),
+        (axes.xaxis, ds[across(ds)].values, 6),
         (axes.yaxis, ds["layer"].values, min(6, most)),
     ):
         step = max(1, -(-len(ticks) // limit))
@@ -362,26 +303,26 @@ def caption(
     labels: Mapping[str, str] | None = None,
 ) -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
-    check_scale(scale)
     ds = relabelled(ds, labels)
-    panels = statistics.panels(ds, bounds)
-    return _caption(
-        ds,
-        panels,
-        scales(ds, {name: log10(_grid(ds[name], reduce)) for name in panels}, scale),
-        reduce,
-        scale,
-    )
+    return _caption(ds, _panels(ds, bounds, reduce, scale)[1], reduce, scale)
 
 
-def _caption(
-    ds: xr.Dataset, panels: list[str], bars: list[Scale], reduce: str | float, scale: str
-) -> str:
-    first = bars[0].names if scale == "rows" and len(bars) > 1 else ()
-    return heatmap_caption(
-        ds,
-        bounds=[name for name in panels if name in bounds_there(ds)],
-        reduce=reduce,
-        scale=scale,
-        first=first,
+def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str) -> str:
+    """Caption of a figure with these colour bars."""
+    each = " (a colour scale for each panel)" if scale == "panel" else ""
+    rows, first = "", bars[0].names if scale == "rows" and len(bars) > 1 else ()
+    if first:
+        own = "scale of their own" if len(first) > 1 else "scale of its own"
+        rows = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour {own}."
+    shown = [name for bar in bars for name in bar.names]
+    marks = [mark(entry).strip() for name, entry in audit(ds).items() if name in shown]
+    place = "head" if "head" in ds.dims else "layer"
+    meaning = [f" {sign} {MARKS[sign].format(place)}." for sign in MARKS if sign in marks]
+    ratios, and_bounds, means = "", "", over(ds)
+    if marks:
+        ratios = f" Above the panels: bound / exact{', geometric mean' if means else ''}{means}."
+        and_bounds = f" and its {'bounds' if len(marks) > 1 else 'bound'}"
+    samples = _over_samples(ds, ", each the ", reduce)
+    return plain(
+        f"{QUANTITY}{and_bounds}{samples}{each}.{rows} {run_caption(ds)}.{ratios}{''.join(meaning)}"
     )

@@ -2,14 +2,13 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit
-from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown
+from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
 from lipbound.reporting.labels import check_numbers
 from lipbound.runs.store import takes_run
 from lipbound.schema import bounds_there, compared_with, norm_of
@@ -22,35 +21,56 @@ def reduce_samples(
 ) -> xr.DataArray:
     """Reduce values over samples, or over other dimensions.
 
-    ``how`` is the mean, geometric mean, maximum, median or a quantile (a number in [0, 1]).
+    Args:
+        values: to reduce; entries without a value (NaN) do not count.
+        how: "mean", "geomean", "max", "median" or a quantile in [0, 1].
+        dims: the dimensions.
 
-    Entries without a value (NaN) do not count.
+    Returns:
+        The values without these dimensions; NaN where there are none.
+
+    Raises:
+        UnknownNameError: another name.
+        LipboundError: a number outside of [0, 1].
     """
-    with warnings.catch_warnings(), np.errstate(divide="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
-        return _reduced(values, how, dims)
-
-
-def _reduced(values: xr.DataArray, how: str | float, dims: Sequence[str]) -> xr.DataArray:
-    if not isinstance(how, str):
-        if isinstance(how, bool) or not is_number(how) or not 0 <= float(how) <= 1:
-            raise LipboundError(
-                f"reduce is {shown(how)}; a quantile lies between 0 and 1, and allowed are "
-                f"{', '.join(REDUCTIONS)}"
-            )
-        # infinite values are ordered like any others, but cannot be interpolated
-        top = np.finfo(np.float64).max / 4
-        quantile = values.clip(max=top).quantile(how, dims, skipna=True)
-        return quantile.where(~(quantile > top * 1e-6), np.inf)
-    if how == "geomean":
-        logs: xr.DataArray = xr.apply_ufunc(np.log, values)
-        return xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
-    if how not in REDUCTIONS:
+    if isinstance(how, str) and how not in REDUCTIONS:
         raise UnknownNameError(
             f"unknown reduction {how!r}; {nearest(how, REDUCTIONS)}, or a quantile between 0 and 1"
         )
-    reduced: xr.DataArray = getattr(values, how)(dims, skipna=True)
+    number = not isinstance(how, str | bool) and is_number(how) and 0 <= float(how) <= 1
+    if not isinstance(how, str) and not number:
+        raise LipboundError(
+            f"reduce is {shown(how)}; a quantile lies between 0 and 1, and allowed are "
+            f"{', '.join(REDUCTIONS)}"
+        )
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
+        reduced: xr.DataArray
+        if how == "geomean":
+            logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+            reduced = xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
+        elif isinstance(how, str):
+            reduced = getattr(values, how)(dims, skipna=True)
+        else:
+            # infinite values are ordered like any others, but cannot be interpolated
+            top = np.finfo(np.float64).max / 4
+            quantile = values.clip(max=top).quantile(how, dims, skipna=True)
+            reduced = quantile.where(~(quantile > top * 1e-6), np.inf)
     return reduced
+
+
+def across(ds: xr.Dataset | xr.DataArray) -> str:
+    """Dimension across a panel of a heatmap: heads, or samples for maps of whole layers."""
+    return "head" if "head" in ds.dims else "sample"
+
+
+def panel(values: xr.DataArray, how: str | float) -> xr.DataArray:
+    """Values of a panel of a heatmap, (layer, head), reduced over samples.
+
+    (layer, sample) for maps of whole layers, which need no reduction.
+    """
+    over = across(values)
+    return (reduce_samples(values, how) if over == "head" else values).transpose("layer", over)
 
 
 def reduction_name(how: str | float) -> str:
@@ -62,6 +82,11 @@ def reduction_name(how: str | float) -> str:
 
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
+SPREAD = ("geomean", "min", "max", "sample_min", "sample_max")
+"""Columns about the spread of values: their geometric mean and ends, and the ends of the geometric
+means of single samples."""
+AUDITED = ("violations", "compared", "sound")
+"""Columns that count places of the audit."""
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared
 scale."""
@@ -82,76 +107,43 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     Heads whose exact norm is zero have no ratio.
     """
     check_numbers(ds)
-    rows = []
-    counts = audit(ds)
-    for name in bounds_there(ds):
-        quotient = ratio(ds, name)
-        values = quotient.values[~np.isnan(quotient.values)]
-        single = _geomeans(quotient)
-        known = single[~np.isnan(single)]
-        lower = (
-            float(_geomean(ratio(ds, name, upper=True).values))
-            if has_upper(ds, name)
-            else float("nan")
-        )
-        low, high = (
-            (float(values.min()), float(values.max()))
-            if values.size
-            else (float("nan"), float("nan"))
-        )
-        least, most = (
-            (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
-        )
-        entry = counts[name]
-        rows.append(
-            (
-                name,
-                ds[name].attrs["label"],
-                _geomean(values),
-                low,
-                high,
-                lower,
-                least,
-                most,
-                entry["violations"],
-                entry["compared"],
-                entry["sound"],
-            )
-        )
-    columns = [
-        "bound",
-        "label",
-        "geomean",
-        "min",
-        "max",
-        "geomean_lower",
-        "sample_min",
-        "sample_max",
-        "violations",
-        "compared",
-        "sound",
-    ]
-    return pd.DataFrame(rows, columns=columns).set_index("bound")
+    names, counts, rows = bounds_there(ds), audit(ds), []
+    for name in names:
+        upper = _geomean(ratio(ds, name, upper=True)) if has_upper(ds, name) else float("nan")
+        row = {"label": ds[name].attrs["label"], "geomean_lower": upper}
+        rows.append(row | _spread(ratio(ds, name)) | counts[name])
+    columns = ["label", *SPREAD[:3], "geomean_lower", *SPREAD[3:], *AUDITED]
+    return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
 
 
 def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
-    """Geometric mean of the exact norms over samples, layers and heads, in one row.
-
-    Beside it stand their ends and the extreme means of single samples.
-    """
+    """Columns `SPREAD` of the exact norms over samples, layers and heads, in one row."""
     check_numbers(ds)
-    exact = ds["exact"]
-    every, single = exact.values[~np.isnan(exact.values)], _geomeans(exact)
-    single = single[~np.isnan(single)]
-    ends = [
-        float(pick(values)) if values.size else float("nan")
-        for values in (every, single)
-        for pick in (np.min, np.max)
-    ]
-    columns = ["geomean", "min", "max", "sample_min", "sample_max"]
-    return pd.DataFrame(
-        [[_geomean(every), *ends]], columns=columns, index=pd.Index(["exact"], name="norm")
-    )
+    return pd.DataFrame([_spread(ds["exact"])], index=pd.Index(["exact"], name="norm"))
+
+
+def _spread(values: xr.DataArray) -> dict[str, float]:
+    """Columns `SPREAD` of values with samples; NaN where there are none."""
+    single = [_geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
+    found = (_geomean(values), *ends(values), *ends(np.array(single)))
+    return dict(zip(SPREAD, found, strict=True))
+
+
+def ends(values: xr.DataArray | np.ndarray) -> tuple[float, float]:
+    """Smallest and largest of some values; NaN where there are none."""
+    known = _known(values)
+    return (float(known.min()), float(known.max())) if known.size else (float("nan"),) * 2
+
+
+def _geomean(values: xr.DataArray) -> float:
+    known = _known(values)
+    with np.errstate(divide="ignore"):
+        return float(np.exp(np.log(known).mean())) if known.size else float("nan")
+
+
+def _known(values: xr.DataArray | np.ndarray) -> np.ndarray:
+    found = np.asarray(values)
+    return found[~np.isnan(found)]
 
 
 @takes_run
@@ -180,41 +172,22 @@ def breakdown(
     Raises:
         LipboundError: unknown names; heads of a run on whole layers.
     """
-    if by not in ROWS[1:]:
-        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
-    if values not in VALUES:
-        raise UnknownNameError(f"unknown values {values!r}; {nearest(values, VALUES)}")
+    choice("rows", by, ROWS[1:])
+    choice("values", values, VALUES)
     if by == "head" and "head" not in ds.dims:
         raise LipboundError(
             "the run is about whole layers and has no heads; ask for a table by layer"
         )
     check_numbers(ds)
-    names = present(ds, bounds)
-    inner = tuple(dim for dim in ("head",) if dim in ds.dims and by == "layer")
-
-    def reduced(array: xr.DataArray) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            result = reduce_samples(array, reduce, ("sample", *inner))
-        return result.transpose("layer", ...).values.ravel()
-
-    with np.errstate(all="ignore"):
-        single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
-    keep = ("layer",) if by == "layer" else ("layer", "head")
-    columns = {"exact": reduced(ds["exact"])} | (
-        {"exact_upper": reduced(ds["exact_upper"])} if "exact_upper" in ds else {}
-    )
-    for name, extreme in (
-        ("sample_min", single.min("sample")),
-        ("sample_max", single.max("sample")),
-    ):
-        columns[name] = extreme.transpose(*keep).values.ravel()
-    columns |= {name: reduced(ratio(ds, name) if values == "ratio" else ds[name]) for name in names}
-    index: Any = pd.Index(ds["layer"].values, name="layer")
-    if by == "head":
-        index = pd.MultiIndex.from_product(
-            [ds["layer"].values, ds["head"].values], names=["layer", "head"]
-        )
-    table = pd.DataFrame(columns, index=index)
+    names, levels = present(ds, bounds), ["layer", "head"][: ROWS.index(by)]
+    inner = [str(dim) for dim in ds["exact"].dims if dim not in ("sample", *levels)]
+    single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
+    shown = {name: ds[name] for name in ("exact", "exact_upper") if name in ds}
+    order = [*shown, "sample_min", "sample_max", *names]
+    shown |= {name: ratio(ds, name) if values == "ratio" else ds[name] for name in names}
+    cells = {name: reduce_samples(one, reduce, ["sample", *inner]) for name, one in shown.items()}
+    cells |= {"sample_min": single.min("sample"), "sample_max": single.max("sample")}
+    table = pd.DataFrame({name: cells[name].transpose(*levels).to_series() for name in order})
     # layers of fewer heads have empty places
     return table.loc[~table[["exact", *names]].isna().all(axis=1)]
 
@@ -222,15 +195,11 @@ def breakdown(
 def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Names of bounds that a run has, all by default.
 
-    Others raise, those that no bound has before those that the run lacks.
+    Raises:
+        UnknownNameError: others, those that no bound has before those that the run lacks.
     """
-    names = (
-        bounds_there(ds)
-        if bounds is None
-        else [bounds]
-        if isinstance(bounds, str)
-        else list(bounds)
-    )
+    given = [bounds] if isinstance(bounds, str) else bounds
+    names = bounds_there(ds) if given is None else list(given)
     missing = [name for name in names if name not in bounds_there(ds)]
     if missing:
         from lipbound.bounds.registry import get  # it needs torch, which names of the run do not
@@ -262,13 +231,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
     The exact norm, then bounds, each behind the exact norm of its own map.
     """
-    names = ["exact"]
-    for name in present(ds, bounds):
-        if compared_with(ds, name) not in names:
-            # a bound on another map stands next to the exact norm of that map
-            names.append(compared_with(ds, name))
-        names.append(name)
-    return names
+    pairs = ((compared_with(ds, name), name) for name in present(ds, bounds))
+    return list(dict.fromkeys(["exact", *(name for pair in pairs for name in pair)]))
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
@@ -283,15 +247,11 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     }
     kept: list[str] = []
     for name in sorted(medians, key=lambda n: medians[n]):
-        if kept and medians[name] > max(medians[n] for n in kept) + OFF_SCALE:
+        if kept and medians[name] > medians[kept[-1]] + OFF_SCALE:
             break
         kept.append(name)
-    finite = (
-        np.concatenate([grids[name][np.isfinite(grids[name])] for name in kept])
-        if kept
-        else np.zeros(1)
-    )
-    return float(finite.min()), float(finite.max())
+    finite = [grids[name][np.isfinite(grids[name])] for name in kept]
+    return ends(np.concatenate(finite or [np.zeros(1)]))
 
 
 def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
@@ -313,19 +273,11 @@ def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, fl
         near = [abs(middle[name] - other) for other in kept.values()] or [0.0]
         if min(near) <= APART and abs(middle[name]) <= FARTHEST:
             kept[name] = middle[name]
-    ends = [0.0, *kept.values()]
-    low, high = min(ends) - OFF_SCALE, max(ends) + OFF_SCALE
-    inside = np.concatenate(
-        [
-            np.zeros(1),
-            *(
-                values[(values >= low) & (values <= high)]
-                for name, values in known.items()
-                if name in kept
-            ),
-        ]
-    )
-    return [name for name in logs if name in kept], (float(inside.min()), float(inside.max()))
+    middles = [0.0, *kept.values()]
+    low, high = min(middles) - OFF_SCALE, max(middles) + OFF_SCALE
+    drawn = np.concatenate([np.zeros(1), *(known[name] for name in kept)])
+    inside = drawn[(drawn >= low) & (drawn <= high)]
+    return [name for name in logs if name in kept], ends(inside)
 
 
 @takes_run
@@ -350,8 +302,7 @@ def width(ds: xr.Dataset, name: str) -> float:
 
     Or of exact norms; over everything.
     """
-    values = widths(ds, name).values
-    known = values[~np.isnan(values)]
+    known = _known(widths(ds, name))
     return float(np.expm1(known.mean())) if known.size else 0.0
 
 
@@ -373,46 +324,36 @@ def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
     return xr.DataArray(quotient, coords=exact.coords, dims=exact.dims)
 
 
-def _geomean(values: np.ndarray) -> float:
-    values = values[~np.isnan(values)]
-    with np.errstate(divide="ignore"):
-        return float(np.exp(np.log(values).mean())) if values.size else float("nan")
+def cell_widths(ds: xr.Dataset, name: str, reduce: str | float, levels: list[str]) -> xr.DataArray:
+    """Relative widths of the enclosures of values that `reduce_samples` gives.
 
+    The mean logarithm for geometric means, else the largest.
 
-def _geomeans(values: xr.DataArray) -> np.ndarray:
-    """Geometric mean of every sample."""
-    return np.array([_geomean(values.isel(sample=s).values) for s in range(values.sizes["sample"])])
-
-
-def by_width(ds: xr.Dataset, name: str, index: pd.Index, reduce: str | float) -> np.ndarray:
-    """Relative widths of the enclosures of the rows of `breakdown`.
-
-    The mean logarithm for geometric means, else the largest of a row.
+    Args:
+        ds: a run. name: of a bound, or "exact". reduce: as in `reduce_samples`.
+        levels: the dimensions that are left.
     """
     wide = widths(ds, name)
-    dims = [dim for dim in wide.dims if dim not in index.names]
+    over = [dim for dim in wide.dims if dim not in levels]
     with warnings.catch_warnings():  # places without a head
         warnings.simplefilter("ignore", RuntimeWarning)
-        one = wide.mean(dims) if reduce == "geomean" else wide.max(dims)
-    values = one.transpose(*index.names).values.ravel()
-    every = (
-        pd.MultiIndex.from_product([ds[level].values for level in index.names])
-        if len(index.names) > 1
-        else pd.Index(ds["layer"].values)
-    )
-    return np.expm1(values)[every.get_indexer(index)]
+        cells = wide.mean(over) if reduce == "geomean" else wide.max(over)
+    found: xr.DataArray = xr.apply_ufunc(np.expm1, cells.transpose(*levels))
+    return found
 
 
-def extents(ds: xr.Dataset, name: str) -> dict[str, float]:
-    """Relative widths of the enclosures of a row of `summary`, by column."""
+def row_widths(ds: xr.Dataset, name: str, reduce: str | float, index: pd.Index) -> np.ndarray:
+    """Relative widths of the enclosures of the rows of `breakdown` with this index."""
+    levels = list(index.names)
+    return cell_widths(ds, name, reduce, levels).to_series().reindex(index).to_numpy()
+
+
+def spread_widths(ds: xr.Dataset, name: str) -> dict[str, float]:
+    """Relative widths of the enclosures of a row of `summary`, by column of `SPREAD`."""
     wide, quotient = widths(ds, name).values, ratio(ds, name).values
-    if not (~np.isnan(quotient)).any():
-        return dict.fromkeys(("geomean", "sample_min", "sample_max", "min", "max"), 0.0)
-    single = [np.nanmean(w) for w in wide if (~np.isnan(w)).any()]
-    ends = {"min": wide.flat[np.nanargmin(quotient)], "max": wide.flat[np.nanargmax(quotient)]}
-    found = ends | {
-        "geomean": np.nanmean(wide),
-        "sample_min": max(single),
-        "sample_max": max(single),
-    }
-    return {column: float(np.expm1(value)) for column, value in found.items()}
+    if np.isnan(quotient).all():
+        return dict.fromkeys(SPREAD, 0.0)
+    lowest, highest = wide.flat[np.nanargmin(quotient)], wide.flat[np.nanargmax(quotient)]
+    widest = max(np.nanmean(one) for one in wide if not np.isnan(one).all())
+    found = (np.nanmean(wide), lowest, highest, widest, widest)
+    return {column: float(np.expm1(value)) for column, value in zip(SPREAD, found, strict=True)}

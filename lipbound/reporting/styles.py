@@ -1,22 +1,30 @@
-"""Fonts, widths and files of figures.
+"""Fonts, widths, files and text of figures: titles in lines, captions beside them.
 
 Looks are ours or those of a conference by tueplots.
 """
 
 import inspect
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib import font_manager
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
+from matplotlib.textpath import text_to_path
 
-from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown, tell
+from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown, tell
 from lipbound.formatting import escape_latex
 from lipbound.formatting.files import replacing
+from lipbound.reporting.latex import typeset
+from lipbound.reporting.layout import unbroken
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
@@ -40,6 +48,8 @@ TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
 """Names in tueplots of our widths, for journals of two columns."""
 SPARE = {"serif": "STIXGeneral"}
 """Like Times, and always there: for machines without the venue's fonts."""
+LABEL_LINES = 2
+"""Lines that a label may take; what is longer is cut and ends with an ellipsis."""
 
 
 class FigureLook(NamedTuple):
@@ -61,19 +71,14 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
         font_size: points, in place of the style's (7 without one, 12 on a slide).
 
     Raises:
-        LipboundError: unknown width or style, tueplots not installed.
+        UnknownNameError: unknown width or style.
+        LipboundError: a width that is too small or too large, tueplots not installed.
     """
     if isinstance(width, str) and width not in WIDTHS:
         raise UnknownNameError(
             f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches"
         )
-    inches = (
-        WIDTHS[width]
-        if isinstance(width, str)
-        else float(width)
-        if is_number(width)
-        else float("nan")
-    )
+    inches = float(WIDTHS.get(str(width), width if is_number(width) else 0.0))
     if not 1 <= inches <= 100:
         raise LipboundError(
             f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of "
@@ -89,21 +94,11 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
             f"style {style!r} needs tueplots; pip install 'lipbound[styles]'"
         ) from error
     known = [name for name in dir(bundles) if name[-4:].isdigit()]
-    if style not in known:
-        raise UnknownNameError(f"unknown style {style!r}; {nearest(style, known)}")
-    make = getattr(bundles, style)
+    make = getattr(bundles, choice("style", style, known))
+    wanted = {"column": TUEPLOTS_COLUMNS.get(str(width), "full"), "usetex": False}
     # venues of one column have no such choice, others none of TeX
-    wanted = {
-        "column": TUEPLOTS_COLUMNS.get(str(width), "full"),
-        "usetex": False,
-    }
-    found = make(
-        **{
-            name: value
-            for name, value in wanted.items()
-            if name in inspect.signature(make).parameters
-        }
-    )
+    options = inspect.signature(make).parameters
+    found = make(**{name: value for name, value in wanted.items() if name in options})
     layout = ("figure.constrained_layout.use", "figure.autolayout", "figure.figsize", "text.usetex")
     kept = {key: value for key, value in found.items() if key not in layout}
     kept["font.family"] = _font(style, found)
@@ -120,11 +115,9 @@ def _font(style: str, found: dict[str, Any]) -> str:
     installed = next((font for font in fonts if font in font_manager.get_font_names()), None)
     if installed is None:
         spare = SPARE.get(family, "DejaVu Sans")
-        why = (
-            f"of its fonts ({', '.join(fonts)}) none is installed"
-            if fonts
-            else "it leaves its font to TeX, which does not draw these figures"
-        )
+        why = "it leaves its font to TeX, which does not draw these figures"
+        if fonts:
+            why = f"of its fonts ({', '.join(fonts)}) none is installed"
         tell(f"style {style!r}: {why}; {spare} is taken")
         return spare
     return installed
@@ -140,6 +133,40 @@ def paper_height(inches: float, *, captioned: bool = False) -> float:
     return TEXT if captioned else max(TEXT / 2, TEXT - CAPTION / inches)
 
 
+def inches(text: str, points: float) -> float:
+    """Width of a line in the font in use."""
+    return _ems(text, FontProperties().get_name()) * points / 72
+
+
+@lru_cache(maxsize=4096)
+def _ems(text: str, font: str) -> float:
+    """Width of a line over the size of its type."""
+    face = FontProperties(family=font, size=100)
+    return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 100
+
+
+def folded(text: str, width: float, points: float) -> list[str]:
+    """A label in lines of at most ``width`` inches, broken between words."""
+    lines: list[str] = []
+    for word in unbroken(text):
+        if lines and inches(f"{lines[-1]} {word}", points) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    if len(lines) > LABEL_LINES:
+        lines = [*lines[: LABEL_LINES - 1], " ".join(lines[LABEL_LINES - 1 :])]
+    return [_cut(line, width, points) for line in lines]
+
+
+def _cut(line: str, width: float, points: float) -> str:
+    """A line that is too wide, with an ellipsis in place of its end."""
+    if inches(line, points) <= width:
+        return line
+    while line and inches(f"{line}\u2026", points) > width:
+        line = line[:-1]
+    return f"{line.rstrip()}\u2026"
+
+
 class Drawing(Figure):
     """Figure that notebooks show although pyplot does not know of it.
 
@@ -148,11 +175,9 @@ class Drawing(Figure):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._fonts = {
-            key: value
-            for key, value in matplotlib.rcParams.items()
-            if key.startswith(("font.", "mathtext."))
-        }
+        FigureCanvasAgg(self)
+        kinds, now = ("font.", "mathtext."), matplotlib.rcParams.items()
+        self._fonts = {key: value for key, value in now if key.startswith(kinds)}
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """Write it, as `matplotlib.figure.Figure.savefig` does, with fonts that papers take."""
@@ -163,6 +188,11 @@ class Drawing(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=150)
         return buffer.getvalue()
+
+
+def given_or_new(axes: Axes | None, inches: tuple[float, float]) -> Axes:
+    """Axes to draw into: those that were given, or those of a new figure of this size."""
+    return axes or Drawing(figsize=inches, layout="constrained").add_subplot()
 
 
 def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) -> None:
@@ -186,28 +216,61 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
         raise LipboundError(
             f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}"
         )
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    texts = [text for text in figure.findobj(Text) if text.get_text()] if kind == "pgf" else []
-    plain = [text.get_text() for text in texts]
+    latex = kind == "pgf"
+    dates = {"svg": {"metadata": {"Date": None}}, "pdf": {"metadata": {"CreationDate": None}}}
+    options: Any = {"format": kind, "dpi": 300} | dates.get(kind, {})
+    with (
+        _for_latex(figure, path) if latex else nullcontext(),
+        replacing(path, *beside) as (drawn, *others),
+    ):
+        # in memory first: on a full disk, matplotlib's PDF fails with an error of its own
+        whole = io.BytesIO()
+        figure.savefig(drawn if latex else whole, **options)
+        if not latex:
+            drawn.write_bytes(whole.getvalue())
+        for file, words in zip(others, beside.values(), strict=True):
+            file.write_text(words, encoding="utf-8")
+
+
+@contextmanager
+def _for_latex(figure: Figure, path: Path) -> Iterator[None]:
+    """Text of a figure escaped for LaTeX while it is written.
+
+    Raises:
+        LipboundError: LaTeX, which measures the text, is not installed.
+    """
+    texts = {text: text.get_text() for text in figure.findobj(Text) if text.get_text()}
     try:
-        for text, words in zip(texts, plain, strict=True):
-            text.set_text("\n".join(escape_latex(line) for line in words.split("\n")))
-        options: Any = {} if metadata is None else {"metadata": metadata}
-        with replacing(path, *beside) as (drawn, *others):
-            # in memory first: on a full disk, matplotlib's PDF fails with an error of its own
-            whole = io.BytesIO()
-            figure.savefig(drawn if kind == "pgf" else whole, format=kind, dpi=300, **options)
-            if kind != "pgf":
-                drawn.write_bytes(whole.getvalue())
-            for file, words in zip(others, beside.values(), strict=True):
-                file.write_text(words, encoding="utf-8")
+        for text, words in texts.items():
+            text.set_text("\n".join(map(escape_latex, words.split("\n"))))
+        yield
     except RuntimeError as error:
-        if kind != "pgf":
-            raise
         raise LipboundError(
             f"{path} needs pdflatex, which measures its text, and which is not installed; .pdf "
             "needs nothing"
         ) from error
     finally:
-        for text, words in zip(texts, plain, strict=True):
+        for text, words in texts.items():
             text.set_text(words)
+
+
+def latex_caption(text: str) -> str:
+    r"""A caption for LaTeX: formulas in mathematics, foreign text escaped, long names breakable.
+
+    >>> latex_caption("log10 of 50 %")
+    '$\\log_{10}$ of 50 \\%'
+    """
+    return typeset(text).replace("log10 of", "$\\log_{10}$ of")
+
+
+def caption_files(figure: Path, text: str) -> dict[Path, str]:
+    r"""Contents of the two caption files beside a figure, by path.
+
+    ``figure.caption.txt`` is plain text, ``figure.caption.tex`` is ``\caption{...}`` for a figure
+    environment.
+    """
+    contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
+    return {
+        figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n"
+        for kind, content in contents.items()
+    }

@@ -11,76 +11,32 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit
-from lipbound.errors import LipboundError, UnknownNameError, nearest
-from lipbound.formatting import digits, number, plain
+from lipbound.errors import LipboundError, choice
+from lipbound.formatting import counted, enclosed
+from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
 from lipbound.reporting.formats import FORMATTERS
-from lipbound.reporting.labels import counted, footnotes, holds, left_out, mark, over, relabelled
+from lipbound.reporting.labels import footnotes, holds, label_of, left_out, mark, over, relabelled
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.layout import Table
-from lipbound.reporting.statistics import (
-    OFF_SCALE,
-    ROWS,
-    VALUES,
-    breakdown,
-    by_width,
-    exact_summary,
-    extents,
-    panels,
-    present,
-    ratio,
-    reduction_name,
-    shared_scale,
-    summary,
-    width,
-    widths,
-)
+from lipbound.reporting.statistics import ROWS, breakdown, panels, ratio, summary, width, widths
 from lipbound.runs.store import takes_run
 from lipbound.schema import Contents, bounds_there, with_exact
 
-__all__ = [
-    "FORMATS",
-    "OFF_SCALE",
-    "ROWS",
-    "VALUES",
-    "bibtex",
-    "breakdown",
-    "by_width",
-    "caption",
-    "footnotes",
-    "holds",
-    "latex",
-    "left_out",
-    "mark",
-    "methods",
-    "number",
-    "panels",
-    "ratio",
-    "readable",
-    "render",
-    "shared_scale",
-    "summary",
-    "table_of",
-    "width",
-    "widths",
-]
+__all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
+__all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
+__all__ += ["width", "widths"]
+
 FORMATS = tuple(
     name for name, formatter in FORMATTERS.items() if formatter.table or formatter.fitted
 )
+MEAN, RANGE = "geom. mean", "range over samples"
 HOLDS, BELOW = "assumptions hold", "below exact"
-RANGE = "range over samples"
+READABLE = ("bound", MEAN, RANGE, "min", "max", BELOW, "of", HOLDS)
+"""Columns of `readable`."""
 SPARE = ("name", HOLDS, BELOW, RANGE, "min", "max")
 """Columns of a table by bound that are left out where there is no room, the first one first: marks
 and notes say what the second and the third do."""
-HEADINGS = {
-    "geomean": "geom. mean",
-    "samples": RANGE,
-    "min": "min",
-    "max": "max",
-    "violations": "below exact",
-    "compared": "of",
-    "sound": "assumptions hold",
-}
 
 
 @takes_run
@@ -111,11 +67,12 @@ def render(
 
     ``labels`` says what to call bounds, by name ("exact" and "exact_l2" among them), and "model"
     and "data".
+
+    Raises:
+        LipboundError: unknown names, or a width for a format that has none.
     """
-    if format not in FORMATS:
-        raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
+    formatter = FORMATTERS[choice("format", format, FORMATS)]
     made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values, labels=labels)
-    formatter = FORMATTERS[format]
     if formatter.fitted is not None:
         return formatter.fitted(made, width)
     if width is not None:
@@ -140,16 +97,18 @@ def table_of(
     """Table that `render` writes, before it has a format.
 
     ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table.
+
+    Raises:
+        LipboundError: unknown names; another mean than geometric, or values, for rows by bound.
     """
-    if by not in ROWS:
-        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
+    choice("rows", by, ROWS)
     if by == "bound" and (reduce, values) != ("geomean", "ratio"):
         raise LipboundError(
             f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
             f"{values!r}; these are for rows by layer or head"
         )
     ds = relabelled(ds, labels)
-    chosen = None if bounds is None else present(ds, bounds)
+    chosen = None if bounds is None else statistics.present(ds, bounds)
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
@@ -169,58 +128,40 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
         return _of_exact(ds)
     whole = summary(ds)
     numbers = whole if chosen is None else whole.loc[chosen]
-    shown = _said_of_bounds(ds, whole).loc[numbers.index]
+    shown = _in_words(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
     none = f"none is below the exact norm in any of {int(numbers['compared'].max())} comparisons"
-    if int(with_exact(ds).sum()) < 2:
-        shown = shown.drop(columns=RANGE)
     return Table(
         numbers,
-        shown,
-        ("bound", "name", HOLDS),
-        f"bound / exact{over(ds)}",
-        caption(ds),
-        footnotes(ds, chosen),
-        ("bound",),
-        SPARE,
-        {} if numbers["violations"].any() else {BELOW: none},
-        {RANGE: f"{RANGE}: smallest to largest geometric mean of a single sample"},
+        _ranged(ds, shown),
+        words=("bound", "name", HOLDS),
+        head=f"bound / exact{over(ds)}",
+        caption=caption(ds),
+        notes=footnotes(ds, chosen),
+        keys=("bound",),
+        spare=SPARE,
+        instead={} if numbers["violations"].any() else {BELOW: none},
+        meaning=_meaning(),
     )
 
 
 def _of_exact(ds: xr.Dataset) -> Table:
     """Exact norms alone, as `summary` has ratios."""
-    numbers = exact_summary(ds)
-    wide = {
-        column: width(ds, "exact")
-        if column == "geomean"
-        else float(np.expm1(np.nanmax(widths(ds), initial=0.0)))
-        for column in numbers
-    }
-    said = {
-        column: [_written(value, wide[column], 1) for value in numbers[column]]
-        for column in numbers
-    }
-    pairs = zip(said["sample_min"], said["sample_max"], strict=True)
-    shown = pd.DataFrame(
-        {"norm": [str(ds["exact"].attrs["label"])], HEADINGS["geomean"]: said["geomean"]},
-        index=numbers.index,
-    )
-    if int(with_exact(ds).sum()) > 1:
-        shown[RANGE] = [f"{a} to {b}" if a != b else a for a, b in pairs]
-    shown["min"], shown["max"] = said["min"], said["max"]
-    meaning = {RANGE: f"{RANGE}: smallest to largest geometric mean of a single sample"}
+    numbers = statistics.exact_summary(ds)
+    widest = float(np.expm1(np.nanmax(widths(ds), initial=0.0)))
+    wide = dict.fromkeys(statistics.SPREAD, widest) | {"geomean": width(ds, "exact")}
+    words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
     return Table(
         numbers,
-        shown,
-        ("norm",),
-        f"exact norm{over(ds)}",
-        caption(ds),
-        footnotes(ds, []),
-        ("norm",),
-        SPARE,
-        meaning=meaning,
+        _ranged(ds, pd.DataFrame(words, index=numbers.index)),
+        words=("norm",),
+        head=f"exact norm{over(ds)}",
+        caption=caption(ds),
+        notes=footnotes(ds, []),
+        keys=("norm",),
+        spare=SPARE,
+        meaning=_meaning(),
     )
 
 
@@ -228,34 +169,40 @@ def _of_exact(ds: xr.Dataset) -> Table:
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
     ds = relabelled(ds)
-    return _said_of_bounds(ds, summary(ds))
+    return _in_words(ds, summary(ds))
 
 
-def _said_of_bounds(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
-    """`summary` in words."""
-    counts = audit(ds)
-    shown = pd.DataFrame(index=table.index)
-    shown["label"] = [row["label"] + mark(counts[str(name)]) for name, row in table.iterrows()]
+def _in_words(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
+    """`summary` in words, columns `READABLE`."""
+    counts, rows = audit(ds), []
+    for name, row in table.iterrows():
+        said = _spread_words(row, statistics.spread_widths(ds, str(name)), -1)
+        said |= {"bound": row["label"] + mark(counts[str(name)]), BELOW: str(row["violations"])}
+        rows.append(
+            said | {"of": str(row["compared"]), HOLDS: holds(row["sound"], row["compared"])}
+        )
+    return pd.DataFrame(rows, columns=READABLE, index=table.index)
 
-    wide = {str(name): extents(ds, str(name)) for name in table.index}
 
-    def column(of: str) -> list[str]:
-        return [_written(float(row[of]), wide[str(name)][of], -1) for name, row in table.iterrows()]
+def _spread_words(row: pd.Series, wide: Mapping[str, float], side: int) -> dict[str, str]:
+    """Columns of words on the spread of values, whose enclosures are so wide."""
+    said = {column: enclosed(row[column], wide[column], side) for column in statistics.SPREAD}
+    span = _span(said["sample_min"], said["sample_max"])
+    return {MEAN: said["geomean"], RANGE: span, "min": said["min"], "max": said["max"]}
 
-    shown["geomean"] = column("geomean")
-    shown["samples"] = [
-        f"{a} to {b}" if a != b else a
-        for a, b in zip(column("sample_min"), column("sample_max"), strict=True)
-    ]
-    shown["min"], shown["max"] = column("min"), column("max")
-    shown["violations"], shown["compared"] = (
-        table["violations"].astype(str),
-        table["compared"].astype(str),
-    )
-    shown["sound"] = [
-        holds(int(s), int(c)) for s, c in zip(table["sound"], table["compared"], strict=True)
-    ]
-    return shown.rename(columns={"label": "bound"} | HEADINGS)
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _ranged(ds: xr.Dataset, shown: pd.DataFrame) -> pd.DataFrame:
+    """Cells without the range over samples where a single one has exact norms."""
+    return shown if int(with_exact(ds).sum()) > 1 else shown.drop(columns=RANGE)
+
+
+def _meaning(kind: str = "geometric mean") -> dict[str, str]:
+    """Meaning of the range over samples."""
+    return {RANGE: f"{RANGE}: smallest to largest {kind} of a single sample"}
 
 
 def _said_of_cells(
@@ -266,7 +213,7 @@ def _said_of_cells(
     means = over(ds, axes, exact=values == "ratio")
     what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
     head = ", ".join(filter(None, ("exact norm", what)))
-    head = f"{reduction_name(reduce)}{means}: {head}" if means else head
+    head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
     there = Contents.of(ds)
     if there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
@@ -279,56 +226,35 @@ def _by_place(
 ) -> Table:
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
-    counts = audit(ds)
-    shown = pd.DataFrame(index=table.index)
-    for level in table.index.names:
-        shown[str(level)] = [str(value) for value in table.index.get_level_values(level)]
-    whole = by_width(ds, "exact", table.index, reduce)
-    shown["exact"] = [_written(x, w, 1) for x, w in zip(table["exact"], whole, strict=True)]
-    pairs = zip(table["sample_min"], table["sample_max"], whole, strict=True)
-    if int(with_exact(ds).sum()) > 1:
-        shown[RANGE] = [
-            f"{_written(a, w, 1)} to {_written(b, w, 1)}" if a != b else _written(a, w, 1)
-            for a, b, w in pairs
-        ]
-    for name in present(ds, chosen):
-        wide = (
-            by_width(ds, name, table.index, reduce)
-            if values == "ratio"
-            else np.full(len(table), allowance())
-        )
-        side = -1 if values == "ratio" else 0
-        title = plain(ds[name].attrs["label"])
-        title = (
-            f"{title} ({name})"
-            if any(
-                other == title or other.startswith(f"{title} \u2020")
-                for other in map(str, shown.columns)
-            )
-            else title
-        )
-        shown[title + mark(counts[name])] = [
-            _written(x, w, side) for x, w in zip(table[name], wide, strict=True)
-        ]
-    head, notes, keys = (
-        _said_of_cells(ds, present(ds, chosen), by, values, reduce),
-        footnotes(ds, present(ds, chosen)),
-        tuple(map(str, table.index.names)),
+    counts, names = audit(ds), statistics.present(ds, chosen)
+
+    def column(name: str, wide: np.ndarray, side: int) -> list[str]:
+        return [enclosed(x, w, side) for x, w in zip(table[name], wide, strict=True)]
+
+    shown = table.index.to_frame().astype(str)
+    wide = statistics.row_widths(ds, "exact", reduce, table.index)
+    shown["exact"] = column("exact", wide, 1)
+    ends = zip(column("sample_min", wide, 1), column("sample_max", wide, 1), strict=True)
+    shown[RANGE] = [_span(low, high) for low, high in ends]
+    titles = {*shown.columns}
+    for name in names:
+        title = label_of(ds, name)
+        title = f"{title} ({name})" if title in titles else title
+        titles.add(title)
+        if values == "ratio":
+            cells = column(name, statistics.row_widths(ds, name, reduce, table.index), -1)
+        else:
+            cells = column(name, np.full(len(table), allowance()), 0)
+        shown[title + mark(counts[name])] = cells
+    heads = by == "layer" and "head" in ds.dims
+    kind = f"{statistics.reduction_name(reduce)} over heads" if heads else "exact norm"
+    return Table(
+        table,
+        _ranged(ds, shown),
+        words=(),
+        head=_said_of_cells(ds, names, by, values, reduce),
+        caption=caption(ds),
+        notes=footnotes(ds, names),
+        keys=tuple(table.index.names),
+        meaning=_meaning(kind),
     )
-    kind = (
-        "exact norm"
-        if by == "head" or "head" not in ds.dims
-        else f"{reduction_name(reduce)} over heads"
-    )
-    meaning = {RANGE: f"{RANGE}: smallest to largest {kind} of a single sample"}
-    return Table(table, shown, (), head, caption(ds), notes, keys, meaning=meaning)
-
-
-def _written(x: float, wide: float, side: int) -> str:
-    """Write a number to the digits that its enclosure supports.
-
-    x is its lower end (side 1), its upper end (-1) or its middle (0).
-    """
-    x, wide = float(x), float(np.nan_to_num(wide, nan=0.0, posinf=10.0))
-    middle = x * (1 + wide / 2) if side > 0 else x / (1 + wide) * (1 + wide / 2) if side < 0 else x
-    return number(middle, digits(middle, wide))

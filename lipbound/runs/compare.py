@@ -62,7 +62,7 @@ def compare(
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file,
             "builtin:NAME" (minilm, smollm2, gpt2, llama, vit, ...; see
-            `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
+            `lipbound.models.loading.load_checkpoint`), or a loaded transformers model.
         data: None for a default of the model's modality, or anything
             `lipbound.models.inputs.prepare` takes.
         bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (every bound of

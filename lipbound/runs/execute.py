@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lipbound.devices import resolve_device
 from lipbound.errors import CheckpointError, LipboundError, shown, tell
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer, capturer_of
 from lipbound.runs.partial_store import PartialRun

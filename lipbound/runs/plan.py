@@ -17,8 +17,8 @@ from lipbound.jacobians.maps import WHOLE
 from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.checkpoints import Checkpoint, load_unless_refused
 from lipbound.models.inputs import prepare, refuse_long
+from lipbound.models.loading import Checkpoint, load_unless_refused
 from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block

@@ -10,7 +10,7 @@ import xarray as xr
 from lipbound.devices import resolve_device
 from lipbound.errors import InputsError, StoreError
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.checkpoints import Checkpoint
+from lipbound.models.loading import Checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import package_version
 from lipbound.runs.measure import Measurer, capturer_of

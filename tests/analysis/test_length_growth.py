@@ -15,7 +15,7 @@ from lipbound.analysis.recipes.castin2024 import least_bound_ratio
 from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.text import stream
 
 

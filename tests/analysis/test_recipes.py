@@ -12,7 +12,7 @@ from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
 from lipbound.analysis.recipes.yudin2025 import consequences
 from lipbound.cli import app
 from lipbound.errors import UnknownNameError
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.text import stream
 from lipbound.runs import store
 

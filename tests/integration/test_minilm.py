@@ -10,8 +10,8 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 
 
 @pytest.fixture(scope="module")

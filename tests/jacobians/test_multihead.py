@@ -137,8 +137,8 @@ def test_runs_over_layers() -> None:
 
 
 def _model() -> tuple:
-    from lipbound.models.checkpoints import load_checkpoint
     from lipbound.models.inputs import prepare
+    from lipbound.models.loading import load_checkpoint
 
     checkpoint = load_checkpoint("builtin:gpt2")
     return checkpoint.model, prepare(checkpoint, samples=2, max_length=12).batch

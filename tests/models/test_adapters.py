@@ -16,7 +16,7 @@ from transformers.models.auto import auto_factory
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.offload import resident
 from lipbound.runs.sweep import planned_runs
 

@@ -14,10 +14,10 @@ from support.hub import COMMIT, OLD, Asking, serve
 from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
 from lipbound.errors import CheckpointError
-from lipbound.models import checkpoints
+from lipbound.models import loading
 from lipbound.models.capture.capture import capture
 from lipbound.models.checkpoint import LoadOptions
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
+from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.models.sources.catalogue import BUILTINS, MINILM_SHA256, Builtin, describe
 from lipbound.models.sources.folder import load_folder
 
@@ -91,7 +91,7 @@ def test_a_kind_of_checkpoint_is_one_function_and_one_entry(
         return load_folder(name, folder, None, options) if name.startswith("[") else None
 
     save_bert(tmp_path / "bert")
-    monkeypatch.setattr(checkpoints, "SOURCES", (bracketed, *checkpoints.SOURCES))
+    monkeypatch.setattr(loading, "SOURCES", (bracketed, *loading.SOURCES))
     found, plain = load_checkpoint("[bert]"), load_checkpoint(tmp_path / "bert")
     assert (found.name, found.revision, found.source) == ("[bert]", plain.revision, plain.source)
     with pytest.raises(CheckpointError, match=r"^\[nowhere\] could not be loaded"):

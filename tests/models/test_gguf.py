@@ -18,8 +18,8 @@ import lipbound as lb
 from lipbound.errors import CheckpointError, LipboundError
 from lipbound.models import gguf_file
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.sources.catalogue import describe
 from lipbound.models.sources.weight_checks import check_finite
 
@@ -181,28 +181,29 @@ def test_pieces_and_files_without_a_type(tmp_path: Path) -> None:
 
 
 def test_transformers_is_left_as_it_was(folder: Path) -> None:
-    before = gguf.GGUFReader, gguf.get_tensor_name_map, reader._gguf_parse_value
+    before = gguf.GGUFReader, gguf.get_tensor_name_map, reader.tqdm
     load_checkpoint(folder).tokenizer()
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map, reader._gguf_parse_value) == before
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map, reader.tqdm) == before
 
 
-def test_fields_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_gguf(tmp_path / "model.gguf")
-    seen: list[int] = []
-    parse = reader._gguf_parse_value
-    monkeypatch.setattr(
-        reader,
-        "_gguf_parse_value",
-        lambda value, types: (seen.append(id(value)), parse(value, types))[1],
-    )
-    tokenizer = load_checkpoint(tmp_path).tokenizer()
-    assert len(seen) == len(set(seen)) > len(tokenizer)
+    read: list[object] = []
+    build = gguf.GGUFReader._build_tensors
+
+    def counted(self: object, *rest: object) -> None:
+        read.append(self)
+        build(self, *rest)
+
+    monkeypatch.setattr(gguf.GGUFReader, "_build_tensors", counted)
+    load_checkpoint(tmp_path).tokenizer()
+    assert len(read) == 1
     save_gguf(tmp_path / "other.gguf", kind=Kind.Q8_0)  # another file is not the one that is kept
     assert (
         load_checkpoint(tmp_path / "other.gguf").quantization
         == "GGUF Q8_0 (15 tensors Q8_0, 5 F32)"
     )
-    assert len(seen) > len(tokenizer) * 2
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])

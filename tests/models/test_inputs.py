@@ -15,11 +15,10 @@ from support.models import AFFINE, LLAMA, MODERN, build, save_bert
 import lipbound as lb
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import READERS, prepare
+from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.models.readers.model_inputs import positions
-from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import ItemKind
+from lipbound.models.readers.reader import ItemKind, Reader, Selection
 from lipbound.models.readers.text import DEFAULT_TEXT
 
 
@@ -235,21 +234,19 @@ def test_a_modality_is_one_reader_and_one_entry(
         kind = ItemKind(int, takes="numbers", one="a number", many="numbers", columns=("n",))
 
         def read(self, checkpoint: Checkpoint, data: object, selection: Selection) -> Inputs:
-            found = self.items(checkpoint, data, selection.split, selection.column)
-            return Inputs(
-                {"pixel_values": torch.tensor(found.take(selection.samples, None, "numbers")[0])},
-                found.description,
-            )
+            found = self.items(checkpoint, data, selection)
+            numbers, _ = found.take(selection, "numbers")
+            return Inputs({"pixel_values": torch.tensor(numbers)}, found.description)
 
         def default(self) -> tuple[Iterator[int], str]:
-            return iter([1, 2]), "one and two"
+            return iter([0, 2]), "none and two"
 
         def open_file(self, path: Path, checkpoint: Checkpoint) -> Iterator[int]:
             return iter([int(path.read_text())])
 
     monkeypatch.setitem(READERS, "image", NumberReader())
     for data, values, description in (
-        (None, [1, 2], "one and two"),
+        (None, [0, 2], "none and two"),
         ([5, 6, 7], [5, 6], "3 given numbers"),
         (datasets.Dataset.from_dict({"n": [8, 9, 10]}), [8, 9], "a dataset"),
     ):

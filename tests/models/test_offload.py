@@ -16,7 +16,7 @@ from lipbound import devices
 from lipbound.errors import CheckpointError
 from lipbound.models import offload, weight_files
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.offload import plain_copy, resident
 
 MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {

@@ -13,8 +13,8 @@ from PIL import Image
 
 import lipbound as lb
 from lipbound.errors import InputsError, Notice
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.models.readers.images import rgb
 
 RAMP = np.linspace(0, 255, 400).reshape(20, 20).round()

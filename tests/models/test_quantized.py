@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.errors import CheckpointError
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

@@ -23,8 +23,8 @@ import lipbound as lb
 from lipbound.analysis.length_growth import stream
 from lipbound.errors import CaptureError, CheckpointError, InputsError, Notice
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare, token_texts
+from lipbound.models.loading import Checkpoint, load_checkpoint
 
 LONG = " ".join(f"w{k % 40}" for k in range(25))
 SHORT = ["the ferry is in a clock", "keeper", "a lighthouse and the island"]

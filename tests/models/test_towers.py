@@ -7,8 +7,8 @@ from support.models import IMAGE, TEXT, build
 
 import lipbound as lb
 from lipbound.errors import InputsError
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import Checkpoint, load_checkpoint
 
 
 def clip(kind: str) -> tf.PreTrainedModel:

@@ -17,7 +17,7 @@ from torch import nn
 
 import lipbound as lb
 from lipbound.errors import CaptureError, CheckpointError, Notice
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 
 
 class PeftLike(nn.Module):

@@ -13,7 +13,7 @@ from support.models import LLAMA, build
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])

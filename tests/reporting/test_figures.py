@@ -11,10 +11,9 @@ from matplotlib.figure import Figure
 
 from lipbound import plots
 from lipbound.errors import LipboundError
-from lipbound.reporting.figures.arrangement import FLAT, Arrangement, Sheet, arrange
-from lipbound.reporting.figures.captions import folded, inches, latex_caption
-from lipbound.reporting.figures.scales import scales
-from lipbound.reporting.styles import paper_height
+from lipbound.reporting.arrangement import FLAT, Arrangement, Sheet, arrange
+from lipbound.reporting.scales import scales
+from lipbound.reporting.styles import folded, inches, latex_caption, paper_height
 
 WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}
 

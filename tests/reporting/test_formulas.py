@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import lipbound as lb
-from lipbound.formatting.html import formula
+from lipbound.formatting import formula
 
 
 def words_of(html: str) -> str:

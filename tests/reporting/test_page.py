@@ -24,8 +24,8 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.terms import shares
 from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.page.contents import BINS, SINGLE
 from lipbound.reporting.page.details import of_layer
 from lipbound.reporting.page.render import report

@@ -11,7 +11,7 @@ import lipbound as lb
 from lipbound import plots, tables
 from lipbound.errors import LipboundError, UnknownNameError
 from lipbound.reporting import citations, labels
-from lipbound.reporting.figures.captions import latex_caption
+from lipbound.reporting.styles import latex_caption
 
 
 @pytest.fixture(scope="module")

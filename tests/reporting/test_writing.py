@@ -16,12 +16,12 @@ from support.runs import made_up
 from tueplots import bundles
 
 import lipbound as lb
-from lipbound import plots
+from lipbound import plots, tables
 from lipbound.cli import main
 from lipbound.errors import StoreError
 from lipbound.formatting.files import replacing
 from lipbound.reporting import statistics
-from lipbound.reporting.figures.arrangement import Sheet
+from lipbound.reporting.arrangement import Sheet
 from lipbound.reporting.styles import Drawing, look
 from lipbound.runs import store
 
@@ -229,3 +229,11 @@ def test_colour_bars_of_one_value_have_legible_numbers(ds: xr.Dataset) -> None:
         for text in panel.texts
     ]
     assert texts == ["above the scale:\n\u221e"]
+
+
+def test_titles_without_finite_upper_ends_have_the_digit_of_the_table(ds: xr.Dataset) -> None:
+    open_ = ds.copy(deep=True)
+    open_["exact_upper"][...] = np.inf
+    said = tables.readable(open_).loc["yudin", "geom. mean"]
+    titles = [axes.get_title() for axes in plots.heatmaps(open_, bounds=["yudin"]).axes]
+    assert f"Yudin 2025, Thm 3\n{said} \u00d7 exact" in titles

@@ -24,7 +24,7 @@ def test_values_are_those_of_the_layers(bert: Path) -> None:
     assert ds["exact"].shape == (3, 2, 4)
     assert ds["length"].values.tolist() == [6, 5, 5]
     model = BertModel.from_pretrained(bert).double()
-    from lipbound.models.checkpoints import load_checkpoint
+    from lipbound.models.loading import load_checkpoint
 
     batch = dict(load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
     for i, att in enumerate(lb.capture(model, batch)):
@@ -129,7 +129,7 @@ def test_exact_samples_layers_and_estimates(bert: Path) -> None:
 def test_head_out_is_the_head_with_its_output_slice(bert: Path) -> None:
     ds = lb.compare(bert, TEXTS[:1], map="head_out", dtype="float64", bounds="yudin", **OPTIONS)
     model = BertModel.from_pretrained(bert).double()
-    from lipbound.models.checkpoints import load_checkpoint
+    from lipbound.models.loading import load_checkpoint
 
     att = lb.capture(
         model, dict(load_checkpoint(bert).tokenizer()(TEXTS[:1], return_tensors="pt"))

@@ -18,7 +18,7 @@ from lipbound import plots, tables
 from lipbound.attention.layer import Attention
 from lipbound.cli.describing import facts
 from lipbound.errors import AlteredRunError, LipboundError, StoreError
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.page.render import report
 from lipbound.runs import store
 from lipbound.runs.checksums import damage

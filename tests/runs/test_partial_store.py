@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import lipbound as lb
 from lipbound.cli import app
 from lipbound.errors import CheckpointError, LipboundError, Notice, StoreError
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.runs import store
 from lipbound.runs.execute import WorkerSpec, work
 from lipbound.runs.measure import LayerResult, MeasurementSpec

@@ -123,7 +123,7 @@ def serve(repos: dict[str, dict[str, Path]]) -> Iterator[ThreadingHTTPServer]:
 
 SCRIPT = """
 import json, sys
-from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.loading import load_checkpoint
 from lipbound.errors import CheckpointError
 for line in sys.stdin:
     answers = {}

@@ -15,9 +15,9 @@ from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
 from lipbound.analysis.recipes.registry import Setting, of, register, sheet, tick_lengths
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import unit_values
+from lipbound.formatting import counted
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.operator_norm import operator_norm
-from lipbound.reporting.labels import counted
 
 PAPER = "Castin, Ablin, Peyré 2024"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")

@@ -24,11 +24,10 @@ from lipbound.attention.module_attention import in_closed_form
 from lipbound.devices import device_name, resolve_device
 from lipbound.errors import StoreError, UnknownNameError, nearest, shown, tell
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import Inputs, prepare
-from lipbound.reporting.figures.captions import latex_caption
+from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.reporting.labels import builtin_name, model_name
-from lipbound.reporting.styles import BASE, Drawing, write
+from lipbound.reporting.styles import BASE, Drawing, latex_caption, write
 from lipbound.runs import store
 from lipbound.runs.dataset import versions
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes
-from lipbound.formatting import number
-from lipbound.formatting.html import ROWS, html_table
+from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.token_norms.token_norm import (
@@ -50,10 +49,10 @@ class TokenProfile:
             (self.lower, self.upper, self.output_lower, self.output_upper),
         )
         columns = [t.reshape(-1, n)[0].tolist() for t in ends]
-        rows = [[str(j), *(number(t[j], 6) for t in columns)] for j in range(min(n, ROWS))]
+        rows = [[str(j), *(number(t[j], 6) for t in columns)] for j in range(min(n, TABLE_ROWS))]
         title = f"Token profile, {' x '.join(map(str, self.lower.shape))}, the first of them"
         names = ["token", "moved: lower", "upper", "output: lower", "upper"]
-        return html_table(names, rows, title=title, most=ROWS)
+        return html_table(names, rows, title=title, most=TABLE_ROWS)
 
 
 @in_own_modes

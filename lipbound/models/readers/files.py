@@ -9,11 +9,8 @@ from lipbound.errors import InputsError
 
 TABLES = {
     ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
 }
 """Endings of tables, and the loader of `datasets` that reads them."""
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -72,6 +69,12 @@ def is_plain_file(data: Any) -> bool:
     """Return whether something is the path of a file that is not a table."""
     path = there(data)
     return path is not None and path.is_file() and ending(path) not in TABLES
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether a folder is one that ``save_to_disk`` of a dataset wrote."""
+    one = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    return one or (path / "dataset_dict.json").is_file()
 
 
 def is_sentence(data: Any) -> bool:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs
-from lipbound.models.quiet import first_line, quiet
+from lipbound.models.quiet import explained, first_line, quiet
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible
-from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import DataItems, ItemKind
+from lipbound.models.readers.reader import DataItems, ItemKind, Reader, Selection
 
 PROCESSING = {
     "do_resize": ("size", "resample"),
@@ -26,14 +25,8 @@ PROCESSING = {
 }
 """Steps of image processors, and the settings of each that go into a run's provenance."""
 PHOTOGRAPHS = (
-    "astronaut.png",
-    "chelsea.png",
-    "coffee.png",
-    "motorcycle_left.png",
-    "rocket.jpg",
-    "camera.png",
-    "coins.png",
-    "grass.png",
+    "astronaut.png chelsea.png coffee.png motorcycle_left.png rocket.jpg camera.png coins.png "
+    "grass.png"
 )
 """Files of scikit-image that are the default images."""
 SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -70,21 +63,16 @@ class ImageReader(Reader):
         Raises:
             InputsError: there are no images, or the processor does not take them.
         """
-        found = self.items(checkpoint, data, selection.split, selection.column)
-        items, notes = found.take(selection.samples, selection.shuffle, self.kind.many)
+        found = self.items(checkpoint, data, selection)
+        items, notes = found.take(selection, self.kind.many)
         where, told = found.description, Counter[str]()
         if not items:
             raise InputsError(f"{where} has no images in it")
         images = [_opened(item, told, f"image {k} of {where}") for k, item in enumerate(items)]
         processor = checkpoint.image_processor()
-        try:
-            with quiet():
-                batch = processor(images=images, return_tensors="pt")
-        except Exception as error:  # processors are programs of their own
-            raise InputsError(
-                f"the image processor of {checkpoint.name} does not take {where}: "
-                f"{first_line(error)}"
-            ) from error
+        before = f"the image processor of {checkpoint.name} does not take {where}: "
+        with explained(InputsError, before), quiet():  # processors are programs of their own
+            batch = processor(images=images, return_tensors="pt")
         tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
         for said, n in told.items():
             one = said.replace("have ", "has ", 1).replace("hold ", "holds ", 1)
@@ -104,7 +92,7 @@ class ImageReader(Reader):
                 "install 'lipbound[demo]', or give data"
             )
         folder = Path(spec.submodule_search_locations[0]) / "data"
-        return [folder / name for name in PHOTOGRAPHS], "photographs from scikit-image"
+        return [folder / name for name in PHOTOGRAPHS.split()], "photographs from scikit-image"
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[Path]:
         """Return the path of an image file.
@@ -131,7 +119,7 @@ class ImageReader(Reader):
             return None
         if not files:
             raise InputsError(f"{path} holds no images ({', '.join(IMAGE_FILES)})")
-        return DataItems.of_files(files, path, files)
+        return DataItems.of_files(path, files)
 
 
 def _processing(processor: Any) -> str:

@@ -1,7 +1,6 @@
 """Inputs that are ready for the model: named tensors, read, checked, and remarked on if odd."""
 
 import hashlib
-import inspect
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from lipbound.attention.scoring import zero_one
 from lipbound.errors import InputsError, shown
-from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.quiet import first_line
+from lipbound.models.checkpoint import Checkpoint, Inputs
+from lipbound.models.quiet import explained
 from lipbound.models.readers.files import there
+from lipbound.models.readers.reader import Selection
 
 TOWERS = (
     ("text_config", "input_ids", "text"),
@@ -40,21 +40,25 @@ def is_ready(data: Any) -> bool:
 
 
 def ready_inputs(
-    data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint
-) -> tuple[dict[str, Tensor], str, list[str]]:
-    """Return the tensors that a checkpoint's model takes, a description, and notes.
+    data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint, selection: Selection
+) -> Inputs:
+    """Return the tensors that a checkpoint's model takes, and settings of its forward pass.
 
     Args:
-        data: tensors, arrays or nested lists by name, or a .safetensors file of tensors.
+        data: tensors, arrays or nested lists by name, and settings that are True or False; or a
+            .safetensors file of tensors.
         checkpoint: whose model they are for.
+        selection: which samples are wanted.
 
     Returns:
-        Tensors (samples, ...) by name, a phrase for captions, and sentences on what was left out.
+        Tensors (samples, ...) by name, with notes on what was left out.
 
     Raises:
-        InputsError: they are no such tensors, disagree about the number of samples, or what the
-            model is about is not among them.
+        InputsError: they are no such tensors, disagree about the number of samples, have numbers
+            that the model does not take, or what the model is about is not among them; or a split
+            or a column was named.
     """
+    selection.refuse_table("ready inputs have")
     given, description = _read_tensors(data)
     wrong = [name for name, t in given.items() if t.ndim < 2 or not len(t)]
     if wrong or not given:
@@ -73,7 +77,16 @@ def ready_inputs(
     tensors = {name: t for name, t in given.items() if not names or name in names}
     left_out = [name for name in given if name not in tensors]
     notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]
-    return tensors, description, notes
+    _check_images(checkpoint, tensors)
+    items = data.items() if isinstance(data, Mapping) else ()
+    options = {str(name): value for name, value in items if isinstance(value, bool)}
+    if options and (unknown := options.keys() - names):
+        raise InputsError(
+            f"{min(unknown)} is no setting of {kind}'s forward pass; leave it out, or give tensors "
+            "of (samples, ...)"
+        )
+    described = selection.described(description)
+    return Inputs(selection.drawn(tensors), described, notes=notes, options=options)
 
 
 def _read_tensors(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tensor], str]:
@@ -83,11 +96,8 @@ def _read_tensors(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tenso
     path = there(data)
     if path is None or not path.is_file():
         raise InputsError(f"there is no file {data}")
-    try:
+    with explained(InputsError, f"{path} is not a readable safetensors file: "):
         return load_file(path), path.name
-    except Exception as error:
-        why = first_line(error)
-        raise InputsError(f"{path} is not a readable safetensors file: {why}") from error
 
 
 def _tensor(name: object, value: Any) -> Tensor:
@@ -103,30 +113,8 @@ def _tensor(name: object, value: Any) -> Tensor:
 
 def _taken(checkpoint: Checkpoint) -> set[str]:
     """Return the names of what the model's forward takes; none where they cannot be told."""
-    parameters = inspect.signature(checkpoint.model.forward).parameters.values()
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names = set(checkpoint.accepted)
     return names if checkpoint.main_input in names else set()
-
-
-def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
-    """Return the settings of the forward pass among data that are True or False.
-
-    Raises:
-        InputsError: the forward pass has no such setting.
-    """
-    items = data.items() if isinstance(data, Mapping) else ()
-    options = {str(name): value for name, value in items if isinstance(value, bool)}
-    if options and (unknown := set(options) - _taken(checkpoint)):
-        raise InputsError(
-            f"{min(unknown)} is no setting of {type(checkpoint.model).__name__}'s forward pass; "
-            "leave it out, or give tensors of (samples, ...)"
-        )
-    return options
-
-
-def text_config(model: Any) -> Any:
-    """Return the part of a model's configuration that is about text."""
-    return text_part(model.config)
 
 
 def text_part(config: Any) -> Any:
@@ -159,7 +147,7 @@ def declared_positions(config: Any) -> int | None:
 
 def positions(checkpoint: Checkpoint) -> int | None:
     """Return the longest input of a text model in tokens, or None where it sets no limit."""
-    limit = declared_positions(text_config(checkpoint.model))
+    limit = declared_positions(text_part(checkpoint.model.config))
     embeddings = getattr(checkpoint.model.base_model, "embeddings", None)
     padding = getattr(embeddings, "padding_idx", None)
     if limit is None or not padding or not hasattr(embeddings, "position_embeddings"):
@@ -167,22 +155,30 @@ def positions(checkpoint: Checkpoint) -> int | None:
     return limit - int(padding) - 1  # RoBERTa's positions start behind the padding index
 
 
-def check_length(checkpoint: Checkpoint, max_length: int) -> None:
+def check_length(checkpoint: Checkpoint, count: int, said: str = "max_length {} exceeds") -> None:
     """Check that texts of so many tokens are no longer than the model allows.
+
+    Args:
+        checkpoint: with the model.
+        count: of tokens.
+        said: the beginning of the message, with a place for the number.
 
     Raises:
         InputsError: they are.
     """
     limit = positions(checkpoint)
-    if limit is not None and max_length > limit:
+    if limit is not None and count > limit:
         raise InputsError(
-            f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; give at "
-            f"most {limit}"
+            f"{said.format(count)} the {limit} positions of {checkpoint.name}; give at most {limit}"
         )
 
 
 def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
     """Check that token numbers are whole, (samples, N), and in the model's vocabulary.
+
+    Args:
+        checkpoint: with the model.
+        batch: its inputs by name.
 
     Raises:
         InputsError: they are not, are more than the model's positions, or their mask or types do
@@ -191,7 +187,7 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
     ids = batch.get("input_ids")
     if ids is None:
         return
-    shape, config = tuple(ids.shape), text_config(checkpoint.model)
+    shape, config = tuple(ids.shape), text_part(checkpoint.model.config)
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputsError(
             f"input_ids is of dtype {str(ids.dtype).removeprefix('torch.')}; token numbers must "
@@ -201,22 +197,23 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
         raise InputsError(
             f"input_ids has shape {shape}; it must be (samples, tokens) with at least one token"
         )
-    limit = positions(checkpoint) if checkpoint.modality == "text" else None
-    if limit is not None and shape[1] > limit:
-        raise InputsError(
-            f"inputs of {shape[1]} tokens exceed the {limit} positions of {checkpoint.name}; give "
-            f"at most {limit}"
-        )
+    if checkpoint.modality == "text":
+        check_length(checkpoint, shape[1], "inputs of {} tokens exceed")
     towers = (getattr(checkpoint.model, name, None) for name in TEXT_TOWERS)
     models = [model for model in (checkpoint.model, *towers) if _has_table(model)]
     table = models[0].get_input_embeddings() if models else None
     known = getattr(table, "num_embeddings", None) or getattr(config, "vocab_size", None)
-    name, hint = f"{checkpoint.name} knows tokens", "are they of its tokenizer?"
-    _check_range("input_ids", ids, known if isinstance(known, int) else None, name, hint)
-    if (types := batch.get("token_type_ids")) is not None:
-        known = getattr(config, "type_vocab_size", None) or None
-        name, hint = f"{checkpoint.name} knows types", "leave them out for type 0"
-        _check_range("token_type_ids", types, known, name, hint)
+    types = getattr(config, "type_vocab_size", None)
+    for name, count, what, hint in (
+        ("input_ids", known, "tokens", "are they of its tokenizer?"),
+        ("token_type_ids", types, "types", "leave them out for type 0"),
+    ):
+        count = count if isinstance(count, int) else 0
+        low, high = (int(end) for end in batch[name].aminmax()) if name in batch else (0, 0)
+        if low < 0 or 0 < count <= high:
+            limit = f"{checkpoint.name} knows {what} 0 to {count - 1}; " if count else ""
+            number = low if low < 0 else high
+            raise InputsError(f"{name} has the number {number}; {limit}{hint}")
     for name in ("attention_mask", "token_type_ids"):
         if name in batch and batch[name].ndim == 2 and tuple(batch[name].shape) != shape:
             raise InputsError(
@@ -229,13 +226,6 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
             "attention_mask marks every token of a sample as padding; each sample needs at least "
             "one token"
         )
-
-
-def _check_range(name: str, values: Tensor, count: int | None, known: str, hint: str) -> None:
-    low, high = int(values.min()), int(values.max())
-    if low < 0 or (count is not None and high >= count):
-        limit = "" if count is None else f"{known} 0 to {count - 1}; "
-        raise InputsError(f"{name} has the number {low if low < 0 else high}; {limit}{hint}")
 
 
 def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
@@ -260,7 +250,7 @@ def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
         )
 
 
-def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
+def _check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
     """Check that numbers are finite, and images (samples, channels, height, width) numbers.
 
     Raises:
@@ -289,66 +279,65 @@ def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
 
 def remarks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return sentences about samples that are the same, and those of `odd_masks`."""
-    repeated = _repeated(batch)
-    return ([repeated] if repeated else []) + odd_masks(model, batch)
+    return _repeated(batch) + odd_masks(model, batch)
 
 
 def odd_masks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return sentences about padding without a mask, and masks of 0 and 1 that are added."""
-    return [said for said in (_unmasked(model, batch), _added(batch)) if said]
+    return _unmasked(model, batch) + _added(batch)
 
 
-def _repeated(batch: Mapping[str, Tensor]) -> str:
-    first: dict[bytes, int] = {}
-    again = []
+def _repeated(batch: Mapping[str, Tensor]) -> list[str]:
     count = len(next(iter(batch.values())))
-    for k in range(count):
-        digest = hashlib.sha256()
-        for tensor in batch.values():
-            flat = tensor[k].detach().cpu().contiguous().view(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
-        if first.setdefault(digest.digest(), k) != k:
-            again.append(k)
+    first: dict[bytes, int] = {}
+    again = [k for k in range(count) if first.setdefault(_sample_hash(batch, k), k) != k]
     if not again:
-        return ""
+        return []
     listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
     one = f"sample {listed} repeats an earlier one, and means count it again"
     several = f"samples {listed} repeat earlier ones, and means count them again"
     are, those = "is" if len(first) == 1 else "are", several if len(again) > 1 else one
-    return f"only {len(first)} of {count} samples {are} different: {those}"
+    return [f"only {len(first)} of {count} samples {are} different: {those}"]
 
 
-def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> str:
+def _sample_hash(batch: Mapping[str, Tensor], sample: int) -> bytes:
+    digest = hashlib.sha256()
+    for tensor in batch.values():
+        flat = tensor[sample].detach().cpu().contiguous().view(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return a sentence on padding tokens at an end of a sample that no mask marks."""
-    ids, config = batch.get("input_ids"), text_config(model)
+    ids, config = batch.get("input_ids"), text_part(model.config)
     pad = getattr(config, "pad_token_id", None)
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(pad, int):
-        return ""
-    if batch.get("attention_mask") is not None:
-        return ""
+    masked = batch.get("attention_mask") is not None
+    if masked or not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(pad, int):
+        return []
     is_pad = ids == pad
     trailing, leading = is_pad.flip(-1).cummin(-1).values.sum(-1), is_pad.cummin(-1).values.sum(-1)
     ends = [getattr(config, name, None) for name in ENDS]
     also_an_end = any(pad in end if isinstance(end, list | tuple) else pad == end for end in ends)
     found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
-    if not found:
-        return ""
-    return (
+    said = (
         f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad}), and "
         "there is no attention_mask, so padding is measured as text; give the attention_mask that "
         "the tokenizer returns"
     )
+    return [said] if found else []
 
 
-def _added(batch: Mapping[str, Tensor]) -> str:
-    """Return a sentence on a mask over pairs of tokens that looks as if it meant yes and no."""
-    for name, mask in batch.items():
-        if not name.endswith("attention_mask") or not isinstance(mask, Tensor) or mask.ndim != 4:
-            continue
-        if mask.dtype != torch.bool and zero_one(mask):
-            return (
-                f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores "
-                "and mask nothing; give a boolean mask, True where a token is seen, or 0 there and "
-                "-inf elsewhere"
-            )
-    return ""
+def _added(batch: Mapping[str, Tensor]) -> list[str]:
+    """Return sentences on masks over pairs of tokens that look as if they meant yes and no."""
+    masks = {
+        name: mask
+        for name, mask in batch.items()
+        if name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim == 4
+    }
+    return [
+        f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores and mask "
+        "nothing; give a boolean mask, True where a token is seen, or 0 there and -inf elsewhere"
+        for name, mask in masks.items()
+        if mask.dtype != torch.bool and zero_one(mask)
+    ]

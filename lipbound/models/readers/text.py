@@ -9,37 +9,122 @@ text begins with the same sample.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs
-from lipbound.models.quiet import first_line, quiet
+from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers import files
 from lipbound.models.readers.files import ending, is_plain_file, read_text
-from lipbound.models.readers.model_inputs import check_length, positions
-from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import DataItems, ItemKind, Lazy, no_table, order
-from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tokens, tokens_of
+from lipbound.models.readers.model_inputs import check_length, positions, text_part
+from lipbound.models.readers.reader import DataItems, ItemKind, Reader, Selection, order
 
 TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
-GENERIC = (
-    "TokenizersBackend",
-    "PythonBackend",
-    "PreTrainedTokenizerFast",
-    "PreTrainedTokenizer",
-    "None",
-)
+GENERIC = "TokenizersBackend PythonBackend PreTrainedTokenizerFast PreTrainedTokenizer None"
 """Classes that transformers loads any tokenizer into, and what stands for none."""
 UNKNOWN = 0.5
 """Share of unknown tokens above which a text is hardly one of the tokenizer's."""
 
 Encoded = tuple[dict[str, Tensor], list[str]]
 """A batch of token numbers and masks, each (samples, N), and notes on it."""
+
+
+class TokenizedText(NamedTuple):
+    """The tokens of one text without the padding at its ends; ``kept`` is False where masked."""
+
+    ids: list[int]
+    kept: list[bool]
+
+    def __bool__(self) -> bool:
+        return bool(self.ids)
+
+
+def tokens_of(value: Any) -> TokenizedText | None:
+    """Return the tokens that something stands for, or None.
+
+    Args:
+        value: a list, a tensor or an array of whole numbers, or a row of a tokenised dataset.
+
+    Raises:
+        InputsError: a mask of another length.
+    """
+    row = value if isinstance(value, Mapping) else {"input_ids": value}
+    ids = _whole(row.get("input_ids"))
+    if ids is None:
+        return None
+    mask = row.get("attention_mask")
+    kept = [True] * len(ids) if mask is None else [bool(k) for k in np.asarray(mask).tolist()]
+    if len(kept) != len(ids):
+        raise InputsError(
+            f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}; they must be "
+            "of the same length"
+        )
+    if True not in kept:
+        return TokenizedText([], [])
+    first, last = kept.index(True), len(kept) - kept[::-1].index(True)
+    return TokenizedText(ids[first:last], kept[first:last])
+
+
+def given_tokens(data: Any) -> list[TokenizedText] | None:
+    """Return the tokens of each sample of one row, or several, of token numbers; else None."""
+    if isinstance(data, Tensor | np.ndarray):
+        if data.ndim == 0 or not _integer(data):
+            return None
+        data = [data] if data.ndim == 1 else list(data)
+    elif not isinstance(data, list | tuple) or not data or isinstance(data[0], str):
+        return None
+    elif _whole(data) is not None:
+        data = [data]
+    rows = [item for item in data if not isinstance(item, list | tuple) or len(item)]
+    if not all(isinstance(item, list | tuple | Tensor | np.ndarray) for item in rows):
+        return None
+    found = [tokens for item in rows if (tokens := tokens_of(item)) is not None]
+    if not found or len(found) < len(rows):
+        return None
+    return found + [TokenizedText([], [])] * (len(data) - len(rows))
+
+
+def batch_of(
+    rows: Sequence[TokenizedText], checkpoint: Checkpoint, max_length: int
+) -> dict[str, Tensor]:
+    """Return ``input_ids``, cut and padded on the right, and the ``attention_mask`` that says so.
+
+    Both are int64, (samples, N) with N at most ``max_length``.
+    """
+    length = min(max_length, max(len(row.ids) for row in rows))
+    config = text_part(checkpoint.model.config)
+    pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
+    pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
+    ids = torch.full((len(rows), length), pad)
+    mask = torch.zeros_like(ids)
+    for k, row in enumerate(rows):
+        count = min(length, len(row.ids))
+        ids[k, :count] = torch.tensor(row.ids[:count])
+        mask[k, :count] = torch.tensor(row.kept[:count])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _integer(data: Tensor | np.ndarray) -> bool:
+    if isinstance(data, Tensor):
+        return not data.is_floating_point() and not data.is_complex() and data.dtype != torch.bool
+    return data.dtype.kind in "iu"
+
+
+def _whole(value: Any) -> list[int] | None:
+    """Return a row of whole numbers as a list, or None."""
+    if isinstance(value, Tensor | np.ndarray):
+        return [int(v) for v in value.tolist()] if value.ndim == 1 and _integer(value) else None
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    numbers = all(isinstance(v, int | np.integer) and abs(int(v)) < 2**63 for v in value)
+    whole = numbers and not any(isinstance(v, bool) for v in value)
+    return [int(v) for v in value] if whole else None
 
 
 def _as_text(value: Any) -> str | TokenizedText | None:
@@ -62,50 +147,55 @@ class TextReader(Reader):
         Raises:
             InputsError: there is no text, or samples are longer than the model allows.
         """
-        samples, max_length = selection.samples, selection.max_length
+        max_length = selection.max_length
         if given_tokens(data) is None:
             check_length(checkpoint, max_length)
-        if _are_chats(data):
-            no_table(selection.split, selection.column, "conversations in memory have")
-            return _chats(checkpoint, data, selection)
         if is_plain_file(data) and ending(Path(data)) in files.IMAGE_FILES:
             raise InputsError(f"{data} is an image, but {checkpoint.name} reads text")
-        found = self.items(checkpoint, data, selection.split, selection.column)
-        texts, notes = found.take(samples, selection.shuffle, "texts")
-        if not texts and is_plain_file(data):
-            raise InputsError(f"{data} is empty")
+        chats = _are_chats(data)
+        if chats:
+            selection.refuse_table("conversations in memory have")
+            found, many = DataItems(list(data), "conversations"), "conversations"
+        else:
+            found, many = self.items(checkpoint, data, selection), "texts"
+        texts, notes = found.take(selection, many)
         if not texts:
-            raise InputsError(f"{found.description} has no text in it")
+            empty = f"{data} is empty" if is_plain_file(data) else ""
+            raise InputsError(empty or f"{found.description} has no text in it")
         if len({isinstance(text, TokenizedText) for text in texts}) > 1:
             raise InputsError(
                 f"{found.description} holds both texts and token numbers; give one kind"
             )
+        description = f"{len(texts)} conversations" if chats else found.description
+        description = selection.described(description)
         if isinstance(texts[0], TokenizedText):
             max_length = min(max_length, positions(checkpoint) or max_length)
             batch = batch_of(texts, checkpoint, max_length)
             notes += _cut([len(text.ids) for text in texts], max_length)
             made = f"token numbers as given, each text cut at {max_length}"
-            return Inputs(batch, selection.described(found.description), made, notes)
-        tokenizer = checkpoint.tokenizer()
-        single = isinstance(found.items, Sequence) and len(found.items) == 1
-        if len(texts) == 1 and (samples != 1 or single):
-            batch, said = _windows(tokenizer, texts[0], selection, checkpoint.name)
-            made = f"consecutive windows of {max_length} tokens"
+            return Inputs(batch, description, made, notes)
+        tokenizer, name = checkpoint.tokenizer(), checkpoint.name
+        made = _kind(tokenizer, checkpoint)
+        alone = isinstance(found.given, Sequence) and len(found.given) == 1
+        if chats:
+            texts = _written_out(tokenizer, texts, name)
+            # the template has written the special tokens
+            batch, said = _tokens(tokenizer, texts, max_length, name, special=False)
+            made += f" with its chat template, each cut at {max_length} tokens"
+        elif len(texts) == 1 and (selection.samples != 1 or alone):
+            batch, said = _windows(tokenizer, texts[0], selection, name)
+            made += f", consecutive windows of {max_length} tokens"
         else:
-            batch, said = _tokens(tokenizer, texts, max_length, checkpoint.name)
-            made = f"each text cut at {max_length} tokens"
-        made = f"{_kind(tokenizer, checkpoint)}, {made}"
-        notes += said + _unknown(tokenizer, batch)
-        return Inputs(batch, selection.described(found.description), made, notes)
+            batch, said = _tokens(tokenizer, texts, max_length, name)
+            made += f", each text cut at {max_length} tokens"
+        return Inputs(batch, description, made, notes + said + _unknown(tokenizer, batch))
 
-    def items(
-        self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None
-    ) -> DataItems:
+    def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
         """Return the items of some data as `Reader.items` does, or tokens in memory."""
         given = given_tokens(data)
         if given is None:
-            return super().items(checkpoint, data, split, column)
-        no_table(split, column, "token numbers in memory have")
+            return super().items(checkpoint, data, selection)
+        selection.refuse_table("token numbers in memory have")
         many = "texts" if len(given) > 1 else "text"
         return DataItems(given, f"{len(given)} given {many} of token numbers")
 
@@ -123,7 +213,7 @@ class TextReader(Reader):
         found = [file for file in names if ending(file) in files.PROSE]
         if not found or any(ending(file) in files.TABLES for file in names):
             return None
-        return DataItems.of_files(Lazy(len(found), lambda k: read_text(found[k])), path, found)
+        return DataItems.of_files(path, found, read_text)
 
 
 def stream(
@@ -154,10 +244,10 @@ def stream(
     if checkpoint.modality != "text":
         takes = "images" if checkpoint.modality == "image" else checkpoint.modality
         raise InputsError(f"{checkpoint.name} takes {takes}, not text")
-    found = TextReader().items(checkpoint, data, split, column)
+    found = TextReader().items(checkpoint, data, Selection(None, count, split, column))
     tokenizer: Any = None
     ids: list[int] = []
-    for text in found.items:
+    for text in found:
         if isinstance(text, TokenizedText):
             ids += text.ids
         elif text is not None:
@@ -175,7 +265,7 @@ def stream(
 def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
     """Return the class of a tokenizer, loaded or named in its files, or else whose it is."""
     named = type(tokenizer).__name__, str(tokenizer.init_kwargs.get("tokenizer_class"))
-    if kind := next((name for name in named if name not in GENERIC), None):
+    if kind := next((name for name in named if name not in GENERIC.split()), None):
         return kind
     other = checkpoint.tokenizer_from
     return "the model's tokenizer" if other is None else f"the tokenizer of {Path(other).name}"
@@ -193,36 +283,25 @@ def _is_chat(item: Any) -> bool:
     return all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in item)
 
 
-def _chats(checkpoint: Checkpoint, data: Sequence[Any], selection: Selection) -> Inputs:
-    """Return conversations as the checkpoint's chat template writes them.
+def _written_out(tokenizer: Any, chats: Sequence[Any], name: str) -> list[str]:
+    """Return conversations as the tokenizer's chat template writes them.
 
     Raises:
         InputsError: it has no template, or that does not take them.
     """
-    tokenizer, length, name = checkpoint.tokenizer(), selection.max_length, checkpoint.name
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputsError(
             f"the tokenizer of {name} has no chat template, and conversations were given; give "
             "strings"
         )
-    items, many = DataItems(list(data), "conversations"), "conversations"
-    chats, _ = items.take(selection.samples, selection.shuffle, many)
     if not all(map(_is_chat, chats)):
         raise InputsError(
             "some of the conversations are not lists of messages such as {'role': 'user', "
             "'content': 'hello'}"
         )
-    try:
-        texts = [tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in chats]
-    except Exception as error:  # templates are programs of their own
-        raise InputsError(
-            f"the chat template of {name} does not take these conversations: {error}"
-        ) from error
-    # the template has written the special tokens
-    batch, notes = _tokens(tokenizer, texts, length, name, special=False)
-    made = f"{_kind(tokenizer, checkpoint)} with its chat template, each cut at {length} tokens"
-    notes += _unknown(tokenizer, batch)
-    return Inputs(batch, selection.described(f"{len(texts)} {many}"), made, notes)
+    before = f"the chat template of {name} does not take these conversations: "
+    with explained(InputsError, before, why=str):  # templates are programs of their own
+        return [tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in chats]
 
 
 def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Encoded:
@@ -288,13 +367,9 @@ def _in_windows(
 
 
 def _encoded(tokenizer: Any, text: str | list[str], name: str, **options: Any) -> Any:
-    try:
-        with quiet():
-            return tokenizer(text, **options)
-    except Exception as error:  # characters that are none, among others
-        raise InputsError(
-            f"the tokenizer of {name} does not take the text: {first_line(error)}"
-        ) from error
+    # characters that are none, among others
+    with explained(InputsError, f"the tokenizer of {name} does not take the text: "), quiet():
+        return tokenizer(text, **options)
 
 
 def _tokens(

@@ -5,12 +5,11 @@ Needs no PEFT.
 
 import json
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -21,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from lipbound.errors import CheckpointError, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.quiet import first_line
+from lipbound.models.quiet import explained, first_line
 from lipbound.models.sources.weight_checks import matters, refused_pickle, sha256
 from lipbound.models.weight_files import check_file, has_weights
 
@@ -45,49 +44,16 @@ _FACTOR = re.compile(
 _INSTEAD = "merge it with PEFT and save the model"
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """A weight plus ``scale`` times B A, in float64, rounded once to the weight's own dtype.
+class Change(NamedTuple):
+    """The change that an adapter makes to one parameter.
 
     Attributes:
-        a: (r, in), any floating dtype.
-        b: (out, r), any floating dtype.
-        scale: alpha / r, or alpha / sqrt(r).
-        transposed: whether the weight is (in, out), as transformers' ``Conv1D`` and tables of
-            embeddings are.
+        shape: of the parameter.
+        made: from the parameter, the tensor to take in its place, of the same dtype and device.
     """
 
-    a: Tensor
-    b: Tensor
-    scale: float
-    transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-        shape = (self.b.shape[0], self.a.shape[1])
-        return shape[::-1] if self.transposed else shape
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        """Return the changed weight, added up on the CPU: the same sum on every device."""
-        added = self.scale * (self.b.double() @ self.a.double())
-        total = weight.cpu().double() + (added.mT if self.transposed else added)
-        return total.to(weight.dtype).to(weight.device)
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """A tensor in the place of a weight or a bias that was trained as a whole."""
-
-    value: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-        return tuple(self.value.shape)
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        return self.value.to(torch.float32).to(weight.dtype).to(weight.device)
+    shape: tuple[int, ...]
+    made: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -125,7 +91,7 @@ class Adapter:
     @cached_property
     def revision(self) -> str:
         """Hash over its weights and its configuration."""
-        return f"sha256:{sha256([self.file, self.folder / CONFIG])}"
+        return sha256([self.file, self.folder / CONFIG])
 
     def tensors(self) -> dict[str, Tensor]:
         """Read the tensors of its file.
@@ -136,18 +102,11 @@ class Adapter:
         Raises:
             CheckpointError: the file cannot be read.
         """
-        try:
+        with explained(CheckpointError, f"{self.file} cannot be read: ", why=_why):
             if self.file.suffix == ".safetensors":
                 found = load_file(self.file)
             else:
                 found = torch.load(self.file, map_location="cpu", weights_only=True)
-        except Exception as error:  # broken files raise a zoo of types
-            why = (
-                "it is damaged or holds other things than weights, none of which were run"
-                if refused_pickle(error)
-                else first_line(error)
-            )
-            raise CheckpointError(f"{self.file} cannot be read: {why}") from error
         return {
             key.removeprefix("base_model.model.")
             .replace(".base_layer.", ".")
@@ -178,7 +137,7 @@ class Adapter:
                 "matrices to add; merge it with PEFT (merge_and_unload) and save the model"
             )
 
-    def changes(self, model: PreTrainedModel) -> dict[str, LowRank | Replaced]:
+    def changes(self, model: PreTrainedModel) -> dict[str, Change]:
         """Find the changes that it makes to the parameters of a model.
 
         Args:
@@ -194,28 +153,27 @@ class Adapter:
         """
         self.check()
         factors: dict[tuple[str, str], dict[str, Tensor]] = {}
-        found: dict[str, LowRank | Replaced] = {}
-        unknown = []
+        found: dict[str, Change] = {}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        prefixes = ("", f"{model.base_model_prefix}.", "model.")
         for key, tensor in self.tensors().items():
             factor = _FACTOR.fullmatch(key)
             module, _, last = (factor["module"], "", "weight") if factor else key.rpartition(".")
-            path = _path(model, module)
-            if path is None or (
-                factor is None and ("lora_" in last or not hasattr(model.get_submodule(path), last))
-            ):
-                unknown += [key] if matters(key) else []
-            elif factor:
+            # the path of the module in a model without its head
+            paths = [module.removeprefix(prefix) for prefix in prefixes]
+            path = next((path for path in paths if path in modules), None)
+            if path is not None and factor:
                 factors.setdefault((module, path), {})[factor["side"]] = tensor
-            else:
-                found[f"{path}.{last}"] = Replaced(tensor)
-        if unknown:
-            raise CheckpointError(
-                f"the adapter {self.name} changes {unknown[0]}, which {type(model).__name__} does "
-                f"not have{f' (it was trained on {self.base})' if self.base else ''}; give the "
-                "model that it was trained on"
-            )
+            elif path is not None and "lora_" not in last and hasattr(modules[path], last):
+                found[f"{path}.{last}"] = _replaced(tensor)
+            elif matters(key):
+                trained = f" (it was trained on {self.base})" if self.base else ""
+                raise CheckpointError(
+                    f"the adapter {self.name} changes {key}, which {type(model).__name__} does not "
+                    f"have{trained}; give the model that it was trained on"
+                )
         for (module, path), pair in factors.items():
-            found[f"{path}.weight"] = self._product(module, pair, model.get_submodule(path))
+            found[f"{path}.weight"] = self._product(module, pair, modules[path])
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, change in found.items():
             if shapes.get(name) != change.shape:
@@ -230,7 +188,12 @@ class Adapter:
             )
         return found
 
-    def _product(self, module: str, pair: Mapping[str, Tensor], target: nn.Module) -> LowRank:
+    def _product(self, module: str, pair: Mapping[str, Tensor], target: nn.Module) -> Change:
+        """Return the change of a module by alpha / r, or alpha / sqrt(r), times B A.
+
+        Raises:
+            CheckpointError: A or B is missing, or they do not fit each other.
+        """
         a, b = pair.get("A"), pair.get("B")
         if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise CheckpointError(
@@ -241,7 +204,41 @@ class Adapter:
         own = (value for end, value in patterns if re.match(rf"(.*\.)?({end})$", module))
         rank = a.shape[0]
         scale = float(next(own, alpha)) / (rank**0.5 if self.config.get("use_rslora") else rank)
-        return LowRank(a, b, scale, isinstance(target, Conv1D | nn.Embedding))
+        return _added(a, b, scale, isinstance(target, Conv1D | nn.Embedding))
+
+
+def _added(a: Tensor, b: Tensor, scale: float, transposed: bool) -> Change:
+    """Return the addition of ``scale`` B A, in float64, rounded once to the weight's own dtype.
+
+    Args:
+        a: (r, in), any floating dtype.
+        b: (out, r), any floating dtype.
+        scale: a number.
+        transposed: whether the weight is (in, out), as transformers' ``Conv1D`` and tables of
+            embeddings are.
+    """
+
+    def made(weight: Tensor) -> Tensor:
+        added = scale * (b.double() @ a.double())
+        # added up on the CPU: the same sum on every device
+        total = weight.cpu().double() + (added.mT if transposed else added)
+        return total.to(weight.dtype).to(weight.device)
+
+    shape = (b.shape[0], a.shape[1])
+    return Change(shape[::-1] if transposed else shape, made)
+
+
+def _replaced(value: Tensor) -> Change:
+    """Return the replacement of a weight or a bias that was trained as a whole."""
+    return Change(
+        tuple(value.shape),
+        lambda weight: value.to(torch.float32).to(weight.dtype).to(weight.device),
+    )
+
+
+def _why(error: Exception) -> str:
+    refused = "it is damaged or holds other things than weights, none of which were run"
+    return refused if refused_pickle(error) else first_line(error)
 
 
 def open_adapter(name: str, folder: Path) -> Adapter:
@@ -264,10 +261,8 @@ def open_adapter(name: str, folder: Path) -> Adapter:
             "wrote, or its hub id"
         )
     check_file(file)
-    try:
+    with explained(CheckpointError, f"{file} is not JSON: "):
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is no configuration of an adapter")
     return Adapter(name, folder, config)
@@ -326,8 +321,8 @@ def merge(model: PreTrainedModel, asked: Adapter | str | None) -> None:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, change in asked.changes(model).items():
-            if not offload.change(model, name, change):
-                parameters[name].copy_(change(parameters[name]))
+            if not offload.change(model, name, change.made):
+                parameters[name].copy_(change.made(parameters[name]))
 
 
 def named(checkpoint: Checkpoint, asked: Adapter | str | None) -> Checkpoint:
@@ -358,14 +353,3 @@ def named(checkpoint: Checkpoint, asked: Adapter | str | None) -> Checkpoint:
     name = f"{checkpoint.name} with adapter {asked.name}"
     revision = f"{checkpoint.revision}+{asked.revision}"
     return replace(checkpoint, name=name, revision=revision, notes=notes)
-
-
-def _path(model: PreTrainedModel, module: str) -> str | None:
-    """Return the path of a module in a model without its head; None where it is not there."""
-    for prefix in ("", f"{model.base_model_prefix}.", "model."):
-        path = module.removeprefix(prefix)
-        if path != module or not prefix:
-            with suppress(AttributeError):
-                model.get_submodule(path)
-                return path
-    return None

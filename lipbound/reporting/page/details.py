@@ -1,6 +1,6 @@
 """Attention, singular vectors and terms of the norm of single heads, for a report."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,11 +98,10 @@ def of_layer(
     The norm is one of `lipbound.schema.NORMS`; padding is left out.
     """
     att = att.unpadded(0)
-    found_norm = (
-        token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True)
-        if norm in TOKEN_NORMS
-        else spectral_norm(att, map=map, tol=TOL, vectors=True)
-    )
+    if norm in TOKEN_NORMS:
+        found_norm = token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True)
+    else:
+        found_norm = spectral_norm(att, map=map, tol=TOL, vectors=True)
     assert found_norm.left is not None
     assert found_norm.right is not None
     left, right = found_norm.left[0].double(), found_norm.right[0].double()
@@ -110,43 +109,44 @@ def of_layer(
     folded = att.fold_output()[0] if map == "head_out" else att
     found = {name: shares(folded, name) for name in names}
     stride = -(-att.tokens // SIDE)
+    covered = norm == "frobenius" and att.variants <= COVERS
+    maps = (255 * _shrunk(att.p[0], stride).double().sqrt()).round()
     return Details(
-        norm=found_norm.lower[0].numpy(),
-        attention=(255 * _shrunk(att.p[0], stride).double().sqrt())
-        .round()
-        .to(torch.uint8)
-        .cpu()
-        .numpy(),
-        softmax_norm=softmax.jacobian_norm(_whole_rows(att)).upper.cpu().numpy(),
-        right=moved(att, map, left, right).cpu().numpy(),
-        left=(left**2).sum(-1).cpu().numpy(),
-        alone=profile.lower[0].numpy(),
-        reached=profile.output_lower[0].numpy(),
-        parts={name: share.cpu().numpy() for name, share in parts(att, map, left, right).items()},
+        norm=_array(found_norm.lower[0]),
+        attention=_array(maps.to(torch.uint8)),
+        softmax_norm=_array(softmax.jacobian_norm(_whole_rows(att)).upper),
+        right=_array(moved(att, map, left, right)),
+        left=_array((left**2).sum(-1)),
+        alone=_array(profile.lower[0]),
+        reached=_array(profile.output_lower[0]),
+        parts={name: _array(share) for name, share in parts(att, map, left, right).items()},
         bounds={
-            name: {term: v[0].cpu().numpy() for term, v in terms.items()}
+            name: {term: _array(share[0]) for term, share in terms.items()}
             for name, terms in found.items()
             if terms is not None
         },
         stride=stride,
-        balls=around(folded) if balls and norm == "frobenius" and att.variants <= COVERS else None,
+        balls=around(folded) if balls and covered else None,
     )
+
+
+def _array(values: Tensor) -> np.ndarray:
+    return values.cpu().numpy()
 
 
 def around(att: Attention) -> Balls:
     """`Balls` of the heads of a layer with one sample."""
     length = float(att.x.double().norm(dim=-1).mean())
-    return Balls(length, over_ball(att, [r * length for r in RADII])[0].T.cpu().numpy())
+    return Balls(length, _array(over_ball(att, [r * length for r in RADII])[0].T))
 
 
 def _whole_rows(att: Attention) -> Tensor:
     """Probabilities of the first sample and of the sink, if any, (heads, N, N or N + 1)."""
     p = att.p[0]
-    return (
-        p
-        if att.sinks is None
-        else torch.cat([p, (1 - p.double().sum(-1, keepdim=True)).clamp_min(0).to(p.dtype)], -1)
-    )
+    if att.sinks is None:
+        return p
+    sink = (1 - p.double().sum(-1, keepdim=True)).clamp_min(0)
+    return torch.cat([p, sink.to(p.dtype)], -1)
 
 
 def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Tensor]:
@@ -157,14 +157,15 @@ def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Te
     or D_out) and right (heads, N, D).
     """
     outputs = HeadJacobian(att.double()).paths(right)
-    forms: dict[str, Any] = {
-        name: (_unprojected(att, map, left) * out).sum((-1, -2)) for name, out in outputs.items()
-    }
-    total = sum(forms.values())
-    return {
-        name: torch.where(total > 0, form / torch.where(total > 0, total, 1.0), 0.0)
-        for name, form in forms.items()
-    }
+    direction = _unprojected(att, map, left)
+    forms = {name: (direction * out).sum((-1, -2)) for name, out in outputs.items()}
+    total = torch.stack(list(forms.values())).sum(0)
+    return {name: _share(form, total, torch.zeros_like(form)) for name, form in forms.items()}
+
+
+def _share(form: Tensor, total: Tensor, instead: Tensor) -> Tensor:
+    """Shares of a total where that is positive."""
+    return torch.where(total > 0, form / torch.where(total > 0, total, 1.0), instead)
 
 
 def moved(att: Attention, map: str, left: Tensor, right: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ def moved(att: Attention, map: str, left: Tensor, right: Tensor) -> Tensor:
     pulled = op.lift(op.vjp(_unprojected(att, map, left)))
     forms = (pulled * right).sum(-1).clamp_min(0)  # none is negative where v is the best for u
     total = forms.sum(-1, keepdim=True)
-    return torch.where(total > 0, forms / torch.where(total > 0, total, 1.0), (right**2).sum(-1))
+    return _share(forms, total, (right**2).sum(-1))
 
 
 def _unprojected(att: Attention, map: str, left: Tensor) -> Tensor:

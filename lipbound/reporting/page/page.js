@@ -270,7 +270,7 @@
     }));
     $("profile-note").textContent = `Alone: how far all outputs go (Frobenius norm) when that token alone moves by one; as output: how far that output goes when all tokens move, by one in all (Frobenius norm). ${step > 1 && run.tokens.length ? "Not all tokens are named below. " : ""}Steepest alone: ` +
       most(layer.alone[h], 3, (x) => x.toPrecision(3));
-    const rows = [["Exact", layer.parts], ...Object.entries(layer.shares).map(([name, terms]) => [run.labels[name], terms])].reverse();
+    const rows = [["Exact", layer.parts], ...Object.entries(layer.bounds).map(([name, terms]) => [run.labels[name], terms])].reverse();
     const palette = { values: color("--link"), keys: color("--accent"), queries: "#8a6bd1", softmax: "#c58b2a", mixed: color("--soft") };
     show("terms", Object.keys(palette).map((term) => ({
       type: "bar", orientation: "h", name: term, y: rows.map((r) => escaped(r[0])), x: rows.map((r) => (r[1][term] ? r[1][term][h] : 0)), marker: { color: palette[term] },

@@ -18,15 +18,29 @@ from plotly.offline import get_plotlyjs
 
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
-from lipbound.formatting import plain
+from lipbound.formatting import formula, plain
 from lipbound.formatting.files import replacing
-from lipbound.formatting.html import formula
 from lipbound.reporting.labels import model_name, relabelled
 from lipbound.reporting.page.contents import attention_bytes, contents
 from lipbound.runs import store
 from lipbound.runs.store import run_of
 
 HERE = Path(__file__).parent
+DIFFERENCES = (
+    (
+        "tokens_most",
+        "Lengths in tokens differ: at most {}",
+        "constants and bounds grow with the number of tokens, each at its own pace",
+    ),
+    ("map", "Maps differ: {}", "these are constants of different functions"),
+    (
+        "norm",
+        "Norms differ: {}",
+        "these are constants of different perturbations, which are not compared",
+    ),
+    ("samples", "Numbers of samples differ: {}", "ranges over samples widen with their number"),
+)
+"""What may differ between runs side by side: its name on pages, what is said of it, and why."""
 
 
 def report(
@@ -81,26 +95,17 @@ def report(
     if details:
         # before minutes of work, and before an older page is replaced
         device = resolve_device(device)
-    options: Any = {
-        "reduce": reduce,
-        "sample": sample,
-        "model": model,
-        "data": data,
-        "device": device,
-        "wanted": details,
-        "balls": balls,
-    }
+    options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data}
+    options |= {"device": device, "wanted": details, "balls": balls}
     pages = []
     for run in several:
-        ds = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
-        ds = relabelled(ds, _own(labels, ds, several))
-        pages.append(
-            contents(
-                ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem, **options
-            )
-        )
+        found = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
+        ds = relabelled(found, _own(labels, found, several))
+        title = model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem
+        pages.append(contents(ds, title, **options))
+    titles = [one["title"] for one in pages]
     for i, one in enumerate(pages):  # names that tell runs apart
-        if [p["title"] for p in pages].count(one["title"]) > 1:
+        if titles.count(one["title"]) > 1:
             one["title"] = f"{one['title']} ({i + 1})"
     attention = b"".join(attention_bytes(one["details"]) for one in pages)
     text = _page(pages, attention)
@@ -118,15 +123,8 @@ def _own(
 ) -> dict[str, str]:
     """The labels that a run of several has a use for; of a single run all of them."""
     given = dict(labels or {})
-    return (
-        given
-        if len(several) == 1
-        else {
-            name: text
-            for name, text in given.items()
-            if name in ds.variables or name in ("model", "data")
-        }
-    )
+    known = given if len(several) == 1 else {*ds.variables, "model", "data"}
+    return {name: text for name, text in given.items() if name in known}
 
 
 def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
@@ -151,20 +149,7 @@ def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
 def _differences(pages: list[dict[str, Any]]) -> list[str]:
     """A sentence for each difference between runs side by side that moves their numbers."""
     found = []
-    for key, what, why in (
-        (
-            "tokens_most",
-            "Lengths in tokens differ: at most {}",
-            "constants and bounds grow with the number of tokens, each at its own pace",
-        ),
-        ("map", "Maps differ: {}", "these are constants of different functions"),
-        (
-            "norm",
-            "Norms differ: {}",
-            "these are constants of different perturbations, which are not compared",
-        ),
-        ("samples", "Numbers of samples differ: {}", "ranges over samples widen with their number"),
-    ):
+    for key, what, why in DIFFERENCES:
         if len({one[key] for one in pages}) > 1:
             each = ", ".join(f"{one[key]} in {one['title']}" for one in pages)
             found.append(f"{what.format(each)}; {why}.")

@@ -31,6 +31,9 @@ evaluation mode, with finite weights that fill its architecture; it raises Check
 model is not found or cannot be loaded as the options say.
 """
 
+COMPANIONS = {"tokenizer": "images", "processor": "text"}
+"""Options that name a companion of a model, and the data of models that have no use for it."""
+
 
 def load_checkpoint(
     model: str | Path | PreTrainedModel,
@@ -81,51 +84,42 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    return load_unless_refused(
-        model,
-        lambda config: None,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        gguf_file=gguf_file,
-        tokenizer=tokenizer,
-        processor=processor,
-        adapter=adapter,
-    )
+    given = dict(locals())
+    return load_unless_refused(given.pop("model"), lambda config: None, **given)
 
 
 def load_unless_refused(
     model: str | Path | PreTrainedModel,
     refuse: Callable[[PreTrainedConfig], None],
-    *,
-    revision: str | None,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    weights: str,
-    gguf_file: str | None,
-    tokenizer: str | Path | None,
-    processor: str | Path | None,
-    adapter: str | Path | Literal[False] | None,
+    **given: Any,
 ) -> Checkpoint:
     """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
 
-    ``refuse`` is shown the configuration of a model that is not in memory yet, and may raise before
-    the weights are read.
+    Args:
+        model: as `load_checkpoint` takes it.
+        refuse: is shown the configuration of a model that is not in memory yet, and may raise
+            before the weights are read.
+        given: all other options of `load_checkpoint`.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: as `load_checkpoint` does.
     """
-    check_weights(weights)
+    check_weights(given["weights"])
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or a builtin such as "
             "'builtin:minilm'"
         )
     options = LoadOptions(
-        name_or_none("revision", revision),
-        DTYPES[dtype_name(dtype, CheckpointError)],
-        resolve_device(device),
-        weights,
-        name_or_none("gguf_file", gguf_file),
-        _adapter(adapter_name(adapter)),
+        name_or_none("revision", given["revision"]),
+        DTYPES[dtype_name(given["dtype"], CheckpointError)],
+        resolve_device(given["device"]),
+        given["weights"],
+        name_or_none("gguf_file", given["gguf_file"]),
+        _adapter(adapter_name(given["adapter"])),
         refuse,
     )
     if options.dtype == torch.float64 and not has_float64(options.device):
@@ -133,7 +127,7 @@ def load_unless_refused(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
-    companions = _companion("tokenizer", tokenizer), _companion("processor", processor)
+    companions = {name: _companion(name, given[name]) for name in COMPANIONS}
     loaded = (source(model, options) for source in SOURCES)
     checkpoint = next((found for found in loaded if found is not None), None)
     if checkpoint is None:
@@ -142,14 +136,11 @@ def load_unless_refused(
             f"model is {'a class' if isinstance(model, type) else kind or shown(model)}; give a "
             "hub id, a directory, 'builtin:NAME' or a loaded transformers model"
         )
-    checkpoint.tokenizer_from, checkpoint.processor_from = companions
-    reads = checkpoint.modality.replace("image", "images")
-    for name, given, other in (
-        ("tokenizer", tokenizer, "images"),
-        ("processor", processor, "text"),
-    ):
-        if given is not None and reads == other:
-            note = f"{name} {given} is not looked at: {checkpoint.name} reads {reads}"
+    for name, other in COMPANIONS.items():
+        setattr(checkpoint, f"{name}_from", companions[name])
+        reads = checkpoint.modality.replace("image", "images")
+        if companions[name] is not None and reads == other:
+            note = f"{name} {companions[name]} is not looked at: {checkpoint.name} reads {reads}"
             checkpoint.notes.append(note)
             tell(note)
     return checkpoint

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lipbound.errors import LipboundError
+from lipbound.formatting import counted
 from lipbound.reporting.styles import paper_height
 
 LINE = 1.35
@@ -122,12 +123,8 @@ class Sheet:
 
     def most(self) -> int:
         """Panels in a row that are still wide enough."""
-        return max(
-            1,
-            min(
-                max(self.counts), math.floor((self.room + self.gap) / (SIDE * self.line + self.gap))
-            ),
-        )
+        fitting = math.floor((self.room + self.gap) / (SIDE * self.line + self.gap))
+        return max(1, min(max(self.counts), fitting))
 
     def rows(self, across: int) -> int:
         """Rows of panels in all sections."""
@@ -147,17 +144,16 @@ class Sheet:
 
     def fixed(self, across: int) -> float:
         """Height of all that is no panel, in inches."""
-        titles = sum(
-            -(-count // across) * self.title(k, across) for k, count in enumerate(self.counts)
-        )
+        titles = 0.0
+        for section, count in enumerate(self.counts):
+            titles += -(-count // across) * self.title(section, across)
         return titles + len(self.counts) * self.below() + (1.25 * self.caption + 0.3) * self.line
 
     def natural(self, across: int) -> float:
         """Height of a panel whose cells are square, or nearly so, in inches."""
         side = self.side(across)
-        wanted = min(
-            max(self.shape, min(USUAL, TALL * self.shape)) * side, THICK * self.layers * self.line
-        )
+        shape = max(self.shape, min(USUAL, TALL * self.shape))
+        wanted = min(shape * side, THICK * self.layers * self.line)
         # what lies beyond a scale is said in two lines
         return min(max(wanted, 1.25 * FLAT * self.line), 1.25 * side)
 
@@ -177,27 +173,20 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
         LipboundError: so many panels in so few columns are taller than the paper.
     """
     least = max(SHRUNK, min(1.0, SMALLEST / sheet.points)) if shrink else 1.0
-    sizes = [
-        sheet.points * share for share in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7) if share >= least
-    ]
+    shares = [share for share in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7) if share >= least]
     possible = []
-    for size in sizes:
-        place = _best(replace(sheet, points=size), columns)
+    for share in shares:
+        place = _best(replace(sheet, points=sheet.points * share), columns)
         if place.height >= FLAT * place.line and place.side >= 2 * place.line:
             possible.append(place)
             if place.height >= ENOUGH * place.sheet.natural(place.across):
                 break
     if not possible:
-        many = (
-            f"{columns} column{'s' if columns > 1 else ''}"
-            if columns
-            else "as many columns as are legible"
-        )
+        many = counted(columns, "column") if columns else "as many columns as are legible"
+        paper = f"{sheet.inches:g} x {sheet.limit:.3g} inches"
         raise LipboundError(
-            f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x "
-            f"{sheet.limit:.3g} inches; "
-            f"ask for {'other columns, ' if columns else ''}a larger width, another style or "
-            "fewer bounds"
+            f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {paper}; ask for "
+            f"{'other columns, ' if columns else ''}a larger width, another style or fewer bounds"
         )
     return possible[-1]
 
@@ -205,23 +194,14 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
 def _best(sheet: Sheet, columns: int | None) -> Arrangement:
     """The arrangement for type of one size, which may have no room for its panels."""
     most = sheet.most()
-    choices = (
-        [columns]
-        if columns
-        else range(max(1, min(most, round(sheet.inches * 7 / sheet.points / 1.75))), most + 1)
-    )
-    heights = {
-        n: min(sheet.natural(n), (sheet.limit - sheet.fixed(n)) / sheet.rows(n)) for n in choices
-    }
-    fitting = [n for n in heights if heights[n] == sheet.natural(n)]
-    across = (
-        fitting[0]
-        if fitting
-        else max(
-            heights, key=lambda n: heights[n] * sheet.side(n) if heights[n] > 0 else heights[n]
-        )
-    )
-    return _placed(sheet, across, heights[across])
+    usual = max(1, min(most, round(sheet.inches * 7 / sheet.points / 1.75)))
+    choices = [columns] if columns else range(usual, most + 1)
+    room = {n: (sheet.limit - sheet.fixed(n)) / sheet.rows(n) for n in choices}
+    fitting = [n for n in choices if room[n] >= sheet.natural(n)]
+    if fitting:
+        return _placed(sheet, fitting[0], sheet.natural(fitting[0]))
+    across = max(choices, key=lambda n: room[n] * (sheet.side(n) if room[n] > 0 else 1))
+    return _placed(sheet, across, room[across])
 
 
 def _placed(sheet: Sheet, across: int, height: float) -> Arrangement:
@@ -233,12 +213,9 @@ def _placed(sheet: Sheet, across: int, height: float) -> Arrangement:
     for section, count in enumerate(sheet.counts):
         title = sheet.title(section, across)
         first = top + title
-        corners.append(
-            [
-                (start + k % across * (side + gap), first + k // across * (height + title))
-                for k in range(count)
-            ]
-        )
+        lefts = [start + k % across * (side + gap) for k in range(count)]
+        tops = [first + k // across * (height + title) for k in range(count)]
+        corners.append(list(zip(lefts, tops, strict=True)))
         end, right = corners[-1][-1][1] + height, start + min(count, across) * (side + gap) - gap
         if sheet.beside:
             bars.append((right + 0.9 * line, first, 0.7 * line, end - first))

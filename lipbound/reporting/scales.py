@@ -1,6 +1,6 @@
 """Colour scales of heatmaps: which panels share one, and how values become colours."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import matplotlib
@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
-from lipbound.errors import UnknownNameError, nearest
-from lipbound.reporting.statistics import shared_scale
+from lipbound.errors import choice
+from lipbound.reporting.statistics import panel, shared_scale
 from lipbound.schema import bounds_there, compared_with
 
 COLORMAP = "cividis"
@@ -59,18 +59,20 @@ class Scale:
 
     def extend(self, grids: dict[str, np.ndarray]) -> str:
         """The ends at which something lies beyond the bar, as matplotlib calls them."""
-        shown = [grids[name][~np.isnan(grids[name])] for name in self.names]
-        over, under = (
-            any(bool(found.any()) for found in sides)
-            for sides in ([g > self.top for g in shown], [g < self.low for g in shown])
-        )
+        shown = [grids[name] for name in self.names]
+        over = any(bool((grid > self.top).any()) for grid in shown)
+        under = any(bool((grid < self.low).any()) for grid in shown)
         return "both" if over and under else "max" if over else "min" if under else "neither"
 
 
-def check_scale(scale: str) -> None:
-    """Raises UnknownNameError for a scale that there is not."""
-    if scale not in SCALES:
-        raise UnknownNameError(f"unknown scale {scale!r}; {nearest(scale, SCALES)}")
+def log10(ds: xr.Dataset, names: Iterable[str], reduce: str | float) -> dict[str, np.ndarray]:
+    """Logarithms of the values of panels; -inf for zero, NaN where there is no value.
+
+    Args:
+        ds: a run. names: of the panels. reduce: over samples, as in `reduce_samples`.
+    """
+    with np.errstate(all="ignore"):
+        return {name: np.log10(panel(ds[name], reduce).values) for name in names}
 
 
 def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale]:
@@ -82,7 +84,11 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
             missing.
         how: "rows" (the exact norm and what is near it on a bar of their own, before the others),
             "shared" (one bar) or "panel" (a bar each).
+
+    Raises:
+        UnknownNameError: another way.
     """
+    choice("scale", how, SCALES)
     names = list(grids)
     if how == "panel":
         return [_scale([name], grids) for name in names]
@@ -93,42 +99,29 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
     # The exact norm of another map has bounds of its own map beside it and would take up colours
     # that all others need.
     measured = [name for name in far if name in bounds_there(ds)] or far
-    low, high = shared_scale({name: grids[name] for name in measured})
-    return [_scale(close, grids, NEAR_COLORMAP), Scale(tuple(far), low, high)]
+    ends = shared_scale({name: grids[name] for name in measured})
+    return [_scale(close, grids, NEAR_COLORMAP), Scale(tuple(far), *ends)]
 
 
 def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
     """Logarithms as colours; infinite ones beyond the scale, missing ones grey."""
-    colormap = matplotlib.colormaps[scale.colors].with_extremes(
-        over=ABOVE, bad=MISSING, under=BELOW
-    )
-    return axes.imshow(
-        np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)),
-        cmap=colormap,
-        norm=scale.norm,
-        aspect="auto",
-    )
-
-
-def log10(values: xr.DataArray) -> np.ndarray:
-    """Logarithms; -inf for zero."""
-    with np.errstate(divide="ignore"):
-        return np.log10(values.values)
+    colors = matplotlib.colormaps[scale.colors]
+    shown = np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid))
+    colormap = colors.with_extremes(over=ABOVE, bad=MISSING, under=BELOW)
+    return axes.imshow(shown, cmap=colormap, norm=scale.norm, aspect="auto")
 
 
 def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
     """True for the exact norm, and for bounds on it with a median at most ten times as large."""
     if name not in bounds_there(ds):
         return name == "exact"
-    return (
-        compared_with(ds, name) == "exact"
-        and _median(grids[name]) - _median(grids["exact"]) <= NEAR
-    )
+    above = _median(grids[name]) - _median(grids["exact"])
+    return compared_with(ds, name) == "exact" and above <= NEAR
 
 
 def _scale(names: Sequence[str], grids: dict[str, np.ndarray], colors: str = COLORMAP) -> Scale:
-    low, high = shared_scale({name: grids[name] for name in names})
-    return Scale(tuple(names), low, high, colors)
+    ends = shared_scale({name: grids[name] for name in names})
+    return Scale(tuple(names), *ends, colors)
 
 
 def _median(grid: np.ndarray) -> float:

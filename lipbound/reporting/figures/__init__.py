@@ -1,1 +1,0 @@
-"""Colour scales, arrangement on the paper, titles and captions of heatmap figures."""
