@@ -27,6 +27,11 @@ TOKEN_NORMS = ("every-token", "one-token")
 AXES = ("sample", "layer", "head")
 """Axes of every variable, in this order; runs of whole layers have no heads."""
 COORDINATES = (*AXES, "layer_name", "length")
+LAYER_WORDS = ("layer_name", "kind", "stream", "measured")
+"""Coordinates of layers in words: the module, self- or cross-attention, which of its inputs is
+perturbed, and how its norms are found."""
+AUTOMATIC, CLOSED_FORM = "automatic", "closed form"
+"""Ways to find norms: by automatic differentiation of the module, without bounds, or with both."""
 EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
 CHECKSUM = "checksum"
@@ -248,6 +253,13 @@ def compared_with(ds: xr.Dataset, name: str) -> str:
 def norm_of(ds: xr.Dataset) -> str:
     """Name the norm of a run's numbers, one of `NORMS`."""
     return str(ds.attrs["norm"])
+
+
+def automatic(ds: xr.Dataset) -> xr.DataArray:
+    """Layers that were measured by automatic differentiation and have no bounds, bool (layers,)."""
+    if "measured" not in ds.variables:
+        return ds["layer"].astype(bool) & False
+    return ds["measured"].reset_coords(drop=True) == AUTOMATIC
 
 
 def with_exact(ds: xr.Dataset) -> xr.DataArray:

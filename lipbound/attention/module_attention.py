@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
+from lipbound.schema import AUTOMATIC, CLOSED_FORM
 
 INPUT, QUERIES, MEMORY = "input", "queries", "memory"
 """Streams that are perturbed: of self-attention, and the two of cross-attention."""
@@ -49,8 +50,6 @@ class ModuleAttention:
     windows: int = 1
     reason: str = ""
     chosen: tuple[slice, slice] = (slice(None), slice(None))
-
-    measured = "automatic"
 
     def __repr__(self) -> str:
         return (
@@ -144,8 +143,8 @@ class ModuleAttention:
 def described(att: Any) -> Mapping[str, str]:
     """Return kind, stream and way of measuring of a layer, as runs name them."""
     if isinstance(att, ModuleAttention):
-        return {"kind": att.kind, "stream": att.perturbed, "measured": "automatic"}
-    return {"kind": "self", "stream": INPUT, "measured": "closed form"}
+        return {"kind": att.kind, "stream": att.perturbed, "measured": AUTOMATIC}
+    return {"kind": "self", "stream": INPUT, "measured": CLOSED_FORM}
 
 
 def in_closed_form(layers: Iterable[Attention | ModuleAttention], what: str) -> list[Attention]:

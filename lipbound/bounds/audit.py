@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lipbound.errors import LipboundError
-from lipbound.schema import RUN, bounds_there, compared_with, sound
+from lipbound.schema import RUN, automatic, bounds_there, compared_with, sound
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -69,7 +69,10 @@ def missing(ds: xr.Dataset, name: str) -> int:
     """
     if name != "exact":
         exact = ds[compared_with(ds, name)].values
-        return int((np.isfinite(exact) & np.isnan(ds[name].values)).sum())
+        has_bounds = ~automatic(ds).values
+        if "head" in ds.dims:
+            has_bounds = has_bounds[:, None]
+        return int((np.isfinite(exact) & np.isnan(ds[name].values) & has_bounds).sum())
     bounded = np.zeros(ds["exact"].shape, dtype=bool)
     for other in bounds_there(ds):
         bounded |= ~np.isnan(ds[other].values)

@@ -14,7 +14,15 @@ from lipbound.reporting.formats import FORMATTERS, Prose
 from lipbound.reporting.labels import relabelled
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
-from lipbound.schema import Contents, RunInfo, bounds_there, compared_with, norm_of, origins
+from lipbound.schema import (
+    Contents,
+    RunInfo,
+    automatic,
+    bounds_there,
+    compared_with,
+    norm_of,
+    origins,
+)
 
 PROSE = {name: formatter.prose for name, formatter in FORMATTERS.items() if formatter.prose}
 """How formats write paragraphs, by their names."""
@@ -150,6 +158,12 @@ def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
         sentence = (
             f"Constants are lower ends: values that the norms attain, found by {how}, "
             f"less every rounding; {upper}."
+        )
+    if without := int(automatic(ds).sum()):
+        sentence += (
+            f" In {without} of {len(there.layers)} layers derivatives are those of automatic "
+            "differentiation in float64 through the model's own code, whose rounding is not "
+            "counted."
         )
     if there.all_closed:
         return sentence

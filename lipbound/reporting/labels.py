@@ -16,7 +16,16 @@ from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import counted, joined, plain, small
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
-from lipbound.schema import NORMS, Contents, RunInfo, bounds_there, compared_with, norm_of, origins
+from lipbound.schema import (
+    NORMS,
+    Contents,
+    RunInfo,
+    automatic,
+    bounds_there,
+    compared_with,
+    norm_of,
+    origins,
+)
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
@@ -346,6 +355,10 @@ def exact_words(ds: xr.Dataset) -> str:
         found += f", except {reached(ds)}"
     all_samples = there.exact_samples == there.samples
     some = "" if all_samples else f" (on {there.exact_samples} of the samples)"
+    without = int(automatic(ds).sum())
+    if without:
+        of = f"{without} of {len(there.layers)} layers"
+        found += f"; {of} by automatic differentiation, rounding not enclosed"
     return f"exact norms{some} {found}"
 
 

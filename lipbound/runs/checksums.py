@@ -21,6 +21,7 @@ from lipbound.schema import (
     CHECKSUM,
     COORDINATES,
     IDENTITY,
+    LAYER_WORDS,
     RUN,
     RUN_SAMPLE,
     Extent,
@@ -72,9 +73,9 @@ def settings_altered(ds: xr.Dataset) -> bool:
 def checksums(ds: xr.Dataset) -> xr.DataArray:
     """Four bytes of a hash over everything that stands at a place, int32, as ``exact``.
 
-    Over the values of all variables, the numbers of sample, layer and head, the layer's name, the
-    sample's length, and what decides the numbers of the run that it is from (`IDENTITY`); so every
-    part of a run can be checked, and places of other runs do not pass.
+    Over the values of all variables, the numbers of sample, layer and head, the layer's words
+    (`LAYER_WORDS`), the sample's length, and what decides the numbers of the run that it is from
+    (`IDENTITY`); so every part of a run can be checked, and places of other runs do not pass.
     """
     dims = ds["exact"].dims
     shape = tuple(ds.sizes[dim] for dim in dims)
@@ -86,10 +87,11 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     run = ds[RUN].transpose("sample", "layer").values if RUN in ds.variables else 0
     run = np.broadcast_to(run, shape[:2])
     identities = [str(one["made"]["identity"]) for one in ds.attrs.get("runs", [ds.attrs])]
-    layer_names = ds["layer_name"].values if "layer_name" in ds.variables else [""] * shape[1]
+    words = [ds[name].values for name in LAYER_WORDS if name in ds.variables]
+    of_layers = list(zip(*words, strict=True)) or [("",)] * shape[1]
     values = np.zeros(shape, dtype=np.int32)
     for s, layer in np.ndindex(*shape[:2]):
-        said = [identities[int(run[s, layer])], str(layer_names[layer]), *names]
+        said = [identities[int(run[s, layer])], *map(str, of_layers[layer]), *names]
         start = hashlib.blake2b(json.dumps(said).encode(), digest_size=4)
         for place in np.ndindex(*shape[2:]):
             digest = start.copy()

@@ -15,6 +15,7 @@ from lipbound.runs.store import run_of
 from lipbound.schema import (
     AGREE,
     JOINED,
+    LAYER_WORDS,
     RUN,
     RUN_SAMPLE,
     Extent,
@@ -178,7 +179,7 @@ def _filled(
     }
     run = np.zeros(shape[:2], dtype=np.int64)
     number, length = np.zeros((2, shape[0]), dtype=np.int64)
-    names = np.full(len(layers), "", dtype=object)
+    words = {name: np.full(len(layers), "", dtype=object) for name in _layer_words(first)}
     row = {key: i for i, key in enumerate(samples)}
     for part in parts:
         rows = [row[key] for key in _keys(part)]
@@ -188,13 +189,14 @@ def _filled(
             table[at] = part[name].transpose(*dims).values
         run[np.ix_(rows, columns)] = origins.index(str(part.attrs["settings_checksum"]))
         number[rows], length[rows] = part["sample"].values, part["length"].values
-        names[columns] = part["layer_name"].values
+        for name, of_layers in words.items():
+            of_layers[columns] = part[name].values
     ds = xr.Dataset(
         {name: (dims, table, first[name].attrs) for name, table in tables.items()},
         coords={
             "sample": np.arange(len(samples)),
             "layer": layers,
-            "layer_name": ("layer", names),
+            **{name: ("layer", of_layers) for name, of_layers in words.items()},
             "length": ("sample", length),
             **({"head": heads} if heads else {}),
             RUN: (dims[:2], run),
@@ -203,6 +205,10 @@ def _filled(
         attrs={"bounds": first.attrs["bounds"]},
     )
     return ds.set_coords(flags(ds))
+
+
+def _layer_words(ds: xr.Dataset) -> list[str]:
+    return [name for name in LAYER_WORDS if name in ds.variables]
 
 
 def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> RunInfo:

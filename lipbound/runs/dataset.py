@@ -20,7 +20,7 @@ from lipbound.jacobians.maps import MAPS, WHOLE
 from lipbound.runs.checksums import sealed
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerInfo
-from lipbound.schema import AXES, Extent, RunInfo, sound
+from lipbound.schema import AXES, LAYER_WORDS, Extent, RunInfo, sound
 
 if TYPE_CHECKING:
     from lipbound.runs.plan import Plan, Sources
@@ -146,9 +146,9 @@ def dataset(
         sample=np.arange(len(lengths)),
         layer=[layer.index for layer in layers],
         head=np.arange(ds.sizes["head"]),
-        layer_name=("layer", np.array([layer.name for layer in layers], dtype=object)),
         length=("sample", lengths),
     )
+    ds = ds.assign_coords({word: ("layer", _words(layers, word)) for word in LAYER_WORDS})
     kind = "spectral" if norm == "frobenius" else norm
     for name, (label, long_name) in LABELS.items():
         if name in ds:
@@ -166,6 +166,12 @@ def dataset(
             "caveat": bound.caveat,
         }
     return ds.set_coords([name for name in tables if tables[name].dtype == bool])
+
+
+def _words(layers: Sequence[LayerInfo], word: str) -> np.ndarray:
+    """One of `LAYER_WORDS` of every layer."""
+    name = "name" if word == "layer_name" else word
+    return np.array([getattr(layer, name) for layer in layers], dtype=object)
 
 
 def versions() -> dict[str, str]:

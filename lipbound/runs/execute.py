@@ -233,7 +233,8 @@ def fill(
             tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
         if partial is not None:
             partial.write(start, measured)
-        lengths[start : start + len(measured.lengths)] = measured.lengths
+        rows = slice(start, start + len(measured.lengths))  # streams may differ in length
+        lengths[rows] = np.maximum(lengths[rows], measured.lengths)
         error = max(error, measured.error)
         advance(len(measured.lengths))
     return (lengths, error) if partial is None else (partial.lengths, partial.error)

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import INPUT, ModuleAttention, described
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import side_by_side
-from lipbound.errors import DifferentPositionsError
+from lipbound.errors import DifferentPositionsError, LipboundError
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.schema import TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,6 +74,9 @@ class LayerInfo:
     heads: int
     tokens: int
     variants: frozenset[str]
+    kind: str = "self"
+    stream: str = INPUT
+    measured: str = CLOSED_FORM
 
 
 class LayerResult(NamedTuple):
@@ -99,7 +103,7 @@ def capturer_of(model: "PreTrainedModel", layers: Sequence[int] | None, map: str
 def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
     """Describe the layers at some inputs."""
     return [
-        LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants)
+        LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants, **described(a))
         for c in capturer.each(inputs)
     ]
 
@@ -151,11 +155,15 @@ class Measurer:
         positions = (i for i in itertools.count() if i not in skip)
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
             attention = layer.attention
+            windows = attention.windows if isinstance(attention, ModuleAttention) else 1
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
-            seeds = [
-                _seed(spec.seed, layer.index, s) for s in range(start, start + attention.samples)
-            ]
-            values = _measured(attention, spec, seeds, spec.exact_samples - start)
+            lengths = lengths.reshape(-1, windows).sum(-1)
+            seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
+            exact_count = spec.exact_samples - start
+            if isinstance(attention, ModuleAttention):
+                values = _automatic(attention, spec, seeds, exact_count)
+            else:
+                values = _measured(attention, spec, seeds, exact_count)
             del layer, attention  # frees P and what hangs on it
             yield LayerResult(i, values, lengths, error)
 
@@ -199,6 +207,41 @@ def _measured(
     # exact norms may be missing from the last parts
     names = dict.fromkeys(name for part in found for name in part)
     return {name: np.concatenate([part[name] for part in found if name in part]) for name in names}
+
+
+def _automatic(
+    att: ModuleAttention, spec: MeasurementSpec, seeds: list[int], exact_count: int
+) -> dict[str, np.ndarray]:
+    """Measure a layer through its module, (samples, heads) each; no bound says anything of it.
+
+    The norm of a sample is the largest of its windows, which do not see each other.
+
+    Raises:
+        LipboundError: the norm is not the Frobenius norm.
+    """
+    if spec.norm != "frobenius":
+        raise LipboundError(
+            f"norm {spec.norm!r} needs layers in closed form, and one is measured by automatic "
+            f"differentiation: {att.reason}; choose others by layers="
+        )
+    heads = 1 if spec.map in WHOLE else att.heads
+    nothing = np.full((len(seeds), heads), np.nan)
+    values = dict.fromkeys(spec.names, nothing)
+    values |= {sound(name): np.zeros(nothing.shape, dtype=bool) for name in spec.names}
+    count = min(exact_count, len(seeds))
+    if count <= 0:
+        return values
+    part = att if count == len(seeds) else att.select(slice(0, count * att.windows))
+    each = [seed + window for seed in seeds[:count] for window in range(att.windows)]
+    delta = spec.delta_of(count, heads)
+    norm = spectral_norm(part, map=spec.map, tol=spec.tol, delta=delta, seed=each)
+    shape = (count, att.windows, heads)
+    found = {"exact": norm.lower, "exact_upper": norm.upper, "exact_steps": norm.steps}
+    if not spec.encloses:
+        del found["exact_upper"]
+    values |= {name: t.reshape(shape).amax(1).cpu().numpy() for name, t in found.items()}
+    values["exact_converged"] = norm.converged.reshape(shape).all(1).cpu().numpy()
+    return values
 
 
 def _measure(

@@ -221,7 +221,7 @@ class PartialRun:
             self.done[block, layer] = True
             for name in self._tables:
                 self._tables[name][rows, layer] = parts[name]
-            self.lengths[rows] = parts[LENGTH]
+            self.lengths[rows] = np.maximum(self.lengths[rows], parts[LENGTH])
             self.error = max(self.error, float(parts[ERROR]))
         return damaged, int((marks != 0).sum() + (~readable).sum())
 
@@ -249,7 +249,8 @@ class PartialRun:
         """
         i, block = measured.layer, start // self._block
         rows = slice(start, start + len(measured.lengths))
-        self.lengths[rows], self.error = measured.lengths, max(self.error, measured.error)
+        self.lengths[rows] = np.maximum(self.lengths[rows], measured.lengths)
+        self.error = max(self.error, measured.error)
         parts: dict[str, np.ndarray] = {
             name: table[rows, i] for name, table in self._tables.items()
         }

@@ -22,6 +22,7 @@ from lipbound.models.loading import Checkpoint, load_unless_refused
 from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
+from lipbound.schema import CLOSED_FORM
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -253,6 +254,15 @@ def about(
     Raises:
         LipboundError: when one of the others was asked for by name.
     """
+    layers = [layer for layer in layers if layer.measured == CLOSED_FORM]
+    if not layers:
+        silent = dict.fromkeys(names, "does not cover layers without a closed form")
+        if names and not everything:
+            raise LipboundError(
+                f"bound {names[0]!r} needs layers in closed form, and all of these are measured by "
+                "automatic differentiation; take bounds='none'"
+            )
+        return [], silent
     variants = all_variants(layers)
     silent = {}
     for name in names:

@@ -27,12 +27,21 @@ from lipbound.errors import (
 from lipbound.runs.checksums import again, damage
 from lipbound.runs.config import check_run_name
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
-from lipbound.schema import AXES, RUN, RUN_SAMPLE, flags, lacking_settings, lacking_variables, sound
+from lipbound.schema import (
+    AXES,
+    LAYER_WORDS,
+    RUN,
+    RUN_SAMPLE,
+    flags,
+    lacking_settings,
+    lacking_variables,
+    sound,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
-ALONG = {"layer_name": "layer", "length": "sample"}
+ALONG = dict.fromkeys(LAYER_WORDS, "layer") | {"length": "sample"}
 """Coordinates that belong to another one's axis."""
 ANNOTATED = {RUN: AXES[:2], RUN_SAMPLE: AXES[:1]}
 """Axes of annotations that have not all of them."""

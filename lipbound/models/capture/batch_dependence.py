@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipbound.attention.module_attention import INPUT
 from lipbound.errors import CaptureError
 from lipbound.models.capture.assembly import about_padding, valid_tokens
+from lipbound.models.capture.automatic import stream_names
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.interface import (
     RECORDING_ATTENTION,
@@ -91,7 +93,7 @@ def _outputs(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False
     found: Outputs = []
     for call in calls:
         with suppress(CaptureError):  # of layers that are not chosen
-            if len(call.x) == 1:
+            if stream_names(call) == [INPUT] and len(call.x) == 1:
                 found.append((call, valid_tokens(call, inputs)))
     return found
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.terms import shares
@@ -82,12 +83,11 @@ class Details(NamedTuple):
 def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) -> list[Details]:
     """`Details` of every layer of a run, at the sample at one position."""
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
-    layers = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
+    found = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
+    layers = in_closed_form((layer.attention for layer in found), "a page with details of heads")
+    names, norm = bounds_there(ds), norm_of(ds)
     with torch.no_grad():
-        return [
-            of_layer(layer.attention, ds.attrs["map"], bounds_there(ds), norm_of(ds), balls=balls)
-            for layer in layers
-        ]
+        return [of_layer(att, ds.attrs["map"], names, norm, balls=balls) for att in layers]
 
 
 def of_layer(
