@@ -15,6 +15,7 @@ from lipbound.models.quiet import quiet
 from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.model_inputs import (
+    add_decoder_inputs,
     check_length,
     check_tokens,
     check_towers,
@@ -114,6 +115,7 @@ def prepare(
                 "dict of ready inputs"
             )
         inputs = READERS[checkpoint.modality].read(checkpoint, data, selection)
+    add_decoder_inputs(checkpoint, inputs)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
     by_default = in_memory and count == DEFAULT_SAMPLES

@@ -102,10 +102,14 @@ def capturer_of(model: "PreTrainedModel", layers: Sequence[int] | None, map: str
 
 def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
     """Describe the layers at some inputs."""
-    return [
-        LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants, **described(a))
-        for c in capturer.each(inputs)
-    ]
+    found = []
+    for layer in capturer.each(inputs):
+        att = layer.attention
+        words = described(att)
+        found.append(
+            LayerInfo(layer.index, layer.name, att.heads, att.tokens, att.variants, **words)
+        )
+    return found
 
 
 class Measurer:

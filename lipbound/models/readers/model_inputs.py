@@ -228,6 +228,27 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
         )
 
 
+def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
+    """Give the decoder of an encoder-decoder the encoder's tokens, shifted by one, and tell it.
+
+    Where the inputs have tokens of its own, or the configuration names no first token, they stay.
+    """
+    config, batch = checkpoint.model.config, inputs.batch
+    start = getattr(config, "decoder_start_token_id", None)
+    needed = "decoder_input_ids" in _taken(checkpoint) and "decoder_inputs_embeds" not in batch
+    if not needed or "decoder_input_ids" in batch or "input_ids" not in batch or start is None:
+        return
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    batch["decoder_input_ids"] = torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1)
+    if "decoder_attention_mask" in _taken(checkpoint):
+        batch["decoder_attention_mask"] = torch.cat([mask[:, :1], mask[:, :-1]], 1)
+    inputs.notes.append(
+        "the decoder reads the encoder's tokens, shifted by one as in training (give others as "
+        "ready inputs, decoder_input_ids)"
+    )
+
+
 def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
     """Check that a model of several towers, all of which always run, has the input of each.
 
