@@ -54,6 +54,10 @@ class DifferentPositionsError(CaptureError):
     """The samples of a batch have different positions, so that they must be captured one by one."""
 
 
+class UnfaithfulPassError(CaptureError):
+    """The model computes something else in the pass that is captured than when it runs alone."""
+
+
 class MaskError(CaptureError):
     """A mask is of a kind that the model's own attention does not take for what it is meant."""
 

@@ -162,34 +162,6 @@ GATED = {
     "num_experts_per_tok": 1,
     "layer_types": ["full_attention"] * 2,
 }
-REFUSED: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
-    "deepseek": (
-        lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)),
-        "makes its values of a normalised vector \\(latent attention\\)",
-    ),
-    "qwen3-next": (
-        lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)),
-        "multiplies its head outputs by a gate",
-    ),
-    "falcon": (
-        lambda: tf.FalconModel(
-            tf.FalconConfig(
-                vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=4
-            )
-        ),
-        "never calls",
-    ),
-    "bloom": (
-        lambda: tf.BloomModel(tf.BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4)),
-        "never calls",
-    ),
-    "resnet": (
-        lambda: tf.ResNetModel(
-            tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
-        ),
-        "no attention that can be captured",
-    ),
-}
 
 
 def build(make: Callable[[], tf.PreTrainedModel], seed: int = 0) -> tf.PreTrainedModel:

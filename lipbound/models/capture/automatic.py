@@ -146,6 +146,7 @@ class Streams:
 
     queries: list[Tensor]
     memory: list[Tensor]
+    learned: list[Tensor]
 
 
 def _streams(owner: OwnerFunction) -> tuple[Streams, bool]:
@@ -160,7 +161,7 @@ def _streams(owner: OwnerFunction) -> tuple[Streams, bool]:
     shared = next((t for t in q if any(t is m for m in memory)), None)
     queries = q[:1] if shared is None else [shared]
     single = len(memory) == 1 or any(memory[0] is t for t in k)
-    return Streams(queries, memory[:1] if single else memory), single
+    return Streams(queries, memory[:1] if single else memory, owner.run.learned), single
 
 
 def _sources(side: Sequence[Tensor], leaves: list[Tensor]) -> list[int]:
@@ -232,7 +233,8 @@ def stream_names(call: Call) -> list[str]:
 def _named(streams: Streams) -> dict[str, list[Tensor]]:
     if any(q is m for q in streams.queries for m in streams.memory):
         return {INPUT: streams.memory}
-    named = {QUERIES: streams.queries, MEMORY: streams.memory}
+    learned = any(q is t for q in streams.queries for t in streams.learned)
+    named = {QUERIES: [] if learned else streams.queries, MEMORY: streams.memory}
     return {name: tensors for name, tensors in named.items() if tensors}
 
 

@@ -30,6 +30,7 @@ from lipbound.models.capture.verification import (
     EagerAttention,
     check_call,
     check_defined,
+    check_pass,
     check_rebuilt,
     one_sample,
     own_outputs,
@@ -97,7 +98,6 @@ class Capturer:
     _weights: dict[int, ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
-    _rows: "list[Row] | None" = None
     _told: set[tuple[str, str]] = field(default_factory=set)
 
     def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
@@ -137,13 +137,16 @@ class Capturer:
         there = {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
         closed, valid, reasons = self._closed(calls, [rows[i] for i in chosen], there)
         self._note(*about_padding([calls[i] for i in closed], [valid[i] for i in closed]))
+        wanted = {rows[i].call: valid.get(rows[i].call) for i in chosen}
         try:
-            own = self._own_outputs(inputs, calls, {i: valid[i] for i in closed})
+            own = self._own_outputs(inputs, calls, wanted)
         except MaskError as why:  # of True and False, which this model's own attention adds
-            wrong = {i for i in closed if calls[i].boolean}
+            wrong = {i for i in wanted if calls[i].boolean}
             reasons |= dict.fromkeys(wrong, str(why))
             closed -= wrong
-            own = self._own_outputs(inputs, calls, {i: valid[i] for i in closed})
+            own = self._own_outputs(inputs, calls, {i: wanted[i] for i in wanted if i not in wrong})
+        for i, (found, sample) in own.items():
+            check_pass(calls[i], found, sample, wanted[i])
         padding = Padding(calls, there)
         for i in chosen:
             row = rows[i]
@@ -168,12 +171,8 @@ class Capturer:
 
     def _rows_of(self, calls: list[Call]) -> list["Row"]:
         """Return a row for every call, and for each stream of one that has two."""
-        if self._rows is None or self._rows[-1].call != len(calls) - 1:
-            with interface.implementation(self.model, interface.RECORDING_ATTENTION):
-                self._rows = [
-                    Row(i, stream) for i, call in enumerate(calls) for stream in stream_names(call)
-                ]
-        return self._rows
+        with interface.implementation(self.model, interface.RECORDING_ATTENTION):
+            return [Row(i, name) for i, call in enumerate(calls) for name in stream_names(call)]
 
     def _closed(
         self, calls: list[Call], rows: Collection["Row"], inputs: Mapping[str, Any]
@@ -221,7 +220,7 @@ class Capturer:
                 call.scale, call.mask = ProbedLayer(call).scores()
         attention = assemble(call, weights, valid)
         error = check_rebuilt(self.model, call, attention, weights)
-        if own is not None:
+        if own is not None and call.way == INTERFACE:
             self._verified[valid is not None, i] = verify_outputs(call, attention, *own)
         return attention, max(error, *(e for (_, j), e in self._verified.items() if j == i), 0.0)
 
@@ -288,13 +287,13 @@ class Capturer:
         samples = {
             i: 0 if mask is None else int((~mask).any(-1).nonzero()[0])
             for i, mask in valid.items()
-            if (mask is not None, i) not in self._verified and calls[i].way == INTERFACE
+            if (mask is not None, i) not in self._verified
         }
         found: dict[int, tuple[EagerAttention, int]] = {}
         for sample in sorted(set(samples.values())):
             compared = [i for i in samples if samples[i] == sample]
             of_these = [calls[i] for i in compared]
-            own = own_outputs(self.model, inputs, of_these, sample, len(of_these[0].x))
+            own = own_outputs(self.model, inputs, of_these, sample, of_these[0].samples)
             found |= {i: (own[id(calls[i])], sample) for i in compared}
         return found
 
@@ -359,7 +358,7 @@ def capture(
     """
     chosen = None if layers is None else indices("layers", layers)
     bare = bare_module(model)
-    batch = interface.taken(bare, inputs)
+    batch = interface.named(bare, inputs)
     for said in odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else []:
         tell(said)
     capturer = Capturer(measurable(bare), chosen, flag("around", around))

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import CaptureError, MaskError
+from lipbound.errors import CaptureError, MaskError, UnfaithfulPassError
 from lipbound.models.capture.probing import (
     CAPTURE_TOLERANCE,
     POSITIONS,
     ProbedLayer,
     ProbedWeights,
 )
-from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.seeing.interface import RECORDING_ATTENTION, forward, implementation
 
 SIDES = ("queries", "keys", "values")
@@ -122,7 +122,7 @@ def own_outputs(
     sample: int,
     samples: int,
 ) -> dict[int, EagerAttention]:
-    """Run one sample through the model's untouched eager attention.
+    """Run one sample through the model's untouched eager attention; all where none uses it.
 
     Args:
         model: that was captured.
@@ -162,7 +162,9 @@ def own_outputs(
                 MaskError,
             )
         with implementation(model, "eager" if boolean is None else "sdpa"):
-            forward(model, one_sample(inputs, sample, samples))
+            # which axis of others' inputs counts samples is not known
+            known = any(call.way == INTERFACE for call in calls)
+            forward(model, one_sample(inputs, sample, samples) if known else inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -220,16 +222,56 @@ def verify_outputs(call: Call, attention: Attention, seen: EagerAttention, sampl
     valid = None if attention.valid is None else attention.valid[part]
     floor = attention.v[part].abs().amax((-1, -2))
     difference = head_error(attention.out[part], own, floor, valid)
-    x, own_x = attention.x[part, None], None if seen.x is None else seen.x[:, None]
-    if not difference <= CAPTURE_TOLERANCE and own_x is not None and own_x.shape == x.shape:
-        moved = head_error(own_x, x, 0 * x[:, :, 0, 0], valid)
-        if not moved <= CAPTURE_TOLERANCE:
-            raise call.unsupported(
-                "is given other token vectors when the model runs on one sample of the same "
-                "inputs: it draws random numbers in evaluation, or one sample changes with the "
-                "others (give it the random numbers where it takes them as an input, or one sample)"
-            )
     return _tolerated(call, difference)
+
+
+def check_pass(call: Call, seen: EagerAttention, sample: int, valid: Tensor | None = None) -> None:
+    """Check that the recorded pass is what the model computes on its own.
+
+    Args:
+        call: recorded.
+        seen: of a pass of one sample through the model's own attention.
+        sample: its number.
+        valid: which of the tokens of the layer are not padding, (samples, N) bool, or None.
+
+    Raises:
+        UnfaithfulPassError: it is not.
+    """
+    run = call.run
+    given = run.args[0] if run.args else run.kwargs.get("hidden_states")
+    moved = _apart(call, given, seen.x, sample, valid)
+    if moved is not None and not moved <= CAPTURE_TOLERANCE:
+        raise call.unsupported(
+            "is given other token vectors when the model runs on one sample of the same inputs: it "
+            "draws random numbers in evaluation, or one sample changes with the others (give it "
+            "the random numbers where it takes them as an input, or one sample)",
+            UnfaithfulPassError,
+        )
+    recorded = run.returned if call.consumer is None else call.out.flatten(2)
+    off = _apart(call, recorded, seen.outputs, sample, valid)
+    if off is not None and not off <= CAPTURE_TOLERANCE and not call.boolean:
+        raise UnfaithfulPassError(
+            f"layer {call.name}: what it computes when it is captured differs from the model's own "
+            f"eager attention by {off:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e})"
+        )
+
+
+def _apart(
+    call: Call, recorded: object, own: object, sample: int, valid: Tensor | None
+) -> float | None:
+    """Return the relative difference of a sample in two passes, or None where shapes differ."""
+    if not isinstance(recorded, Tensor) or not isinstance(own, Tensor) or not own.numel():
+        return None
+    if not recorded.is_floating_point() or recorded.numel() % own.numel():
+        return None
+    count, own = recorded.numel() // own.numel(), own.to(recorded)
+    if count not in (1, call.samples):
+        return None
+    part = recorded.reshape(count, *own.shape)[sample if count > 1 else 0]
+    if valid is not None and own.ndim == 3 and own.shape[1] == valid.shape[1]:
+        part, own = part[:, valid[sample]], own[:, valid[sample]]
+    size = own.nan_to_num().abs().amax().clamp_min(torch.finfo(own.dtype).tiny)
+    return float((part - own).nan_to_num().abs().amax() / size)
 
 
 def _tolerated(call: Call, difference: float) -> float:

@@ -124,7 +124,8 @@ class Follower(TorchFunctionMode):
         reference, kind = self._kinds.get(id(value), (None, None))
         return kind if reference is not None and reference() is value else None
 
-    def _is_weight(self, t: Tensor) -> bool:
+    def is_weight(self, t: Tensor) -> bool:
+        """Return whether a tensor is a parameter, or made of parameters alone."""
         return isinstance(t, torch.nn.Parameter) or isinstance(self.kind(t), Weights)
 
     def follow(self, tensor: Tensor, kind: Kind) -> None:
@@ -144,7 +145,7 @@ class Follower(TorchFunctionMode):
         tensors = (
             [] if self.paused else [t for t in _tensors(args, kwargs) if t.is_floating_point()]
         )
-        given = [t for t in tensors if not self._is_weight(t)]
+        given = [t for t in tensors if not self.is_weight(t)]
         kinds = [kind for t in given if (kind := self.kind(t)) is not None]
         if func in PROJECTIONS or (func in PRODUCTS and kinds):
             for t in given:

@@ -27,6 +27,8 @@ class ModuleRun:
         args: the first argument, where it was given by position.
         kwargs: all other arguments, by name.
         calls: how often the module called attention in this run.
+        returned: what the module returned.
+        learned: those of its tensors that are made of parameters alone, such as learned queries.
         inside: how often it and the modules inside it called attention in this run.
     """
 
@@ -36,6 +38,8 @@ class ModuleRun:
     kwargs: dict[str, Any]
     calls: int = 0
     inside: int = 0
+    returned: Any = None
+    learned: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -139,12 +143,21 @@ class Call:
         """Return the call with its tensors on a device; modules stay where they are."""
         if self.q.device == device:
             return self
-        there = partial(tree_map, lambda t: t.to(device) if isinstance(t, Tensor) else t)
+        copies: dict[int, Tensor] = {}  # what is one tensor stays one
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return copies.setdefault(id(value), value.to(device))
+
+        there = partial(tree_map, copied)
         names = {field.name for field in fields(self)} - {"run", "consumer", "projection", "around"}
         own = {name: there(getattr(self, name)) for name in names}
 
         def moved(run: ModuleRun) -> ModuleRun:
-            return replace(run, args=there(run.args), kwargs=there(run.kwargs))
+            args, kwargs, learned = there((run.args, run.kwargs, run.learned))
+            returned = there(run.returned)
+            return replace(run, args=args, kwargs=kwargs, learned=learned, returned=returned)
 
         around = [(moved(run), before) for run, before in self.around]
         return replace(self, run=around[0][0], around=around, **own)

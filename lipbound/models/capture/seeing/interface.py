@@ -175,7 +175,17 @@ def _fresh_rotary_tables(model: nn.Module) -> Iterator[None]:
 
 
 def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
-    """Return inputs as a model's forward takes them: named, floating-point ones in its dtype.
+    """Return inputs as a model's forward takes them: named, floating-point ones in its dtype."""
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = next(floating, torch.float32)
+    return {
+        name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+        for name, t in named(model, inputs).items()
+    }
+
+
+def named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
+    """Return inputs by the names of the parameters of a model's forward.
 
     Those of `lipbound.prepare` come to its device. A tensor, or several, are given the names of the
     first parameters of ``forward``.
@@ -203,12 +213,7 @@ def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
         raise CaptureError(
             f"inputs is {kind}; give named tensors, such as tokenizer(text, return_tensors='pt')"
         )
-    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
-    dtype = next(floating, torch.float32)
-    return {
-        str(name): t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-        for name, t in inputs.items()
-    }
+    return {str(name): value for name, value in inputs.items()}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
@@ -167,7 +167,10 @@ class _Recorder:
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = tree_map(_as_it_is, _by_name(module, args, kwargs))
-            self._stack.append(ModuleRun(module, name, *given))
+            tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+            learned = [t for t in tensors if self.follower.is_weight(t)]
+            run = ModuleRun(module, name, given[0], given[1], learned=learned)
+            self._stack.append(run)
             if self._watch is not None:
                 self._watch.running.append((module, name))
             if self._waiting is not None and args and isinstance(args[0], Tensor):
@@ -177,7 +180,9 @@ class _Recorder:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Run behind every module, as a hook."""
-        self._stack.pop()
+        run = self._stack.pop()
+        if run.inside:
+            run.returned = output[0] if isinstance(output, tuple) and output else output
         if self._watch is not None:
             self._watch.running.pop()
 

@@ -1,0 +1,174 @@
+"""Attention of any make against dense derivatives of the model's own modules: seen through
+transformers' interface, torch's function or by hand, in closed form or through the module."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from support.models import GATED, IDS, LATENT, TEXT, build
+from torch import Tensor, nn
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import ModuleAttention
+
+IDS_9 = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
+IDS_7 = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(2))
+X, Y = (torch.randn(2, n, 24, generator=torch.Generator().manual_seed(n)) for n in (6, 5))
+ONES = torch.ones_like(IDS_9)
+PADDED = ONES.index_put((torch.tensor([1, 1]), torch.tensor([7, 8])), torch.tensor(0))
+BOTH = {"input_ids": IDS_9, "decoder_input_ids": IDS_7}
+SMALL = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+BART = {
+    **{"vocab_size": 60, "d_model": 24, "max_position_embeddings": 32},
+    **{f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
+       (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))},
+}  # fmt: skip
+BLOOM = {"vocab_size": 60, "hidden_size": 24, "n_layer": 1, "n_head": 4}
+FALCON = {"vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+GPTJ = {"vocab_size": 60, "n_embd": 24, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+DEBERTA = {**TEXT, "num_hidden_layers": 1, "relative_attention": True, "pos_att_type": "p2c|c2p"}
+
+
+class NanoBlock(nn.Module):
+    """Causal self-attention as small scripts write it."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj, self.fused = nn.Linear(24, 72), nn.Linear(24, 24), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        q, k, v = (t.view(b, n, 4, 6).transpose(1, 2) for t in self.c_attn(x).split(d, 2))
+        if self.fused:
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = (q @ k.transpose(-2, -1)) * 6**-0.5
+            future = torch.ones(n, n, dtype=torch.bool).triu(1)
+            y = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, n, d))
+
+
+class Ellipses(nn.Module):
+    """Heads without an axis of samples in the equation, and keys that heads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(24, 24), nn.Linear(24, 12), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (4, 6))
+        k, v = self.kv(x).chunk(2, -1)
+        p = torch.einsum("...ihd,...jd->...hij", q, k).softmax(-1)
+        return self.out(torch.einsum("...hij,...jd->...ihd", p, v).flatten(-2))
+
+
+Case = tuple[Callable[[], nn.Module], dict[str, Tensor], str, str]
+CASES: dict[str, Case] = {
+    "T5": (lambda: tf.T5Model(tf.T5Config(**SMALL)), BOTH, "o", "both"),
+    "BART": (lambda: tf.BartModel(tf.BartConfig(**BART)), BOTH, "out_proj", "both"),
+    "BLOOM": (lambda: tf.BloomModel(tf.BloomConfig(**BLOOM)), {"input_ids": IDS_9}, "dense", "c"),
+    "Falcon": (
+        *(lambda: tf.FalconModel(tf.FalconConfig(**FALCON, alibi=True)), {"input_ids": IDS_9}),
+        *("dense", "closed form"),
+    ),
+    "GPT-J": (
+        *(lambda: tf.GPTJModel(tf.GPTJConfig(**GPTJ)), {"input_ids": IDS_9}),
+        *("out_proj", "automatic"),
+    ),
+    "DeBERTa": (
+        *(lambda: tf.DebertaV2Model(tf.DebertaV2Config(**DEBERTA)), {"input_ids": IDS_9}),
+        *("", "automatic"),
+    ),
+    "latent": (
+        *(lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)), {"input_ids": IDS_9}),
+        *("o_proj", "automatic"),
+    ),
+    "gated": (
+        *(lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)), {"input_ids": IDS_9}),
+        *("o_proj", "automatic"),
+    ),
+    "sub-norms": (
+        *(lambda: tf.BitNetModel(tf.BitNetConfig(**LLAMA_1, **IDS)), {"input_ids": IDS_9}),
+        *("o_proj", "automatic"),
+    ),
+    "nanoGPT by hand": (lambda: NanoBlock(False), {"x": X}, "c_proj", "closed form"),
+    "nanoGPT fused": (lambda: NanoBlock(True), {"x": X}, "c_proj", "closed form"),
+    "ellipses": (Ellipses, {"x": X}, "out", "either"),
+}
+LLAMA_1 = {
+    **{"vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 40},
+}
+
+
+def given_to(model: nn.Module, name: str, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """Arguments that a module is given in a plain pass, by name."""
+    module, found = model.get_submodule(name), []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+    hook = module.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+    arguments = dict(found[0])
+    return arguments | arguments.pop("kwargs", {})
+
+
+def dense_norms(
+    model: nn.Module, name: str, inputs: dict[str, Tensor], projection: str, stream: str, heads: int
+) -> Tensor:
+    """Largest singular values of the Jacobians of heads at the first sample, by autograd.
+
+    Padding is neither moved nor counted.
+    """
+    given, module = given_to(model, name, inputs), model.get_submodule(name)
+    tensors = [key for key, t in given.items() if isinstance(t, Tensor) and t.ndim == 3]
+    memory = next((k for k in tensors if k in ("key_value_states", "encoder_hidden_states")), "")
+    of = memory if stream == "memory" else tensors[0]
+    x = given[of].detach().clone().requires_grad_()
+    seen: list[Tensor] = []
+    if projection:
+        hook = module.get_submodule(projection).register_forward_pre_hook(
+            lambda module, args: seen.append(args[0])
+        )
+    for cache in {"past_key_values", "layer_past"} & given.keys():
+        given[cache] = None
+    out = module(**{key: x if t is given[of] else t for key, t in given.items()})
+    if projection:
+        hook.remove()
+    flat = seen[0] if projection else out[0]
+    y = flat[0].reshape(flat.shape[-2], heads, -1)
+    rows = [torch.autograd.grad(v, x, retain_graph=True)[0][0].flatten() for v in y.flatten()]
+    jacobian = torch.stack(rows).view(*y.shape, -1)
+    return torch.stack(
+        [torch.linalg.matrix_norm(jacobian[:, h].flatten(0, 1), 2) for h in range(heads)]
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_norms_are_those_of_the_models_own_module(case: str) -> None:
+    make, inputs, projection, measured = CASES[case]
+    model = build(make).double()  # type: ignore[arg-type]
+    inputs = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product knows no float64
+    found = lb.models.capture.capture.Capturer(model).run(inputs)
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation("eager")
+    for layer in found:
+        att = layer.attention
+        stream = att.perturbed if isinstance(att, ModuleAttention) else "input"
+        expected = dense_norms(model, layer.name, inputs, projection, stream, att.heads)
+        norm = lb.spectral_norm(att, tol=1e-9, delta=1e-6)
+        torch.testing.assert_close(norm.lower[0], expected, rtol=2e-6, atol=0)
+        assert bool((norm.upper[0] >= expected * (1 - 2e-6)).all())
+        assert measured in ("both", "either") or isinstance(att, Attention) == (measured[0] == "c")
+    if measured == "both":
+        streams = [getattr(layer.attention, "perturbed", "input") for layer in found]
+        assert streams == ["input", "input", "queries", "memory"]
