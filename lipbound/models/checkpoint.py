@@ -81,7 +81,8 @@ class Checkpoint:
     """A loaded model and where it came from.
 
     Attributes:
-        model: in evaluation mode, float32 or float64, eager attention.
+        model: a transformers model in evaluation mode, float32 or float64, eager attention; or
+            another torch module in memory.
         name: what the user asked for.
         revision: commit of a hub model, or "sha256:..." over the weights of a directory or a loaded
             model.
@@ -101,7 +102,7 @@ class Checkpoint:
             configuration of a loaded model says; None where ``revision`` covers it.
     """
 
-    model: PreTrainedModel
+    model: Any
     name: str
     revision: str
     source: str | None
@@ -124,16 +125,27 @@ class Checkpoint:
     @property
     def main_input(self) -> str:
         """The model's main input: the one it declares, if its forward has it, else one of those."""
-        declared, names = str(self.model.main_input_name), self.accepted
+        declared, names = str(getattr(self.model, "main_input_name", "")), self.accepted
         if declared in names or not names:
             return declared
         return next((name for name in names if name in MODALITIES), names[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return next(floating, torch.float32)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The configuration of a transformers model; of another module one that says nothing."""
+        return self.model.config if isinstance(self.model, PreTrainedModel) else PreTrainedConfig()
 
     def __repr__(self) -> str:
         where = ", weights on disk" if self.by_layer else ""
         return (
             f"Checkpoint({self.name!r}, {type(self.model).__name__}, "
-            f"{str(self.model.dtype).removeprefix('torch.')}{where}, {self.revision[:19]})"
+            f"{str(self.dtype).removeprefix('torch.')}{where}, {self.revision[:19]})"
         )
 
     @property

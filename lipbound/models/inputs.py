@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, tell
@@ -27,6 +27,7 @@ from lipbound.models.readers.model_inputs import (
 )
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.text import TextReader, given_tokens
+from lipbound.models.sources.loaded_model import named_inputs
 
 __all__ = ["READERS", "Inputs", "prepare", "token_texts"]
 
@@ -105,6 +106,8 @@ def prepare(
     if isinstance(data, Inputs):
         selection.refuse_table("ready inputs have")
         return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))
+    if not isinstance(checkpoint.model, PreTrainedModel) and data is not None:
+        data = named_inputs(checkpoint.model, data)
     if is_ready(data):
         inputs = ready_inputs(data, checkpoint, selection)
     else:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
@@ -131,10 +130,9 @@ def load_unless_refused(
     loaded = (source(model, options) for source in SOURCES)
     checkpoint = next((found for found in loaded if found is not None), None)
     if checkpoint is None:
-        kind = "a torch module, not a transformers model" if isinstance(model, nn.Module) else None
         raise CheckpointError(
-            f"model is {'a class' if isinstance(model, type) else kind or shown(model)}; give a "
-            "hub id, a directory, 'builtin:NAME' or a loaded transformers model"
+            f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
+            "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
     for name, other in COMPANIONS.items():
         setattr(checkpoint, f"{name}_from", companions[name])

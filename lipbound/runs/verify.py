@@ -358,7 +358,7 @@ def _compare(
     """
     new = measure_again(rerun, ds, s, i)
     heads = len(next(iter(new.values())))
-    dtypes = (ds.attrs["dtype"], str(rerun.checkpoint.model.dtype).removeprefix("torch."))
+    dtypes = (ds.attrs["dtype"], str(rerun.checkpoint.dtype).removeprefix("torch."))
     slack = max(ALLOWED[dtype] for dtype in dtypes)
     for name in own(ds):
         if name == "exact_steps":  # depends on the machine

@@ -39,7 +39,7 @@ from lipbound.models.capture.verification import (
 from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.offload import by_layer
 from lipbound.models.readers.model_inputs import odd_masks
-from lipbound.models.sources.loaded_model import bare_module, measurable
+from lipbound.models.sources.loaded_model import bare_module, measurable, named_inputs
 
 ROTATIONS = 4
 """Number of rotations found last that are tried on the next layer, which mostly has one."""
@@ -358,7 +358,7 @@ def capture(
     """
     chosen = None if layers is None else indices("layers", layers)
     bare = bare_module(model)
-    batch = interface.named(bare, inputs)
+    batch = named_inputs(bare, inputs)
     for said in odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else []:
         tell(said)
     capturer = Capturer(measurable(bare), chosen, flag("around", around))

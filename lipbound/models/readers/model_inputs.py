@@ -147,8 +147,8 @@ def declared_positions(config: Any) -> int | None:
 
 def positions(checkpoint: Checkpoint) -> int | None:
     """Return the longest input of a text model in tokens, or None where it sets no limit."""
-    limit = declared_positions(text_part(checkpoint.model.config))
-    embeddings = getattr(checkpoint.model.base_model, "embeddings", None)
+    limit = declared_positions(text_part(checkpoint.config))
+    embeddings = getattr(getattr(checkpoint.model, "base_model", None), "embeddings", None)
     padding = getattr(embeddings, "padding_idx", None)
     if limit is None or not padding or not hasattr(embeddings, "position_embeddings"):
         return limit
@@ -187,7 +187,7 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
     ids = batch.get("input_ids")
     if ids is None:
         return
-    shape, config = tuple(ids.shape), text_part(checkpoint.model.config)
+    shape, config = tuple(ids.shape), text_part(checkpoint.config)
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputsError(
             f"input_ids is of dtype {str(ids.dtype).removeprefix('torch.')}; token numbers must "
@@ -233,7 +233,7 @@ def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
 
     Where the inputs have tokens of its own, or the configuration names no first token, they stay.
     """
-    config, batch = checkpoint.model.config, inputs.batch
+    config, batch = checkpoint.config, inputs.batch
     start = getattr(config, "decoder_start_token_id", None)
     needed = "decoder_input_ids" in _taken(checkpoint) and "decoder_inputs_embeds" not in batch
     if not needed or "decoder_input_ids" in batch or "input_ids" not in batch or start is None:
@@ -259,7 +259,7 @@ def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
     towers = {
         name: words
         for part, name, words in TOWERS
-        if getattr(model.config, part, None) is not None and name in names
+        if getattr(checkpoint.config, part, None) is not None and name in names
     }
     missing = [name for name in towers if name not in given]
     compared = hasattr(model, "logit_scale")  # CLIP and its kin, of which SigLIP has a table
@@ -290,7 +290,7 @@ def _check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
             f"pixel_values is of dtype {str(pixels.dtype).removeprefix('torch.')}; give the "
             "floating-point numbers that the image processor returns"
         )
-    channels = getattr(checkpoint.model.config, "num_channels", None)
+    channels = getattr(checkpoint.config, "num_channels", None)
     if pixels.ndim == 4 and isinstance(channels, int) and pixels.shape[1] != channels:
         raise InputsError(
             f"pixel_values has shape {tuple(pixels.shape)}; {checkpoint.name} takes (samples, "
@@ -331,7 +331,7 @@ def _sample_hash(batch: Mapping[str, Tensor], sample: int) -> bytes:
 
 def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return a sentence on padding tokens at an end of a sample that no mask marks."""
-    ids, config = batch.get("input_ids"), text_part(model.config)
+    ids, config = batch.get("input_ids"), text_part(getattr(model, "config", None))
     pad = getattr(config, "pad_token_id", None)
     masked = batch.get("attention_mask") is not None
     if masked or not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(pad, int):

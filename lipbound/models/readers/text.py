@@ -98,7 +98,7 @@ def batch_of(
     Both are int64, (samples, N) with N at most ``max_length``.
     """
     length = min(max_length, max(len(row.ids) for row in rows))
-    config = text_part(checkpoint.model.config)
+    config = text_part(checkpoint.config)
     pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
     pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
     ids = torch.full((len(rows), length), pad)

@@ -4,12 +4,14 @@ Wrappers are checkpoints of ours, those of torch and PEFT, pipelines and sentenc
 """
 
 import copy
+import hashlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Pipeline, PreTrainedModel
 
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
@@ -29,7 +31,7 @@ DEPTH = 8
 
 
 def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
-    """Make a checkpoint of a transformers model in memory, or of a wrapper of one.
+    """Make a checkpoint of a transformers model, or of any module, in memory, or in a wrapper.
 
     Args:
         model: used as it is and moved; a copy of it where its weights are in another dtype. Of a
@@ -38,11 +40,11 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
         options: dtype and device.
 
     Returns:
-        The checkpoint; None where there is no transformers model. CheckpointError is raised for
+        The checkpoint; None where there is no module. CheckpointError is raised for
         weights that are, or should be, on disk, quantised or not finite.
     """
     inner, notes = unwrapped(model)
-    if not isinstance(inner, PreTrainedModel):
+    if not isinstance(inner, nn.Module):
         return None
     kind = type(inner).__name__
     _check_options(inner, kind, options)
@@ -55,6 +57,18 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     check_finite(loaded, kind)
     if isinstance(model, Checkpoint):
         return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
+    if not isinstance(inner, PreTrainedModel):
+        shape = f"sha256:{hashlib.sha256(repr(inner).encode()).hexdigest()}"
+        return Checkpoint(
+            loaded.eval(),
+            kind,
+            state_sha256(loaded),
+            None,
+            None,
+            loaded=True,
+            notes=notes,
+            configuration=shape,
+        )
     source = str(inner.name_or_path) or None
     return Checkpoint(
         loaded,
@@ -68,7 +82,7 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     )
 
 
-def _check_options(model: PreTrainedModel, kind: str, options: LoadOptions) -> None:
+def _check_options(model: nn.Module, kind: str, options: LoadOptions) -> None:
     if options.weights == "layers" or offload.by_layer(model):
         raise CheckpointError(
             f"model is a loaded {kind}, but reading weights layer by layer starts from files; "
@@ -157,6 +171,38 @@ def bare_inputs(inputs: Any, model: nn.Module) -> Any:
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     return dict(inputs.batch) if device is None else inputs.block(0, inputs.samples, str(device))
+
+
+def named_inputs(model: nn.Module, inputs: object) -> dict[str, Tensor]:
+    """Return inputs by the names of the parameters of a model's forward.
+
+    Those of `lipbound.prepare` come to its device. A tensor, or several, are given the names of the
+    first parameters of ``forward``.
+
+    Raises:
+        CaptureError: there are no tensors among them, or more than ``forward`` has names for.
+    """
+    inputs = bare_inputs(inputs, model)
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, tuple | list) and any(isinstance(t, Tensor) for t in inputs):
+        names = [
+            p.name
+            for p in inspect.signature(model.forward).parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
+        ]
+        if len(names) < len(inputs):
+            raise CaptureError(
+                f"inputs are {len(inputs)} tensors, and the forward of {type(model).__name__} has "
+                f"names for {len(names)}; give a dict of named tensors"
+            )
+        inputs = dict(zip(names, inputs, strict=False))
+    if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
+        kind = "without tensors" if isinstance(inputs, Mapping) else shown(inputs)
+        raise CaptureError(
+            f"inputs is {kind}; give named tensors, such as tokenizer(text, return_tensors='pt')"
+        )
+    return {str(name): value for name, value in inputs.items()}
 
 
 def _inside(given: Any) -> tuple[object | None, str]:

@@ -72,7 +72,7 @@ def check_filled(report: dict[str, Any], name: str) -> None:
         )
 
 
-def check_finite(model: PreTrainedModel, name: str) -> None:
+def check_finite(model: nn.Module, name: str) -> None:
     """Refuse weights and buffers, in memory or on disk, that are NaN or infinite.
 
     Args:
@@ -277,7 +277,7 @@ def sha256(files: list[Path]) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def state_sha256(model: PreTrainedModel) -> str:
+def state_sha256(model: nn.Module) -> str:
     """Return "sha256:" and the hash over names and float32 values of a model in memory."""
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from lipbound.errors import CaptureError, LipboundError, shown
+from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.quiet import first_line, quiet
-from lipbound.models.sources.loaded_model import bare_inputs
+from lipbound.models.sources.loaded_model import named_inputs
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -180,40 +180,8 @@ def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
     dtype = next(floating, torch.float32)
     return {
         name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-        for name, t in named(model, inputs).items()
+        for name, t in named_inputs(model, inputs).items()
     }
-
-
-def named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
-    """Return inputs by the names of the parameters of a model's forward.
-
-    Those of `lipbound.prepare` come to its device. A tensor, or several, are given the names of the
-    first parameters of ``forward``.
-
-    Raises:
-        CaptureError: there are no tensors among them, or more than ``forward`` has names for.
-    """
-    inputs = bare_inputs(inputs, model)
-    if isinstance(inputs, Tensor):
-        inputs = (inputs,)
-    if isinstance(inputs, tuple | list) and any(isinstance(t, Tensor) for t in inputs):
-        names = [
-            p.name
-            for p in inspect.signature(model.forward).parameters.values()
-            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
-        ]
-        if len(names) < len(inputs):
-            raise CaptureError(
-                f"inputs are {len(inputs)} tensors, and the forward of {type(model).__name__} has "
-                f"names for {len(names)}; give a dict of named tensors"
-            )
-        inputs = dict(zip(names, inputs, strict=False))
-    if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
-        kind = "without tensors" if isinstance(inputs, Mapping) else shown(inputs)
-        raise CaptureError(
-            f"inputs is {kind}; give named tensors, such as tokenizer(text, return_tensors='pt')"
-        )
-    return {str(name): value for name, value in inputs.items()}
 
 
 @contextmanager
