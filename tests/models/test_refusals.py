@@ -240,6 +240,16 @@ def test_nothing_is_told_where_all_is_seen(family: str) -> None:
     capture(model, inputs_for(model))
 
 
+def test_layers_without_softmax_are_counted() -> None:
+    """Linear attention is named, and left out."""
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    config = {**GATED, "num_hidden_layers": 3, "layer_types": types}
+    hybrid = build(lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**config)))
+    with pytest.warns(Notice, match="1 of 3 layers in layers has softmax attention; the others"):
+        layers = capture(hybrid, inputs_for(hybrid))
+    assert len(layers) == 1
+
+
 def state_of(model: nn.Module) -> dict[str, Any]:
     """What capture changes while it works."""
     modules = list(model.named_modules())

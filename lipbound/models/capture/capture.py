@@ -25,7 +25,7 @@ from lipbound.models.capture.probing import ProbedLayer, ProbedWeights, Turns, p
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.call import BY_HAND, INTERFACE, Call
-from lipbound.models.capture.seeing.left_out import AttentionFinder, left_out
+from lipbound.models.capture.seeing.left_out import AttentionFinder, left_out, without_softmax
 from lipbound.models.capture.verification import (
     EagerAttention,
     check_call,
@@ -268,7 +268,8 @@ class Capturer:
             return recording.record(self.model, inputs)
         watch, self._watched = AttentionFinder(), True
         calls = recording.record(self.model, inputs, watch=watch)
-        self._note(*left_out(self.model, watch, {call.name for call in calls}))
+        names = {run.name for call in calls for run, _ in call.around[:1]}
+        self._note(*left_out(self.model, watch, names), *without_softmax(self.model, names))
         return calls
 
     def _note(self, *notes: str) -> None:

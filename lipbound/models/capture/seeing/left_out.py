@@ -136,3 +136,28 @@ def left_out(model: nn.Module, watch: AttentionFinder, captured: Collection[str]
         f"{watch.names(captured)} of {type(model).__name__} {are} left out"
     )
     return [said] if count else []
+
+
+def without_softmax(model: nn.Module, captured: Collection[str]) -> list[str]:
+    """Return a sentence for each list of layers of which only some have softmax attention.
+
+    Args:
+        model: whose forward pass was watched.
+        captured: names of the modules that compute attention.
+    """
+    said = []
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    for name, module in lists.items():
+        within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
+        if within or len(module) < 2:
+            continue
+        start = f"{name}."
+        inside = {one[len(start) :].partition(".")[0] for one in captured if one.startswith(start)}
+        count = len(inside & set(map(str, range(len(module)))))
+        if 0 < count < len(module):
+            have = "have" if count > 1 else "has"
+            said.append(
+                f"{count} of {len(module)} layers in {name} {have} softmax attention; the others "
+                "mix tokens in another way, or not at all, and are left out"
+            )
+    return said
