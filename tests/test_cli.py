@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from support.commands import call
-from support.models import REFUSED, build, save_vit
+from support.models import build, no_attention, save_vit
 
 import lipbound as lb
 import lipbound.runs.compare as runs_compare
@@ -115,7 +115,7 @@ def test_a_model_without_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_vit(tmp_path)  # its processor serves
-    build(REFUSED["resnet"][0]).save_pretrained(tmp_path)
+    build(no_attention).save_pretrained(tmp_path)
     status, _, err = call(capsys, monkeypatch, "compare", tmp_path, "--samples", 1)
     assert (status, "no attention that can be captured" in err) == (2, True)
 

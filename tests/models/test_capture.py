@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers as tf
-from support.models import AFFINE, MODERN, TEXT, build, inputs_for
+from support.models import AFFINE, MODERN, TEXT, build, inputs_for, no_attention
 from support.oracles import capture_error
 from transformers.models.llama import modeling_llama
 
@@ -71,9 +71,8 @@ def test_weights_are_those_of_the_model() -> None:
 
 
 def test_a_model_without_attention_is_refused() -> None:
-    config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
     with pytest.raises(CaptureError, match="ResNetModel has no attention that can be captured"):
-        capture(build(lambda: tf.ResNetModel(config)), {"pixel_values": torch.randn(1, 3, 32, 32)})
+        capture(build(no_attention), {"pixel_values": torch.randn(1, 3, 32, 32)})
 
 
 def test_a_capture_without_its_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

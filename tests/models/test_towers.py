@@ -37,7 +37,9 @@ def test_two_towers_are_compared_as_they_are_captured(kind: str) -> None:
     model = clip(kind)
     layers = lb.capture(model, both())
     ds = lb.compare(model, both(), bounds=["castin"], delta=None, progress=False)
-    assert ds.sizes["layer"] == len(layers) == 4
+    pooled = int(kind == "siglip")  # by attention of one learned query to the patches
+    assert ds.sizes["layer"] == len(layers) == 4 + pooled
+    assert (ds["stream"] == "memory").sum() == pooled
     for i, att in enumerate(layers):
         assert torch.allclose(
             torch.from_numpy(ds["exact"].values[:, i]),

@@ -193,12 +193,13 @@ def test_peft_models_are_measured_as_they_stand() -> None:
 
 def test_what_holds_no_model_is_refused_in_one_sentence() -> None:
     with pytest.raises(
-        CaptureError,
-        match="model is of type Linear; give a loaded transformers model, or what lipbound",
+        CaptureError, match="model is of type object; give a loaded transformers model, any torch"
     ):
-        lb.capture(nn.Linear(2, 2), {"input_ids": torch.ones(1, 2)})
-    with pytest.raises(CheckpointError, match="a torch module, not a transformers model"):
-        load_checkpoint(nn.Linear(2, 2))
+        lb.capture(object(), {"input_ids": torch.ones(1, 2)})
+    with pytest.raises(CheckpointError, match="transformers model or another torch module"):
+        load_checkpoint(object())
+    with pytest.raises(CaptureError, match="Linear has no attention that can be captured"):
+        lb.compare(nn.Linear(2, 2), torch.ones(1, 2), progress=False)
 
 
 def test_checkpoints_and_inputs_of_ours(tmp_path: Path) -> None:

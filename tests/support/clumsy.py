@@ -11,7 +11,7 @@ import torch
 import xarray as xr
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.models import AFFINE, REFUSED, build, save_tokenizer
+from support.models import AFFINE, build, no_attention, save_tokenizer
 
 import lipbound as lb
 from lipbound.runs import store
@@ -144,7 +144,7 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
         weights(lambda name, t: (10 * t).to(torch.int8) if "query.weight" in name else t),
     )
     spoilt("pickled", pickled)
-    spoilt("resnet", lambda path: build(REFUSED["resnet"][0]).save_pretrained(path), of=vit)
+    spoilt("resnet", lambda path: build(no_attention).save_pretrained(path), of=vit)
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     build(AFFINE["bert"], seed=5).save_pretrained(folder / "other")

@@ -38,7 +38,7 @@ class _Cut(Exception):
 
 
 @dataclass
-class Pass:
+class OwnerPass:
     """What one run of a module shows of one of its calls of attention.
 
     Attributes:
@@ -66,7 +66,7 @@ class OwnerFunction:
         given = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
         self.inputs = list({id(t): t for t in given if t.is_floating_point()}.values())
 
-    def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> Pass:
+    def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> OwnerPass:
         """Run the module with some of its tensors exchanged.
 
         Args:
@@ -113,7 +113,7 @@ class OwnerFunction:
             with handling(of_interface), handling_fused(of_torch), follower, WithoutCasts():
                 returned = self._owner(*args, **kwargs)
         except _Cut as end:
-            return Pass(end.x, found[self._position])
+            return OwnerPass(end.x, found[self._position])
         except LipboundError:
             raise
         except RAISED as error:
@@ -125,7 +125,7 @@ class OwnerFunction:
         outputs = found[self._position]
         tensors = [t for t in tree_leaves(returned) if isinstance(t, Tensor)]
         cut = next((t for t in tensors if follower.kind(t) is outputs), outputs.raw)
-        return Pass(cut, outputs)
+        return OwnerPass(cut, outputs)
 
 
 def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:

@@ -45,7 +45,7 @@ class Scores:
 
 
 @dataclass(eq=False)
-class Probabilities:
+class FollowedSoftmax:
     """The softmax of scores, and what was made of it element by element.
 
     Attributes:
@@ -75,7 +75,7 @@ class HeadOutputs:
     width: int
     head_axis: int | None
     v: Tensor
-    probabilities: Probabilities | None = None
+    probabilities: FollowedSoftmax | None = None
     q: tuple[Tensor, ...] = ()
     k: tuple[Tensor, ...] = ()
     factors: tuple[Tensor, Tensor] | None = None
@@ -96,7 +96,7 @@ class Weights:
 
 Letters = tuple[str, str, str]
 """Indices of two factors and of their product."""
-Kind = Scores | Probabilities | HeadOutputs | Weights
+Kind = Scores | FollowedSoftmax | HeadOutputs | Weights
 
 
 class Follower(TorchFunctionMode):
@@ -177,12 +177,12 @@ class Follower(TorchFunctionMode):
             return None
         if func in SOFTMAX:
             scores = next((k for k in kinds if isinstance(k, Scores)), None)
-            return None if scores is None else Probabilities(scores, given[0])
+            return None if scores is None else FollowedSoftmax(scores, given[0])
         outputs = [k for k in kinds if isinstance(k, HeadOutputs)]
         if outputs:
             whole = out.numel() == outputs[0].raw.numel() or _is_part(func)
             return outputs[0] if whole else None
-        probabilities = [k for k in kinds if isinstance(k, Probabilities)]
+        probabilities = [k for k in kinds if isinstance(k, FollowedSoftmax)]
         if probabilities:
             return probabilities[0] if out.numel() >= probabilities[0].values.numel() else None
         scores_of = [k for k in kinds if isinstance(k, Scores)]
@@ -200,7 +200,7 @@ class Follower(TorchFunctionMode):
         left, right = given[-2:]  # baddbmm has what is added first
         letters = None if equation is None else _letters(equation, left.ndim, right.ndim)
         for p, v, turn in ((left, right, False), (right, left, True)):
-            if isinstance(kind := self.kind(p), Probabilities):
+            if isinstance(kind := self.kind(p), FollowedSoftmax):
                 if letters is not None and turn:
                     letters = letters[1], letters[0], letters[2]
                 result = out.mT if turn and equation is None else out
