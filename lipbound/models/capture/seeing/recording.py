@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
@@ -116,6 +116,9 @@ class _Recorder:
         call.run.calls += 1
         position = self._stack.index(call.run)
         call.around = [(run, run.inside) for run in self._stack[position::-1][:OUTER]]
+        for run, _ in call.around:
+            tensors = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
+            run.learned = [t for t in tensors if self.follower.is_weight(t)]
         for run in self._stack:
             run.inside += 1
         self._waiting = call
@@ -166,11 +169,9 @@ class _Recorder:
         """Return the hook that runs before the module of that name."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = tree_map(_as_it_is, _by_name(module, args, kwargs))
-            tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-            learned = [t for t in tensors if self.follower.is_weight(t)]
-            run = ModuleRun(module, name, given[0], given[1], learned=learned)
-            self._stack.append(run)
+            args, kwargs = _by_name(module, args, kwargs)
+            kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
+            self._stack.append(ModuleRun(module, name, args, kwargs))
             if self._watch is not None:
                 self._watch.running.append((module, name))
             if self._waiting is not None and args and isinstance(args[0], Tensor):
