@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lipbound.analysis.adversary import radius_curve as radius_curve
     from lipbound.analysis.network import network_norm as network_norm
     from lipbound.attention.layer import Attention as Attention
+    from lipbound.attention.module_attention import ModuleAttention as ModuleAttention
     from lipbound.errors import LipboundError as LipboundError
     from lipbound.errors import Notice as Notice
     from lipbound.jacobians.head import HeadJacobian as HeadJacobian
@@ -51,6 +52,7 @@ _HOME = {
     "Attention": "attention.layer",
     "HeadJacobian": "jacobians.head",
     "LipboundError": "errors",
+    "ModuleAttention": "attention.module_attention",
     "Norm": "linalg.solution",
     "Notice": "errors",
     "TokenProfile": "jacobians.token_norms.profile",
@@ -95,6 +97,7 @@ __all__ = [
     "Attention",
     "HeadJacobian",
     "LipboundError",
+    "ModuleAttention",
     "Norm",
     "Notice",
     "TokenProfile",

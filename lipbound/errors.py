@@ -350,6 +350,11 @@ def check_layer(att: object, what: str) -> None:
     Raises:
         LipboundError: it is none.
     """
+    if reason := getattr(att, "reason", ""):
+        raise LipboundError(
+            f"{what} needs a layer in closed form; this one is measured by automatic "
+            f"differentiation, of which there is spectral_norm alone: {reason}"
+        )
     if not hasattr(att, "only") or not hasattr(att, "scoring"):
         raise LipboundError(
             f"{what} was given {shown(att)}; it takes one Attention, such as a layer of "

@@ -23,6 +23,7 @@ GROUPS = {
         "capture",
         "attention_probabilities",
         "Attention",
+        "ModuleAttention",
     ),
     "Runs": ("load", "save", "concat", "sweep", "verify", "report", "cite"),
     "Balls of inputs": ("attack", "radius_curve"),

@@ -1,0 +1,113 @@
+"""Runs of models with several streams of tokens, and of layers without a closed form."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+import xarray as xr
+from support.models import GATED, build, save_tokenizer
+
+import lipbound as lb
+from lipbound.attention.module_attention import ModuleAttention
+from lipbound.errors import LipboundError, Notice
+
+T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, xr.Dataset]:
+    """A tiny T5 in a directory with a tokenizer, measured by text."""
+    path = tmp_path_factory.mktemp("t5")
+    config = tf.T5Config(**T5, decoder_start_token_id=0)
+    build(lambda: tf.T5ForConditionalGeneration(config)).save_pretrained(path)
+    save_tokenizer(path)
+    with pytest.warns(Notice, match="the decoder reads the encoder's tokens, shifted by one"):
+        ds = lb.compare(
+            path, ["the ferry", "a clock of the island"], samples=2, max_length=8,
+            bounds=["castin", "lipbound"], out=path / "run.zarr", progress=False,
+        )  # fmt: skip
+    return path, ds
+
+
+def test_every_stream_has_a_row(run: tuple[Path, xr.Dataset]) -> None:
+    _, ds = run
+    assert ds["kind"].values.tolist() == ["self", "self", "cross", "cross"]
+    assert ds["stream"].values.tolist() == ["input", "input", "queries", "memory"]
+    assert ds["measured"].values.tolist() == ["closed form"] * 2 + ["automatic"] * 2
+    assert bool((ds["exact"] > 0).all())
+    assert bool((ds["exact_upper"] <= ds["exact"] * (1 + 2e-3)).all())
+    assert np.isnan(ds["lipbound"].values).all(axis=(0, 2)).tolist() == [False] * 2 + [True] * 2
+    assert not ds["lipbound_sound"].values[:, 2:].any()
+    assert ds.attrs["audit"]["lipbound"]["compared"] == 2 * 2 * 4
+
+
+def test_runs_with_streams_are_kept_and_verified(
+    run: tuple[Path, xr.Dataset],
+) -> None:
+    path, ds = run
+    back = lb.load(path / "run.zarr", damaged="refuse")
+    assert back["stream"].values.tolist() == ds["stream"].values.tolist()
+    assert lb.verify(path / "run.zarr", data=["the ferry", "a clock of the island"])
+    one, two = ds.isel(layer=[0, 2]), ds.isel(layer=[1, 3])
+    assert lb.concat([one, two])["measured"].values.tolist() == ds["measured"].values.tolist()
+    from lipbound.reporting.labels import exact_words
+
+    assert "2 of 4 layers by automatic differentiation, rounding not enclosed" in exact_words(ds)
+    assert "derivatives are those of automatic differentiation" in lb.cite(ds)
+
+
+def test_layers_without_closed_form_have_no_bounds() -> None:
+    model = build(lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)))
+    ids = {"input_ids": torch.tensor([[5, 9, 3, 17, 8]])}
+    ds = lb.compare(model, ids, progress=False)
+    assert ds.attrs["bounds"] == []
+    said = set(ds.attrs["not_applicable"].values())
+    assert said == {"does not cover layers without a closed form"}
+    with pytest.raises(LipboundError, match="bound 'lipbound' needs layers in closed form"):
+        lb.compare(model, ids, bounds=["lipbound"], progress=False)
+    with pytest.raises(LipboundError, match="norm 'one-token' needs layers in closed form"):
+        lb.compare(model, ids, norm="one-token", progress=False)
+    (layer, _) = lb.capture(model, ids)
+    assert isinstance(layer, ModuleAttention)
+    for measure in (lb.token_norm, lb.bounds.get("lipbound")):
+        with pytest.raises(
+            LipboundError, match=r"measured by automatic differentiation.*by a gate"
+        ):
+            measure(layer)
+
+
+def test_maps_of_layers_without_closed_form() -> None:
+    """Against the Jacobian of the function that was captured, by torch.func."""
+    model = build(lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)))
+    layer = lb.capture(model, {"input_ids": torch.tensor([[5, 9, 3, 17], [4, 2, 7, 7]])})[0]
+    for map in ("head", "head_out", "heads", "layer"):
+        norm = lb.spectral_norm(layer, map=map, tol=1e-9, delta=1e-6)
+        jacobian = torch.autograd.functional.jacobian(
+            lambda x, map=map: layer.outputs(x, map), layer.stream
+        )
+        for s in range(2):
+            of_sample = jacobian[s][..., s, :, :]
+            dense = [
+                torch.linalg.matrix_norm(j.reshape(-1, layer.stream[s].numel()), 2)
+                for j in of_sample
+            ]
+            expected = torch.stack(dense) if map.startswith("head") and map != "heads" else dense[0]
+            torch.testing.assert_close(norm.lower[s], expected, rtol=1e-8, atol=0)
+            assert bool((norm.upper[s] >= expected * (1 - 1e-9)).all())
+
+
+def test_windows_are_one_sample() -> None:
+    """The norm of a sample is the largest of its windows, which do not see each other."""
+    config = tf.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=12, depths=[1], num_heads=[2], window_size=4
+    )
+    model = build(lambda: tf.SwinModel(config))
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    ds = lb.compare(model, {"pixel_values": pixels}, bounds="none", progress=False)
+    layer = lb.capture(model, {"pixel_values": pixels})[0]
+    assert (layer.windows, layer.samples) == (4, 8)
+    each = lb.spectral_norm(layer, tol=1e-6).lower.view(2, 4, 2)
+    np.testing.assert_allclose(ds["exact"].values[:, 0], each.amax(1), rtol=1e-3)
+    assert ds["length"].values.tolist() == [64, 64]
