@@ -151,6 +151,23 @@ def dense_norms(
     )
 
 
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_padding_belongs_to_its_stream(side: str) -> None:
+    """Sample 1 has the norms that it has without its padding, though both streams are as long."""
+    model = build(lambda: tf.T5Model(tf.T5Config(**SMALL))).double()
+    masks = {"attention_mask": ONES, "decoder_attention_mask": ONES}
+    masks["attention_mask" if side == "encoder" else "decoder_attention_mask"] = PADDED
+    batch = {"input_ids": IDS_9, "decoder_input_ids": IDS_9.flip(1), **masks}
+    cut = {"input_ids", "attention_mask"} if side == "encoder" else set(batch) - {"input_ids"}
+    cut -= {"attention_mask"} if side == "decoder" else set()
+    alone = {k: t[1:, :7] if k in cut else t[1:] for k, t in batch.items()}
+    for att, short in zip(lb.capture(model, batch), lb.capture(model, alone), strict=True):
+        mine = lb.spectral_norm(att, tol=1e-9).lower[1]
+        torch.testing.assert_close(
+            mine, lb.spectral_norm(short, tol=1e-9).lower[0], rtol=1e-6, atol=0
+        )
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_norms_are_those_of_the_models_own_module(case: str) -> None:
     make, inputs, projection, measured = CASES[case]

@@ -242,7 +242,7 @@ class Padding:
     """Which tokens of each stream are padding, as the layers themselves treat them.
 
     Args:
-        calls: of a pass.
+        calls: of self-attention in a pass.
         inputs: of the model.
     """
 
@@ -311,6 +311,8 @@ def through_module(
     owner, streams = owner_of(call)
     error = _error(call, owner().outputs)
     named = _named(streams)
+    if stream not in named and stream == INPUT:  # keys of an earlier layer, that are kept
+        stream = next(iter(named))
     if stream not in named:
         raise call.unsupported(f"depends on no stream of {stream}")
     attention = _attention(call, owner, named, stream, padding, reason)

@@ -147,7 +147,7 @@ class Capturer:
             own = self._own_outputs(inputs, calls, {i: wanted[i] for i in wanted if i not in wrong})
         for i, (found, sample) in own.items():
             check_pass(calls[i], found, sample, wanted[i])
-        padding = Padding(calls, there)
+        padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], there)
         for i in chosen:
             row = rows[i]
             if row.call in closed:
