@@ -77,6 +77,7 @@ NAMES = {
         torch.dtype py:class tensor_attributes.html#$
         torch.device py:class tensor_attributes.html#$
         torch.utils._python_dispatch.TorchDispatchMode py:class notes/extending.html#extending-all-torch-api-with-modes
+        torch.overrides.TorchFunctionMode py:class notes/extending.html#extending-all-torch-api-with-modes
         torch.Generator py:class generated/torch.Generator.html#$
         torch.nn.Module py:class generated/torch.nn.Module.html#$
         torch.nn.modules.module.Module py:class generated/torch.nn.Module.html#torch.nn.Module

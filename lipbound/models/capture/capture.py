@@ -82,6 +82,8 @@ class Capturer:
         layers: indices of attention calls, in the order of the forward pass; all by default.
         around: also find what stands around each layer
             (`lipbound.models.capture.residual_detection`).
+        closed: whether to look for closed forms; False to measure every layer by automatic
+            differentiation.
 
     Attributes:
         count: how many attention layers the model has, once it was run.
@@ -92,6 +94,7 @@ class Capturer:
     model: nn.Module
     layers: Sequence[int] | None = None
     around: bool = False
+    closed: bool = True
     count: int | None = field(default=None, init=False)
     notes: list[str] = field(default_factory=list)
     _watched: bool = False
@@ -187,6 +190,9 @@ class Capturer:
         reasons: dict[int, str] = {}
         for row in rows:
             call = calls[row.call]
+            if not self.closed:
+                reasons[row.call] = f"layer {call.name}: no closed form was asked for"
+                continue
             if row.stream != INPUT:
                 reasons[row.call] = f"layer {call.name}: queries and keys are of two streams"
                 continue
@@ -334,6 +340,7 @@ def capture(
     *,
     layers: Sequence[int] | int | str | None = None,
     around: bool = False,
+    closed: bool = True,
 ) -> list[Attention | ModuleAttention]:
     """Return the `Attention` of every layer of a transformers model at a batch of ready inputs.
 
@@ -352,6 +359,8 @@ def capture(
             by default.
         around: also find residual connection and layer normalisation, for the maps "pre_norm" and
             "post_norm".
+        closed: False to measure every layer by automatic differentiation through its module, closed
+            form or not: slower, without bounds, and independent of all that is read off the model.
 
     Returns:
         One `Attention` per layer, in the order of the forward pass, with ``w_o`` where the
@@ -362,7 +371,9 @@ def capture(
     batch = named_inputs(bare, inputs)
     for said in odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else []:
         tell(said)
-    capturer = Capturer(measurable(bare), chosen, flag("around", around))
+    capturer = Capturer(
+        measurable(bare), chosen, flag("around", around), flag("closed", closed)
+    )
     found = [layer.attention for layer in capturer.run(batch)]
     for sample in telling_samples(batch):
         capturer.examine(one_sample(batch, sample))

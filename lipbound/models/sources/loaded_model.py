@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from lipbound.models.sources.weight_checks import (
     config_sha256,
     state_sha256,
 )
-
-Model = TypeVar("Model", bound=nn.Module)
 
 DEPTH = 8
 """Wrappers around wrappers that are taken off."""
@@ -257,7 +255,7 @@ def _adapters(model: object) -> list[str]:
     return [f"{len(layers)} layers of the model have adapters in them, {how}"]
 
 
-def in_dtype(model: Model, dtype: torch.dtype | None = None) -> tuple[Model, list[str]]:
+def in_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[Any, list[str]]:
     """Return a model whose weights are all in one dtype.
 
     Args:
@@ -284,7 +282,7 @@ def in_dtype(model: Model, dtype: torch.dtype | None = None) -> tuple[Model, lis
     return copied, [note]
 
 
-def measurable(model: Model) -> Model:
+def measurable(model: nn.Module) -> Any:
     """Return a model as it can be measured.
 
     Args:
