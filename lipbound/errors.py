@@ -58,10 +58,6 @@ class UnfaithfulPassError(CaptureError):
     """The model computes something else in the pass that is captured than when it runs alone."""
 
 
-class MaskError(CaptureError):
-    """A mask is of a kind that the model's own attention does not take for what it is meant."""
-
-
 class CheckpointError(LipboundError):
     """A checkpoint could not be found or loaded."""
 

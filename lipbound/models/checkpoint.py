@@ -212,14 +212,14 @@ class Inputs:
         description: one phrase for captions.
         preprocessing: what made the tensors out of the data, in words.
         notes: sentences on what is not as it was asked for, such as fewer samples.
-        options: settings of the forward pass, True or False, for all samples alike.
+        options: settings of the forward pass for all samples alike, True or False, or tensors.
     """
 
     batch: dict[str, Tensor]
     description: str
     preprocessing: str = "none: ready model inputs"
     notes: list[str] = field(default_factory=list)
-    options: dict[str, bool] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self.batch.items())
@@ -234,14 +234,18 @@ class Inputs:
     def fingerprint(self) -> str:
         """Hash over names and values of the tensors, "sha256:...", the same on every machine."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.batch.items()):
-            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(tensor.contiguous().cpu().numpy().tobytes())
-        for name, option in sorted(self.options.items()):
-            digest.update(f"{name}={option}".encode())
+        for name, value in (*sorted(self.batch.items()), *sorted(self.options.items())):
+            if isinstance(value, Tensor):
+                digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+                digest.update(value.contiguous().cpu().numpy().tobytes())
+            else:
+                digest.update(f"{name}={value}".encode())
         return "sha256:" + digest.hexdigest()
 
     def block(self, start: int, stop: int, device: str) -> dict[str, Any]:
         """Return samples start...stop-1, on a device, and the options."""
         tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
-        return tensors | self.options
+        return tensors | {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in self.options.items()
+        }

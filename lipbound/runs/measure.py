@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +22,7 @@ from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
+from lipbound.models.capture.verification import one_sample
 from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ class Measurer:
             samples = len(next(t for t in inputs.values() if isinstance(t, Tensor)))
             if samples == 1:
                 raise
-            alone = [list(self._layers(_one(inputs, k), start + k, done)) for k in range(samples)]
+            each = [one_sample(inputs, k, samples) for k in range(samples)]
+            alone = [list(self._layers(one, start + k, done)) for k, one in enumerate(each)]
             yield from map(_joined, zip(*alone, strict=True))
 
     def _layers(
@@ -158,8 +160,7 @@ class Measurer:
         spec = self._spec
         positions = (i for i in itertools.count() if i not in skip)
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
-            attention = layer.attention
-            windows = attention.windows if isinstance(attention, ModuleAttention) else 1
+            attention, windows = layer.attention, layer.windows
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
             lengths = lengths.reshape(-1, windows).sum(-1)
             seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
@@ -167,17 +168,9 @@ class Measurer:
             if isinstance(attention, ModuleAttention):
                 values = _automatic(attention, spec, seeds, exact_count)
             else:
-                values = _measured(attention, spec, seeds, exact_count)
+                values = _measured(attention, spec, seeds, exact_count, windows)
             del layer, attention  # frees P and what hangs on it
             yield LayerResult(i, values, lengths, error)
-
-
-def _one(inputs: Mapping[str, Any], sample: int) -> dict[str, Any]:
-    """Select the inputs of one sample of a block, and the options of all."""
-    return {
-        name: value[sample : sample + 1] if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
 
 
 def _joined(results: Sequence[LayerResult]) -> LayerResult:
@@ -191,9 +184,18 @@ def _joined(results: Sequence[LayerResult]) -> LayerResult:
 
 
 def _measured(
-    att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int
+    att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int, windows: int = 1
 ) -> dict[str, np.ndarray]:
-    """Measure a block in parts side by side, as many as torch has threads."""
+    """Measure a block in parts side by side, as many as torch has threads.
+
+    The norm, and a bound, of a sample is the largest of those of its windows.
+    """
+    if windows > 1:
+        delta = None if spec.delta is None else spec.delta / windows
+        seeds = [seed + window for seed in seeds for window in range(windows)]
+        found = _measured(att, replace(spec, delta=delta), seeds, exact_count * windows)
+        each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
+        return {name: t.all(1) if t.dtype == bool else t.max(1) for name, t in each.items()}
     count = (
         min(att.samples, torch.get_num_threads())
         if att.device.type == "cpu" and att.tokens <= SMALL
@@ -202,15 +204,15 @@ def _measured(
     if count == 1:
         return _measure(att, spec, seeds, exact_count)
     ends = [att.samples * i // count for i in range(count + 1)]
-    found = side_by_side(
+    parts = side_by_side(
         [
             partial(_measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i)
             for i, j in itertools.pairwise(ends)
         ]
     )
     # exact norms may be missing from the last parts
-    names = dict.fromkeys(name for part in found for name in part)
-    return {name: np.concatenate([part[name] for part in found if name in part]) for name in names}
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
 
 
 def _automatic(

@@ -98,9 +98,9 @@ def check_mask(call: Call, valid: Tensor | None) -> None:
     window = call.extras.get("sliding_window")
     width = "" if window is None else f" (its sliding window is {window} tokens wide)"
     raise CaptureError(
-        f"layer {call.name}: its mask forbids some token every key{width}, so its softmax is "
-        "undefined; change the model's configuration, or give inputs in which every token that is "
-        "no padding may attend to one"
+        f"layer {call.name}: its mask forbids some token every key{width}, and what its softmax is "
+        "there is up to the model's code; change the model's configuration, or give inputs in "
+        "which every token that is no padding may attend to one"
     )
 
 

@@ -88,7 +88,7 @@ class OwnerFunction:
         def of_interface(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
         ) -> tuple[Tensor, Any]:
-            if mask is not None and mask.dtype == torch.bool:
+            if mask is not None and mask.dtype == torch.bool and self._call.boolean:
                 mask = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
             follower.paused = True
             out, probabilities = eager(module)(module, q, k, v, mask, **kw)
@@ -98,10 +98,10 @@ class OwnerFunction:
             found.append(outputs)
             return out, probabilities
 
-        def of_torch(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any) -> Tensor:
+        def of_torch(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
             with torch._C.DisableTorchFunction():
-                out = plain_attention(q, k, v, *args, **kw)
-            outputs = HeadOutputs(out, out.shape[-1], out.ndim - 3, v, None, (q,), (k,))
+                out = plain_attention(query, key, value, *args, **kw)
+            outputs = HeadOutputs(out, out.shape[-1], out.ndim - 3, value, None, (query,), (key,))
             follower.follow(out, outputs)
             found.append(outputs)
             return out
@@ -142,11 +142,19 @@ def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
 
 @dataclass
 class Streams:
-    """The inputs of an owner that its queries, and its keys and values, are made of."""
+    """The inputs of an owner that its queries, and its keys and values, are made of.
+
+    Attributes:
+        queries: what queries are made of.
+        memory: what keys and values are made of.
+        learned: inputs that are made of parameters alone.
+        joint: inputs of which queries, keys and values all have some (image and text together).
+    """
 
     queries: list[Tensor]
     memory: list[Tensor]
     learned: list[Tensor]
+    joint: list[Tensor]
 
 
 def _streams(owner: OwnerFunction) -> tuple[Streams, bool]:
@@ -156,12 +164,15 @@ def _streams(owner: OwnerFunction) -> tuple[Streams, bool]:
         seen = owner(list(zip(owner.inputs, leaves, strict=True))).outputs
         sides = [_sources(side, leaves) for side in (seen.q, seen.k, (seen.v,))]
     q, k, v = ([owner.inputs[i] for i in side] for side in sides)
+    joint = [t for t in q if all(any(t is s for s in side) for side in (k, v))]
+    joint = [t for t in joint if t.ndim == 3 and t.shape[-1] == joint[0].shape[-1]]
     of_keys = [side[0] for side in (v, k) if side]
     memory = list({id(t): t for t in of_keys}.values())
     shared = next((t for t in q if any(t is m for m in memory)), None)
     queries = q[:1] if shared is None else [shared]
     single = len(memory) == 1 or any(memory[0] is t for t in k)
-    return Streams(queries, memory[:1] if single else memory, owner.run.learned), single
+    memory = memory[:1] if single else memory
+    return Streams(queries, memory, owner.run.learned, joint if len(joint) > 1 else []), single
 
 
 def _sources(side: Sequence[Tensor], leaves: list[Tensor]) -> list[int]:
@@ -231,6 +242,8 @@ def stream_names(call: Call) -> list[str]:
 
 
 def _named(streams: Streams) -> dict[str, list[Tensor]]:
+    if streams.joint:
+        return {INPUT: streams.joint}
     if any(q is m for q in streams.queries for m in streams.memory):
         return {INPUT: streams.memory}
     learned = any(q is t for q in streams.queries for t in streams.learned)
@@ -309,24 +322,26 @@ def through_module(
         CaptureError: the module cannot be run by itself, or does not reproduce the pass.
     """
     owner, streams = owner_of(call)
-    error = _error(call, owner().outputs)
+    error = _error(call, owner())
     named = _named(streams)
     if stream not in named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(named))
     if stream not in named:
         raise call.unsupported(f"depends on no stream of {stream}")
-    attention = _attention(call, owner, named, stream, padding, reason)
+    joint = stream == INPUT and bool(streams.joint)
+    attention = _attention(call, owner, named, stream, joint, padding, reason)
     return attention, error, owner.run.name
 
 
-def _error(call: Call, outputs: HeadOutputs) -> float:
-    """Return how far outputs are from those of the recorded pass.
+def _error(call: Call, seen: OwnerPass) -> float:
+    """Return how far a pass is from the recorded one, at the output projection where it has one.
 
     Raises:
         CaptureError: too far.
     """
-    raw = outputs.raw
-    own = call.recorded
+    own, raw = call.recorded, seen.outputs.raw
+    if call.projected is not None and call.projected.shape == seen.cut.shape:
+        own, raw = call.projected, seen.cut  # padding of blocks of tokens is cut off there
     if raw.shape != own.shape:
         raise call.unsupported("computes other attention when it is run by itself")
     own, raw = (t.double().nan_to_num() for t in (own, raw.detach()))
@@ -345,15 +360,22 @@ def _attention(
     owner: OwnerFunction,
     named: Mapping[str, list[Tensor]],
     name: str,
+    joint: bool,
     padding: Padding,
     reason: str,
 ) -> ModuleAttention:
     tensors = named[name]
     stream = tensors[0].detach().double()
     offsets = [(t, t.detach().double() - stream) for t in tensors[1:] if t.shape == stream.shape]
+    if joint:
+        stream = torch.cat([t.detach().double() for t in tensors], 1)
 
     def cut(x: Tensor) -> tuple[Tensor, HeadOutputs]:
-        seen = owner([(tensors[0], x), *((t, x + offset) for t, offset in offsets)])
+        changed = [(tensors[0], x), *((t, x + offset) for t, offset in offsets)]
+        if joint:
+            parts = x.split([t.shape[1] for t in tensors], 1)
+            changed = list(zip(tensors, parts, strict=True))
+        seen = owner(changed)
         return seen.cut, seen.outputs
 
     with torch.enable_grad():
@@ -369,7 +391,8 @@ def _attention(
         return _by_sample(arrange(cut(x)[0]), place, count)
 
     if name == INPUT:
-        valid = padding.of_keys(call, count, stream[..., 0].numel() // count)
+        width = stream[..., 0].numel() // count
+        valid = None if joint else padding.of_keys(call, count, width)  # padding moves nothing
         valid_out = padding.of_keys(call, count, queries)
     else:
         valid_out = padding.of_queries(call, count, queries)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import INPUT, ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device
-from lipbound.errors import CaptureError, DifferentPositionsError, MaskError, flag, indices, tell
+from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, flag, indices, tell
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
 from lipbound.models.capture.automatic import Padding, stream_names, through_module
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
@@ -54,12 +54,15 @@ class LayerCapture:
         name: of the module that called.
         attention: the layer.
         error: largest relative error of rebuilt q, k, v and head outputs against the model's own.
+        windows: how many of the samples of ``attention``, one after the other, are windows of one
+            sample of the model; they do not see each other.
     """
 
     index: int
     name: str
     attention: Attention | ModuleAttention
     error: float
+    windows: int = 1
 
 
 class Row(NamedTuple):
@@ -98,6 +101,7 @@ class Capturer:
     count: int | None = field(default=None, init=False)
     notes: list[str] = field(default_factory=list)
     _watched: bool = False
+    _name: str = interface.RECORDING_ATTENTION
     _weights: dict[int, ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
@@ -125,9 +129,18 @@ class Capturer:
             skip: positions, among the chosen layers, of those that are left out.
         """
         inputs = interface.taken(self.model, inputs)
+        try:
+            yield from self._each(inputs, skip)
+        except UnfaithfulPassError:  # raised before the first layer
+            if self._name is interface.AS_SDPA:
+                raise
+            self._name = interface.AS_SDPA
+            yield from self._each(inputs, skip)
+
+    def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
         seen: list[Seen]
         with (
-            interface.implementation(self.model, interface.RECORDING_ATTENTION),
+            interface.implementation(self.model, self._name),
             watching(self.model if self.around else None) as seen,
         ):
             calls = self._record(inputs)
@@ -141,13 +154,8 @@ class Capturer:
         closed, valid, reasons = self._closed(calls, [rows[i] for i in chosen], there)
         self._note(*about_padding([calls[i] for i in closed], [valid[i] for i in closed]))
         wanted = {rows[i].call: valid.get(rows[i].call) for i in chosen}
-        try:
-            own = self._own_outputs(inputs, calls, wanted)
-        except MaskError as why:  # of True and False, which this model's own attention adds
-            wrong = {i for i in wanted if calls[i].boolean}
-            reasons |= dict.fromkeys(wrong, str(why))
-            closed -= wrong
-            own = self._own_outputs(inputs, calls, {i: wanted[i] for i in wanted if i not in wrong})
+        self._note(*_oddities(calls))
+        own = self._own_outputs(inputs, calls, wanted)
         for i, (found, sample) in own.items():
             check_pass(calls[i], found, sample, wanted[i])
         padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], there)
@@ -158,9 +166,9 @@ class Capturer:
                     attention, error = self._in_closed_form(
                         row.call, calls, valid[row.call], own.get(row.call)
                     )
-                except DifferentPositionsError:
-                    raise
                 except CaptureError as why:
+                    if isinstance(why, DifferentPositionsError) and calls[row.call].samples > 1:
+                        raise
                     closed.discard(row.call)
                     reasons[row.call] = str(why)
                 else:
@@ -168,13 +176,15 @@ class Capturer:
                     attention.surroundings = around
                     # of all layers at once they would fill the memory
                     attention.cache.drop("p", "weights", "out")
-                    yield LayerCapture(i, calls[row.call].name, attention, error)
+                    call = calls[row.call]
+                    windows = max(1, attention.samples // call.samples)
+                    yield LayerCapture(i, call.name, attention, error, windows)
                     continue
             yield self._automatic(i, row, calls[row.call], padding, reasons[row.call])
 
     def _rows_of(self, calls: list[Call]) -> list["Row"]:
         """Return a row for every call, and for each stream of one that has two."""
-        with interface.implementation(self.model, interface.RECORDING_ATTENTION):
+        with interface.implementation(self.model, self._name):
             return [Row(i, name) for i, call in enumerate(calls) for name in stream_names(call)]
 
     def _closed(
@@ -199,6 +209,8 @@ class Capturer:
             try:
                 valid[row.call] = valid_tokens(call, inputs)
                 check_call(call)
+                if not bool(call.out.isnan().any()):
+                    check_mask(call, valid[row.call])
             except CaptureError as why:
                 reasons[row.call] = str(why)
                 continue
@@ -222,7 +234,7 @@ class Capturer:
         call = calls[i]
         weights = self._probed(i, call)
         if call.way == BY_HAND:
-            with interface.implementation(self.model, interface.RECORDING_ATTENTION):
+            with interface.implementation(self.model, self._name):
                 call.scale, call.mask = ProbedLayer(call).scores()
         attention = assemble(call, weights, valid)
         error = check_rebuilt(self.model, call, attention, weights)
@@ -238,7 +250,7 @@ class Capturer:
         Raises:
             CaptureError: its module cannot be run by itself.
         """
-        with interface.implementation(self.model, interface.RECORDING_ATTENTION):
+        with interface.implementation(self.model, self._name):
             attention, error, name = through_module(call, row.stream, padding, reason)
         kind = type(call.module).__name__
         why = reason.removeprefix(f"layer {call.name}: ").removeprefix(f"{kind} ")
@@ -247,10 +259,12 @@ class Capturer:
             "rounding not enclosed, and have no bounds: "
             f"{why.removesuffix(', which is not supported')}"
         )
+        if name != call.name:
+            said += f"; they are functions of what {name or 'the model'} is given"
         if (kind, why) not in self._told:
             self._told.add((kind, why))
             self._note(said)
-        return LayerCapture(i, name, attention, error)
+        return LayerCapture(i, name, attention, error, attention.windows)
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:
         """Tell whether the numbers of one sample depend on more than its own tokens.
@@ -307,7 +321,7 @@ class Capturer:
     def _probed(self, i: int, call: Call) -> ProbedWeights:
         weights = self._weights.get(i)
         if weights is None or not weights.belongs_to(call):
-            with interface.implementation(self.model, interface.RECORDING_ATTENTION):
+            with interface.implementation(self.model, self._name):
                 weights = probe(call, self._turns)
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
@@ -331,6 +345,22 @@ class Capturer:
                 f"layers is empty; name some of the {count} attention layers, or None for all"
             )
         return list(dict.fromkeys(i % count for i in layers))
+
+
+def _oddities(calls: Collection[Call]) -> list[str]:
+    """Return sentences on random numbers, and on masks of True and False that are added."""
+    names = [call.name for call in calls if call.adds]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    drawn = (
+        "the model draws random numbers in its forward pass; it is measured at those of "
+        "torch.manual_seed(0)"
+    )
+    found = [drawn] if any(call.random for call in calls) else []
+    return found + [
+        "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
+        f"model's own attention does, in layer {name}{more}"
+        for name in names[:1]
+    ]
 
 
 @in_own_modes

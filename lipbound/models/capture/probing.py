@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
@@ -251,17 +252,17 @@ class ProbedLayer:
             raise _Stopped((q, k, v), {"mask": mask} | kw)
 
         def stop_torch(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
             attn_mask: Tensor | None = None,
             dropout_p: float = 0.0,
             is_causal: bool = False,
             scale: float | None = None,
             enable_gqa: bool = False,
         ) -> Tensor:
-            mask = additive_mask(q, k, attn_mask, is_causal)
-            raise _Stopped((q, k, v), {"mask": mask, "scale": scale})
+            mask = additive_mask(query, key, attn_mask, is_causal)
+            raise _Stopped((query, key, value), {"mask": mask, "scale": scale})
 
         def stop_by_hand(outputs: HeadOutputs) -> None:
             form = None if outputs.form is None else in_heads(outputs.form, heads)
@@ -307,15 +308,16 @@ def _replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def double(value: Any) -> Any:
         if value is given:
             return x
+        if isinstance(value, Cache):
+            return None
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.double()
         if isinstance(value, Tensor) and value.is_complex():
             return value.to(torch.complex128)
         return tuple(double(v) for v in value) if isinstance(value, tuple) else value
 
-    caches = dict.fromkeys({"past_key_values", "layer_past"} & call.run.kwargs.keys())
     kwargs = {name: double(value) for name, value in call.run.kwargs.items()}
-    return tuple(map(double, call.run.args)), kwargs | caches
+    return tuple(map(double, call.run.args)), kwargs
 
 
 def same_values(a: Any, b: Any) -> bool:
@@ -403,8 +405,14 @@ def probe_output(call: Call, projection: nn.Module | None, heads: Tensor) -> Ten
     count, d_v, device = *heads.shape[-2:], heads.device
     copy = plain_copy(projection).to(device).double()
     eye = torch.eye(count * d_v, dtype=torch.float64, device=device)
-    zero = copy(torch.zeros_like(eye[:1]))
-    w_o: Tensor = copy(eye) - zero
+    try:
+        zero = copy(torch.zeros_like(eye[:1]))
+        w_o: Tensor = copy(eye) - zero
+    except RAISED as error:
+        raise CaptureError(
+            f"layer {call.name}: the output projection ({type(projection).__name__}) cannot be run "
+            f"by itself ({first_line(error)})"
+        ) from error
     flat = heads.reshape(-1, count * d_v)
     flat = flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()  # padding may be undefined
     own, mine, size = copy(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()

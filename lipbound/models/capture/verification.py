@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import CaptureError, MaskError, UnfaithfulPassError
+from lipbound.errors import CaptureError, UnfaithfulPassError
 from lipbound.models.capture.probing import (
     CAPTURE_TOLERANCE,
     POSITIONS,
@@ -153,25 +153,33 @@ def own_outputs(
     hooks += [module.register_forward_pre_hook(before) for module in consumers]
     hooks += [module.register_forward_hook(after) for module in others]
     # eager attention adds True and False as numbers
-    boolean = next((call for call in calls if call.boolean), None)
+    boolean = any(call.boolean for call in calls)
     try:
-        if boolean is not None and not getattr(model, "_supports_sdpa", True):
-            raise boolean.unsupported(
-                "takes a mask of True and False for numbers to add to its scores (give an "
-                "additive one)",
-                MaskError,
-            )
-        with implementation(model, "eager" if boolean is None else "sdpa"):
+        with implementation(model, "sdpa" if boolean else "eager"):
             # which axis of others' inputs counts samples is not known
             known = any(call.way == INTERFACE for call in calls)
-            forward(model, one_sample(inputs, sample, samples) if known else inputs)
+            whole = not known or samples == 1
+            if not whole:
+                try:
+                    forward(model, one_sample(inputs, sample, samples))
+                except CaptureError:  # samples are no samples: codebooks, frames of one film
+                    whole = True
+                    for found in (*seen.values(), *given.values()):
+                        found.clear()
+            if whole:
+                forward(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
 
     def of(call: Call, found: list[Any]) -> Tensor | None:
         own = found[call.turn] if call.turn < len(found) else None
-        return own.to(call.q.device) if isinstance(own, Tensor) else None
+        if not isinstance(own, Tensor):
+            return None
+        if whole and known and own.ndim > 1 and not len(own) % samples:
+            each = len(own) // samples
+            own = own[sample * each : (sample + 1) * each]
+        return own.to(call.q.device)
 
     return {
         id(c): EagerAttention(of(c, seen[id(c.consumer or c.module)]), of(c, given[id(c.module)]))
@@ -208,17 +216,14 @@ def verify_outputs(call: Call, attention: Attention, seen: EagerAttention, sampl
         seen: of the model's own.
         sample: its number.
     """
-    own, part = seen.outputs, slice(sample, sample + 1)
-    size = attention.tokens * attention.heads * attention.d_v
-    rest = 0 if own is None else own.numel() % size
-    if own is not None and own.numel() > size and call.consumer is not None and not rest:
-        raise call.unsupported(
-            f"is given windows or tiles in place of samples ({attention.samples} in the batch)"
-        )
+    windows = max(1, attention.samples // call.samples)
+    own, part = seen.outputs, slice(sample * windows, (sample + 1) * windows)
+    size = windows * attention.tokens * attention.heads * attention.d_v
     if own is None or own.numel() != size:
         nowhere = "hands on the outputs of its heads in no form in which they can be checked"
         raise call.unsupported(call.changed or nowhere)
-    own = own.reshape(1, attention.tokens, attention.heads, attention.d_v).transpose(1, 2)
+    shape = (windows, attention.tokens, attention.heads, attention.d_v)
+    own = own.reshape(shape).transpose(1, 2)
     valid = None if attention.valid is None else attention.valid[part]
     floor = attention.v[part].abs().amax((-1, -2))
     difference = head_error(attention.out[part], own, floor, valid)

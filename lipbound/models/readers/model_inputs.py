@@ -9,6 +9,7 @@ import torch
 from datasets import DatasetDict, IterableDatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lipbound.attention.scoring import zero_one
 from lipbound.errors import InputsError, shown
@@ -60,7 +61,13 @@ def ready_inputs(
     """
     selection.refuse_table("ready inputs have")
     given, description = _read_tensors(data)
-    wrong = [name for name, t in given.items() if t.ndim < 2 or not len(t)]
+    kind, shared = type(checkpoint.model).__name__, {}
+    least = 2
+    if not isinstance(checkpoint.model, PreTrainedModel):  # takes numbers, times, places
+        samples = next((len(t) for t in given.values() if t.ndim > 1), 0)
+        apart = [name for name, t in given.items() if not t.ndim or len(t) > samples > 0]
+        least, shared = 1, {name: given.pop(name) for name in apart}
+    wrong = [name for name, t in given.items() if t.ndim < least or not len(t)]
     if wrong or not given:
         has = f"{wrong[0]} has shape {tuple(given[wrong[0]].shape)}" if wrong else "there are none"
         raise InputsError(f"ready inputs must be named {SAMPLES}; {has}")
@@ -68,7 +75,7 @@ def ready_inputs(
         lengths = ", ".join(f"{name} {len(t)}" for name, t in given.items())
         raise InputsError(f"ready inputs disagree about the number of samples: {lengths}")
     names = _taken(checkpoint)
-    main, kind = checkpoint.main_input, type(checkpoint.model).__name__
+    main = checkpoint.main_input
     check_towers(checkpoint, given)
     if main not in given and not ("inputs_embeds" in given and "inputs_embeds" in names):
         raise InputsError(
@@ -79,12 +86,17 @@ def ready_inputs(
     notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]
     _check_images(checkpoint, tensors)
     items = data.items() if isinstance(data, Mapping) else ()
-    options = {str(name): value for name, value in items if isinstance(value, bool)}
+    options: dict[str, Any] = {
+        str(name): value for name, value in items if isinstance(value, bool)
+    }
     if options and (unknown := options.keys() - names):
         raise InputsError(
             f"{min(unknown)} is no setting of {kind}'s forward pass; leave it out, or give tensors "
             "of (samples, ...)"
         )
+    for name, t in sorted(shared.items()):
+        options[name] = t
+        notes.append(f"{name}, of shape {tuple(t.shape)}, is given to {kind} whole with any sample")
     described = selection.described(description)
     return Inputs(selection.drawn(tensors), described, notes=notes, options=options)
 

@@ -13,6 +13,7 @@ from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.terms import shares
+from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.token_norms.profile import token_profile
@@ -84,6 +85,8 @@ def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) 
     """`Details` of every layer of a run, at the sample at one position."""
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
     found = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
+    if any(layer.windows > 1 for layer in found):
+        raise AttentionError("a page with details of heads needs layers that see whole samples")
     layers = in_closed_form((layer.attention for layer in found), "a page with details of heads")
     names, norm = bounds_there(ds), norm_of(ds)
     with torch.no_grad():

@@ -152,15 +152,24 @@ class Follower(TorchFunctionMode):
                 if isinstance(kind := self.kind(t), HeadOutputs):
                     self._projected(t, kind)
         out = func(*args, **kwargs)
+        if func is Tensor.__setitem__ and kinds and self.kind(args[0]) is None:
+            self._set(args[0], kinds[0])
         if not self.paused and isinstance(out, Tensor) and out.is_floating_point():
             found = self._kind_of(func, args, given, kinds, out)
             if tensors and not given and func not in PROJECTIONS | PRODUCTS:
                 found = Weights()
             if found is not None:
                 self.follow(out, found)
-                if isinstance(found, HeadOutputs) and found.raw is out:
+                if isinstance(found, HeadOutputs) and all(found is not kind for kind in kinds):
                     self._computed(found)
         return out
+
+    def _set(self, whole: Tensor, kind: Kind) -> None:
+        """Follow a tensor into which something was written."""
+        if isinstance(kind, Scores):
+            kind = Scores(kind.left, kind.right)
+        if isinstance(kind, Scores | FollowedSoftmax):
+            self.follow(whole, kind)
 
     def _kind_of(
         self,
@@ -173,8 +182,10 @@ class Follower(TorchFunctionMode):
         if func in PRODUCTS:
             equation = next((a for a in args if isinstance(a, str)), None)
             return self._product(given, out, equation)
-        if not kinds or func in PROJECTIONS:
+        if not kinds:
             return None
+        if func in PROJECTIONS:
+            return _mixed(kinds[0], out, given[0])
         if func in SOFTMAX:
             scores = next((k for k in kinds if isinstance(k, Scores)), None)
             return None if scores is None else FollowedSoftmax(scores, given[0])
@@ -187,6 +198,8 @@ class Follower(TorchFunctionMode):
             return probabilities[0] if out.numel() >= probabilities[0].values.numel() else None
         scores_of = [k for k in kinds if isinstance(k, Scores)]
         largest = max(t.numel() for t in given if isinstance(self.kind(t), Scores))
+        if out.numel() < largest and _is_part(func):
+            return Scores(scores_of[0].left, scores_of[0].right)
         if func in NORMALISATIONS or out.numel() < largest:
             return None
         if len(scores_of) == 1:
@@ -198,6 +211,8 @@ class Follower(TorchFunctionMode):
         if len(given) < 2:
             return None
         left, right = given[-2:]  # baddbmm has what is added first
+        if min(left.ndim, right.ndim) < 2:
+            return None
         letters = None if equation is None else _letters(equation, left.ndim, right.ndim)
         for p, v, turn in ((left, right, False), (right, left, True)):
             if isinstance(kind := self.kind(p), FollowedSoftmax):
@@ -216,6 +231,15 @@ class Follower(TorchFunctionMode):
         more_right = tuple(t for k in before for t in k.right)
         form = None if before else _first_form(left, right, letters)
         return Scores((left, *more_left), (right, *more_right), form)
+
+
+def _mixed(kind: Kind, out: Tensor, given: Tensor) -> Kind | None:
+    """Return the kind of scores, or of probabilities, of heads that are mixed by weights."""
+    if out.shape != given.shape or isinstance(kind, HeadOutputs | Weights):
+        return None
+    scores = kind if isinstance(kind, Scores) else kind.scores
+    mixed = Scores(scores.left, scores.right)
+    return mixed if isinstance(kind, Scores) else FollowedSoftmax(mixed, kind.values)
 
 
 def _layout(out: Tensor, letters: Letters | None) -> tuple[int, int | None]:

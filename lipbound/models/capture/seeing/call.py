@@ -57,6 +57,7 @@ class Call:
         out: head outputs, (samples, N, heads, d_v).
         turn: how many calls the same module made before (ALBERT runs one module as every layer).
         boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
+        adds: whether these are added to scores as the numbers 1 and 0.
         given_mask: the mask of tokens, (samples, N), that the model (of a composed one the part)
             around the layer was given.
         consumer: the linear map that the head outputs go to, where it was found.
@@ -71,6 +72,8 @@ class Call:
         raw: outputs of heads by hand, as they were multiplied.
         stream: the tokens, where they were found otherwise than as the first argument.
         projection: the linear map of the head outputs, and of what was made of them on the way.
+        projected: what that was given.
+        random: whether the model drew random numbers in the pass.
     """
 
     run: ModuleRun
@@ -83,6 +86,7 @@ class Call:
     out: Tensor
     turn: int = 0
     boolean: bool = False
+    adds: bool = False
     given_mask: Tensor | None = None
     consumer: nn.Module | None = None
     changed: str = ""
@@ -91,6 +95,8 @@ class Call:
     scores: Tensor | None = None
     samples: int = 1
     projection: nn.Module | None = None
+    projected: Tensor | None = None
+    random: bool = False
     formed: bool = True
     raw: Tensor | None = None
     stream: Tensor | None = None

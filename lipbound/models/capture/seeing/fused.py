@@ -48,9 +48,9 @@ def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) ->
 
 
 def plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -59,9 +59,10 @@ def plain_attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention by products and a softmax, twice differentiable."""
     if enable_gqa:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    mask = additive_mask(q, k, attn_mask, is_causal)
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    mask = additive_mask(query, key, attn_mask, is_causal)
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(-1) @ v
+    return scores.softmax(-1) @ value

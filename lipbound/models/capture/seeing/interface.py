@@ -18,6 +18,22 @@ from lipbound.models.sources.loaded_model import named_inputs
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
+
+
+class _AlsoSDPA(str):
+    """Our name for models that ask whether theirs is "sdpa", and do what they do for eager."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other in ("sdpa", str(self))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+AS_SDPA = _AlsoSDPA(RECORDING_ATTENTION)
+"""The same name, for a model that computes something else under a name that it does not know."""
 EAGER = "eager_attention_forward"
 """Ending of the names of transformers' eager attention functions."""
 ATTRIBUTE = "_attn_implementation_internal"
@@ -125,7 +141,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     try:
         for part in _outermost(model):
             with quiet():  # it warns of models that never ask which function they should call
-                part.set_attn_implementation(name)
+                part.set_attn_implementation(str(name))
             kept = getattr(part, "get_experts_implementation", lambda: None)()
             if kept is not None:
                 experts.append((part, kept))
@@ -133,6 +149,9 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
             if wide and part._can_set_experts_implementation():
                 # torch's grouped product of experts knows no float64
                 part.set_experts_implementation("eager")
+        if isinstance(name, _AlsoSDPA):
+            for config in configs.values():
+                setattr(config, ATTRIBUTE, name)
         model.eval()
         with torch.no_grad(), _fresh_rotary_tables(model):
             yield
@@ -200,9 +219,18 @@ def computing(model: nn.Module) -> Iterator[None]:
         raise CaptureError(f"{type(model).__name__} {why}") from error
 
 
-def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = False) -> None:
-    """Run a model once, without a cache where it would keep one unless ``cache``."""
+def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = False) -> bool:
+    """Run a model once, without a cache where it would keep one unless ``cache``.
+
+    Random numbers that it draws are the same every time, and the user's own stay as they are.
+
+    Returns:
+        Whether it drew some.
+    """
     caches = "use_cache" in inspect.signature(model.forward).parameters
     extra = {"use_cache": False} if caches and not cache else {}
-    with computing(model):
+    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    with computing(model), torch.random.fork_rng([*devices]):
+        before = torch.manual_seed(0).get_state()
         model(**{**inputs, **extra})
+        return not torch.equal(before, torch.get_rng_state())

@@ -31,7 +31,7 @@ NamedModule = tuple[nn.Module, str]
 
 
 class AttentionFinder(TorchDispatchMode):
-    """The modules that compute attention: a softmax times a matrix, or torch's own attention.
+    """The modules that compute attention: a softmax, or torch's own attention.
 
     What happens in a context of `captured` is left out. Routers of experts and mixtures of residual
     streams have a softmax, too: a module counts if the name of its class says that it is attention.
@@ -93,6 +93,7 @@ class AttentionFinder(TorchDispatchMode):
         elif isinstance(out, Tensor) and operation in SOFTMAX and out.ndim > 2:
             if (owner := self._owner()) is not None:
                 self._softmaxes.append((out, owner))
+                self._add(owner)  # what it weighs may be added up in other ways (deformable)
         elif args and isinstance(args[0], Tensor):
             result = out[0] if isinstance(out, tuple) and out else out
             owner = self._made_in(args[0])  # dropout, casts and other forms of probabilities

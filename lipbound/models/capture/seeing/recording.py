@@ -29,8 +29,9 @@ OUTER = 4
 class _Recorder:
     """The calls of one forward pass, seen by hooks on every module and our attention functions."""
 
-    def __init__(self, watch: AttentionFinder | None, samples: int):
+    def __init__(self, watch: AttentionFinder | None, samples: int, adds: bool):
         self._samples = samples
+        self._adds = adds  # masks of True and False are added to scores as numbers
         self._made: dict[int, Call] = {}
         self.calls: list[Call] = []
         self.follower = Follower(self._computed, self._projected, self.fused)
@@ -48,7 +49,8 @@ class _Recorder:
         """
         boolean = mask is not None and mask.dtype == torch.bool
         if mask is not None and boolean:  # eager functions would add True as 1
-            mask = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
+            hidden = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
+            mask = mask.to(q.dtype) if self._adds else hidden
         with self._unwatched():
             out, probabilities = eager(module)(module, q, k, v, mask, **kw)
         run = next((run for run in reversed(self._stack) if run.module is module), None)
@@ -57,7 +59,8 @@ class _Recorder:
                 f"attention was called on behalf of {type(module).__name__}, which is not being run"
             )
         extras = {name: value for name, value in kw.items() if value is not None}
-        call = Call(run, q, k, v, mask, kw.get("scaling"), extras, out, boolean=boolean)
+        call = Call(run, q, k, v, mask, kw.get("scaling"), extras, out)
+        call.boolean, call.adds = boolean and not self._adds, boolean and self._adds
         self._add(call, HeadOutputs(out, out.shape[-1], out.ndim - 2, v))
         return out, probabilities
 
@@ -146,7 +149,7 @@ class _Recorder:
         module = self._stack[-1].module
         if call is None:
             return
-        call.projection = module if _is_linear(module) else None
+        call.projection, call.projected = module if _is_linear(module) else None, x
         if call.way == INTERFACE:
             return
         if call.way == BY_HAND and outputs.form is not None and x.shape[-1] % outputs.width == 0:
@@ -226,7 +229,7 @@ def record(
     """
     # tokens of all samples may be packed together
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
-    recorder = _Recorder(watch, samples)
+    recorder = _Recorder(watch, samples, not getattr(model, "_supports_sdpa", True))
     hooks = []
     try:
         for name, module in model.named_modules():
@@ -238,7 +241,7 @@ def record(
             nullcontext() if watch is None else watch,
             recorder.follower,
         ):
-            forward(model, inputs, cache=cache)
+            drew = forward(model, inputs, cache=cache)
     finally:
         for hook in hooks:
             hook.remove()
@@ -251,12 +254,26 @@ def record(
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
             f"and multiplies no softmax of products of its tokens with others ({own})"
         )
+    for call in recorder.calls:
+        call.random = drew
     return recorder.calls
 
 
 def _as_it_is(value: Any) -> Any:
-    """Return a copy of a cache that holds something, which the pass will add to."""
-    return copy.deepcopy(value) if isinstance(value, Cache) and value.get_seq_length() else value
+    """Return a copy of a cache, to which the pass will add; its tensors are shared."""
+    if not isinstance(value, Cache):
+        return value
+    return copy.deepcopy(value, {id(t): t for t in _tensors_in(value)})
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
+    elif isinstance(value, dict) or hasattr(value, "__dict__"):
+        yield from _tensors_in([*(value if isinstance(value, dict) else vars(value)).values()])
 
 
 def _is_linear(module: nn.Module) -> bool:
