@@ -195,7 +195,7 @@ def _measured(
         seeds = [seed + window for seed in seeds for window in range(windows)]
         found = _measured(att, replace(spec, delta=delta), seeds, exact_count * windows)
         each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
-        return {name: t.all(1) if t.dtype == bool else t.max(1) for name, t in each.items()}
+        return {n: np.asarray(t.all(1) if t.dtype == bool else t.max(1)) for n, t in each.items()}
     count = (
         min(att.samples, torch.get_num_threads())
         if att.device.type == "cpu" and att.tokens <= SMALL

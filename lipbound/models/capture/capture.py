@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import INPUT, ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device
-from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, flag, indices, tell
+from lipbound.errors import (
+    CaptureError,
+    DifferentPositionsError,
+    UnfaithfulPassError,
+    flag,
+    indices,
+    tell,
+)
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
 from lipbound.models.capture.automatic import Padding, stream_names, through_module
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
@@ -401,9 +408,7 @@ def capture(
     batch = named_inputs(bare, inputs)
     for said in odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else []:
         tell(said)
-    capturer = Capturer(
-        measurable(bare), chosen, flag("around", around), flag("closed", closed)
-    )
+    capturer = Capturer(measurable(bare), chosen, flag("around", around), flag("closed", closed))
     found = [layer.attention for layer in capturer.run(batch)]
     for sample in telling_samples(batch):
         capturer.examine(one_sample(batch, sample))

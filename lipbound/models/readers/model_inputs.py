@@ -86,9 +86,7 @@ def ready_inputs(
     notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]
     _check_images(checkpoint, tensors)
     items = data.items() if isinstance(data, Mapping) else ()
-    options: dict[str, Any] = {
-        str(name): value for name, value in items if isinstance(value, bool)
-    }
+    options: dict[str, Any] = {str(name): value for name, value in items if isinstance(value, bool)}
     if options and (unknown := options.keys() - names):
         raise InputsError(
             f"{min(unknown)} is no setting of {kind}'s forward pass; leave it out, or give tensors "
