@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from support.models import GATED, IDS, LATENT, TEXT, build
+from support.models import GATED, IDS, IMAGE, LATENT, NARROW, TEXT, build
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -17,6 +17,7 @@ from lipbound.attention.module_attention import ModuleAttention
 
 IDS_9 = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
 IDS_7 = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(2))
+IDS_8 = IDS_9[:, :8]
 X, Y = (torch.randn(2, n, 24, generator=torch.Generator().manual_seed(n)) for n in (6, 5))
 ONES = torch.ones_like(IDS_9)
 PADDED = ONES.index_put((torch.tensor([1, 1]), torch.tensor([7, 8])), torch.tensor(0))
@@ -30,6 +31,15 @@ BART = {
 BLOOM = {"vocab_size": 60, "hidden_size": 24, "n_layer": 1, "n_head": 4}
 FALCON = {"vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
 GPTJ = {"vocab_size": 60, "n_embd": 24, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+ESM = {
+    **{**TEXT, "num_hidden_layers": 1, "position_embedding_type": "rotary"},
+    **{"mask_token_id": 2, "pad_token_id": 1, "token_dropout": False},
+}
+MOSHI = {**NARROW, "head_dim": 6, "ffn_dim": 32, "sliding_window": 40}
+MOSHI.pop("intermediate_size")
+XLM = {"vocab_size": 60, "emb_dim": 24, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32}
+LONGFORMER = {**TEXT, "num_hidden_layers": 1, "attention_window": [4]}
+SPARSE = {**LATENT, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 DEBERTA = {**TEXT, "num_hidden_layers": 1, "relative_attention": True, "pos_att_type": "p2c|c2p"}
 
 
@@ -77,7 +87,28 @@ CASES: dict[str, Case] = {
     ),
     "GPT-J": (
         *(lambda: tf.GPTJModel(tf.GPTJConfig(**GPTJ)), {"input_ids": IDS_9}),
-        *("out_proj", "automatic"),
+        *("out_proj", "closed form"),
+    ),
+    "Moshi": (
+        *(lambda: tf.MoshiModel(tf.MoshiConfig(**MOSHI)), {"input_ids": IDS_9}),
+        *("o_proj.linear", "closed form"),
+    ),
+    "ESM": (
+        *(lambda: tf.EsmModel(tf.EsmConfig(**ESM)), {"input_ids": IDS_9}),
+        *("", "closed form"),
+    ),
+    "XLM": (lambda: tf.XLMModel(tf.XLMConfig(**XLM)), {"input_ids": IDS_9}, "out_lin", "either"),
+    "chunks of keys": (
+        *(lambda: tf.LongformerModel(tf.LongformerConfig(**LONGFORMER)), {"input_ids": IDS_8}),
+        *("", "automatic"),
+    ),
+    "blocks of tokens": (
+        *(lambda: tf.LongT5EncoderModel(tf.LongT5Config(**SMALL, local_radius=3)),),
+        *({"input_ids": IDS_9}, "o", "automatic"),
+    ),
+    "chosen keys": (
+        *(lambda: tf.DeepseekV32Model(tf.DeepseekV32Config(**SPARSE)), {"input_ids": IDS_9}),
+        *("o_proj", "automatic"),
     ),
     "DeBERTa": (
         *(lambda: tf.DebertaV2Model(tf.DebertaV2Config(**DEBERTA)), {"input_ids": IDS_9}),
@@ -137,7 +168,7 @@ def dense_norms(
         hook = module.get_submodule(projection).register_forward_pre_hook(
             lambda module, args: seen.append(args[0])
         )
-    for cache in {"past_key_values", "layer_past"} & given.keys():
+    for cache in {"past_key_values", "layer_past", "cache"} & given.keys():
         given[cache] = None
     out = module(**{key: x if t is given[of] else t for key, t in given.items()})
     if projection:
@@ -189,3 +220,128 @@ def test_norms_are_those_of_the_models_own_module(case: str) -> None:
     if measured == "both":
         streams = [getattr(layer.attention, "perturbed", "input") for layer in found]
         assert streams == ["input", "input", "queries", "memory"]
+
+
+class Joint(nn.Module):
+    """Tokens of two kinds in one softmax, as in diffusion transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_x, self.of_y, self.out = nn.Linear(24, 72), nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        parts = torch.cat([self.of_x(x), self.of_y(y)], 1).unflatten(-1, (12, 6)).transpose(1, 2)
+        q, k, v = parts.chunk(3, 1)
+        o = nn.functional.scaled_dot_product_attention(query=q, key=k, value=v)
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+def test_streams_of_one_softmax_move_together() -> None:
+    module = build(Joint).double()  # type: ignore[arg-type]
+    x, y = X.double(), Y.double()
+    (att,) = lb.capture(module, {"x": x, "y": y})
+    assert (att.tokens, att.samples) == (11, 2)
+    both = torch.cat([x[:1], y[:1]], 1).requires_grad_()
+    seen: list[Tensor] = []
+    module.out.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    module(both[:, :6], both[:, 6:])
+    rows = [torch.autograd.grad(o, both, retain_graph=True)[0].flatten() for o in seen[0].flatten()]
+    jacobian = torch.stack(rows).view(11, 4, 6, -1)
+    expected = [torch.linalg.matrix_norm(jacobian[:, h].flatten(0, 1), 2) for h in range(4)]
+    mine = lb.spectral_norm(att, tol=1e-9).lower[0]
+    torch.testing.assert_close(mine, torch.stack(expected), rtol=1e-8, atol=0)
+
+
+class Talking(nn.Module):
+    """Heads whose scores and probabilities are mixed by weights (talking heads)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (12, 6)).transpose(1, 2).chunk(3, 1)
+        scores = self.before((q @ k.mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        p = self.after(scores.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.out((p @ v).transpose(1, 2).flatten(2))
+
+
+def test_talking_heads() -> None:
+    module = build(Talking).double()  # type: ignore[arg-type]
+    (layer,) = lb.models.capture.capture.Capturer(module).run({"x": X.double()})
+    assert isinstance(layer.attention, ModuleAttention)
+    expected = dense_norms(module, "", {"x": X.double()}, "out", "input", 4)
+    mine = lb.spectral_norm(layer.attention, tol=1e-9).lower[0]
+    torch.testing.assert_close(mine, expected, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["closed", "automatic"])
+def test_windows_of_pictures(kind: str) -> None:
+    """Windows stand where samples do; their norms are those of the module, window by window."""
+    config = tf.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=12, depths=[2], num_heads=[2], window_size=4
+    )
+    model = build(lambda: tf.SwinModel(config)).double()
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)).double()
+    inputs = {"pixel_values": pixels}
+    run = lb.models.capture.capture.Capturer(model, closed=kind == "closed").run(inputs)
+    model.set_attn_implementation("eager")
+    for layer in run:
+        att = layer.attention
+        assert isinstance(att, Attention) == (kind == "closed")
+        assert (layer.windows, att.samples, att.tokens) == (4, 8, 16)
+        expected = dense_norms(model, layer.name, inputs, "o_proj", "input", 2)
+        mine = lb.spectral_norm(att, tol=1e-9).lower[0]
+        torch.testing.assert_close(mine, expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("case", ["nanoGPT by hand", "GPT-J", "BLOOM"])
+def test_a_closed_form_is_what_its_module_computes(case: str) -> None:
+    """`closed=False` measures the same norms without anything that was read off the model."""
+    make, inputs, _, _ = CASES[case]
+    model = build(make).double()  # type: ignore[arg-type]
+    inputs = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
+    some, others = lb.capture(model, inputs), lb.capture(model, inputs, closed=False)
+    for a, b in zip(some, others, strict=True):
+        assert (type(a), type(b)) == (Attention, ModuleAttention)
+        mine, its = (lb.spectral_norm(t, tol=1e-9).lower for t in (a, b))
+        torch.testing.assert_close(mine, its, rtol=1e-7, atol=0)
+
+
+def test_random_numbers_are_the_same_in_every_pass() -> None:
+    """A model that draws which patches it sees is measured at the draw of seed 0, and says so."""
+    model = build(lambda: tf.ViTMAEModel(tf.ViTMAEConfig(**IMAGE)))
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    state = torch.get_rng_state()
+    with pytest.warns(lb.Notice, match=r"draws random numbers .* torch.manual_seed\(0\)"):
+        first = lb.capture(model, {"pixel_values": pixels})
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(5)
+    second = lb.capture(model, {"pixel_values": pixels})
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        own = model(pixels, output_attentions=True).attentions
+    for a, b, p in zip(first, second, own, strict=True):
+        assert torch.equal(a.x, b.x)
+        torch.testing.assert_close(a.p, p, rtol=1e-4, atol=1e-6)
+
+
+def test_an_empty_cache_stays_empty() -> None:
+    """A cache that the pass fills is empty again when a module of it is run by itself."""
+    model = build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA_1, **IDS)))
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.inner(input_ids, use_cache=True).last_hidden_state
+
+    (plain,) = lb.capture(model, {"input_ids": IDS_9})
+    (layer,) = lb.models.capture.capture.Capturer(Caching(), closed=False).run({"input_ids": IDS_9})
+    assert layer.name.endswith("self_attn")
+    mine, its = (lb.spectral_norm(t, tol=1e-6).lower for t in (plain, layer.attention))
+    torch.testing.assert_close(mine.double(), its, rtol=1e-4, atol=0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from lipbound.attention.variants.qk_norm import QKNorm
-from lipbound.attention.variants.rotary import Rotation
+from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
 from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs, in_heads
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
@@ -51,14 +51,31 @@ class Turns(NamedTuple):
     """Position embeddings of a call, and the rotation that they make.
 
     Attributes:
-        positions: the embeddings as the layer is given them.
-        rotation: None where nothing is turned.
+        positions: the embeddings as the layer is given them; None where it makes them itself, or is
+            given them under another name.
+        rotation: None where nothing is turned; relative to the first token, where ``positions`` is
+            None.
         order: of the coordinates in which it is one, (d,).
     """
 
     positions: Any
     rotation: Rotation | None
     order: Tensor
+
+    def undone(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        """Return vectors (rows, heads, d) as they were before tokens at some positions turned them.
+
+        Args:
+            vectors: turned.
+            positions: (rows,).
+        """
+        if self.rotation is None or self.positions is not None:
+            return vectors
+        cos, sin = (t[positions, None] for t in (self.rotation.cos, self.rotation.sin))
+        size = cos.square() + sin.square()
+        found = torch.empty_like(vectors)
+        found[..., self.order] = turned(vectors[..., self.order], cos / size, -sin / size)
+        return found
 
 
 @dataclass
@@ -85,6 +102,8 @@ class ProbedWeights:
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
         mine = None if self.turns is None else self.turns.positions
+        if self.turns is not None and mine is None:
+            return False  # what turns its tokens is not known
         return same_values(mine, call.run.kwargs.get(POSITIONS))
 
 
@@ -141,6 +160,11 @@ class ProbedLayer:
         """
         return tuple(t.transpose(1, 2).flatten(0, 1) for t in self._stop(tokens, turned).qkv)
 
+    def _vectors(self, tokens: Tensor, *, turned: bool = False) -> list[Tensor]:
+        """Return queries, and keys, of tokens (samples, N, D), each (samples heads, N, d)."""
+        sides, shape = self.projections(tokens, turned=turned)[:2], tokens.shape[:2]
+        return [t.unflatten(0, shape).transpose(1, 2).flatten(0, 1) for t in sides]
+
     def refuse_what_depends_on_tokens(self) -> None:
         """Refuse masks, biases or sinks that change with the tokens.
 
@@ -184,7 +208,7 @@ class ProbedLayer:
         """
         given, shape = self._call.run.kwargs.get(POSITIONS), self._call.x.shape
         if given is None:
-            return None
+            return self._own_turns(known)
         tables = (given,) if isinstance(given, Tensor) else given
         if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in tables):
             raise self._call.unsupported(
@@ -200,9 +224,8 @@ class ProbedLayer:
         after: list[Tensor] = []
         while sum(map(len, before)) < d + 4:
             x = self._random(generator)
-            for vectors, turned in ((before, False), (after, True)):
-                found = self.projections(x, turned=turned)[:2]
-                vectors += [t.unflatten(0, shape[:2]).transpose(1, 2).flatten(0, 1) for t in found]
+            before += self._vectors(x, turned=False)
+            after += self._vectors(x, turned=True)
             while candidates:
                 turns = candidates.pop()
                 pairs = torch.cat(before), torch.cat(after)
@@ -212,6 +235,34 @@ class ProbedLayer:
             return Turns(given, *find_rotation(torch.cat(before), torch.cat(after)))
         except CaptureError as error:
             raise self._call.unsupported(f"cannot be captured: {error}") from error
+
+    def _own_turns(self, known: Iterable[Turns]) -> Turns | None:
+        """Return the rotation that the module makes itself, relative to that of the first token.
+
+        It is read off one token that stands at every position; None where there is none, or
+        something else is made of positions, which the check of rebuilt queries tells.
+        """
+        for stub in self.stubs:
+            stub.centred = False
+        shape, d = self._call.x.shape, self._call.q.shape[-1]
+        generator = torch.Generator().manual_seed(4)
+        found: list[Tensor] = []
+        while sum(map(len, found)) < d + 4:
+            x = self._random(generator)[:, :1].expand(shape).contiguous()
+            found += self._vectors(x)
+            if all(_alike(t) for t in found):
+                return None
+        after = torch.cat(found)
+        before = after[:, :1].expand(after.shape)
+        for turns in known:
+            fits = turns.positions is None and len(turns.order) == d
+            fits = fits and (turns.rotation is None or turns.rotation.tokens == shape[1])
+            if fits and misses(*turns[1:], before, after) <= ROTATION_TOLERANCE:
+                return turns
+        try:
+            return Turns(None, *find_rotation(before, after))
+        except CaptureError:
+            return None
 
     def _random(self, generator: torch.Generator) -> Tensor:
         x = torch.randn(self._call.x.shape, generator=generator, dtype=torch.float64)
@@ -293,6 +344,12 @@ class ProbedLayer:
         raise CaptureError(f"layer {self._call.name}: probing did not reach its attention")
 
 
+def _alike(vectors: Tensor) -> bool:
+    """Return whether vectors (many, N, d) are the same at all positions."""
+    size = ROTATION_TOLERANCE * vectors.abs().amax()
+    return not bool((vectors - vectors[:, :1]).abs().amax() > size)
+
+
 def _unturned(positions: Any) -> Any:
     """Return position embeddings that turn nothing: cosines 1 and sines 0, or complex numbers 1."""
     if isinstance(positions, Tensor):
@@ -352,9 +409,12 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         for some in rows.split(samples * n)
     ]
     maps = [torch.cat(pieces) for pieces in zip(*qkv, strict=True)]  # (D + 1, H or H_kv, d) each
+    turns = layer.turns(known)
+    if turns is not None:
+        places = torch.arange(width + 1, device=rows.device) % (samples * n) % n
+        maps[:2] = [turns.undone(t, places) for t in maps[:2]]
     w = [(y[1:] - y[0]).transpose(0, 1).contiguous() for y in maps]
     b = [y[0] if bool((y[0] != 0).any()) else None for y in maps]
-    turns = layer.turns(known)
     heads = call.q.shape[1]
 
     def each_head(t: Tensor, side: int) -> Tensor:

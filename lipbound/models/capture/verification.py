@@ -14,7 +14,6 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError, UnfaithfulPassError
 from lipbound.models.capture.probing import (
     CAPTURE_TOLERANCE,
-    POSITIONS,
     ProbedLayer,
     ProbedWeights,
 )
@@ -314,8 +313,8 @@ def _refuse_projection(model: nn.Module, call: Call, side: int, difference: floa
         raise call.unsupported(f"makes its {name} of several tokens (by a convolution, for one)")
     if depends.on_position:
         raise call.unsupported(
-            f"makes its {name} depend on the position of a token otherwise than by {POSITIONS}, "
-            "where rotations are found (inside the module, or by an argument of another name)"
+            f"makes its {name} depend on the position of a token otherwise than by a rotation of "
+            "queries and keys"
         )
     raise CaptureError(
         f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map of the "
