@@ -492,9 +492,11 @@ class Attention:
     def _in_float64(self) -> Self:
         return self._map(in_float64, check=False, mask=False)
 
-    def to(self, device: str | torch.device) -> Self:
-        """Return the same layer on another device."""
-        return self._map(lambda t: t.to(device))
+    def to(self, other: str | torch.device | torch.dtype) -> Self:
+        """Return the same layer on another device, or in another floating-point dtype."""
+        if isinstance(other, torch.dtype):
+            return self._map(lambda t: t.to(other) if t.is_floating_point() else t)
+        return self._map(lambda t: t.to(other))
 
     def detached(self) -> Self:
         """Return the same layer without derivatives, of copies of its tensors.

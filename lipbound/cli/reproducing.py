@@ -35,6 +35,13 @@ def verify(
         str | None,
         typer.Option(help="Compute again in another dtype; float64 tells how far off float32 is."),
     ] = None,
+    automatic: Annotated[
+        bool,
+        typer.Option(
+            "--automatic",
+            help="Also compute exact norms there by automatic differentiation of the model.",
+        ),
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="JSON, for programs; the status is the same.")
     ] = False,
@@ -44,7 +51,8 @@ def verify(
     from lipbound.runs.verify import verify as run_verify
 
     asked: dict[str, Any] = {"model": model, "data": data, "device": device, "dtype": dtype}
-    found = run_verify(load(run, damaged="accept"), places=places, seed=seed, **asked)
+    asked |= {"places": places, "seed": seed, "automatic": automatic}
+    found = run_verify(load(run, damaged="accept"), **asked)
     if json:
         said = {name: getattr(found, name) for name in ("ok", "problems", "notes", "places")}
         echo_json(said | {"table": found.table.reset_index().to_dict("records")})

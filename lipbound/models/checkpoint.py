@@ -100,6 +100,8 @@ class Checkpoint:
             taken in place of the checkpoint's own, or None.
         configuration: "sha256:..." over the config.json of a directory, or over what the
             configuration of a loaded model says; None where ``revision`` covers it.
+        processor: what makes tensors of images, where it comes with the model rather than from
+            ``source``.
     """
 
     model: Any
@@ -115,6 +117,7 @@ class Checkpoint:
     tokenizer_from: str | None = None
     processor_from: str | None = None
     configuration: str | None = None
+    processor: Any = None
 
     @property
     def accepted(self) -> list[str]:
@@ -169,6 +172,8 @@ class Checkpoint:
             A processor of transformers; CheckpointError is raised where there is none.
         """
         given, files = self.processor_from, PROCESSOR_FILES
+        if given is None and self.processor is not None:
+            return self.processor
         return self._companion(AutoImageProcessor, "image processor", given, files, IMAGES_INSTEAD)
 
     def _companion(

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, tell
 from lipbound.models.checkpoint import Checkpoint, Inputs
+from lipbound.models.given_layers import GivenLayers, inputs_of
 from lipbound.models.offload import without_weights
 from lipbound.models.quiet import quiet
 from lipbound.models.readers.files import is_sentence
@@ -103,6 +104,9 @@ def prepare(
             "the default"
         )
     selection = Selection(count, max_length, split, column, shuffle)
+    if isinstance(checkpoint.model, GivenLayers):
+        selection.refuse_table("layers have")
+        return inputs_of(checkpoint.model, data, count)
     if isinstance(data, Inputs):
         selection.refuse_table("ready inputs have")
         return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))

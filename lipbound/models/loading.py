@@ -10,16 +10,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
 from lipbound.errors import CheckpointError, adapter_name, name_or_none, shown, tell
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
+from lipbound.models.given_layers import load_layers
 from lipbound.models.sources.adapters import Adapter, open_adapter
 from lipbound.models.sources.catalogue import load_builtin
 from lipbound.models.sources.loaded_model import load_loaded
 from lipbound.models.sources.locations import adapter_folder, load_directory, load_hub
+from lipbound.models.sources.other_packages import load_other
 
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 SOURCES: tuple[Callable[[Any, LoadOptions], Checkpoint | None], ...] = (
     load_loaded,
+    load_layers,
     load_builtin,
+    load_other,
     load_directory,
     load_hub,
 )
@@ -51,8 +55,10 @@ def load_checkpoint(
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, a
             GGUF file, "builtin:minilm", "builtin:smollm2", "builtin:gpt2", "builtin:llama",
-            "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a
-            loaded transformers model (used as it is, moved and cast).
+            "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", a model of
+            another package, "timm:NAME" or "open_clip:NAME@TAG" (behind the @ also a local
+            .safetensors file), or a loaded transformers model or other torch module (used as it
+            is, moved and cast).
         revision: branch, tag or commit of a hub model.
         dtype: "float32" or "float64"; half-precision weights are cast up.
         device: a torch device.

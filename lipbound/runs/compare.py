@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from lipbound.devices import in_own_modes, resolve_device
-from lipbound.errors import StoreError, flag
+from lipbound.errors import LipboundError, StoreError, flag
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import allocate, assemble, versions
 from lipbound.runs.execute import DaskExecutor, Executor, SerialExecutor, fill, progress_bar
@@ -30,6 +30,7 @@ def compare(
     model: str | Path | PreTrainedModel,
     data: Any = None,
     *,
+    inputs: Any = None,
     bounds: str | Iterable[str] = "default",
     map: str = "head",
     norm: str = "frobenius",
@@ -62,9 +63,13 @@ def compare(
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file,
             "builtin:NAME" (minilm, smollm2, gpt2, llama, vit, ...; see
-            `lipbound.models.loading.load_checkpoint`), or a loaded transformers model.
+            `lipbound.models.loading.load_checkpoint`), "timm:NAME", "open_clip:NAME@TAG", a loaded
+            transformers model, any torch module, or a list of `lipbound.Attention`, which bring
+            their inputs.
         data: None for a default of the model's modality, or anything
             `lipbound.models.inputs.prepare` takes.
+        inputs: ready inputs of the model's forward, in place of ``data``: a tensor, several, or a
+            dict of named ones.
         bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (every bound of
             the norm), or "none" for exact norms alone.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then
@@ -125,7 +130,10 @@ def compare(
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
     """
     given = dict(locals())
-    del given["client"], given["progress"]
+    del given["client"], given["progress"], given["inputs"]
+    if inputs is not None and data is not None:
+        raise LipboundError("data and inputs are both given; inputs are ready data, so give one")
+    given["data"] = data if inputs is None else inputs
     return run(RunConfig(**given), client=client, progress=flag("progress", progress))
 
 

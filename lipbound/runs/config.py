@@ -69,8 +69,9 @@ class RunConfig:
     ``torch.dtype``, one layer, layers as text. The command line shows the following as help.
 
     Attributes:
-        model: Hub id (owner/name or owner/name@revision), checkpoint directory, GGUF file, or a
-            builtin such as builtin:minilm (see `lipbound models`).
+        model: Hub id (owner/name or owner/name@revision), checkpoint directory, GGUF file, a
+            builtin such as builtin:minilm (see `lipbound models`), timm:NAME or
+            open_clip:NAME@TAG.
         data: Hub dataset (id or id:config), text file, folder of texts or images,
             parquet/csv/tsv/json, safetensors of inputs, or a text.
         split: Split of a hub dataset.

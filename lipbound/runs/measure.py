@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import INPUT, ModuleAttention, described
@@ -23,10 +23,8 @@ from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.verification import one_sample
+from lipbound.models.given_layers import GivenCapturer, GivenLayers
 from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 SMALL = 1024
 """Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's
@@ -96,9 +94,25 @@ class LayerResult(NamedTuple):
     error: float
 
 
-def capturer_of(model: "PreTrainedModel", layers: Sequence[int] | None, map: str) -> Capturer:
-    """Prepare the capture of some layers of a model (all for None) as a map needs them."""
-    return Capturer(model, layers, around=map in BLOCKS)
+def capturer_of(
+    model: nn.Module, layers: Sequence[int] | None, map: str, *, closed: bool = True
+) -> Capturer:
+    """Prepare the capture of some layers of a model (all for None) as a map needs them.
+
+    Args:
+        model: loaded.
+        layers: their numbers.
+        map: that is measured.
+        closed: False for automatic differentiation of every layer.
+
+    Raises:
+        LipboundError: layers that are given themselves have no module to differentiate.
+    """
+    if not isinstance(model, GivenLayers):
+        return Capturer(model, layers, around=map in BLOCKS, closed=closed)
+    if not closed:
+        raise LipboundError("the run is of layers without a model, and there is no module to run")
+    return GivenCapturer(model, layers)
 
 
 def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:

@@ -1,6 +1,7 @@
 """Find the model and the inputs of a run again, by its provenance, and compute numbers again."""
 
 import importlib.metadata
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,13 +41,17 @@ class Replay(NamedTuple):
     differences: list[str]
     notes: list[str]
 
-    def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
-        """Prepare to measure the layer at a position as the whole run did."""
+    def measurer(self, ds: xr.Dataset, layer: int, *, closed: bool = True) -> Measurer:
+        """Prepare to measure the layer at a position as the whole run did.
+
+        ``closed=False`` measures exact norms alone, by automatic differentiation.
+        """
         made = Extent(**ds.attrs["made"])
         shape = (len(made.layers), made.heads or 1)
         spec = measurement_spec(self.config, self.config.names, made.exact_samples, shape)
         number = int(ds["layer"][layer])
-        return Measurer(capturer_of(self.checkpoint.model, [number], spec.map), spec)
+        spec = spec if closed else replace(spec, names=())
+        return Measurer(capturer_of(self.checkpoint.model, [number], spec.map, closed=closed), spec)
 
 
 def replay(
@@ -126,7 +131,9 @@ def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:
     return found
 
 
-def measure_again(rerun: Replay, ds: xr.Dataset, sample: int, layer: int) -> dict[str, np.ndarray]:
+def measure_again(
+    rerun: Replay, ds: xr.Dataset, sample: int, layer: int, *, closed: bool = True
+) -> dict[str, np.ndarray]:
     """Compute again what the run stores about one sample and layer.
 
     Args:
@@ -134,6 +141,7 @@ def measure_again(rerun: Replay, ds: xr.Dataset, sample: int, layer: int) -> dic
         ds: the run.
         sample: position of the sample.
         layer: position of the layer.
+        closed: False for the exact norms alone, by automatic differentiation.
 
     Returns:
         By name, (heads,) of the heads that are there.
@@ -141,7 +149,7 @@ def measure_again(rerun: Replay, ds: xr.Dataset, sample: int, layer: int) -> dic
     number = int(ds["sample"][sample])
     block = rerun.inputs.block(number, number + 1, rerun.device)
     with torch.no_grad():
-        (measured,) = rerun.measurer(ds, layer).block(block, number)
+        (measured,) = rerun.measurer(ds, layer, closed=closed).block(block, number)
     there = ds["head"].values if "head" in ds.dims else [0]
     return {
         name: value[0, [head for head in there if head < value.shape[1]]]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.devices import dtype_name
-from lipbound.errors import AlteredRunError, CaptureError, whole
+from lipbound.errors import AlteredRunError, CaptureError, flag, whole
 from lipbound.formatting import plain
 from lipbound.runs.checksums import altered, impossible, settings_altered
 from lipbound.runs.concat import split
@@ -22,6 +23,8 @@ from lipbound.schema import AXES, Extent, lacks_variables, norm_of, own, with_ex
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in
 some bounds amplify it."""
+AUTOMATICALLY = "exact by automatic differentiation"
+"""What the table calls exact norms that were computed through the model's own modules."""
 FLAGS = ("_sound", "_converged")
 """Ends of names of variables that are true or false."""
 
@@ -166,6 +169,7 @@ def verify(
     data: Any = None,
     device: str = "auto",
     dtype: str | None = None,
+    automatic: bool = False,
 ) -> Verification:
     """Compute some of a run's numbers again, from the provenance it recorded, and compare.
 
@@ -191,6 +195,9 @@ def verify(
         device: to compute on, a torch device or "auto".
         dtype: to compute in, that of the run by default; a run in float32 can be checked in
             "float64".
+        automatic: also compute the exact norms at these places by automatic differentiation of the
+            model's own modules, which uses nothing that was read off them. Slower; for the
+            Frobenius norm of heads and of layers.
 
     Returns:
         A `Verification`; ``print`` it, or look at ``.ok`` and ``.problems``.
@@ -200,9 +207,10 @@ def verify(
     """
     ds = whole_run(ds)
     places, seed = whole("places", places, least=1), whole("seed", seed, least=0)
+    asked = (places, seed, model, data, device, dtype, flag("automatic", automatic))
     if "runs" not in ds.attrs:
-        return _verify_one(ds, places, seed, model, data, device, dtype)
-    found = [_verify_one(part, places, seed, model, data, device, dtype) for part in split(ds)]
+        return _verify_one(ds, *asked)
+    found = [_verify_one(part, *asked) for part in split(ds)]
     return _together(found, _own_faults(ds))
 
 
@@ -250,7 +258,14 @@ def _together(found: list[Verification], faults: list[str]) -> Verification:
 
 
 def _verify_one(
-    ds: xr.Dataset, places: int, seed: int, model: Any, data: Any, device: str, dtype: str | None
+    ds: xr.Dataset,
+    places: int,
+    seed: int,
+    model: Any,
+    data: Any,
+    device: str,
+    dtype: str | None,
+    automatic: bool,
 ) -> Verification:
     """Verify one run."""
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
@@ -281,7 +296,10 @@ def _verify_one(
     wrong: list[Difference] = []
     try:
         for s, i in chosen:
-            for name, relative, difference in _compare(ds, rerun, s, i):
+            compared = [_compare(ds, rerun, s, i)]
+            if automatic and bool(with_exact(ds)[s]):
+                compared.append(_through_module(ds, rerun, s, i))
+            for name, relative, difference in chain(*compared):
                 count, largest, off = counts.get(name, (0, 0.0, 0))
                 counts[name] = (count + 1, max(largest, relative), off + (difference is not None))
                 wrong += [] if difference is None else [difference]
@@ -376,6 +394,33 @@ def _compare(
                 then, found = (str(bool(x)) if flag else f"{float(x):.8g}" for x in (stored, now))
                 told = Difference(name, _place(ds, s, i, h), then, found, difference)
             yield name, difference, told
+
+
+def _through_module(
+    ds: xr.Dataset, rerun: Replay, s: int, i: int
+) -> Iterator[tuple[str, float, Difference | None]]:
+    """Compare the enclosures of exact norms with those of automatic differentiation.
+
+    Yields:
+        Name, relative gap between the two and, where it is too large, what differs.
+    """
+    new = measure_again(rerun, ds, s, i, closed=False)
+    slack = max(ALLOWED[t] for t in (ds.attrs["dtype"], "float64"))
+    ends = []
+    for found in (ds.isel(sample=s, layer=i), new):
+        low = np.atleast_1d(found["exact"])
+        wide = "exact_upper" in found
+        ends.append((low, np.atleast_1d(found["exact_upper"]) if wide else low))
+    allowed = slack if "exact_upper" in new else slack + 2 * float(ds.attrs["tol"])
+    for h, (low, high, its_low, its_high) in enumerate(zip(*ends[0], *ends[1], strict=False)):
+        if np.isnan(low):
+            continue
+        gap = max(0.0, float(low) / float(its_high) - 1, float(its_low) / float(high) - 1)
+        told = None
+        if not gap <= allowed:
+            then, now = f"{low:.8g} to {high:.8g}", f"{its_low:.8g} to {its_high:.8g}"
+            told = Difference(AUTOMATICALLY, _place(ds, s, i, h), then, now, gap)
+        yield AUTOMATICALLY, gap, told
 
 
 def _tolerance(

@@ -268,7 +268,7 @@ class Capturer:
         )
         if name != call.name:
             said += f"; they are functions of what {name or 'the model'} is given"
-        if (kind, why) not in self._told:
+        if self.closed and (kind, why) not in self._told:
             self._told.add((kind, why))
             self._note(said)
         return LayerCapture(i, name, attention, error, attention.windows)

@@ -206,7 +206,7 @@ class ProbedLayer:
         Args:
             known: of other layers; the last that takes the ones to the others is taken over.
         """
-        given, shape = self._call.run.kwargs.get(POSITIONS), self._call.x.shape
+        given = self._call.run.kwargs.get(POSITIONS)
         if given is None:
             return self._own_turns(known)
         tables = (given,) if isinstance(given, Tensor) else given

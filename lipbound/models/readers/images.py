@@ -130,6 +130,8 @@ def _processing(processor: Any) -> str:
     >>> _processing(processor).partition(": ")[2].split(", image")[0]
     'size 8 x 8, resample bilinear, rescale factor 0.00392157'
     """
+    if described := getattr(processor, "described", None):
+        return str(described)
     steps = [names for step, names in PROCESSING.items() if getattr(processor, step, None)]
     values = {name: getattr(processor, name, None) for names in steps for name in names}
     said = [f"{n.replace('_', ' ')} {_plain(n, v)}" for n, v in values.items() if v is not None]
