@@ -1,10 +1,12 @@
 """Prepare data as model inputs: texts, images, or inputs that are ready."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lipbound import errors
@@ -111,7 +113,10 @@ def prepare(
         selection.refuse_table("ready inputs have")
         return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))
     if not isinstance(checkpoint.model, PreTrainedModel) and data is not None:
-        data = named_inputs(checkpoint.model, data)
+        parts = data if isinstance(data, list | tuple) else [data]
+        tensors = isinstance(data, Mapping) or any(isinstance(one, Tensor) for one in parts)
+        if tensors or checkpoint.modality not in READERS:
+            data = named_inputs(checkpoint.model, data)
     if is_ready(data):
         inputs = ready_inputs(data, checkpoint, selection)
     else:

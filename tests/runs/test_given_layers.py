@@ -1,0 +1,109 @@
+"""Runs of layers that are given themselves, and of ready inputs under their own keyword."""
+
+import numpy as np
+import pytest
+import torch
+
+import lipbound as lb
+from lipbound.errors import CheckpointError, InputsError, LipboundError
+
+
+def layer(samples: int = 2, heads: int = 2, dtype: torch.dtype = torch.float64) -> lb.Attention:
+    g = torch.Generator().manual_seed(heads)
+    x = torch.randn(samples, 5, 8, generator=g, dtype=dtype)
+    w = [torch.randn(heads, 8, 4, generator=g, dtype=dtype) for _ in range(3)]
+    return lb.Attention(x, *w)
+
+
+def test_a_run_of_layers_has_their_norms_and_bounds() -> None:
+    layers = [layer(), layer(heads=3)]
+    ds = lb.compare(layers, dtype="float64", bounds="lipbound,kim", progress=False)
+    for i, att in enumerate(layers):
+        norm = lb.spectral_norm(att, tol=1e-6).lower
+        np.testing.assert_allclose(ds["exact"][:, i, : att.heads], norm, rtol=1e-3)
+        bound = lb.bounds.get("lipbound")(att)
+        np.testing.assert_allclose(ds["lipbound"][:, i, : att.heads], bound, rtol=1e-9)
+    assert ds.attrs["model"] == "2 layers"
+    assert bool(np.isnan(ds["exact"][:, 0, 2]).all())
+    assert lb.verify(ds, model=layers).ok
+    changed = [layers[0], layers[1].at(1.1 * layers[1].x)]
+    assert not lb.verify(ds, model=changed).ok
+
+
+def test_samples_are_taken_one_block_at_a_time() -> None:
+    """A small memory measures layers sample by sample, with the same numbers."""
+    given = [layer(samples=5)]
+    whole, parts = (
+        lb.compare(given, dtype="float64", bounds="none", memory=memory, progress=False)
+        for memory in ("1GB", "9kB")
+    )
+    np.testing.assert_allclose(whole["exact"], parts["exact"], rtol=1e-9)
+    first = lb.compare(given, dtype="float64", bounds="none", samples=2, progress=False)
+    np.testing.assert_allclose(whole["exact"][:2], first["exact"], rtol=1e-9)
+
+
+def test_layers_without_a_closed_form() -> None:
+    model, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    given = lb.capture(model, {"query": x, "key": x, "value": x}, closed=False)
+    ds = lb.compare([*given, layer(dtype=torch.float32)], bounds="none", progress=False)
+    assert ds["measured"].values.tolist() == ["automatic", "closed form"]
+    norm = lb.spectral_norm(given[0], tol=1e-6).lower
+    np.testing.assert_allclose(ds["exact"][:, 0], norm, rtol=1e-3)
+    with pytest.raises(LipboundError, match="no module to run"):
+        lb.verify(ds, model=[*given, layer(dtype=torch.float32)], automatic=True)
+
+
+def test_what_layers_cannot_have() -> None:
+    with pytest.raises(CheckpointError, match="different numbers of samples: 2, 3"):
+        lb.compare([layer(), layer(samples=3)], progress=False)
+    with pytest.raises(InputsError, match="bring their own inputs"):
+        lb.compare([layer()], "a text", progress=False)
+    with pytest.raises(CheckpointError, match="give a hub id"):
+        lb.compare([], progress=False)
+    with pytest.warns(lb.Notice, match="1 of 1 layers are measured in float32"):
+        lb.compare([layer()], bounds="none", progress=False)
+
+
+def test_inputs_are_ready_data() -> None:
+    model, x = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8)
+    some = lb.compare(model.eval(), inputs=x, bounds="none", progress=False)
+    others = lb.compare(model.eval(), x, bounds="none", progress=False)
+    np.testing.assert_array_equal(some["exact"], others["exact"])
+    with pytest.raises(LipboundError, match="data and inputs are both given"):
+        lb.compare(model, x, inputs=x, progress=False)
+
+
+def test_numbers_without_an_axis_of_samples() -> None:
+    """A time, one for each sample or one for all, and places of any layout, go in as they are."""
+
+    class Timed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def forward(self, x: torch.Tensor, times: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+            moved = x * times.view(-1, 1, 1) + grid.mean()
+            return self.inner(moved)
+
+    model, x, grid = Timed().eval(), torch.randn(2, 5, 8), torch.randn(7, 2)
+    each = {"x": x, "times": torch.tensor([2.0, 2.0]), "grid": grid}
+    with pytest.warns(lb.Notice, match=r"grid, of shape \(7, 2\), is given to Timed whole"):
+        some = lb.compare(model, each, bounds="none", progress=False)
+    one = each | {"times": torch.tensor(2.0)}
+    others = lb.compare(model, one, bounds="none", progress=False)
+    np.testing.assert_allclose(some["exact"], others["exact"], rtol=1e-6)
+    changed = lb.compare(model, one | {"grid": grid + 1}, bounds="none", progress=False)
+    assert changed.attrs["data_fingerprint"] != others.attrs["data_fingerprint"]
+
+
+def test_automatic_differentiation_verifies_a_run() -> None:
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    ds = lb.compare(model, x, bounds="none", progress=False)
+    found = lb.verify(ds, model=model, data=x, automatic=True)
+    assert found.ok
+    assert "exact by automatic differentiation" in str(found)
+    ds["exact"][0, 0, 0] *= 1.1
+    ds["exact_upper"][0, 0, 0] *= 1.1
+    wrong = lb.verify(ds, model=model, data=x, automatic=True)
+    assert any(one.startswith("exact by automatic differentiation at") for one in wrong.problems)
