@@ -125,6 +125,11 @@ class Checkpoint:
         parameters = inspect.signature(self.model.forward).parameters.values()
         return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
+    def optional(self, name: str) -> bool:
+        """Return whether the forward pass may go without an input that it takes."""
+        given = inspect.signature(self.model.forward).parameters.get(name)
+        return given is not None and given.default is not inspect.Parameter.empty
+
     @property
     def main_input(self) -> str:
         """The model's main input: the one it declares, if its forward has it, else one of those."""

@@ -77,7 +77,10 @@ def ready_inputs(
     names = _taken(checkpoint)
     main = checkpoint.main_input
     check_towers(checkpoint, given)
-    if main not in given and not ("inputs_embeds" in given and "inputs_embeds" in names):
+    others = {"inputs_embeds"} & names
+    if least == 1 and checkpoint.optional(main):
+        others = names
+    if main not in given and not others & given.keys():
         raise InputsError(
             f"ready inputs of {kind} must have {main}; given are {', '.join(map(str, given))}"
         )
