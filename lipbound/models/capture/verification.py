@@ -49,6 +49,8 @@ def check_call(call: Call) -> None:
         CaptureError: it is not.
     """
     _ = call.x
+    if call.changed and call.way != INTERFACE:
+        raise call.unsupported(call.changed)
     if call.run.calls > 1:
         raise call.unsupported(
             f"calls attention {call.run.calls} times whenever it runs (differential attention, "

@@ -245,11 +245,22 @@ def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
     """Give the decoder of an encoder-decoder the encoder's tokens, shifted by one, and tell it.
 
     Where the inputs have tokens of its own, or the configuration names no first token, they stay.
+
+    Raises:
+        InputsError: the encoder reads no tokens, and the decoder was given none.
     """
     config, batch = checkpoint.config, inputs.batch
     start = getattr(config, "decoder_start_token_id", None)
     needed = "decoder_input_ids" in _taken(checkpoint) and "decoder_inputs_embeds" not in batch
-    if not needed or "decoder_input_ids" in batch or "input_ids" not in batch or start is None:
+    if not needed or "decoder_input_ids" in batch or start is None:
+        return
+    if "input_ids" not in batch:
+        if getattr(config, "is_encoder_decoder", False) and "inputs_embeds" not in batch:
+            raise InputsError(
+                f"{type(checkpoint.model).__name__} has a decoder that reads tokens, and none are "
+                f"given beside {', '.join(batch)}; give ready inputs with decoder_input_ids, such "
+                "as the transcript"
+            )
         return
     ids = batch["input_ids"]
     mask = batch.get("attention_mask", torch.ones_like(ids))

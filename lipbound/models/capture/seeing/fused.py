@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,13 @@ from torch import Tensor
 SDPA = F.scaled_dot_product_attention
 """torch's own function."""
 MULTIHEAD = F.multi_head_attention_forward
+
+Adapter = Callable[..., tuple[dict[str, Any], Callable[[Tensor], Tensor]]]
+"""Brings a call's arguments into those of scaled_dot_product_attention, by name; and what brings
+its outputs, (samples, heads, N, d_v), into the layout of the function's own."""
+OTHERS: list[tuple[Any, str, Adapter]] = []
+"""Other functions that compute attention: the module that calls each by a name, that name, and the
+adapter."""
 
 
 @contextmanager
@@ -25,6 +33,9 @@ def handling_fused(function: Callable[..., Tensor]) -> Iterator[None]:
     def multihead(*args: Any, **kwargs: Any) -> Any:
         return MULTIHEAD(*args, **{**kwargs, "need_weights": False})
 
+    others = [(owner, name, getattr(owner, name), adapt) for owner, name, adapt in OTHERS]
+    for owner, name, _, adapt in others:
+        setattr(owner, name, partial(_adapted, function, adapt))
     F.scaled_dot_product_attention = function
     F.multi_head_attention_forward = multihead
     torch.backends.mha.set_fastpath_enabled(False)
@@ -34,6 +45,13 @@ def handling_fused(function: Callable[..., Tensor]) -> Iterator[None]:
         F.scaled_dot_product_attention = SDPA
         F.multi_head_attention_forward = MULTIHEAD
         torch.backends.mha.set_fastpath_enabled(fast)
+        for owner, name, original, _ in others:
+            setattr(owner, name, original)
+
+
+def _adapted(function: Callable[..., Tensor], adapt: Adapter, *args: Any, **kwargs: Any) -> Tensor:
+    given, back = adapt(*args, **kwargs)
+    return back(function(**given))
 
 
 def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor | None:

@@ -160,7 +160,11 @@ class _Recorder:
         if call.formed and x.numel() == call.out.numel():
             same = torch.equal(x.reshape(call.out.shape), call.out)
             call.consumer = call.projection if same else None
-            call.changed = "" if same else "changes its head outputs before they are projected"
+            in_another_order = torch.equal(*(t.flatten().sort().values for t in (x, call.out)))
+            if not in_another_order:
+                call.changed = "changes its head outputs before they are projected (a gate, or so)"
+        elif call.formed:
+            call.changed = "hands on more than the outputs of its heads to their projection"
 
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self._stack) if isinstance(run.module, PreTrainedModel))
