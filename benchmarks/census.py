@@ -58,11 +58,13 @@ SIZES: list[tuple[str, int]] = [
     (r"patch_size", 8),
     (r"mel_bins|num_bins|feature_size", 16),
     (r"intermediate|ffn|mlp_dim|d_ff$|n_inner|feedforward|inner_size", 48),
-    (r"hidden|embed|d_model|^dim$|_dim$|width|channels$|projection|inner_dim|out_features", WIDTH),
+    (r"hidden|embed|embd|d_model|^dff$|^dim$|_dim$|width|projection|inner_dim", WIDTH),
+    (r"channels$|out_features|_size$", WIDTH),
 ]
 """Sizes by the ends of settings' names; larger numbers are brought down to them."""
 KEPT = re.compile(
-    r"num_channels|in_channels|in_chans|_factor|_ratio|_scale|expand|kernel|stride|id$"
+    "num_channels|in_channels|in_chans|audio_channels|_factor|_ratio|_scale|expand|kernel|stride|"
+    "id$|type_vocab_size|temporal_patch_size|merge_size|_every|conv_size|group_size"
 )
 FILLED = {"head_dim": 16, "num_key_value_heads": 2, "num_experts_per_tok": 2, "q_lora_rank": 12}
 """What stands for settings that are None by default, where a model does not compute without."""
@@ -112,13 +114,23 @@ def small(name: str, value: Any, tried: dict[str, Any]) -> Any:
     return value
 
 
+def setting(config: Any, name: str, default: Any = None) -> Any:
+    """Return a setting of a configuration; the default where it differs from layer to layer."""
+    try:
+        return getattr(config, name, default)
+    except Exception:  # not of AttributeError's kind
+        return default
+
+
 def settings(kind: type, tried: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a small configuration of a class, with those of its parts."""
     default = kind()
     inner = getattr(kind, "sub_configs", {})
     found: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        value = getattr(default, field.name, None)
+        value = setting(default, field.name, field.default)
+        if value is dataclasses.MISSING:
+            continue
         if field.name in inner and isinstance(value, tf.PreTrainedConfig):
             found[field.name] = settings(type(value), tried)
             found[field.name]["model_type"] = value.model_type
@@ -138,17 +150,18 @@ def settings(kind: type, tried: dict[str, Any]) -> dict[str, Any]:
 
 def fit_sections(config: Any) -> None:
     """Bring the sections of rotary positions with several axes to the width of small heads."""
-    parts = [config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))]
+    parts = [config, *(setting(config, n) for n in setting(config, "sub_configs", {}))]
     for part in parts:
-        rope = getattr(part, "rope_parameters", None)
+        rope = setting(part, "rope_parameters")
+        known = setting(part, "ignore_keys_at_rope_validation") or ()
+        if isinstance(rope, dict) and "mrope_section" in known:
+            rope.setdefault("mrope_section", [1, 1, 1])
         sections = rope.get("mrope_section") if isinstance(rope, dict) else None
         if sections:
-            head = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+            head = setting(part, "head_dim") or part.hidden_size // part.num_attention_heads
             half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
-            each = half // len(sections)
-            rope["mrope_section"] = [half - each * (len(sections) - 1)] + [each] * (
-                len(sections) - 1
-            )
+            others = [half // len(sections)] * (len(sections) - 1)
+            rope["mrope_section"] = [half - sum(others), *others]
 
 
 def classes(kind: str) -> list[type[Any]]:
@@ -187,10 +200,10 @@ def build(kind: str, cls: type[Any], tried: dict[str, Any]) -> tf.PreTrainedMode
 
 def config_values(config: Any, names: str, default: int) -> int:
     """Return the first setting of one of some names in a configuration or its parts."""
-    parts = [config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))]
+    parts = [config, *(setting(config, n) for n in setting(config, "sub_configs", {}))]
     for part in parts:
         for name in names.split():
-            value = getattr(part, name, None)
+            value = setting(part, name)
             value = value[0] if isinstance(value, list | tuple) and value else value
             if type(value) is int:
                 return value
@@ -210,11 +223,21 @@ def inputs(model: tf.PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     bins = config_values(config, "num_mel_bins feature_size input_feat_per_channel n_mels", 16)
     pixels = torch.randn(1, channels, size, size, generator=g)
     shapes: dict[str, list[tuple[int, ...]]] = {
-        "input_features": [(1, bins, 128), (1, 64, bins), (1, bins, 64), (1, 128, bins)],
+        "input_features": [
+            *((1, bins, 128), (1, 64, bins), (1, bins, 64), (1, 128, bins)),
+            *((1, 1, 64, bins), (1, 1, 1001, 64)),
+        ],
         "input_values": [(1, 3200), (1, 1, 3200), (1, 1024, bins)],
         "hidden_states": [(1, TOKENS, config_values(config, "hidden_size d_model", WIDTH))],
         "past_values": [(1, 64), (1, config_values(config, "context_length", 32), 1)],
     }
+    for grid in ("image_grid_thw", "grid_thw"):
+        patch = config_values(config, "patch_size", 8)
+        frames = config_values(config, "temporal_patch_size", 1)
+        for name in ("pixel_values", "hidden_states") if grid in names else ():
+            for wide in (channels * frames * patch**2, config_values(config, "hidden_size", 32)):
+                patches = torch.randn(16, wide, generator=g)
+                yield {name: patches, grid: torch.tensor([[1, 4, 4]])}
     if "pixel_values" in names:
         wide = torch.randn(1, channels, 128, 128, generator=g)
         frames = pixels[:, None].repeat(1, config_values(config, "num_frames", 2), 1, 1, 1)
