@@ -216,6 +216,38 @@ def families() -> str:
     return "\n".join([*lines, "", measured_with(found)])
 
 
+def census() -> str:
+    """What benchmarks/census.py has measured."""
+    found = report("census.json")
+    types: dict[str, dict[str, Any]] = found["types"]
+    by = {
+        verdict: [kind for kind, row in types.items() if row["verdict"] == verdict]
+        for verdict in ("closed form", "both", "automatic", "refused", "no attention", "not built")
+    }
+    measured = {kind: types[kind] for way in list(by)[:3] for kind in by[way]}
+    errors = [row["error"] for row in measured.values() if row.get("error") is not None]
+    said = (
+        f"Of {len(types)} types {len(types) - len(by['not built'])} were built, and "
+        f"{len(by['no attention'])} of them have no attention. {len(measured)} are measured: "
+        f"{len(by['closed form'])} in closed form, {len(by['automatic'])} by automatic "
+        f"differentiation, {len(by['both'])} by both; {len(by['refused'])} are refused. Closed "
+        f"forms of {len(errors)} were compared: the largest difference is {max(errors):.0e}."
+    )
+    lines = ["| type | layers | measured | off by |", "|---|---|---|---|"]
+    for kind, row in sorted(measured.items()):
+        parts = f"{row['layers'] - row['automatic']} in closed form, {row['automatic']} automatic"
+        way = parts if row["verdict"] == "both" else row["verdict"]
+        off = "" if row.get("error") is None else f"{row['error']:.0e}"
+        lines.append(f"| {kind} | {row['layers']} | {way} | {off} |")
+    lines += ["", "## Refused", "", "| type | reason |", "|---|---|"]
+    for kind in by["refused"]:
+        reason = types[kind]["reason"].replace("|", "/")
+        lines.append(f"| {kind} | {reason} |")
+    lines += ["", "## Without attention", "", ", ".join(by["no attention"])]
+    lines += ["", "## Not built by the script", "", ", ".join(by["not built"])]
+    return "\n".join([said, "", *lines, "", measured_with(found)])
+
+
 def memory() -> str:
     """What benchmarks/by_layer.py has measured."""
     found = report("by_layer.json")
@@ -338,6 +370,7 @@ PARTS: dict[str, Callable[[], str]] = {
         default_costs,
         balls,
         families,
+        census,
         memory,
         token_norms,
         startup,
