@@ -345,3 +345,52 @@ def test_an_empty_cache_stays_empty() -> None:
     assert layer.name.endswith("self_attn")
     mine, its = (lb.spectral_norm(t, tol=1e-6).lower for t in (plain, layer.attention))
     torch.testing.assert_close(mine.double(), its, rtol=1e-4, atol=0)
+
+
+class Copies(nn.Module):
+    """Attention that is given its tokens three times over, as copies, beside a mask of -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(nn.Parameter(0.3 * torch.randn(24, 24)) for _ in range(3))
+        self.out = nn.Linear(24, 24)
+        self.register_buffer("mask", torch.full((6, 6), float("-inf")).triu(1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sides = zip((q, k, v), self.w, strict=True)
+        q, k, v = ((x @ w).unflatten(-1, (4, 6)).transpose(1, 2) for x, w in sides)
+        return self.out(((q @ k.mT + self.mask).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Around(nn.Module):
+    """Makes those copies; takes a device by position only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(24), Copies()
+
+    def to(self, device_or_dtype: Any) -> "Around":
+        return super().to(device_or_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x), self.norm(x), self.norm(x))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_copies_of_tokens_are_one_stream(closed: bool) -> None:
+    module, seen = build(Around).double(), []  # type: ignore[arg-type]
+    (layer,) = lb.models.capture.capture.Capturer(module, closed=closed).run({"x": X.double()})
+    assert (layer.name, isinstance(layer.attention, Attention)) == ("inner", closed)
+    module.inner.out.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    x = module.norm(X.double()).detach()[:1].requires_grad_()
+    module.inner(x, x, x)
+    rows = [torch.autograd.grad(o, x, retain_graph=True)[0].flatten() for o in seen[0].flatten()]
+    jacobian = torch.stack(rows).view(6, 4, 6, -1)
+    expected = [torch.linalg.matrix_norm(jacobian[:, h].flatten(0, 1), 2) for h in range(4)]
+    mine = lb.spectral_norm(layer.attention, tol=1e-9).lower[0]
+    torch.testing.assert_close(mine, torch.stack(expected), rtol=1e-8, atol=0)
+    if closed:
+        ds = lb.compare(module, X, bounds="none", dtype="float64", progress=False)
+        torch.testing.assert_close(
+            torch.from_numpy(ds["exact"].values[0, 0]), mine, rtol=1e-3, atol=0
+        )

@@ -20,7 +20,7 @@ from transformers import Cache
 from lipbound.attention.module_attention import INPUT, MEMORY, QUERIES, ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
 from lipbound.models.capture.assembly import marks_padding
-from lipbound.models.capture.probing import CAPTURE_TOLERANCE, probe_output
+from lipbound.models.capture.probing import CAPTURE_TOLERANCE, probe_output, same_values
 from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call, ModuleRun
 from lipbound.models.capture.seeing.fused import handling_fused, plain_attention
@@ -53,6 +53,8 @@ class OwnerPass:
 class OwnerFunction:
     """A module in float64, run again with other tokens up to one of its calls of attention.
 
+    Tensors that it was given several times over, as copies, are one.
+
     Args:
         run: of the module, with the arguments that it was given.
         position: number of calls of attention before the one that is meant.
@@ -64,7 +66,12 @@ class OwnerFunction:
         self._owner = plain_copy(run.module).to(call.q.device).double()
         self._owner.requires_grad_(False)
         given = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
-        self.inputs = list({id(t): t for t in given if t.is_floating_point()}.values())
+        self.inputs: list[Tensor] = []
+        self._same: dict[int, list[int]] = {}
+        for t in {id(t): t for t in given if t.is_floating_point()}.values():
+            first = next((one for one in self.inputs if same_values(one, t)), t)
+            self.inputs += [t] if first is t else []
+            self._same.setdefault(id(first), []).append(id(t))
 
     def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> OwnerPass:
         """Run the module with some of its tensors exchanged.
@@ -75,7 +82,7 @@ class OwnerFunction:
         Raises:
             CaptureError: it cannot be run by itself, or computes no such attention.
         """
-        replaced = {id(old): new for old, new in changed}
+        replaced = {key: new for old, new in changed for key in self._same[id(old)]}
         found: list[HeadOutputs] = []
 
         def computed(outputs: HeadOutputs) -> None:

@@ -51,7 +51,7 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     notes += changes
     for note in notes:
         tell(note)
-    loaded = loaded.to(device=options.device)
+    loaded = loaded.to(options.device)  # some modules take it by position only
     check_finite(loaded, kind)
     if isinstance(model, Checkpoint):
         return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
@@ -271,7 +271,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[Any, l
     wanted = dtype or (torch.float64 if torch.float64 in found else torch.float32)
     if found <= {wanted}:
         return model, []
-    copied = copy.deepcopy(model).to(dtype=wanted)
+    copied = copy.deepcopy(model).to(wanted)
     if found == {torch.float32}:
         return copied, []
     theirs = " and ".join(sorted(str(one).removeprefix("torch.") for one in found))

@@ -75,6 +75,8 @@ def check_filled(report: dict[str, Any], name: str) -> None:
 def check_finite(model: nn.Module, name: str) -> None:
     """Refuse weights and buffers, in memory or on disk, that are NaN or infinite.
 
+    A buffer in memory may hold -inf, as masks do.
+
     Args:
         model: as it was loaded.
         name: what the user called it.
@@ -82,13 +84,14 @@ def check_finite(model: nn.Module, name: str) -> None:
     Raises:
         CheckpointError: one of them is not finite; the message names it. Or a file is gone.
     """
-    stored = on_disk(model)
+    stored, buffers = on_disk(model), {key for key, _ in model.named_buffers()}
     for key, tensor in model.state_dict().items():
         if key in stored:
             finite = stored[key].finite()
         elif isinstance(tensor, Tensor) and not tensor.is_meta and tensor.is_floating_point():
             # extremes are NaN where one number is: a tenth of the time of a look at each
             ends = torch.stack(tensor.aminmax()) if tensor.numel() else tensor
+            ends = ends.nan_to_num(nan=torch.nan, neginf=0.0) if key in buffers else ends
             finite = bool(torch.isfinite(ends).all())
         else:
             continue
