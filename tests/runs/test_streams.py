@@ -114,3 +114,20 @@ def test_windows_are_one_sample() -> None:
     np.testing.assert_allclose(ds["lipbound"].values[:, 0], bound, rtol=1e-5)
     assert bool((ds["exact_upper"] >= ds["exact"]).all() and ds["lipbound_sound"].all())
     assert ds["length"].values.tolist() == [64, 64]
+
+
+def test_a_report_has_details_of_the_layers_that_have_a_closed_form(
+    run: tuple[Path, xr.Dataset], tmp_path: Path
+) -> None:
+    """The others have none, and no words stand beside tokens of several streams."""
+    from lipbound.reporting.page.contents import contents
+
+    path, _ = run
+    data = ["the ferry", "a clock of the island"]
+    options = {"reduce": "mean", "sample": 0, "model": None, "device": "cpu", "wanted": True}
+    page = contents(lb.load(path / "run.zarr"), "T5", data=data, **options)  # type: ignore[arg-type]
+    assert [one is not None for one in page["details"]] == [True, True, False, False]
+    assert page["tokens"] == []
+    with pytest.warns(Notice, match="are measured by automatic differentiation"):
+        lb.report(path / "run.zarr", tmp_path / "t5.html", data=data)
+    assert "no closed form" in (tmp_path / "t5.html").read_text(encoding="utf-8")

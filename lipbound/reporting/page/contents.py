@@ -129,21 +129,24 @@ def contents(
         "bibtex": citations.bibtex(ds),
         "sample": int(ds["sample"][sample]),
         "tokens": [plain(word) for word in words],
-        "details": None if found is None else [_packed(one) for one in found],
+        "details": None if found is None else [one and _packed(one) for one in found],
         "reason": reason,
         "side": SIDE,
     }
 
 
-def attention_bytes(found: Sequence[dict[str, Any]] | None) -> bytes:
+def attention_bytes(found: Sequence[dict[str, Any] | None] | None) -> bytes:
     """All attention maps of a run one after the other, removed from the details they come with."""
-    return b"".join(one.pop("attention") for one in found or [])
+    return b"".join(one.pop("attention") for one in found or [] if one)
 
 
 def _details(
     ds: xr.Dataset, sample: int, model: Any, data: Any, device: str, balls: bool
-) -> tuple[list[Details] | None, list[str], str]:
-    """Details of all layers and the words of the sample's tokens; or None and the reason."""
+) -> tuple[list[Details | None] | None, list[str], str]:
+    """Details of all layers and the words of the sample's tokens; or None and the reason.
+
+    There are no words where layers are of several streams of tokens.
+    """
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
     try:
@@ -151,13 +154,16 @@ def _details(
         if rerun.differences:
             return None, [], plain("; ".join(rerun.differences))
         found = details(rerun, ds, sample, balls=balls)
-        texts = token_texts(rerun.checkpoint, rerun.inputs, sample)
+        several = {"decoder_input_ids", "pixel_values"} & rerun.inputs.batch.keys()
+        texts = [] if several else token_texts(rerun.checkpoint, rerun.inputs, sample)
     except LipboundError as error:
         return None, [], plain(str(error))
     there = ds.isel(sample=sample)
     pairs = zip(there["layer"].values, there["exact"], found, strict=True)
     tol = float(ds.attrs["tol"])
-    wrong = [str(layer) for layer, exact, one in pairs if not _same(exact.values, one.norm, tol)]
+    wrong = [
+        str(layer) for layer, exact, one in pairs if one and not _same(exact.values, one.norm, tol)
+    ]
     if not wrong:
         return found, texts, ""
     which = f"the norms of layers {', '.join(wrong)} are not those of the run"

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.terms import shares
@@ -81,16 +80,28 @@ class Details(NamedTuple):
     balls: Balls | None
 
 
-def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) -> list[Details]:
-    """`Details` of every layer of a run, at the sample at one position."""
+def details(
+    rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False
+) -> list[Details | None]:
+    """Compute `Details` of every layer of a run, at the sample at one position.
+
+    None stands for a layer without a closed form, and for one whose samples are windows.
+
+    Raises:
+        AttentionError: there are none of any layer.
+    """
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
     found = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
-    if any(layer.windows > 1 for layer in found):
-        raise AttentionError("a page with details of heads needs layers that see whole samples")
-    layers = in_closed_form((layer.attention for layer in found), "a page with details of heads")
-    names, norm = bounds_there(ds), norm_of(ds)
-    with torch.no_grad():
-        return [of_layer(att, ds.attrs["map"], names, norm, balls=balls) for att in layers]
+    names, norm, each = bounds_there(ds), norm_of(ds), list[Details | None]()
+    for layer in found:
+        att, one = layer.attention, None
+        if isinstance(att, Attention) and layer.windows == 1:
+            with torch.no_grad():
+                one = of_layer(att, ds.attrs["map"], names, norm, balls=balls)
+        each.append(one)
+    if not any(each):
+        raise AttentionError("no layer has a closed form and sees whole samples")
+    return each
 
 
 def of_layer(

@@ -24,7 +24,7 @@
 
   let offset = 0;
   for (const run of runs)
-    for (const layer of run.details || []) {
+    for (const layer of (run.details || []).filter(Boolean)) {
       const [heads, n, m] = layer.shape;
       layer.map = attention.subarray(offset, offset + heads * n * m);
       offset += heads * n * m;
@@ -237,7 +237,7 @@
     const layer = run.details && run.details[state.layer], h = state.column;
     const there = layer && h < layer.shape[0];
     $("detail-reason").hidden = Boolean(there);
-    $("detail-reason").textContent = there ? "" : `Attention, singular vectors and terms are not on this page: ${run.details ? "this layer has fewer heads" : run.reason}.`;
+    $("detail-reason").textContent = there ? "" : `Attention, singular vectors and terms are not on this page: ${run.details ? (layer ? "this layer has fewer heads" : "this layer has no closed form, or sees windows of the sample") : run.reason}.`;
     document.querySelectorAll(".needs-detail").forEach((e) => { e.hidden = !there; });
     $("s-balls").hidden = !(there && layer.balls);
     if (!there) return;
