@@ -16,7 +16,7 @@ from lipbound.attention.module_attention import INPUT, ModuleAttention, describe
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import side_by_side
-from lipbound.errors import DifferentPositionsError, LipboundError
+from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
@@ -175,6 +175,13 @@ class Measurer:
         positions = (i for i in itertools.count() if i not in skip)
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
             attention, windows = layer.attention, layer.windows
+            count = next(len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
+            if attention.samples != windows * count:
+                raise CaptureError(
+                    f"layer {layer.name}: its attention has {attention.samples} samples where the "
+                    f"inputs have {count}: their first axis counts something else (codebooks, "
+                    "patches); lipbound.capture takes such inputs"
+                )
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
             lengths = lengths.reshape(-1, windows).sum(-1)
             seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]

@@ -347,6 +347,41 @@ def test_an_empty_cache_stays_empty() -> None:
     torch.testing.assert_close(mine.double(), its, rtol=1e-4, atol=0)
 
 
+class Packed(nn.Module):
+    """Tokens of one sample without an axis of samples, or of pictures with two for the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples = len(x) if x.ndim > 2 else 1
+        qkv = self.qkv(x).view(samples, -1, 12, 6).transpose(1, 2).chunk(3, 1)
+        o = nn.functional.scaled_dot_product_attention(*qkv)
+        return self.out(o.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("shape", [(6, 24), (2, 2, 3, 24)])
+def test_tokens_of_any_layout_have_a_closed_form(shape: tuple[int, ...]) -> None:
+    module = build(Packed).double()  # type: ignore[arg-type]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    ((some,), (others,)) = (lb.capture(module, {"x": x}, closed=c) for c in (True, False))
+    assert (type(some), some.tokens) == (Attention, 6)
+    assert isinstance(others, ModuleAttention)
+    mine, its = (lb.spectral_norm(t, tol=1e-9).lower for t in (some, others))
+    torch.testing.assert_close(mine, its, rtol=1e-8, atol=0)
+    alone = x[:1] if len(shape) > 2 else x
+    seen: list[Tensor] = []
+    module.out.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    module(alone.requires_grad_())
+    rows = [
+        torch.autograd.grad(o, alone, retain_graph=True)[0].flatten() for o in seen[0].flatten()
+    ]
+    jacobian = torch.stack(rows).view(6, 4, 6, -1)
+    expected = [torch.linalg.matrix_norm(jacobian[:, h].flatten(0, 1), 2) for h in range(4)]
+    torch.testing.assert_close(mine[0], torch.stack(expected), rtol=1e-8, atol=0)
+
+
 class Copies(nn.Module):
     """Attention that is given its tokens three times over, as copies, beside a mask of -inf."""
 

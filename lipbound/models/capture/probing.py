@@ -360,11 +360,12 @@ def _unturned(positions: Any) -> Any:
 
 def _replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the layer's arguments with its tokens replaced, in float64, and no cache."""
-    given = call.x
+    given = call.given
 
     def double(value: Any) -> Any:
-        if value is given or (isinstance(value, Tensor) and same_values(value, given)):
-            return x  # some modules are given copies for queries, keys and values
+        if isinstance(value, Tensor) and (value is given or same_values(value, given)):
+            # some modules are given copies for queries, keys and values
+            return x.reshape(value.shape)
         if isinstance(value, Cache):
             return None
         if isinstance(value, Tensor) and value.is_floating_point():

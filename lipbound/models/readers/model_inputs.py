@@ -62,11 +62,14 @@ def ready_inputs(
     selection.refuse_table("ready inputs have")
     given, description = _read_tensors(data)
     kind, shared = type(checkpoint.model).__name__, {}
-    least = 2
+    least, samples = 2, next((len(t) for t in given.values() if t.ndim > 1), 0)
     if not isinstance(checkpoint.model, PreTrainedModel):  # takes numbers, times, places
-        samples = next((len(t) for t in given.values() if t.ndim > 1), 0)
+        least = 1
+    elif checkpoint.main_input in given:  # patches of one sample may be packed
+        samples = len(given[checkpoint.main_input]) if given[checkpoint.main_input].ndim else 0
+    if least == 1 or samples == 1:
         apart = [name for name, t in given.items() if not t.ndim or len(t) > samples > 0]
-        least, shared = 1, {name: given.pop(name) for name in apart}
+        shared = {name: given.pop(name) for name in apart}
     wrong = [name for name, t in given.items() if t.ndim < least or not len(t)]
     if wrong or not given:
         has = f"{wrong[0]} has shape {tuple(given[wrong[0]].shape)}" if wrong else "there are none"

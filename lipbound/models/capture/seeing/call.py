@@ -119,8 +119,17 @@ class Call:
         return self.out.transpose(-3, -2) if self.way == FUSED else self.out
 
     @property
+    def given(self) -> object:
+        """The token vectors as the module was given them, in whatever layout."""
+        first = self.run.args[0] if self.run.args else self.run.kwargs.get("hidden_states")
+        return first if self.stream is None else self.stream
+
+    @property
     def x(self) -> Tensor:
         """The token vectors that the module was given, (samples, N, D).
+
+        Those of one sample may have been given without an axis of samples, those of pictures with
+        two axes for the tokens.
 
         Raises:
             CaptureError: it was given no such tensor, or attends to other tokens than these.
@@ -129,8 +138,10 @@ class Call:
             raise self.unsupported(
                 "multiplies queries, keys and values in tensors whose axes are not known"
             )
-        x = self.run.args[0] if self.run.args else self.run.kwargs.get("hidden_states")
-        x = x if self.stream is None else self.stream
+        x, (samples, n) = self.given, (self.q.shape[0], self.q.shape[-2])
+        packed = isinstance(x, Tensor) and x.ndim in (2, 4)
+        if isinstance(x, Tensor) and packed and x[..., 0].numel() == samples * n:
+            x = x.reshape(samples, n, x.shape[-1])
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise CaptureError(
                 f"layer {self.name}: {type(self.module).__name__} is not given one (samples, N, D) "

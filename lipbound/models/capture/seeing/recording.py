@@ -160,8 +160,8 @@ class _Recorder:
         if call.formed and x.numel() == call.out.numel():
             same = torch.equal(x.reshape(call.out.shape), call.out)
             call.consumer = call.projection if same else None
-            in_another_order = torch.equal(*(t.flatten().sort().values for t in (x, call.out)))
-            if not in_another_order:
+            first, second = (t.flatten().nan_to_num().sort().values for t in (x, call.out))
+            if not torch.equal(first, second):  # not even in another order
                 call.changed = "changes its head outputs before they are projected (a gate, or so)"
         elif call.formed:
             call.changed = "hands on more than the outputs of its heads to their projection"
