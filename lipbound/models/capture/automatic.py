@@ -487,7 +487,7 @@ def _samples(
             splits = out.shape[0] % count == 0 if in_rows else out.shape[1] == count
             if splits and _is_alone(_by_sample(out, place, count)[0], x, axis):
                 return axis, count, place
-    if samples == 1:
+    if samples == 1 or (x.ndim == 2 and len(x) == samples):  # those are tokens
         return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1, 0
     raise call.unsupported(
         "is given the tokens of all samples in one tensor in which they cannot be told apart "
