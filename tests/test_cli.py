@@ -182,7 +182,7 @@ def test_options_are_those_of_the_configuration() -> None:
     """The same names, types and defaults in the signature, the configuration and the command."""
     config = {field.name: field for field in dataclasses.fields(RunConfig)}
     signature = inspect.signature(lb.compare).parameters
-    assert set(signature) - set(config) == {"client", "progress"}
+    assert set(signature) - set(config) == {"client", "progress", "inputs"}
     command = inspect.signature(measuring.compare).parameters
     assert set(command) - set(config) == {"scheduler"}
     for name, field in config.items():
@@ -203,7 +203,7 @@ def test_every_option_is_documented_once_and_helped() -> None:
     help = described(RunConfig.__doc__ or "", "Attributes")
     assert list(help) == options
     told = described(inspect.getdoc(lb.compare) or "", "Args")
-    assert set(told) == {*options, "client", "progress"}
+    assert set(told) == {*options, "client", "progress", "inputs"}
     params = typer.main.get_command(cli.app).commands["compare"].params
     for param in params[: len(options)]:
         assert param.help == " ".join(help[param.name].split()), param.name
