@@ -1,0 +1,41 @@
+"""The census of model types says of a few what is known of them."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PLACE = Path(__file__).parents[2] / "benchmarks" / "census.py"
+
+
+@pytest.fixture(scope="module")
+def census() -> Any:
+    spec = importlib.util.spec_from_file_location("census", PLACE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict", "automatic"),
+    [
+        *(("qwen3", "closed form", 0), ("t5", "both", 4), ("deepseek_v3", "automatic", 2)),
+        *(("resnet", "no attention", None), ("mobilevitv2", "refused", None)),
+    ],
+)
+def test_verdicts(census: Any, kind: str, verdict: str, automatic: int | None) -> None:
+    with census.quiet():
+        row = census.verdict(kind)
+    assert (row["verdict"], row.get("automatic")) == (verdict, automatic), row
+    if verdict in ("closed form", "both"):
+        assert row["error"] < 1e-6
+
+
+def test_what_cannot_be_built_has_a_reason(census: Any) -> None:
+    with census.quiet():
+        row = census.verdict("clip_text_model_with_no_such_name")
+    assert row["verdict"] == "not built"
+    assert row["reason"]
