@@ -47,7 +47,10 @@ def _streams(owner: OwnerFunction) -> tuple[Streams, bool]:
         seen = owner(list(zip(owner.inputs, leaves, strict=True))).outputs
         sides = [_sources(side, leaves) for side in (seen.q, seen.k, (seen.v,))]
     q, k, v = ([owner.inputs[i] for i in side] for side in sides)
+    named = owner.run.kwargs.items()
+    beside = tree_leaves([value for name, value in named if _is_side_input(name)])
     joint = [t for t in q if all(any(t is s for s in side) for side in (k, v))]
+    joint = [t for t in joint if all(t is not s for s in beside)]
     joint = [t for t in joint if t.ndim == 3 and t.shape[-1] == joint[0].shape[-1]]
     of_keys = [side[0] for side in (v, k) if side]
     memory = list({id(t): t for t in of_keys}.values())
@@ -249,7 +252,8 @@ def _attention(
 ) -> ModuleAttention:
     tensors = named[name]
     stream = tensors[0].detach().double()
-    offsets = [(t, t.detach().double() - stream) for t in tensors[1:] if t.shape == stream.shape]
+    same = [t for t in tensors[1:] if t.shape == stream.shape and not joint]
+    offsets = [(t, t.detach().double() - stream) for t in same]
     if joint:
         stream = torch.cat([t.detach().double() for t in tensors], 1)
 
