@@ -103,7 +103,7 @@ def owner_of(call: Call) -> tuple[OwnerFunction, Streams]:
 
 
 def _is_side_input(name: str) -> bool:
-    return any(word in name for word in ("mask", "position", "bias", "cos", "sin", "rot", "freq"))
+    return any(word in name for word in ("mask", "pos", "bias", "cos", "sin", "rot", "freq"))
 
 
 def stream_names(call: Call) -> list[str]:
