@@ -68,13 +68,13 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
             f"layers have different numbers of samples: {', '.join(map(str, samples.values()))}; "
             "give a list of those with as many"
         )
-    cast = [i for i, layer in enumerate(model) if layer.dtype != options.dtype]
-    cast = [i for i in cast if isinstance(model[i], Attention)]
-    wanted, notes = str(options.dtype).removeprefix("torch."), []
-    if cast:
-        notes.append(f"{len(cast)} of {len(model)} layers are measured in {wanted}, not in their")
-        notes[-1] += " own dtype"
-        tell(notes[-1])
+    plain = [layer for layer in model if isinstance(layer, Attention)]
+    cast = sum(layer.dtype != options.dtype for layer in plain)
+    wanted = str(options.dtype).removeprefix("torch.")
+    said = f"{cast} of {len(model)} layers are measured in {wanted}, not in their own dtype"
+    notes = [said] if cast else []
+    for note in notes:
+        tell(note)
     found = [
         layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
         for layer in model

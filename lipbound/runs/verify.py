@@ -24,7 +24,7 @@ ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in
 some bounds amplify it."""
 AUTOMATICALLY = "exact by automatic differentiation"
-"""What the table calls exact norms that were computed through the model's own modules."""
+"""Name, in the table, of exact norms that were computed through the model's own modules."""
 FLAGS = ("_sound", "_converged")
 """Ends of names of variables that are true or false."""
 

@@ -202,7 +202,7 @@ def test_padding_belongs_to_its_stream(side: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_norms_are_those_of_the_models_own_module(case: str) -> None:
     make, inputs, projection, measured = CASES[case]
-    model = build(make).double()  # type: ignore[arg-type]
+    model = build(make).double()
     inputs = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product knows no float64
@@ -237,7 +237,7 @@ class Joint(nn.Module):
 
 
 def test_streams_of_one_softmax_move_together() -> None:
-    module = build(Joint).double()  # type: ignore[arg-type]
+    module = build(Joint).double()
     x, y = X.double(), Y.double()
     (att,) = lb.capture(module, {"x": x, "y": y})
     assert (att.tokens, att.samples) == (11, 2)
@@ -268,7 +268,7 @@ class Talking(nn.Module):
 
 
 def test_talking_heads() -> None:
-    module = build(Talking).double()  # type: ignore[arg-type]
+    module = build(Talking).double()
     (layer,) = lb.models.capture.capture.Capturer(module).run({"x": X.double()})
     assert isinstance(layer.attention, ModuleAttention)
     expected = dense_norms(module, "", {"x": X.double()}, "out", "input", 4)
@@ -300,7 +300,7 @@ def test_windows_of_pictures(kind: str) -> None:
 def test_a_closed_form_is_what_its_module_computes(case: str) -> None:
     """`closed=False` measures the same norms without anything that was read off the model."""
     make, inputs, _, _ = CASES[case]
-    model = build(make).double()  # type: ignore[arg-type]
+    model = build(make).double()
     inputs = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
     some, others = lb.capture(model, inputs), lb.capture(model, inputs, closed=False)
     for a, b in zip(some, others, strict=True):
@@ -363,7 +363,7 @@ class Packed(nn.Module):
 
 @pytest.mark.parametrize("shape", [(6, 24), (2, 2, 3, 24)])
 def test_tokens_of_any_layout_have_a_closed_form(shape: tuple[int, ...]) -> None:
-    module = build(Packed).double()  # type: ignore[arg-type]
+    module = build(Packed).double()
     x = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     ((some,), (others,)) = (lb.capture(module, {"x": x}, closed=c) for c in (True, False))
     assert (type(some), some.tokens) == (Attention, 6)
@@ -413,7 +413,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_copies_of_tokens_are_one_stream(closed: bool) -> None:
-    module, seen = build(Around).double(), []  # type: ignore[arg-type]
+    module, seen = build(Around).double(), []
     (layer,) = lb.models.capture.capture.Capturer(module, closed=closed).run({"x": X.double()})
     assert (layer.name, isinstance(layer.attention, Attention)) == ("inner", closed)
     module.inner.out.register_forward_pre_hook(lambda module, args: seen.append(args[0]))

@@ -95,7 +95,7 @@ class Placed(nn.Module):
 
 
 def test_positions_that_are_no_rotation() -> None:
-    model = build(Placed)  # type: ignore[arg-type]
+    model = build(Placed)
     told = "queries depend on the position of a token otherwise than by a rotation"
     with pytest.warns(Notice, match=told):
         (layer,) = capture(model, torch.randn(2, 6, 24))

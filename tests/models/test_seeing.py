@@ -71,7 +71,7 @@ def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "OTHERS", [])
     exec(code, {"OTHERS": fused.OTHERS, "their_module": THEIRS})
     for gated, kind in ((False, Attention), (True, ModuleAttention)):
-        module = build(lambda gated=gated: Flash(gated)).double()  # type: ignore[arg-type]
+        module = build(lambda gated=gated: Flash(gated)).double()
         (layer,) = Capturer(module).run({"x": X.double()})
         assert isinstance(layer.attention, kind)
         mine = lb.spectral_norm(layer.attention, tol=1e-9).lower[0]
@@ -81,4 +81,4 @@ def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_it_nothing_is_seen() -> None:
     with pytest.raises(lb.errors.CaptureError, match="no attention that can be captured"):
-        Capturer(build(Flash)).run({"x": X})  # type: ignore[arg-type]
+        Capturer(build(Flash)).run({"x": X})

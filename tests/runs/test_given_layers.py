@@ -61,7 +61,9 @@ def test_what_layers_cannot_have() -> None:
     with pytest.raises(CheckpointError, match="give a hub id"):
         lb.compare([], progress=False)
     with pytest.warns(lb.Notice, match="1 of 1 layers are measured in float32"):
-        lb.compare([layer()], bounds="none", progress=False)
+        ds = lb.compare([layer()], bounds="none", progress=False)
+    norm = lb.spectral_norm(layer(), tol=1e-6).lower
+    np.testing.assert_allclose(ds["exact"][:, 0], norm, rtol=1e-3)
 
 
 def test_inputs_are_ready_data() -> None:

@@ -125,7 +125,7 @@ def test_a_report_has_details_of_the_layers_that_have_a_closed_form(
     path, _ = run
     data = ["the ferry", "a clock of the island"]
     options = {"reduce": "mean", "sample": 0, "model": None, "device": "cpu", "wanted": True}
-    page = contents(lb.load(path / "run.zarr"), "T5", data=data, **options)  # type: ignore[arg-type]
+    page = contents(lb.load(path / "run.zarr"), "T5", data=data, **options)
     assert [one is not None for one in page["details"]] == [True, True, False, False]
     assert page["tokens"] == []
     with pytest.warns(Notice, match="are measured by automatic differentiation"):

@@ -213,16 +213,18 @@ class Capturer:
             if row.stream != INPUT:
                 reasons[row.call] = f"layer {call.name}: queries and keys are of two streams"
                 continue
+            undefined = bool(call.out.isnan().any())
             try:
                 valid[row.call] = valid_tokens(call, inputs)
                 check_call(call)
-                if not bool(call.out.isnan().any()):
+                if not undefined:
                     check_mask(call, valid[row.call])
             except CaptureError as why:
                 reasons[row.call] = str(why)
                 continue
-            check_mask(call, valid[row.call])
-            check_defined(call, valid[row.call])
+            if undefined:  # a mask that forbids every key is the better reason
+                check_mask(call, valid[row.call])
+                check_defined(call, valid[row.call])
             closed.add(row.call)
         return closed, valid, reasons
 

@@ -31,7 +31,7 @@ class _Cut(Exception):
 
 @dataclass
 class OwnerPass:
-    """What one run of a module shows of one of its calls of attention.
+    """Outputs of heads in one run of a module, and the tensor that is projected.
 
     Attributes:
         cut: what the output projection is given, or what the module returns in its place.

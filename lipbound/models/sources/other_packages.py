@@ -88,7 +88,10 @@ def _open_clip(package: Any, name: str, weights: str) -> Made:
 
 
 MAKERS: Mapping[str, Callable[[Any, str, str], Made]] = {"timm": _timm, "open_clip": _open_clip}
-"""How each package makes a model: of the package itself, a name, and weights ("" for its own)."""
+"""By package, the function that makes a model of the package itself, a name, and weights.
+
+Weights are "" for the package's own.
+"""
 
 
 def load_other(model: object, options: LoadOptions) -> Checkpoint | None:
