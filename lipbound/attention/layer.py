@@ -13,12 +13,13 @@ from lipbound.attention.projections import Projections, projected
 from lipbound.attention.scoring import Scoring, zero_one
 from lipbound.attention.validation import validate
 from lipbound.attention.variants import Variant
-from lipbound.attention.variants.base import Side
+from lipbound.attention.variants.base import SIDES, Side
 from lipbound.attention.variants.cap import Cap
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.errors import AttentionError, is_number, shown, tell
 from lipbound.formatting import html_facts
 
@@ -43,9 +44,9 @@ class Attention:
         scores = scale * q @ k^T + mask,  p = softmax(scores),  out = p @ v
 
     Queries and keys may be normalised (``norm_q``, ``norm_k``) and then turned (``rotation``) after
-    their projection, scores capped before the mask is added, ``cap * tanh(scores / cap)``, and a
-    constant ``sinks[h]`` may take part in every softmax of head h as one more score, whose
-    probability is dropped: rows of P then sum to less than one.
+    their projection, and values normalised (``norm_v``). Scores may be capped before the mask is
+    added, ``cap * tanh(scores / cap)``, and a constant ``sinks[h]`` may take part in every softmax
+    of head h as one more score, whose probability is dropped: rows of P then sum to less than one.
 
     Everything derived (``q, k, v, p, out``) is computed on first use and kept. `Attention.of` takes
     the same in groups, `Projections` and `Scoring`.
@@ -67,6 +68,7 @@ class Attention:
             keys: their rows of ``x``, ``p`` and ``out`` are zero, and no quantity counts them.
         rotation: rotary position embedding of the N tokens, or None.
         norm_q, norm_k: normalisation of queries and of keys before the rotation, or None.
+        norm_v: normalisation of values, or None.
         cap: scores are kept between -cap and cap, or None.
         sinks: (heads,), or None.
         steps: other variants (`lipbound.attention.variants`).
@@ -109,6 +111,7 @@ class Attention:
         rotation: Rotation | None = None,
         norm_q: QKNorm | None = None,
         norm_k: QKNorm | None = None,
+        norm_v: QKNorm | None = None,
         cap: float | None = None,
         sinks: Tensor | None = None,
         steps: Sequence[Variant] = (),
@@ -120,6 +123,7 @@ class Attention:
         for name, given, kind, what in (
             ("norm_q", norm_q, QKNorm, "QKNorm of lipbound.attention.variants.qk_norm"),
             ("norm_k", norm_k, QKNorm, "QKNorm of lipbound.attention.variants.qk_norm"),
+            ("norm_v", norm_v, QKNorm, "QKNorm of lipbound.attention.variants.qk_norm"),
             ("rotation", rotation, Rotation, "Rotation of lipbound.attention.variants.rotary"),
             ("sinks", sinks, Tensor, "torch tensor"),
         ):
@@ -128,6 +132,7 @@ class Attention:
         found: list[Variant] = list(steps)
         if norm_q is not None or norm_k is not None:
             found.append(QKNormalised(norm_q, norm_k))
+        found += [] if norm_v is None else [ValueNorm(norm_v)]
         found += [] if rotation is None else [rotation]
         found += [] if cap is None else [Cap(float(cap))]
         found += [] if sinks is None else [Sinks(sinks)]
@@ -247,6 +252,12 @@ class Attention:
         return None if norms is None else norms.k
 
     @property
+    def norm_v(self) -> QKNorm | None:
+        """Normalisation of values, or None."""
+        found = self.scoring.find(ValueNorm)
+        return None if found is None else found.norm
+
+    @property
     def cap(self) -> float | None:
         """Number that scores are kept below in absolute value, or None."""
         cap = self.scoring.find(Cap)
@@ -340,18 +351,20 @@ class Attention:
         return self.valid.sum(-1).double()
 
     def projected(self, side: Side) -> Tensor:
-        """Return queries or keys before any variant, (samples, heads, N, d), float64."""
-        w, b = (self.w_q, self.b_q) if side == "q" else (self.w_k, self.b_k)
-        return projected(self.x, w, b)
+        """Return queries, keys or values before any variant, (samples, heads, N, d), float64."""
+        return projected(self.x, *self.projections.of(side))
 
-    def passages(self, dtype: torch.dtype | None = None) -> tuple[TokenMap, TokenMap]:
-        """Return the derivatives of what happens to queries, and to keys, before the scores.
+    def passages(self, dtype: torch.dtype | None = None) -> dict[str, TokenMap]:
+        """Return the derivatives of what happens to projected queries, keys and values.
 
         Of every head of every sample, with products in ``dtype``, by default the layer's own.
         """
         work = self.dtype if dtype is None else dtype
-        q = self.scoring.token_map("q", self.x, lambda: self.projected("q"), work)
-        return q, self.scoring.token_map("k", self.x, lambda: self.projected("k"), work)
+
+        def of(side: Side) -> TokenMap:
+            return self.scoring.token_map(side, self.x, lambda: self.projected(side), work)
+
+        return {side: of(side) for side in SIDES}
 
     @derived
     def wide_q(self) -> Tensor:
@@ -376,7 +389,10 @@ class Attention:
     @derived
     def v(self) -> Tensor:
         """Values, (samples, heads, N, d_v)."""
-        return projected(self.x, self.w_v, self.b_v).to(self.dtype)
+        return self._wide_v().to(self.dtype)
+
+    def _wide_v(self) -> Tensor:
+        return self.scoring.enter("v", self.x, self.projected("v"), self.valid)
 
     @derived
     def centred_k(self) -> Tensor:
@@ -387,7 +403,7 @@ class Attention:
         """
         if not self.scoring.shift_invariant:
             return self.wide_k
-        if not self.scoring.plain_keys:
+        if not self.scoring.plain("k"):
             return self.centred(self.wide_k)
         return self.centred(projected(self.centred(self.x.double()), self.w_k))
 
@@ -399,7 +415,9 @@ class Attention:
         the softmax: they are then left as they are.
         """
         if self.scoring.extra_scores is not None:
-            return projected(self.x, self.w_v, self.b_v)
+            return self._wide_v()
+        if not self.scoring.plain("v"):
+            return self.centred(self._wide_v())
         return self.centred(projected(self.centred(self.x.double()), self.w_v))
 
     def centred(self, x: Tensor) -> Tensor:
@@ -588,6 +606,13 @@ class Attention:
         other.cache.share(self.cache, *PATTERN)
         return other
 
+    def _with_step(self, step: ValueNorm) -> Self:
+        """Return the same attention pattern over values that another step makes."""
+        projections, scoring = replace(self.projections, w_o=None), self.scoring.replaced(step)
+        other = self.with_parts(projections=projections, scoring=scoring, check=False)
+        other.cache.share(self.cache, *PATTERN)
+        return other
+
     def fold_output(self) -> tuple[Self, Tensor]:
         """Return heads that have absorbed their output slice, of the same Jacobian norm.
 
@@ -599,7 +624,7 @@ class Attention:
             That layer, and E as a tensor (heads, D_out, r), r = min(d_v, D_out).
 
         Raises:
-            AttentionError: when ``w_o`` is not known.
+            AttentionError: when ``w_o`` is not known, or narrower than normalised values.
         """
         own = self.projections
         if own.w_o is None:
@@ -608,5 +633,12 @@ class Attention:
                 "use map='head'"
             )
         e, r = torch.linalg.qr(own.w_o.mT)
+        if (step := self.scoring.find(ValueNorm)) is not None:
+            if r.shape[1] < self.d_v:
+                raise AttentionError(
+                    f"map 'head_out' of normalised values needs an output at least {self.d_v} "
+                    f"wide; it is {own.w_o.shape[2]} wide; use map='head'"
+                )
+            return self._with_step(step.followed_by(r.mT)), e
         b_v = None if own.b_v is None else (own.b_v[:, None] @ r.mT)[:, 0]
         return self.with_values(own.w_v @ r.mT, b_v), e

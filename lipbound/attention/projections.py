@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from lipbound.attention.variants.base import Side
+
 
 @dataclass(frozen=True, eq=False)
 class Projections:
@@ -35,6 +37,11 @@ class Projections:
     def map(self, change: Callable[[Tensor], Tensor]) -> "Projections":
         """Return the same with changed tensors."""
         return replace(self, **{name: change(t) for name, t in self.tensors().items()})
+
+    def of(self, side: Side) -> tuple[Tensor, Tensor | None]:
+        """Return the weights and the bias of queries, keys or values."""
+        found = {"q": (self.w_q, self.b_q), "k": (self.w_k, self.b_k), "v": (self.w_v, self.b_v)}
+        return found[side]
 
     def of_heads(self, heads: slice) -> "Projections":
         """Return those of some of the heads."""

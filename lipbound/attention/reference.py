@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.value_norm import ValueNorm
 
 
 def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], Tensor]:
@@ -21,6 +22,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(keep.sum()), 1)
     if att.rotation is not None:
         angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
+    step = att.scoring.find(ValueNorm)
+    after = None if step is None else step.after
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.tokens, att.tokens)[sample, head]
         mask = full[keep][:, keep]
@@ -40,7 +43,9 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
             return y
         linear = torch.nn.functional.linear
         whole = y if norm.over is None else linear(x, norm.over[0].mT, norm.over[1])
-        y = norm.gain[head] * y * torch.rsqrt((whole**2).mean(-1, keepdim=True) + norm.eps)
+        size = torch.rsqrt((whole**2).mean(-1, keepdim=True) + norm.eps)
+        size = size if norm.part is None else torch.where(norm.part, size, 1.0)
+        y = norm.gain[head] * y * size
         return y if norm.bias is None else y + norm.bias[head]
 
     def f(x: Tensor) -> Tensor:
@@ -51,7 +56,9 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
             scores = torch.tanh(scores / att.cap) * att.cap
         scores = scores if mask is None else scores + mask
         p = torch.softmax(scores if sink is None else torch.cat([sink, scores], -1), -1)
-        return (p if sink is None else p[:, 1:]) @ projected(x, att.w_v, att.b_v)
+        v = normed(x, projected(x, att.w_v, att.b_v), att.norm_v)
+        v = v if after is None else v @ after[head]
+        return (p if sink is None else p[:, 1:]) @ v
 
     return f
 

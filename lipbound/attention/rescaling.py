@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lipbound.attention.layer import WIDE, Attention, in_float64
+from lipbound.attention.layer import PATTERN, WIDE, Attention, in_float64
 from lipbound.attention.projections import Projections
+from lipbound.attention.variants.value_norm import ValueNorm
 
 ORDINARY = 16
 """Logarithms to base 2 within which sizes of tensors are left as they are by `unit_scales`."""
@@ -30,17 +31,37 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
     Returns:
         The layer with these values, and the powers of two, (heads,) float64.
     """
-    own = att.projections
-    size = own.w_v.detach().abs().amax((-1, -2)).double()
+    given = _linear(att)
+    first = next(iter(given.values()))
+    size = first.detach().abs().flatten(1).amax(-1).double()
     if together:
         size = size.amax().expand(len(size))
     unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
-    w_v = (own.w_v.double() / unit[:, None, None]).to(own.w_v.dtype)
-    b_v = None if own.b_v is None else (own.b_v.double() / unit[:, None]).to(own.w_v.dtype)
-    finite = b_v is None or bool(torch.isfinite(b_v).all())
-    other = att.with_values(w_v, b_v, own.w_o, check=not finite)
+    tensors = {
+        name: (t.double() / unit.view(-1, *[1] * (t.ndim - 1))).to(t.dtype)
+        for name, t in given.items()
+    }
+    finite = all(bool(torch.isfinite(t).all()) for t in list(tensors.values())[1:])
+    other = _with_linear(att, tensors, check=not finite)
+    other.cache.share(att.cache, *PATTERN)
     other.cache.keep("centred_v", att.centred_v / unit[:, None, None])
     return other, unit
+
+
+def _linear(att: Attention) -> dict[str, Tensor]:
+    """Return the tensors that values, and J, are linear in, (heads, ...) each, by name."""
+    if (step := att.scoring.find(ValueNorm)) is not None:
+        return step.linear()
+    found = {"w_v": att.w_v, "b_v": att.b_v}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def _with_linear(att: Attention, tensors: dict[str, Tensor], *, check: bool) -> Attention:
+    """Return the layer with other tensors of `_linear`."""
+    if (step := att.scoring.find(ValueNorm)) is not None:
+        scoring = att.scoring.replaced(step.with_linear(tensors))
+        return att.with_parts(scoring=scoring, check=check)
+    return att.with_parts(projections=replace(att.projections, **tensors), check=check)
 
 
 def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
@@ -49,8 +70,8 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)`, with biases of queries and
     keys times :math:`2^{\pm b}`, have one J, which is linear in the values: Lemma 73
     (docs/theory/upper_values.md). Biases that J does not see are dropped. Layers whose sizes lie
-    within :math:`2^{\pm 16}` stay as they are, and share what is derived from them. Queries and
-    keys that are normalised keep their size.
+    within :math:`2^{\pm 16}` stay as they are, and share what is derived from them. Queries, keys
+    and values that are normalised keep their size before that.
 
     Returns:
         That layer; exponents (heads,) of the powers of two that its J is to be multiplied with; and
@@ -65,13 +86,23 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     own, sizes, e_x, e_c = _sizes(wide)
     e_x = 0 if e_x == ZERO else e_x
     shifts, logits = _shifts(sizes, e_x, e_c, invariant)
-    tensors = {name: t for name, t in own.tensors().items() if name in shifts}
+    exponents, step = -shifts["w_v"], wide.scoring.find(ValueNorm)
+    tensors = own.tensors()
+    if step is not None:
+        e_v = next(sizes[name] for name in step.linear())
+        if "over" in sizes:
+            e_v = e_v + sizes["w_v"] - sizes["over"]
+        e_v = torch.where(e_v.abs() >= -ZERO // 2, 0, e_v)
+        shifts |= {"w_v": torch.full_like(e_v, e_x), "b_v": torch.zeros_like(e_v)}
+        shifts |= dict.fromkeys(step.linear(), -e_v)
+        exponents, tensors = e_v - e_x, tensors | step.linear()
+    tensors = {name: t for name, t in tensors.items() if name in shifts}
     scaled = {name: _times(t, shifts[name]) for name, t in tensors.items()}
     for name, t in scaled.items():
         exact &= (_times(t, -shifts[name]) == tensors[name]).flatten(1).all(1)
     by_x = torch.full((att.samples,), -e_x, device=att.device)
     x, before = _times(wide.x, by_x), wide.scoring.steps
-    steps = tuple(step.of_scaled_inputs(-e_x) for step in before)
+    steps = tuple(one.of_scaled_inputs(-e_x) for one in before)
     exact &= (_times(x, -by_x) == wide.x).all() & (logits <= LARGEST_SCORES)
     for old, new in zip(before, steps, strict=True):
         back = new.of_scaled_inputs(e_x).inputs()
@@ -80,13 +111,14 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     known = {name: exact.all(0).view(-1, *[1] * (t.ndim - 1)) for name, t in scaled.items()}
     scaled = {name: t.where(known[name], torch.zeros_like(t)) for name, t in scaled.items()}
     scale = math.ldexp(att.scale, -e_c) if invariant else att.scale
+    scoring = replace(wide.scoring, scale=scale, steps=steps)
+    if (step := scoring.find(ValueNorm)) is not None:
+        linear = {name: scaled.pop(name) for name in step.linear()}
+        scoring = scoring.replaced(step.with_linear(linear))
     other = wide.with_parts(
-        x=x,
-        projections=replace(own, **scaled),
-        scoring=replace(wide.scoring, scale=scale, steps=steps),
-        surroundings=None,
+        x=x, projections=replace(own, **scaled), scoring=scoring, surroundings=None
     )
-    return other, -shifts["w_v"], exact
+    return other, exponents, exact
 
 
 def on_one_scale(
@@ -103,16 +135,19 @@ def on_one_scale(
     Returns:
         That layer; its exponent, (heads,) alike; and whether all this is exact, () bool.
     """
-    own = att.projections
-    found = {"w_o": own.w_o} if projected else {"w_v": own.w_v, "b_v": own.b_v}
-    given = {name: t for name, t in found.items() if t is not None}
+    given = _linear(att)
+    if projected and att.w_o is not None:
+        given = {"w_o": att.w_o}
     sizes = torch.stack([_exponents(t) + exponents for t in given.values()])
     top = sizes.amax().clamp_min(ZERO // 2) * (not fixed)
     by = exponents - torch.where(top > ZERO // 2, top, 0)
     moved = {name: _times(t, by) for name, t in given.items()}
     exact = torch.stack([(_times(t, -by) == given[name]).all() for name, t in moved.items()])
     moved = {name: t.where(exact.all(), torch.zeros_like(t)) for name, t in moved.items()}
-    other = att.with_parts(projections=replace(own, **moved), check=False)
+    if "w_o" in moved:
+        other = att.with_parts(projections=replace(att.projections, **moved), check=False)
+    else:
+        other = _with_linear(att, moved, check=False)
     return other, exponents - by, exact.all()
 
 
@@ -147,11 +182,15 @@ def _sizes(att: Attention) -> tuple[Projections, dict[str, Tensor], int, int]:
     Exponents of theirs by name, of that of x, and of ``scale``.
     """
     own, scoring = att.projections, att.scoring
-    if scoring.plain_keys and scoring.shift_invariant:
+    if scoring.plain("k") and scoring.shift_invariant:
         own = replace(own, b_k=None)
-    if scoring.extra_scores is None:
+    if scoring.extra_scores is None and scoring.plain("v"):
         own = replace(own, b_v=None)
     sizes = {name: _exponents(t) for name, t in own.tensors().items() if name != "w_o"}
+    if (step := scoring.find(ValueNorm)) is not None:
+        sizes |= {name: _exponents(t) for name, t in step.linear().items()}
+        if step.norm.over is not None:
+            sizes["over"] = _exponents(step.norm.over[0][None]).expand(att.heads)
     return own, sizes, int(_exponents(att.x[None])[0]), math.frexp(att.scale)[1]
 
 

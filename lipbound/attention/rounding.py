@@ -12,7 +12,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import BLOCKED, four_axes
-from lipbound.attention.variants.base import UNIT, Passing, Side, Variant
+from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side, Variant
 
 MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that
@@ -35,9 +35,10 @@ class TensorErrors:
         q, k, v: lengths of the queries, centred keys and centred values.
         q_error, k_error, v_error: their distances from those of exact arithmetic (centred at the
             same points).
-        q_slope, k_slope: how much faster than a token its query, or key, can move; the norm of the
-            projection without variants.
-        q_slope_error, k_slope_error: distances of the computed derivatives from the exact ones.
+        q_slope, k_slope, v_slope: how much faster than a token its query, key or value can move;
+            the norm of the projection without variants.
+        q_slope_error, k_slope_error, v_slope_error: distances of the computed derivatives from the
+            exact ones.
         score: absolute error of the scores that a query's softmax sees, and of their differences
             from the largest.
         p: relative error of the probabilities of a query (on top of `SMALLEST`).
@@ -52,8 +53,10 @@ class TensorErrors:
     v_error: Tensor
     q_slope: Tensor
     k_slope: Tensor
+    v_slope: Tensor
     q_slope_error: Tensor
     k_slope_error: Tensor
+    v_slope_error: Tensor
     score: Tensor
     p: Tensor
     weights: Tensor
@@ -95,24 +98,23 @@ def errors_with(att: Attention, inherited: InheritedErrors) -> TensorErrors:
 
 @torch.no_grad()
 def _tensor_errors(att: Attention, inherited: InheritedErrors | None = None) -> TensorErrors:
-    own, n = att.projections, att.tokens
+    n = att.tokens
     around = torch.linalg.vector_norm(att.centred(att.x), dim=-1)
     size = torch.linalg.vector_norm(att.x, dim=-1)
-    q, k = (_entered(att, side, size, around) for side in ("q", "k"))
-    whole = att.scoring.extra_scores is not None
-    v_error = _projected(size if whole else around, own.w_v, own.b_v if whole else None)
+    found = [_entered(att, side, size, around) for side in SIDES]
     vectors = (att.wide_q, att.centred_k, att.centred_v)
     lengths = [torch.linalg.vector_norm(t, dim=-1) for t in vectors]
-    errors = [q.error, k.error, v_error + 2 * UNIT * lengths[2]]
-    slope_errors = [q.slope_error, k.slope_error]
+    errors = [one.error for one in found]
+    errors[2] = errors[2] + 2 * UNIT * lengths[2]
+    slope_errors = [one.slope_error for one in found]
     if inherited is not None:
         others = inherited.q, inherited.k, inherited.v
         errors = [error + more for error, more in zip(errors, others, strict=True)]
-        slopes = inherited.w_q[:, None], inherited.w_k[:, None]
+        slopes = (w[:, None] for w in (inherited.w_q, inherited.w_k, inherited.w_v))
         slope_errors = [error + more for error, more in zip(slope_errors, slopes, strict=True)]
     if att.scoring.shift_invariant:
         errors[1] = errors[1] + 2 * UNIT * lengths[1]
-    every = [*lengths, *errors, q.slope, k.slope, *slope_errors]
+    every = [*lengths, *errors, *(one.slope for one in found), *slope_errors]
     every = [_upper(t.expand(att.samples, att.heads, n), att.valid) for t in every]
     score, reach = _scores(att, *every[:2], *every[3:5])
     slope: Tensor | float = 0.0
@@ -175,15 +177,19 @@ def projection_norms(att: Attention) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passing:
-    """Return what is known of queries or keys as they enter the scores.
+    """Return what is known of queries, keys or values as they are used.
 
     Of tokens of lengths ``size``, and ``around`` their mean, (samples, N) each.
     """
-    own = att.projections
-    w, b = (own.w_q, own.b_q) if side == "q" else (own.w_k, own.b_k)
-    differences = side == "k" and att.scoring.shift_invariant and att.scoring.plain_keys
+    w, b = att.projections.of(side)
+    centred = {
+        "q": False,
+        "k": att.scoring.shift_invariant,
+        "v": att.scoring.extra_scores is None,
+    }
+    differences = centred[side] and att.scoring.plain(side)
     error = _projected(around, w, None) if differences else _projected(size, w, b)
-    slope = projection_norms(att)[0 if side == "q" else 1]
+    slope = projection_norms(att)[SIDES.index(side)]
     passing = Passing(error, slope[:, None].expand_as(error), torch.zeros_like(error))
     steps = [step for step in att.scoring.steps if step.acts_on(side)]
     if not steps:

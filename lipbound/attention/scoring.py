@@ -100,23 +100,26 @@ class Scoring:
         """Return the variant of a class, or None."""
         return next((step for step in self.steps if isinstance(step, kind)), None)
 
+    def replaced(self, step: Variant) -> "Scoring":
+        """Return the same with another variant in the place of that of its name."""
+        return replace(self, steps=tuple(step if s.name == step.name else s for s in self.steps))
+
     @property
     def shift_invariant(self) -> bool:
         """True if a vector added to all keys changes nothing."""
         return all(step.shift_invariant for step in self.steps)
 
-    @property
-    def plain_keys(self) -> bool:
-        """True if no variant acts on keys.
+    def plain(self, side: Side) -> bool:
+        """Return whether no variant acts on queries, keys or values.
 
-        Their biases then shift every row of scores by a constant.
+        Biases of keys then shift every row of scores by a constant, and those of values outputs.
         """
-        return not any(step.acts_on("k") for step in self.steps)
+        return not any(step.acts_on(side) for step in self.steps)
 
-    # -- queries and keys --------------------------------------------------------------------------
+    # -- queries, keys and values ------------------------------------------------------------------
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        """Return projected queries or keys (samples, heads, N, d) as they enter the scores."""
+        """Return projected queries, keys or values (samples, heads, N, d) as they are used."""
         for step in self.steps:
             y = step.enter(side, x, y, valid)
         return y

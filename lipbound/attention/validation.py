@@ -49,8 +49,9 @@ def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tenso
         raise AttentionError(f"valid has dtype {valid.dtype}; it must be torch.bool")
     masks = {} if scoring.mask is None else {"mask": scoring.mask}
     _check_values(given | variants | masks, valid)
+    shapes = Shapes(*(tuple(given[name].shape) for name in ("x", "w_q", "w_v")))
     for step in scoring.steps:
-        step.check(Shapes(tuple(x.shape), tuple(given["w_q"].shape)))
+        step.check(shapes)
     _check_mask(scoring.mask, (samples, heads, tokens, tokens), valid)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants import VARIANTS
+from lipbound.attention.variants import LINEAR_VALUES, VARIANTS
 from lipbound.errors import AttentionError
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import gamma
@@ -237,7 +237,7 @@ class VariantGram(Gram):
         sample: which input. head: which head.
     """
 
-    covers = VARIANTS
+    covers = LINEAR_VALUES
 
     def __init__(self, att: Attention, sample: int, head: int):
         self._tangents = Tangents(att, sample, head)

@@ -25,77 +25,12 @@ from lipbound.jacobians.products.row_blocks import (
     pushed,
     worthwhile,
 )
+from lipbound.jacobians.row_space import RowSpace, distinct
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
 
 def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[2:])
-
-
-class RowSpace:
-    """Coordinates in which the heads of a layer see their tokens.
-
-    The row space of projections w (heads, D, m) and of spans (D, n) that all heads share: found on
-    first use, once for all copies.
-    """
-
-    def __init__(
-        self, w: Tensor, spans: list[Tensor], dtype: torch.dtype, source: "RowSpace | None" = None
-    ):
-        self._w, self._spans, self._dtype, self._source = w, spans, dtype, source
-
-    def _whole(self) -> Tensor:
-        """Projections w with the spans beside them, float64."""
-        w = self._w.double()
-        spans = (t.double().expand(len(w), -1, -1) for t in self._spans)
-        return torch.cat([w, *spans], -1) if self._spans else w
-
-    @cached_property
-    def _both(self) -> tuple[Tensor, Tensor]:
-        """Float64 u, and all of u^T w."""
-        if self._source is not None:
-            return self._source._both
-        u, r = torch.linalg.qr(self._whole())
-        return u, r
-
-    @property
-    def basis(self) -> Tensor:
-        """Orthonormal u, (heads, D, m')."""
-        return self._both[0].to(self._dtype)
-
-    @property
-    def coordinates(self) -> Tensor:
-        """Coordinates u^T w, (heads, m', m), zero below the diagonal."""
-        return self._both[1][..., : self._w.shape[2]].to(self._dtype)
-
-    @cached_property
-    def square(self) -> Tensor:
-        """Products w^T w, (heads, m, m)."""
-        w = self._w.to(self._dtype)
-        return w.mT @ w
-
-    @cached_property
-    def loss(self) -> float:
-        """Upper value of how far singular values of a map of w move in its coordinates, relatively.
-
-        Of all heads, one after the other, in the cache.
-        """
-        (m, n), per = self._whole().shape[1:], 2.0**-53
-        basis = self._both[0]
-        unit, found = torch.eye(basis.shape[2], dtype=torch.float64, device=self._w.device), []
-        for w, u, r in zip(self._whole(), *self._both, strict=True):
-            size, length = w.norm(dim=0).clamp_min(1e-290), (m + n + 16) * per * u.norm()
-            columns = (torch.addmm(w, u, r, alpha=-1).norm(dim=0) / size).norm() + length * n**0.5
-            found.append((u.mT @ u - unit).norm() + length * u.norm() + 4 * columns)
-        return float(torch.stack(found).amax())
-
-    def double(self) -> "RowSpace":
-        """The same in float64."""
-        return self.to(torch.float64)
-
-    def to(self, dtype: torch.dtype) -> "RowSpace":
-        """The same in another dtype."""
-        return RowSpace(self._w, self._spans, dtype, self)
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -109,12 +44,12 @@ class HeadOperator(TensorOperator):
         dS = dq\,k^T + q\,dk^T,\quad T = P \circ (dS - \mathrm{rowsum}(P \circ dS)),\quad
         J\,dX = T v + P\,dv
 
-    That is Lemma 1 (docs/theory/jacobian.md). A rotation or normalisation of queries and keys turns
-    dq and dk on their way to dS, token by token (`lipbound.attention.variants.token_maps`); a cap
-    multiplies dS by its slope. Where queries or keys of all heads are normalised together, their
-    common size is one more coordinate of dX, different for each token. Values and keys enter only
-    through differences and are centred first, which removes the cancellation that large biases
-    would cause.
+    That is Lemma 1 (docs/theory/jacobian.md). A rotation or normalisation of queries, keys and
+    values changes dq, dk and dv on their way, token by token
+    (`lipbound.attention.variants.token_maps`); a cap multiplies dS by its slope. Where they are
+    normalised by the size of a vector other than their own, that size is one more coordinate of dX,
+    different for each token. Values and keys enter only through differences and are centred first,
+    which removes the cancellation that large biases would cause.
 
     J sees dX only through ``dX w``, so it is applied in coordinates of the row space of ``w``: with
     ``w = u r`` (thin QR, u: D x m' with orthonormal columns, m' = min(D, m)), inputs of the
@@ -130,12 +65,12 @@ class HeadOperator(TensorOperator):
     """(heads, D, m), shared by all entries."""
     rows: RowSpace
     sizes: list[int]
-    """Widths of the parts of m: queries, keys, values, and on either side what is normalised over
-    all heads together."""
+    """Widths of the parts of m: queries, keys, values, and of each the size of what is normalised
+    together, where it is a coordinate of its own."""
     plain: bool
     """True if the heads have no variants."""
     extra: Tensor | None
-    """Directions of the extra coordinates, (samples, N, D, 1 or 2), or None."""
+    """Directions of the extra coordinates, (samples, N, D, up to 3), or None."""
     head: PerEntry[Tensor]
     sample: PerEntry[Tensor]
     q: PerEntry[Tensor]
@@ -143,11 +78,12 @@ class HeadOperator(TensorOperator):
     v: PerEntry[Tensor]
     o: PerEntry[Tensor]
     cross: PerEntry[Tensor | None]
-    """Products of w with the extra directions, (batch, N, m, 1 or 2)."""
+    """Products of w with the extra directions, (batch, N, m, up to 3)."""
     own: PerEntry[Tensor | None]
-    """Products of the extra directions with each other, (batch, N, 1 or 2, 1 or 2)."""
+    """Products of the extra directions with each other, (batch, N, up to 3, up to 3)."""
     to_q: PerEntry[TokenMap]
     to_k: PerEntry[TokenMap]
+    to_v: PerEntry[TokenMap]
 
     def _set(self, att: Attention) -> None:
         """Everything that does not depend on P."""
@@ -159,17 +95,22 @@ class HeadOperator(TensorOperator):
         self.w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
         self.head = torch.arange(heads, device=att.device).repeat(att.samples)
         self.sample = torch.arange(att.samples, device=att.device).repeat_interleave(heads)
-        self.to_q, self.to_k = att.passages()
-        self.sizes = [att.d, att.d, att.d_v, self.to_q.extra, self.to_k.extra]
-        spans = [span for step in att.scoring.steps for span in step.spans()]
+        self.to_q, self.to_k, self.to_v = att.passages().values()
+        self.sizes = [att.d, att.d, att.d_v, *(to.extra for to in self._passages)]
+        spans = distinct([span for step in att.scoring.steps for span in step.spans()])
         self.rows = RowSpace(self.w, spans, att.dtype)
         width = self.w.shape[2] + sum(w.shape[1] for w in spans)
         self.in_shape = (att.tokens, min(att.x.shape[2], width))
         self.q = _flat(att.q)
         self.k = _flat(att.centred_k.to(att.dtype))
         self.v = _flat(att.centred_v.to(att.dtype))
-        directions = [to.direction for to in (self.to_q, self.to_k) if to.direction is not None]
-        self.extra = att.scale * torch.stack(directions, -1) if directions else None
+        scales = (att.scale, att.scale, 1.0)
+        directions = [
+            scale * to.direction
+            for to, scale in zip(self._passages, scales, strict=True)
+            if to.direction is not None
+        ]
+        self.extra = torch.stack(directions, -1) if directions else None
         self.cross = self.own = None
         if self.extra is not None:
             self.cross = _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
@@ -191,9 +132,13 @@ class HeadOperator(TensorOperator):
         return cotangents(groups, y, (self.sizes[0], self.sizes[2])).split(self.sizes[:3], -1)
 
     @property
+    def _passages(self) -> tuple[TokenMap, TokenMap, TokenMap]:
+        return self.to_q, self.to_k, self.to_v
+
+    @property
     def turned_alone(self) -> bool:
         """True if queries and keys are turned at most between projection and scores."""
-        return all(not to.steps or to.turns() is not None for to in (self.to_q, self.to_k))
+        return all(not to.steps or to.turns() is not None for to in self._passages)
 
     def single(self) -> Self | None:
         """The same maps with products in float32; None where normalisations are among them.
@@ -207,9 +152,10 @@ class HeadOperator(TensorOperator):
             for f in fields(self)
             if isinstance(t := getattr(self, f.name), Tensor) and t.is_floating_point()
         }
-        to_q, to_k = (replace(to, dtype=torch.float32) for to in (self.to_q, self.to_k))
+        names = ("to_q", "to_k", "to_v")
+        to = {name: replace(getattr(self, name), dtype=torch.float32) for name in names}
         more = {"dtype": torch.float32, "rows": self.rows.to(torch.float32)}
-        return self._with(**changes | more | {"to_q": to_q, "to_k": to_k})
+        return self._with(**changes | more | to)
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
         """The output perturbation, (batch, N, d_v), under perturbations z of all coordinates.
@@ -265,23 +211,23 @@ class HeadOperator(TensorOperator):
         return square.expand(self.batch, -1, -1) if len(square) == 1 else square[self.head]
 
     def _directions(self, u: Tensor | None) -> Tensor:
-        """Directions of the extra coordinates, (batch, N, m' or D, 1 or 2)."""
+        """Directions of the extra coordinates, (batch, N, m' or D, up to 3)."""
         assert self.extra is not None
         extra = self.extra[self.sample]
         return extra if u is None else u[self.head].mT[:, None] @ extra
 
     def _pulled(self, y: Tensor) -> list[Tensor]:
         """The cotangents of the three projections under y, and of the extra coordinates."""
-        q, k, v = self._cotangents(y)
-        (q, extra_q), (k, extra_k) = self.to_q.pull(q), self.to_k.pull(k)
-        return [q, k, v, *(t for t in (extra_q, extra_k) if t is not None)]
+        cotangents = zip(self._passages, self._cotangents(y), strict=True)
+        parts, extra = zip(*(to.pull(t) for to, t in cotangents), strict=True)
+        return [*parts, *(t for t in extra if t is not None)]
 
     def _arriving(self, z: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Perturbations of q, k and v as they enter scores and output, from those `push` takes."""
-        q, k, v, extra_q, extra_k = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
-        q, k = (
+        parts = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
+        q, k, v = (
             to.push(t, extra if to.extra else None)
-            for to, t, extra in ((self.to_q, q, extra_q), (self.to_k, k, extra_k))
+            for to, t, extra in zip(self._passages, parts[:3], parts[3:], strict=True)
         )
         return q, k, v
 
@@ -291,7 +237,7 @@ class HeadOperator(TensorOperator):
         Laid out coordinate by coordinate.
         """
         groups = self._groups()
-        if groups is not None and not (self.to_q.steps or self.to_k.steps):
+        if groups is not None and not any(to.steps for to in self._passages):
             return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
         return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
@@ -320,7 +266,7 @@ class HeadOperator(TensorOperator):
         times = narrow if self._long else torch.matmul
         z = [times(x[..., : part.shape[-2]], part) for part in self.triangle]
         if self.extra is None:
-            return self.push([*z, x[..., :0], x[..., :0]])
+            return self.push([*z, *[x[..., :0]] * 3])
         extra = torch.einsum("bnr,bnre->bne", x, self._directions(self.rows.basis))
         return self.push([*z, *extra.split(self.sizes[3:], -1)])
 
@@ -346,7 +292,7 @@ class HeadOperator(TensorOperator):
     def paths(self, dx: Tensor) -> dict[str, Tensor]:
         """J dX as `along`, in three parts: what passes through values, keys and queries."""
         parts = self._perturbed(dx)
-        ways = {"values": (2,), "keys": (1, 4), "queries": (0, 3)}
+        ways = {"values": (2, 5), "keys": (1, 4), "queries": (0, 3)}
 
         def push(way: tuple[int, ...]) -> Tensor:
             return self.push([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)])

@@ -23,6 +23,8 @@ from lipbound.attention.rounding import (
     projection_norms,
     tensor_errors,
 )
+from lipbound.attention.variants.base import Passing
+from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, normaliser_of
 from lipbound.jacobians.streaming import head_jacobian
@@ -55,13 +57,7 @@ def inherited_error(att: Attention, inherited: InheritedErrors) -> Tensor:
     Args:
         att: a plain float64 layer. inherited: how far it may be from the layer that is meant.
     """
-    none = torch.zeros_like(inherited.w_v)
-    found = roundoff(
-        att,
-        head_jacobian(att),
-        folding=Folding(inherited.w_v, none, 0.0),
-        errors=errors_with(att, inherited),
-    )
+    found = roundoff(att, head_jacobian(att), errors=errors_with(att, inherited))
     return found.tensors.view(att.samples, att.heads).to(att.device)
 
 
@@ -95,9 +91,7 @@ class Moments(NamedTuple):
         return Moments(value, key, mass, rest, (sums.amax(-1).clamp_max(n) * MARGIN).sqrt())
 
 
-def distance(
-    e: TensorErrors, rows: Moments, scale: float, w_v: Tensor, loose: Tensor | float = 0.0
-) -> Tensor:
+def distance(e: TensorErrors, rows: Moments, scale: float) -> Tensor:
     r"""Upper values of :math:`\|J - \hat J\|`, with variants or without, (..., heads).
 
     Lemma 70 (docs/theory/rounding.md).
@@ -106,8 +100,6 @@ def distance(
         e: errors of the tensors, (..., heads, N).
         rows: of P.
         scale: of the scores.
-        w_v: upper values of the norms of the values' projections, (heads,).
-        loose: how far these may be from the projections that are meant.
 
     Returns:
         The upper values.
@@ -131,7 +123,8 @@ def distance(
     # of P: entry by entry, and sums over rows
     relative, rows_moved = e.p.amax(-1), (e.p * (2 * rest).clamp_max(1) + sums).amax(-1)
     known = torch.minimum(relative, (relative * rows_moved).sqrt())
-    through_v = columns * (known * w_v + (1 + relative) * loose)
+    v_slope, v_slope_error = e.v_slope.amax(-1), e.v_slope_error.amax(-1)
+    through_v = columns * (known * v_slope + (1 + relative) * v_slope_error)
     return _upper(c * through_k.norm(dim=-1) + c * through_q.amax(-1) + through_v)
 
 
@@ -161,22 +154,24 @@ def roundoff(
     """
     e = tensor_errors(att) if errors is None else errors
     c, n = abs(att.scale), att.tokens
-    rows, w_v = _moments(op, e), projection_norms(att)[2]
+    rows, skew = _moments(op, e), 0.0
     if folding is not None:
-        e = replace(e, v_error=e.v_error + _moved(att, folding))
-    known, skew = (0.0, 0.0) if folding is None else (folding.weights, folding.skew)
-    tensors = torch.minimum(distance(e, rows, c, w_v, known), 2 * _whatever_p(e, c, w_v + known))
+        length, slope = _moved(att, folding)
+        v_error, v_slope_error = e.v_error + length, e.v_slope_error + slope
+        e, skew = replace(e, v_error=v_error, v_slope_error=v_slope_error), folding.skew
+    tensors = torch.minimum(distance(e, rows, c), 2 * _whatever_p(e, c))
+    v_slope = e.v_slope.amax(-1)
     value, key, columns = rows.value, rows.key, rows.columns
     k_slope = e.k_slope.amax(-1, keepdim=True)
     ends = [t.amax(-1) for t in (e.v, e.k, e.q, e.q_slope, e.k_slope)]
-    vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v)
+    vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + v_slope)
     # Norms of the three parts of J: of entries' absolute values, so that they bound the rounding of
     # sums as well
     reach = torch.minimum((e.q * value).norm(dim=-1), columns * ends[0] * ends[2])
     both, reach = 2 * value * key, 2 * reach
     if sharp:
         both, reach = (torch.minimum(*t) for t in zip((both, reach), _paths(op, e), strict=True))
-    parts = [c * (both * e.q_slope).amax(-1), c * reach * k_slope[..., 0], columns * w_v]
+    parts = [c * (both * e.q_slope).amax(-1), c * reach * k_slope[..., 0], columns * v_slope]
     size = sum(parts[1:], start=parts[0])
     steps = n + max(2 * att.d, att.d_v) + 24
     terms = [part.shape[-2] + 16 for part in op.triangle]
@@ -192,15 +187,19 @@ def roundoff(
     return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, rounded * UNIT, size)))
 
 
-def _whatever_p(e: TensorErrors, scale: float, w_v: Tensor) -> Tensor:
+def _whatever_p(e: TensorErrors, scale: float) -> Tensor:
     """Upper values of ||J|| whatever P is, at given and at stored tensors, (samples, heads)."""
     q, k, v = (t + error for t, error in ((e.q, e.q_error), (e.k, e.k_error), (e.v, e.v_error)))
-    q_slope, k_slope = (
+    q_slope, k_slope, v_slope = (
         (t + error).amax(-1)
-        for t, error in ((e.q_slope, e.q_slope_error), (e.k_slope, e.k_slope_error))
+        for t, error in (
+            (e.q_slope, e.q_slope_error),
+            (e.k_slope, e.k_slope_error),
+            (e.v_slope, e.v_slope_error),
+        )
     )
     size = 2 * scale * v.amax(-1) * (k.amax(-1) * q_slope + k_slope * q.norm(dim=-1))
-    return _unless_unknown(_upper(size + q.shape[-1] ** 0.5 * w_v), e)
+    return _unless_unknown(_upper(size + q.shape[-1] ** 0.5 * v_slope), e)
 
 
 def _unless_unknown(x: Tensor, e: TensorErrors) -> Tensor:
@@ -235,7 +234,8 @@ class Folding(NamedTuple):
     r"""Upper values of the rounding by which an output slice was folded into the values.
 
     Attributes:
-        weights: :math:`\|W_V W_O - \hat w E^T\|_F`, (heads,).
+        weights: :math:`\|W_V W_O - \hat w E^T\|_F`, (heads,); of normalised values :math:`M W_O -
+            \hat M E^T` with M what follows the normalisation.
         biases: the same of the values' biases, (heads,).
         skew: how far E, as stored, is from orthonormal columns.
     """
@@ -257,6 +257,12 @@ def folding_error(att: Attention, folded: Attention, basis: Tensor) -> Folding:
     With its ``basis`` E (heads, D_out, r): Lemma 72 (docs/theory/rounding.md).
     """
     assert att.w_o is not None
+    before, after = (one.scoring.find(ValueNorm) for one in (att, folded))
+    if before is not None and after is not None and after.after is not None:
+        unit = torch.eye(att.d_v, dtype=att.dtype, device=att.device).expand(att.heads, -1, -1)
+        m = unit if before.after is None else before.after
+        weights, skew = _missed(m, att.w_o, basis, after.after)
+        return Folding(weights, torch.zeros_like(weights), skew)
     weights, skew = _missed(att.w_v, att.w_o, basis, folded.w_v)
     if att.b_v is None or folded.b_v is None:
         return Folding(weights, torch.zeros_like(weights), skew)
@@ -280,15 +286,23 @@ def _missed(w: Tensor, w_o: Tensor, e: Tensor, folded: Tensor) -> tuple[Tensor, 
     return missed.shifted((a + b)[..., 0, 0]).value(), float(skew.amax())
 
 
-def _moved(att: Attention, folding: Folding) -> Tensor:
-    """Distances of values from those that are meant, (samples, heads, N).
+def _moved(att: Attention, folding: Folding) -> tuple[Tensor, Tensor]:
+    """Distances of values from those that are meant, and of their derivatives.
 
-    Less what all share where P does not see that.
+    (samples, heads, N), and broadcasting to it. Less what all values share where P does not see
+    that.
     """
     x, sinks = att.x.double(), att.scoring.extra_scores is not None
+    weights, step = folding.weights[:, None], att.scoring.find(ValueNorm)
+    if step is not None:
+        y, slope = att.projected("v"), projection_norms(att)[2][:, None]
+        none = torch.zeros_like(y[..., 0])
+        known = step.norm.rounded(x, y, Passing(none, slope.expand_as(none), none))
+        length = torch.linalg.vector_norm(step.norm.apply(x, y), dim=-1) + known.error
+        return length * weights, known.slope * weights
     x = x if sinks else att.centred(x)
-    moved = torch.linalg.vector_norm(x, dim=-1)[:, None] * folding.weights[:, None]
-    return moved + folding.biases[:, None] if sinks else moved
+    moved = torch.linalg.vector_norm(x, dim=-1)[:, None] * weights
+    return moved + folding.biases[:, None] if sinks else moved, weights
 
 
 @torch.no_grad()
@@ -298,7 +312,8 @@ def folding_slack(folded: Attention, folding: Folding) -> Tensor:
     Lemma 72 (docs/theory/rounding.md). They are norms of heads with the same probabilities, as far
     as these are known, whose values are what was rounded away.
     """
-    e, v, op = tensor_errors(folded), _moved(folded, folding) * MARGIN, head_jacobian(folded)
+    e, op = tensor_errors(folded), head_jacobian(folded)
+    v, v_slope = (t * MARGIN for t in _moved(folded, folding))
     n, c = folded.tokens, abs(folded.scale)
     v = v if folded.valid is None else v.masked_fill(~folded.valid[:, None], 0.0)
     rest = (1 - op.largest().view(e.p.shape)).clamp_min(0) + e.p + (n + 8) * UNIT
@@ -307,7 +322,7 @@ def folding_slack(folded: Attention, folding: Folding) -> Tensor:
     q_slope, k_slope = e.q_slope + e.q_slope_error, (e.k_slope + e.k_slope_error).amax(-1)
     through_k = k_slope * (deviation * q).norm(dim=-1)
     through_q = k * (deviation * q_slope).amax(-1)
-    return _unless_unknown(_upper(c * (through_k + through_q) + n**0.5 * folding.weights), e)
+    return _unless_unknown(_upper(c * (through_k + through_q) + n**0.5 * v_slope.amax(-1)), e)
 
 
 def layer_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = False) -> Roundoff:

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.base import SIDES
 from lipbound.attention.variants.rotary import turned
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.linalg.matrix_norms import upper_factor
 
 
 @memoised
-def _passages(att: Attention) -> tuple[TokenMap, TokenMap]:
+def _passages(att: Attention) -> dict[str, TokenMap]:
     return att.passages(torch.float64)
 
 
@@ -27,15 +28,13 @@ class Tangents:
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`,
     normalised ones the derivative of the normalisation between
     (`lipbound.attention.variants.token_maps`): :math:`D = L^T [W\,g]^T` with a direction g of the
-    token where all heads are normalised together. They make the blocks of J in Lemma 6
-    (docs/theory/jacobian.md).
+    token where they are divided by the size of another vector than their own. They make the blocks
+    of J in Lemma 6 (docs/theory/jacobian.md).
     """
 
     def __init__(self, att: Attention, sample: int, head: int):
-        weights = (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))
-        self._w = {name: w[head].double() for name, w in weights}
-        q, k = _passages(att)
-        self._passages: dict[str, TokenMap] = {"q": q, "k": k}
+        self._w: dict[str, Tensor] = {a: att.projections.of(a)[0][head].double() for a in SIDES}
+        self._passages = _passages(att)
         self._entry, self._sample = sample * att.heads + head, sample
         self._kept: tuple[Tensor, dict[str, Tensor | None]] | None = None
         self._same: dict[tuple[str, ...], Tensor] = {}  # for all tokens
@@ -45,7 +44,7 @@ class Tangents:
 
         They are (d_a + 1) x d_a, and named by this very tensor from then on.
         """
-        self._kept = tokens, {a: self._matrices(a, tokens) for a in "qk"}
+        self._kept = tokens, {a: self._matrices(a, tokens) for a in SIDES}
 
     def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
@@ -101,7 +100,7 @@ class Tangents:
         None where it is not, or a matrix of it is held.
         """
         held = self._kept is not None and tokens is self._kept[0]
-        angles = None if a == "v" or held else self._passages[a].turns()
+        angles = None if held else self._passages[a].turns()
         return None if angles is None else (angles[0][tokens].double(), angles[1][tokens].double())
 
     def push(self, a: str, x: Tensor, tokens: slice | Tensor) -> Tensor:
@@ -129,9 +128,7 @@ class Tangents:
     def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         if self._kept is not None and tokens is self._kept[0] and a in self._kept[1]:
             return self._kept[1][a]
-        passage = None if a == "v" else self._passages[a]
-        d = self._w[a].shape[1]
-        return None if passage is None else passage.matrices(self._entry, tokens, d)
+        return self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
 
     def _once(self, key: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._same:
@@ -139,7 +136,7 @@ class Tangents:
         return self._same[key]
 
     def _direction(self, a: str, tokens: slice | Tensor) -> Tensor | None:
-        direction = None if a == "v" else self._passages[a].direction
+        direction = self._passages[a].direction
         return None if direction is None else direction[self._sample, tokens]
 
     def metric(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:

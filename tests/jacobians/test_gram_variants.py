@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.layers import changed
 from support.oracles import assembled, oracle
-from support.variants import MASKS, VARIANTS, layer
+from support.variants import LINEAR, MASKS, layer
 from torch import Tensor
 
 import lipbound as lb
@@ -22,10 +22,10 @@ SETS = [
     frozenset(has)
     for has in (
         (),
-        *((v,) for v in VARIANTS),
+        *((v,) for v in LINEAR),
         ("rotation", "cap"),
         ("rotation", "norm", "sinks"),
-        VARIANTS,
+        LINEAR,
     )
 ]
 
@@ -102,7 +102,7 @@ def test_enclosures_hold_and_close(inputs: dict) -> None:
 
 
 def test_heads_with_their_output_projection() -> None:
-    att = layer(2, frozenset(VARIANTS), mask="padded")
+    att = layer(2, frozenset(LINEAR), mask="padded")
     dense = lb.spectral_norm(att, map="head_out", method="dense")
     norm = lb.spectral_norm(att, map="head_out", method="deflation", tol=1e-7)
     assert bool(norm.converged.all())
@@ -110,7 +110,7 @@ def test_heads_with_their_output_projection() -> None:
 
 
 def test_float32_layers() -> None:
-    att = layer(3, frozenset(VARIANTS))
+    att = layer(3, frozenset(LINEAR))
     single = att._map(lambda t: t.float() if t.is_floating_point() else t)
     torch.testing.assert_close(
         lb.spectral_norm(single, method="deflation", tol=1e-8).lower,

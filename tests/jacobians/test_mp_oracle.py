@@ -23,6 +23,8 @@ COMBINATIONS = [
     for size in range(5)
     for has in itertools.combinations(VARIANTS, size)
     if not {"norm", "together"} <= set(has)
+    and not {"values", "latent"} <= set(has)
+    and (size < 4 or not {"values", "latent"} & set(has))
 ]
 
 

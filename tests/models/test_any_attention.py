@@ -116,7 +116,7 @@ CASES: dict[str, Case] = {
     ),
     "latent": (
         *(lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)), {"input_ids": IDS_9}),
-        *("o_proj", "automatic"),
+        *("o_proj", "closed form"),
     ),
     "gated": (
         *(lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)), {"input_ids": IDS_9}),

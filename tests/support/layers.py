@@ -96,6 +96,7 @@ GIVEN = (
     "rotation",
     "norm_q",
     "norm_k",
+    "norm_v",
     "cap",
     "sinks",
 )

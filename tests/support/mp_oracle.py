@@ -38,7 +38,7 @@ DIGITS = (80, 200, 500)
 """Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the
 norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
-KNOWN = {"rotation", "qk_norm", "cap", "sinks"}
+KNOWN = {"rotation", "qk_norm", "value_norm", "cap", "sinks"}
 """Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
@@ -192,6 +192,9 @@ def _normalised(x: Exact, given: Vectors, norm: QKNorm, head: int) -> Vectors:
         (t[:, None] * dt).sum(0) / n / root
         for t, dt, root in zip(whole.y, whole.dy, s, strict=True)
     ]  # (n, D)
+    if norm.part is not None:  # the other coordinates are multiplied by gain alone
+        apart = np.array([[not one] for one in norm.part.tolist()])
+        untouched = given.y * gain, given.dy * gain[:, None]
     y = np.array([gain * row / root for row, root in zip(given.y, s, strict=True)])
     dy = np.array(
         [
@@ -199,8 +202,11 @@ def _normalised(x: Exact, given: Vectors, norm: QKNorm, head: int) -> Vectors:
             for row, dt, root, d in zip(given.y, given.dy, s, ds, strict=True)
         ]
     )
+    if norm.part is not None:
+        y, dy = np.where(apart[:, 0], untouched[0], y), np.where(apart, untouched[1], dy)
     ratio = 1 + max(given.size, whole.size) / min(s)
     slope = n * _largest(gain) * max(given.slope, whole.slope) / min(s) * ratio**3
+    slope += 0 if norm.part is None else _largest(gain) * given.slope
     return Vectors(
         y if norm.bias is None else y + exact(norm.bias[head]),
         dy,
@@ -245,6 +251,8 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         side if norm is None else _normalised(x, side, norm, head)
         for side, norm in ((q, att.norm_q), (k, att.norm_k))
     )
+    if att.norm_v is not None:
+        v = _normalised(x, v, att.norm_v, head)
     if att.rotation is not None:
         angles = exact(att.rotation.cos[keep]), exact(att.rotation.sin[keep])
         q, k = _turned(q, *angles), _turned(k, *angles)

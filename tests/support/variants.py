@@ -8,7 +8,9 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 
-VARIANTS = ("rotation", "norm", "together", "cap", "sinks")
+LINEAR = ("rotation", "norm", "together", "cap", "sinks")
+"""Those that leave values alone."""
+VARIANTS = (*LINEAR, "values", "latent")
 MASKS = ("none", "causal", "window", "padded", "offsets")
 
 
@@ -57,6 +59,16 @@ def layer(
             )
         if seed % 5 == 0:
             extra.pop("norm_k")
+    if "values" in has:
+        extra["norm_v"] = QKNorm(1 + draw(heads, d_v), draw(heads, d_v) if seed % 2 else None, 1e-6)
+    if "latent" in has:  # keys in part, and values, of a normalised latent vector
+        latent = draw(7, 4), draw(4) if biases else None
+        part = torch.arange(d) < max(1, d - 2)
+        gain = torch.where(part, 1 + draw(heads, d), 1.0)
+        extra["norm_k"] = QKNorm(gain, None, 1e-6, latent, part)
+        w_v = latent[0] @ draw(heads, 4, d_v)
+        shift = draw(heads, d_v) if seed % 2 else None
+        extra["norm_v"] = QKNorm(1 + draw(heads, d_v), shift, 1e-6, latent)
     if "cap" in has:
         extra["cap"] = 1.5
     if "sinks" in has:

@@ -1,8 +1,9 @@
 """Steps between projections and output besides a mask: one module a variant, found by being here.
 
-A module of this folder defines one subclass of `Variant`, which says what it does to queries and
-keys, to scores, to the softmax, and to their derivatives. `lipbound.attention.layer.Attention`, the
-Jacobians and the streamed products go through these methods and know no variant by name.
+A module of this folder defines one subclass of `Variant`, which says what it does to queries, keys
+and values, to scores, to the softmax, and to their derivatives.
+`lipbound.attention.layer.Attention`, the Jacobians and the streamed products go through these
+methods.
 """
 
 import importlib
@@ -16,4 +17,7 @@ for _module in pkgutil.iter_modules(__path__):
 VARIANTS = {variant.name: variant.title for variant in sorted(REGISTERED, key=lambda v: v.place)}
 """Names of all variants, and what sentences call them."""
 
-__all__ = ["REGISTERED", "VARIANTS", "Variant"]
+LINEAR_VALUES = tuple(name for name in VARIANTS if name != "value_norm")
+"""Names of those that leave values as they are projected."""
+
+__all__ = ["LINEAR_VALUES", "REGISTERED", "VARIANTS", "Variant"]

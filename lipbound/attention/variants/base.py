@@ -9,7 +9,9 @@ from torch import Tensor
 
 from lipbound.attention.variants.token_maps import TokenStep
 
-Side = Literal["q", "k"]
+Side = Literal["q", "k", "v"]
+"""Queries, keys or values."""
+SIDES: tuple[Side, ...] = ("q", "k", "v")
 UNIT = 2.0**-53
 """The unit of rounding of float64."""
 REGISTERED: list[type["Variant"]] = []
@@ -17,14 +19,18 @@ REGISTERED: list[type["Variant"]] = []
 
 
 class Shapes(NamedTuple):
-    """Shapes of the layer that a variant is part of: x (samples, N, D), w_q (heads, D, d)."""
+    """Shapes of the layer that a variant is part of.
+
+    x (samples, N, D), w_q (heads, D, d), w_v (heads, D, d_v).
+    """
 
     x: tuple[int, ...]
     w_q: tuple[int, ...]
+    w_v: tuple[int, ...]
 
 
 class Passing(NamedTuple):
-    """Upper values about a token's query or key on its way from projection to scores.
+    """Upper values about a token's query, key or value on its way from its projection.
 
     In float64; each broadcasts to (samples, heads, N).
 
@@ -48,8 +54,8 @@ class Variant:
     Attributes:
         name: what runs and bounds call it.
         title: what sentences call it.
-        stage: variants act in the order of their stages: on queries and keys (0, 1), on scores (2),
-            in the softmax (3).
+        stage: variants act in the order of their stages: on projected vectors (0, 1), on scores
+            (2), in the softmax (3).
         place: where it stands in lists.
         shift_invariant: whether a vector added to all keys still changes nothing. Keys are then
             centred before use.
@@ -80,21 +86,21 @@ class Variant:
     def check(self, shapes: Shapes) -> None:
         """Raise AttentionError where it does not fit a layer of these shapes."""
 
-    # -- queries and keys --------------------------------------------------------------------------
+    # -- queries, keys and values ------------------------------------------------------------------
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        """Return projected queries or keys as they go on.
+        """Return projected queries, keys or values as they go on.
 
         Args:
-            side: "q" or "k".
+            side: "q", "k" or "v".
             x: inputs, (samples, N, D).
-            y: projected queries or keys, (samples, heads, N, d), float64.
+            y: projected vectors, (samples, heads, N, d or d_v), float64.
             valid: tokens that are not padding, (samples, N) bool, or None.
         """
         return y
 
     def acts_on(self, side: Side) -> bool:
-        """Return whether `enter` may change queries, or keys."""
+        """Return whether `enter` may change vectors of this side."""
         return type(self).enter is not Variant.enter
 
     def step(
@@ -112,7 +118,7 @@ class Variant:
         Their own float64 rounding is included; x and y as for `enter`, y computed. Infinite where a
         variant has an `enter` and does not say.
         """
-        silent = type(self).enter is not Variant.enter
+        silent = self.acts_on(side)
         return before._replace(error=before.error + math.inf) if silent else before
 
     def spans(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""RMS normalisation of queries and of keys."""
+"""RMS normalisation of queries, of keys or of values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,16 +12,17 @@ from lipbound.errors import AttentionError
 
 @dataclass(frozen=True)
 class QKNorm:
-    r"""RMS normalisation of queries or of keys after their projection ("q/k-norm").
+    r"""RMS normalisation of queries, keys or values after their projection ("q/k-norm").
 
     It comes before any rotation. With y a head's projected vector and t what is normalised together
-    (y itself, or the vectors of all heads), n entries long,
+    (y itself, the vectors of all heads, or a vector that y is a projection of), n entries long,
 
     .. math:: y \mapsto gain \circ y / s + bias,\qquad s = (|t|^2 / n + eps)^{1/2}
 
     LayerNorm is this map after a projection whose columns have had their mean over the n entries
     taken away. Henry et al. 2020, "Query-Key Normalization for Transformers"; Dehghani et al. 2023
-    for the form with gains.
+    for the form with gains. In latent attention (DeepSeek-V2 2024, section 2.1) t is the latent
+    vector, y its projection before it is normalised, and of keys only a part is normalised.
 
     Args:
         gain: (heads, d).
@@ -29,6 +30,8 @@ class QKNorm:
         eps: under the root.
         over: projection (D, n) and bias (n,) or None of what is normalised together; None: each
             head's own vector.
+        part: coordinates that are normalised, (d,) bool, where ``over`` is given; None for all. The
+            others are multiplied by ``gain`` alone.
 
     Raises:
         AttentionError: shapes that do not fit, NaN or infinite entries, a negative eps.
@@ -38,8 +41,17 @@ class QKNorm:
     bias: Tensor | None = None
     eps: float = 0.0
     over: tuple[Tensor, Tensor | None] | None = None
+    part: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.part is not None and (
+            self.over is None
+            or self.part.dtype != torch.bool
+            or self.part.shape != self.gain.shape[1:]
+        ):
+            raise AttentionError(
+                f"part of a normalisation must be ({self.gain.shape[-1]},) bool, and over be given"
+            )
         if self.gain.ndim != 2 or (self.bias is not None and self.bias.shape != self.gain.shape):
             raise AttentionError(
                 f"gain of a normalisation has shape {tuple(self.gain.shape)}; it must be (heads, "
@@ -78,6 +90,13 @@ class QKNorm:
         squares = self._whole(x, y).square().mean(-1, keepdim=True) + self.eps
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
+    def divided(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y / s, and s entry by entry: 1 where coordinates are not normalised."""
+        sizes = self.sizes(x, y)
+        if self.part is not None:
+            sizes = torch.where(self.part, sizes, 1.0)
+        return y / sizes, sizes
+
     def undefined(self, x: Tensor, y: Tensor, valid: Tensor | None) -> bool:
         """Return whether a vector of length zero is to be normalised without eps.
 
@@ -88,15 +107,37 @@ class QKNorm:
         zero = self._whole(x, y).square().sum(-1) == 0
         return bool((zero if valid is None else zero & valid[:, None]).any())
 
+    def enter(self, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the normalised vectors as `apply` does.
+
+        Raises:
+            AttentionError: `undefined`.
+        """
+        if self.undefined(x, y, valid):
+            raise AttentionError(
+                "a query, key or value of length zero is normalised without eps, which is not "
+                "defined; give an eps"
+            )
+        return self.apply(x, y)
+
     def apply(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the normalised vectors, float64, shaped like y."""
-        out = y / self.sizes(x, y) * self.gain.double()[:, None]
+        out = self.divided(x, y)[0] * self.gain.double()[:, None]
         return out if self.bias is None else out + self.bias.double()[:, None]
 
     def rounded(self, x: Tensor, y: Tensor, before: Passing) -> Passing:
         """Return upper values as `Variant.rounded` does: Lemma 69 (docs/theory/rounding.md)."""
         gain = self.gain.double().abs().amax(-1)[:, None]
-        size, length = self.sizes(x, y)[..., 0], torch.linalg.vector_norm(y, dim=-1)
+        if self.part is not None:
+            whole = replace(self, part=None, bias=None).rounded(x, y, before)
+            rest = gain * before.slope
+            error = gain * before.error + 8 * UNIT * (gain * _length(y) + self._shift())
+            return Passing(
+                whole.error + error,
+                whole.slope + rest,
+                whole.slope_error + gain * before.slope_error + 16 * UNIT * rest,
+            )
+        size, length = self.sizes(x, y)[..., 0], _length(y)
         alone, zero = self.over is None, torch.zeros(())
         if self.over is None:
             n, shared, error, reach = y.shape[-1], length, before.error, zero
@@ -121,10 +162,17 @@ class QKNorm:
             own = moved + off * shared / (size * n**0.5) + off + sums
             turn = unit_error * (1 + off) + unit * own
             slope_error = slope_error + gain / size * reach / n**0.5 * turn
-        shift: Tensor | float = 0.0
-        if self.bias is not None:
-            shift = self.bias.double().abs().amax(-1)[:, None] * self.bias.shape[1] ** 0.5
-        return Passing(gain * unit_error + 8 * UNIT * (gain * unit + shift), slope, slope_error)
+        shifted = 8 * UNIT * (gain * unit + self._shift())
+        return Passing(gain * unit_error + shifted, slope, slope_error)
+
+    def _shift(self) -> Tensor | float:
+        if self.bias is None:
+            return 0.0
+        return self.bias.double().abs().amax(-1)[:, None] * self.bias.shape[1] ** 0.5
+
+    def without_biases(self) -> "QKNorm":
+        """Return that for projections without biases; its own shift stays."""
+        return self if self.over is None else replace(self, over=(self.over[0], None))
 
     def select(self, heads: slice) -> "QKNorm":
         """Return that of some of the heads."""
@@ -135,19 +183,28 @@ class QKNorm:
         """Return the same with changed tensors."""
         w, b = (None, None) if self.over is None else self.over
         bias, w, b = (None if t is None else change(t) for t in (self.bias, w, b))
-        return QKNorm(change(self.gain), bias, self.eps, None if w is None else (w, b))
+        part = None if self.part is None else change(self.part).bool()
+        return QKNorm(change(self.gain), bias, self.eps, None if w is None else (w, b), part)
+
+    def of_scaled_inputs(self, exponent: int) -> "QKNorm":
+        """Return that for inputs times 2 to the exponent."""
+        if self.over is None:
+            return self
+        first, second = 2.0 ** -(exponent // 2), 2.0 ** -((exponent + 1) // 2)
+        return replace(self, over=(self.over[0] * first * second, self.over[1]))
 
     def check(self, name: str, shapes: Shapes) -> None:
-        """Check that it fits a layer, whose ``name`` for it an error says.
+        """Check that it fits a layer, where it is called norm_q, norm_k or norm_v.
 
         Raises:
             AttentionError: it does not.
         """
-        expected, width = (shapes.w_q[0], shapes.w_q[2]), shapes.x[2]
+        side, w = ("w_v", shapes.w_v) if name == "norm_v" else ("w_q", shapes.w_q)
+        expected, width = (w[0], w[2]), shapes.x[2]
         if self.gain.shape != expected:
             raise AttentionError(
-                f"{name} has gains of shape {tuple(self.gain.shape)}; with w_q {shapes.w_q} it "
-                f"must be {expected}"
+                f"{name} has gains of shape {tuple(self.gain.shape)}; with {side} {w} it must be "
+                f"{expected}"
             )
         if self.over is not None and self.over[0].shape[0] != width:
             raise AttentionError(
@@ -169,7 +226,7 @@ class QKNormalised(Variant):
     place = 1
 
     def _of(self, side: Side) -> QKNorm | None:
-        return self.q if side == "q" else self.k
+        return {"q": self.q, "k": self.k, "v": None}[side]
 
     @property
     def parts(self) -> list[str]:
@@ -185,14 +242,7 @@ class QKNormalised(Variant):
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
         norm = self._of(side)
-        if norm is None:
-            return y
-        if norm.undefined(x, y, valid):
-            raise AttentionError(
-                "a query or key of length zero is normalised without eps, which is not defined; "
-                "give an eps"
-            )
-        return norm.apply(x, y)
+        return y if norm is None else norm.enter(x, y, valid)
 
     def acts_on(self, side: Side) -> bool:
         return self._of(side) is not None
@@ -214,25 +264,14 @@ class QKNormalised(Variant):
     def _each(self, change: Callable[[QKNorm], QKNorm]) -> "QKNormalised":
         return QKNormalised(*(None if norm is None else change(norm) for norm in (self.q, self.k)))
 
-    def _over(
-        self, change: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-    ) -> "QKNormalised":
-        """Return the same with changed projections of what is normalised together."""
-
-        def changed(norm: QKNorm) -> QKNorm:
-            return norm if norm.over is None else replace(norm, over=change(*norm.over))
-
-        return self._each(changed)
-
     def of_heads(self, heads: slice) -> "QKNormalised":
         return self._each(lambda norm: norm.select(heads))
 
     def without_biases(self) -> "QKNormalised":
-        return self._over(lambda w, b: (w, None))
+        return self._each(QKNorm.without_biases)
 
     def of_scaled_inputs(self, exponent: int) -> "QKNormalised":
-        first, second = 2.0 ** -(exponent // 2), 2.0 ** -((exponent + 1) // 2)
-        return self._over(lambda w, b: (w * first * second, b))
+        return self._each(lambda norm: norm.of_scaled_inputs(exponent))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "QKNormalised":
         return self._each(lambda norm: norm.map(change))
@@ -260,13 +299,16 @@ class NormStep:
     @staticmethod
     def of(norm: QKNorm, x: Tensor, y: Tensor, dtype: torch.dtype) -> "NormStep":
         """Return that at inputs x (samples, N, D), projected to y (samples, heads, N, d)."""
-        sizes = norm.sizes(x, y)
-        unit = (y / sizes).flatten(0, 1).to(dtype)
-        gain = (norm.gain.double()[:, None] / sizes).flatten(0, 1).to(dtype)
+        unit, divisors = norm.divided(x, y)
+        if norm.part is not None:
+            unit = unit * norm.part
+        unit = unit.flatten(0, 1).to(dtype)
+        gain = (norm.gain.double()[:, None] / divisors).flatten(0, 1).to(dtype)
         together = norm.together(x)
         if norm.over is None or together is None:
             return NormStep(unit, gain)
-        direction = together / sizes[:, 0] @ norm.over[0].double().mT / together.shape[-1]
+        unit_of_all = together / norm.sizes(x, y)[:, 0]
+        direction = unit_of_all @ norm.over[0].double().mT / together.shape[-1]
         return NormStep(unit, gain, direction.to(dtype))
 
     def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
@@ -297,3 +339,7 @@ class NormStep:
 
     def turns(self) -> None:
         """Return None: it turns nothing."""
+
+
+def _length(y: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(y, dim=-1)

@@ -96,14 +96,19 @@ class Rotation(Variant):
             )
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        return self.turn(y)
+        return self.turn(y) if self.acts_on(side) else y
+
+    def acts_on(self, side: Side) -> bool:
+        return side != "v"
 
     def step(
         self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype
-    ) -> "RotationStep":
-        return RotationStep(self)
+    ) -> "RotationStep | None":
+        return RotationStep(self) if self.acts_on(side) else None
 
     def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
+        if not self.acts_on(side):
+            return before
         own = 8 * UNIT * self.norm
         return Passing(
             self.norm * before.error + own * torch.linalg.vector_norm(y, dim=-1),

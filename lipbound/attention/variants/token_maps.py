@@ -1,4 +1,4 @@
-"""Linear maps, one for each token, by which perturbations of queries and keys reach the scores."""
+"""Linear maps, one for each token, from perturbed projections to queries, keys and values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class TokenStep(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TokenMap:
-    r"""The steps between the projection of queries (or keys) of a batch of heads and the scores.
+    r"""The steps that follow the projection of queries, keys or values of a batch of heads.
 
     Attributes:
         steps: in the order in which they act.

@@ -135,7 +135,7 @@ def _sample(
     around = PairedVariantCentre(one) if one.variants else PairedBallCentre(one)
     bounds = around.by_entries if entries_only else around.bounds
     found = [bounds(r * float(exact_power(shift)), ball) for r in radii]
-    hidden = TINY * sizes_of_values(one)[:, None]
+    hidden = TINY * sizes_of_values(one, torch.linalg.matrix_norm(one.w_v))[:, None]
 
     def ordinary(values: Tensor) -> Tensor:
         values = times_power_up((values + hidden).mT, exponents).mT

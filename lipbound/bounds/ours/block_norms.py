@@ -105,18 +105,22 @@ class Sample(NamedTuple):
         """Bounds on the heads of the layer that was given, (r, heads), from `in_chunks`' values."""
         one, e = self.layer, _of_sample(self.errors, 0)
         with torch.no_grad():
-            p, norm_v = one.p[0], matrix_norm(one.w_v)
+            p = one.p[0]
             value, key = ((p @ (t**2)[..., None])[..., 0] for t in (e.v, e.k))
             rows = Moments.of(value, key, 1.0, p.amax(-1), p.sum(-2))
-            hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes_of_values(one)
-            error = (distance(e, rows, one.scale, norm_v) + hidden) * (1 + 1e-6) * reach
+            sizes = sizes_of_values(one, e.v_slope.amax(-1))
+            hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes
+            error = (distance(e, rows, one.scale) + hidden) * (1 + 1e-6) * reach
         total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
         return torch.where(self.exact & ~total.isnan(), total, torch.inf)
 
 
-def sizes_of_values(one: Attention) -> Tensor:
-    """Frobenius norm of W_V and length of the longest centred value of one sample, (heads,)."""
-    return torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1)
+def sizes_of_values(one: Attention, slope: Tensor) -> Tensor:
+    """At least the Frobenius norm of derivatives of values and the longest of one sample, (heads,).
+
+    ``slope``: how much faster than a token its value can move, (heads,).
+    """
+    return one.d_v**0.5 * slope + one.centred_v[0].norm(dim=-1).amax(-1)
 
 
 def _of_sample(errors: TensorErrors, index: int | slice) -> TensorErrors:

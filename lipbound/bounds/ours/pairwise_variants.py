@@ -1,8 +1,9 @@
 r"""`lipbound` and `lipbound_block` for heads with variants.
 
-Rotary position embeddings, normalised queries and keys, capped scores or sinks. The compression of
-`lipbound.bounds.ours.pairwise`, block by block, with a vector :math:`\tilde q_{ij}` for each pair
-of tokens: Lemma 18 (docs/theory/bounds.md). Blocks of J as in `lipbound.jacobians.token_tangents`.
+Rotary position embeddings, normalised queries, keys and values, capped scores or sinks. The
+compression of `lipbound.bounds.ours.pairwise`, block by block, with a vector
+:math:`\tilde q_{ij}` for each pair of tokens: Lemma 18 (docs/theory/bounds.md). Blocks of J as in
+`lipbound.jacobians.token_tangents`.
 
 Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, most of them inner products of
 :math:`\tilde q_{ij}` and :math:`\tilde q_{kj}`, O(N^2 (d + d_v)) memory for some rows at a time.
@@ -76,7 +77,8 @@ def _of_head(head: VariantHead) -> Tensor:
         kappa = _key_norms(head, found.length)
         x = p * found.b_v[None, :] + e.mT * found.b_q + (e * found.image) @ p.mT
         keys = torch.minimum(kappa[:, None] * kappa[None, :], found.inner)
-        whole = p @ p.mT * norm_v**2 + torch.diag_embed(found.b**2) + x + x.mT + keys
+        values = p * norm_v
+        whole = values @ values.mT + torch.diag_embed(found.b**2) + x + x.mT + keys
         squared = nonnegative_norm(whole[None], rtol=RTOL)[0]
     slack = gamma(10 * head.width + 200)
     return torch.stack([root(squared), block, *single]) * head.unit * (1 + slack)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants import VARIANTS
+from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.bounds import conditions
 from lipbound.bounds.ours import BIBTEX, CITATION
 from lipbound.bounds.ours.block_norms import (
@@ -133,20 +133,24 @@ def lipbound_one(att: Attention) -> Tensor:
     return _sums(att)[..., 1]
 
 
-@lipbound_every.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
+@lipbound_every.extends(
+    *LINEAR_VALUES, condition=conditions.always, layer=with_folded, longest=longest
+)
 @memoised
 def _every(att: Attention) -> Tensor:
     return in_chunks(att, _refined_variants, [_root_count(att)])[..., 0]
 
 
 @lipbound_every_block.extends(
-    *VARIANTS, condition=conditions.always, layer=with_folded, longest=longest
+    *LINEAR_VALUES, condition=conditions.always, layer=with_folded, longest=longest
 )
 def _every_block(att: Attention) -> Tensor:
     return together(att)[..., ROWS]
 
 
-@lipbound_one.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
+@lipbound_one.extends(
+    *LINEAR_VALUES, condition=conditions.always, layer=with_folded, longest=longest
+)
 def _one(att: Attention) -> Tensor:
     return together(att)[..., ROWS + 1]
 

@@ -57,7 +57,8 @@ class VariantHead:
         p, t: P and what changes of scores are weighted with, (N, N). e: :math:`E_{ij} = T_{ij} |v_j
             - o_i|`, distance: without T, (N, N).
         q, k, v, o: queries times the scale, centred keys and values, outputs, (N, d or d_v).
-        norm_v, size_v: upper value of :math:`\|W_V\|`, and its Frobenius norm.
+        norm_v, size_v: upper values of :math:`\|D^v_j\|`, and Frobenius norms with absolute values
+            inside, (N,), or () where they are those of W_V for all tokens.
         tangents: how queries, keys and values follow their tokens, named by ``kept``.
         size: :math:`|c q_i|`, (N,). width: how many numbers the largest temporary has for every
             pair of tokens.
@@ -74,13 +75,26 @@ class VariantHead:
         self.p, self.t = p / self.unit, t / self.unit
         self.distance = torch.cdist(self.o, self.v, compute_mode="donot_use_mm_for_euclid_dist")
         self.e = self.t * self.distance
-        self.scale, self.w_v, self.norm_v = att.scale, att.w_v[h], matrix_norm(att.w_v[h])
-        self.size_v = torch.linalg.matrix_norm(self.w_v.detach())
+        self.scale, self.w_v = att.scale, att.w_v[h]
         self.tangents, self.size = Tangents(att, 0, h), self.q.detach().norm(dim=-1)
-        self.inputs, self.width = att.x.shape[2], max(att.d + 1, att.d_v)
-        n, d = len(self.q), att.d + 1
-        self._small = gamma(self.inputs + 6 * d + att.d_v + 40)
-        self._by_query = gamma(2 * n + self.inputs + 8 * d + att.d_v + 60)
+        plain = att.scoring.plain("v")
+        n, d, d_v = len(self.q), att.d + 1, att.d_v if plain else 4 * (att.d_v + 1)
+        self.inputs, self.width = att.x.shape[2], max(d, d_v)
+        self._small = gamma(self.inputs + 6 * d + d_v + 40)
+        self._by_query = gamma(2 * n + self.inputs + 8 * d + d_v + 60)
+        self.norm_v, self.size_v = self._values(plain)
+
+    def _values(self, plain: bool) -> tuple[Tensor, Tensor]:
+        """Return norms of the derivatives of all values, and their sizes, (N,) or ()."""
+        if plain:
+            return matrix_norm(self.w_v), torch.linalg.matrix_norm(self.w_v.detach())
+        sizes = self.tangents.size("v", self.kept)
+        squares = block_norm(self.tangents.product("v", "v", self.kept))
+        return root(squares + self._small * sizes.detach() ** 2), sizes.detach()
+
+    def sizes_v(self, part: slice) -> Tensor:
+        """Return `size_v` of some tokens, (n or 1, 1)."""
+        return self.size_v[part, None] if self.size_v.ndim else self.size_v[None, None]
 
     def covariances(self, rows: slice | Tensor, keys: slice = slice(None)) -> Tensor:
         r"""Sums :math:`C_i = c \sum_j T_{ij} (v_j - o_i) k_j^T` over some keys, (rows, d_v, d)."""
@@ -107,7 +121,8 @@ class VariantHead:
         m_q, m_k, m_v = (self.tangents.metric("q", a, tokens) for a in "qkv")
         squared = block_norm(_times(c, m_q) @ c.mT, squarings=squarings)
         b = root(squared + self._small * length**2) + off
-        b_v = block_norm(_times(c, m_v), squarings=squarings) + off * self.size_v
+        values = self.tangents.returned("v", _times(c, m_v), tokens)
+        b_v = block_norm(values, squarings=squarings) + off * self.sizes_v(part)[:, 0]
         return QueryVectors(b, b_v, _times(c, m_k), off)
 
     def vectors(
@@ -125,8 +140,9 @@ class VariantHead:
         reach = self.tangents.size("k", tokens).detach()[:, None] * self.size[rows]
         u = self.tangents.turned("k", q, tokens)
         y = _times(u, self.tangents.metric("k", "k", tokens))
-        image = _times(u, self.tangents.metric("k", "v", tokens)).norm(dim=-1)
-        image = image + self._small * self.size_v * reach
+        image = _times(u, self.tangents.metric("k", "v", tokens))
+        image = self.tangents.returned("v", image, tokens).norm(dim=-1)
+        image = image + self._small * self.sizes_v(part) * reach
         length = root((y * u).sum(-1).clamp_min(0) + self._small * reach**2)
         moved = torch.linalg.vector_norm(u @ own.through.mT, dim=-1) + own.off[:, None] * reach
         inner = None

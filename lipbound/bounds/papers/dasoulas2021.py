@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants import VARIANTS
+from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.ours.block_norms import samples_of
 from lipbound.bounds.papers.castin2024 import longest, sides
@@ -108,7 +108,7 @@ def _linear(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
 
 
-@dasoulas.extends(*VARIANTS, condition=conditions.always)
+@dasoulas.extends(*LINEAR_VALUES, condition=conditions.always)
 def _with_variants(att: Attention) -> Tensor:
     if att.cache.recording:
         raise LipboundError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.devices import in_own_modes
 from lipbound.errors import check_layer, choice, flag, real
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
@@ -99,10 +100,11 @@ def token_norm(
     return beside(norms, att.samples, map, Norm.cat)
 
 
-def check(att: object, what: str, map: str) -> None:
+def check(att: Attention, what: str, map: str) -> None:
     """Raise LipboundError for what cannot be measured; ``what`` measures."""
     choice("map", map, TOKEN_MAPS)
     check_layer(att, what)
+    att.only(what, LINEAR_VALUES)
 
 
 def pieces(att: Attention, map: str) -> Iterator[Attention]:

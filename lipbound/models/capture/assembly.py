@@ -14,6 +14,7 @@ from lipbound.attention.variants import Variant
 from lipbound.attention.variants.cap import Cap
 from lipbound.attention.variants.qk_norm import QKNormalised
 from lipbound.attention.variants.sinks import Sinks
+from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.errors import AttentionError, CaptureError
 from lipbound.models.capture.probing import ProbedWeights
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, Call
@@ -55,6 +56,8 @@ def variants_of(call: Call, weights: ProbedWeights, dtype: torch.dtype) -> list[
         found.append(weights.turns.rotation)
     if weights.norm_q is not None or weights.norm_k is not None:
         found.append(QKNormalised(weights.norm_q, weights.norm_k).map(lambda t: t.to(dtype)))
+    if weights.norm_v is not None:
+        found.append(ValueNorm(weights.norm_v).map(lambda t: t.to(dtype)))
     if (cap := call.extras.get("softcap")) is not None:
         found.append(Cap(float(cap)))
     if (sinks := call.extras.get("s_aux")) is not None:

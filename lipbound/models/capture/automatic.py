@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from lipbound.attention.module_attention import INPUT, MEMORY, QUERIES, ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture.assembly import marks_padding
+from lipbound.models.capture.output_projection import CAPTURE_TOLERANCE, probe_output
 from lipbound.models.capture.owner_function import OwnerFunction, OwnerPass
-from lipbound.models.capture.probing import CAPTURE_TOLERANCE, probe_output
 from lipbound.models.capture.seeing.by_hand import HeadOutputs
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
 

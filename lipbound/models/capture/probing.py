@@ -18,6 +18,7 @@ from transformers import Cache
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
+from lipbound.models.capture.output_projection import probe_output
 from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs, in_heads
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
 from lipbound.models.capture.seeing.fused import additive_mask, handling_fused
@@ -34,13 +35,6 @@ from lipbound.models.capture.token_steps import (
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
 
-CAPTURE_TOLERANCE = 1e-4
-"""Largest relative error of a rebuilt tensor.
-
-Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude.
-"""
-CHECKED = 64
-"""Number of recorded outputs of all heads that tell whether their projection is affine."""
 POSITIONS = "position_embeddings"
 """The argument in which transformers hands rotary embeddings to a layer."""
 
@@ -88,6 +82,7 @@ class ProbedWeights:
         w_o: output projection, (heads, d_v, D_out), or None.
         norm_q: normalisation of queries, or None.
         norm_k: normalisation of keys, or None.
+        norm_v: normalisation of values, or None.
         turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
             normalisations are; None where it has none.
     """
@@ -97,6 +92,7 @@ class ProbedWeights:
     w_o: Tensor | None
     norm_q: QKNorm | None = None
     norm_k: QKNorm | None = None
+    norm_v: QKNorm | None = None
     turns: Turns | None = None
 
     def belongs_to(self, call: Call) -> bool:
@@ -405,17 +401,27 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     found = read_normalisations(call, layer.stubs, layer.projections)
     samples, n, width = call.x.shape
     rows = torch.cat([torch.zeros(1, width), torch.eye(width)]).double().to(call.x.device)
-    qkv = [
-        [y[: len(some)] for y in layer.projections(_fill(some, samples, n))]
-        for some in rows.split(samples * n)
-    ]
-    maps = [torch.cat(pieces) for pieces in zip(*qkv, strict=True)]  # (D + 1, H or H_kv, d) each
+    latents = [one.latent for one in found if one is not None and one.latent is not None]
+    pieces: list[list[Tensor]] = []
+    for some in rows.split(samples * n):
+        made = layer.projections(_fill(some, samples, n))
+        given = [stub.given.reshape(samples * n, -1) for stub in latents]
+        pieces.append([y[: len(some)] for y in (*made, *given)])
+    together = [torch.cat(each) for each in zip(*pieces, strict=True)]
+    maps, vectors = together[:3], together[3:]  # (D + 1, H or H_kv, d) and (D + 1, n) each
     turns = layer.turns(known)
     if turns is not None:
         places = torch.arange(width + 1, device=rows.device) % (samples * n) % n
         maps[:2] = [turns.undone(t, places) for t in maps[:2]]
     w = [(y[1:] - y[0]).transpose(0, 1).contiguous() for y in maps]
     b = [y[0] if bool((y[0] != 0).any()) else None for y in maps]
+    over_latents = {
+        id(stub): ((t[1:] - t[0]).contiguous(), t[0] if bool((t[0] != 0).any()) else None)
+        for stub, t in zip(latents, vectors, strict=True)
+    }
+    for side, one in enumerate(found):
+        if one is not None and one.constant is not None and (bias := b[side]) is not None:
+            b[side] = bias - one.constant
     heads = call.q.shape[1]
 
     def each_head(t: Tensor, side: int) -> Tensor:
@@ -423,13 +429,17 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         return t.repeat_interleave(heads // t.shape[0], 0)
 
     def norm(side: int) -> QKNorm | None:
-        read, together = found[side]
-        if read is None:
+        one = found[side]
+        if one is None:
             return None
-        if together:  # the vectors of all heads, whose projection is (heads, D, d) head by head
+        read, part = one.norm, one.part
+        if one.together:  # the vectors of all heads, whose projection is (heads, D, d) head by head
             bias = b[side]
             over = w[side].transpose(0, 1).flatten(1), None if bias is None else bias.flatten()
             read = replace(read, over=over)
+        if one.latent is not None:
+            part = None if part is None or bool(part.all()) else each_head(part[None], side)[0]
+            read = replace(read, over=over_latents[id(one.latent)], part=part)
         bias = None if read.bias is None else each_head(read.bias, side)
         return replace(read, gain=each_head(read.gain, side), bias=bias)
 
@@ -439,6 +449,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         probe_output(call, call.consumer, call.out),
         norm(0),
         norm(1),
+        norm(2),
         turns,
     )
 
@@ -448,39 +459,3 @@ def _fill(rows: Tensor, samples: int, n: int) -> Tensor:
     tokens = rows.new_zeros(samples * n, rows.shape[1])
     tokens[: len(rows)] = rows
     return tokens.view(samples, n, -1)
-
-
-def probe_output(call: Call, projection: nn.Module | None, heads: Tensor) -> Tensor | None:
-    """Return slices of the projection of the flattened heads, (heads, d_v, D_out).
-
-    Args:
-        call: of the layer.
-        projection: the module that projects, or None.
-        heads: outputs of heads, (..., heads, d_v).
-
-    Raises:
-        CaptureError: it is not affine.
-    """
-    if projection is None:
-        return None
-    count, d_v, device = *heads.shape[-2:], heads.device
-    copy = plain_copy(projection).to(device).double()
-    eye = torch.eye(count * d_v, dtype=torch.float64, device=device)
-    try:
-        zero = copy(torch.zeros_like(eye[:1]))
-        w_o: Tensor = copy(eye) - zero
-    except RAISED as error:
-        raise CaptureError(
-            f"layer {call.name}: the output projection ({type(projection).__name__}) cannot be run "
-            f"by itself ({first_line(error)})"
-        ) from error
-    flat = heads.reshape(-1, count * d_v)
-    flat = flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()  # padding may be undefined
-    own, mine, size = copy(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()
-    limit = CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), 1e-3 * size.amax()))
-    if not float((own - mine).abs().amax()) <= limit:
-        raise CaptureError(
-            f"layer {call.name}: the output projection ({type(projection).__name__}) is not "
-            "an affine map, which is not supported"
-        )
-    return w_o.view(count, d_v, -1)

@@ -1,11 +1,11 @@
-"""Normalisations and rotations of queries and keys, read off a layer that is fed chosen tokens.
+"""Normalisations of queries, keys and values, and rotations, read off a layer fed chosen tokens.
 
 A stub in a normalisation's place does its linear part only; a rotation is fitted to pairs of
 vectors before and after it, whatever the order of its coordinates.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,21 @@ Project = Callable[[Tensor], tuple[Tensor, ...]]
 class NormStub(nn.Module):
     """A stand-in for a normalisation, which does what ``mode`` says with it.
 
-    "linear": passes vectors through, without their mean if the normalisation takes it away.
-    "nothing": zero. "pattern": a fixed vector of mean zero and mean square 1. "plus", "minus",
-    "shifted": what the normalisation makes of the fixed vector, of its negative, of it plus one.
+    "linear": passes vectors through, without their mean if the normalisation takes it away, times
+    ``gain`` where that is known. "nothing": zero. "bias": ``bias``. "pattern": a fixed vector of
+    mean zero and mean square 1. "plus", "minus", "shifted": what the normalisation makes of the
+    fixed vector, of its negative, of it plus one.
+
+    Attributes:
+        given: what it was given last, (..., width), without mean if that is taken away.
     """
 
     def __init__(self, norm: nn.Module):
         super().__init__()
         self.norm, self.mode, self.centred, self.width = norm, "linear", False, 0
+        self.gain: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.given = torch.zeros(0)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -53,16 +60,51 @@ class NormStub(nn.Module):
         if not isinstance(y, Tensor) or any(isinstance(one, Tensor) for one in others):
             raise TypeError(self._unknown("it takes more than one tensor"))
         self.width = y.shape[-1]
+        self.given = y = y - y.mean(-1, keepdim=True) if self.centred else y
         if self.mode == "linear":
-            return y - y.mean(-1, keepdim=True) if self.centred else y
-        if self.mode == "nothing":
-            return torch.zeros_like(y)
+            return y if self.gain is None else y * self.gain
+        if self.mode in ("nothing", "bias"):
+            nothing = torch.zeros_like(y)
+            return nothing if self.mode == "nothing" or self.bias is None else nothing + self.bias
         vector = _pattern(y.shape[-1]).to(y).expand_as(y).contiguous()
         if self.mode == "pattern":
             return vector
         given = {"plus": vector, "minus": -vector, "shifted": vector + 1}[self.mode]
         out: Tensor = self.norm(given, *args, **kwargs)
         return out
+
+    def read(self, dtype: torch.dtype) -> float:
+        """Find gain and bias, and whether the mean is taken away; return eps.
+
+        Args:
+            dtype: that the model is run in, which eps may depend on.
+        """
+        vector = _pattern(self.width).to(self.given)
+        plus, minus, shifted = (self.norm(t) for t in (vector, -vector, vector + 1))
+        eps = eps_of(self.norm, dtype)
+        self.centred = _centres(plus, shifted)
+        self.gain = (plus - minus) / 2 / vector * (1 + eps) ** 0.5
+        self.bias = (plus + minus) / 2
+        return eps
+
+
+class TokenNorm(NamedTuple):
+    """A normalisation as it was read off a layer.
+
+    Attributes:
+        norm: as if a head's own vector were normalised, (heads or groups, d).
+        together: whether all heads are normalised together.
+        latent: what stands for it where queries, keys or values are projections of the normalised
+            vector, whose projection `QKNorm.over` then is. Its gains are part of theirs.
+        part: coordinates that are normalised, (d,) bool.
+        constant: bias of the projection of the normalised vector, (groups, d).
+    """
+
+    norm: QKNorm
+    together: bool = False
+    latent: NormStub | None = None
+    part: Tensor | None = None
+    constant: Tensor | None = None
 
 
 def stub_norms(owner: nn.Module) -> list[NormStub]:
@@ -81,16 +123,13 @@ def stub_norms(owner: nn.Module) -> list[NormStub]:
 
 def read_normalisations(
     call: Call, stubs: Sequence[NormStub], project: Project
-) -> list[tuple[QKNorm | None, bool]]:
-    """Return those of queries and of keys, as if a head's own vector were normalised.
+) -> list[TokenNorm | None]:
+    """Return those of queries, keys and values; None where there is none.
 
     Args:
         call: of the layer.
         stubs: what stands for the normalisations of a copy of the layer; left in the mode "linear".
         project: q, k, v, each (samples N, heads, d), that the copy makes of tokens (samples, N, D).
-
-    Returns:
-        Each with whether all heads are normalised together; None where there is none.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.q.device)
@@ -102,40 +141,54 @@ def read_normalisations(
             if not torch.equal(a, b):
                 touching[side].append(stub)
         stub.mode = "linear"
-    if touching[2]:
-        heads, d_v = plain[2].shape[-2:]
-        of_heads = touching[2][0].width in (d_v, heads * d_v)
-        latent = "makes its values of a normalised vector (latent attention)"
-        raise call.unsupported("normalises its values" if of_heads else latent)
     if any(len(found) > 1 for found in touching):
-        raise call.unsupported("normalises its queries or keys twice")
+        raise call.unsupported("normalises its queries, keys or values twice")
     return [
-        _read(call, found[0], side, x, project) if found else (None, False)
-        for side, found in enumerate(touching[:2])
+        _read(call, found[0], side, x, project) if found else None
+        for side, found in enumerate(touching)
     ]
 
 
-def _read(
-    call: Call, stub: NormStub, side: int, x: Tensor, project: Project
-) -> tuple[QKNorm, bool]:
-    """Return the normalisation that a stub of queries (side 0) or keys (side 1) stands for."""
+def _read(call: Call, stub: NormStub, side: int, x: Tensor, project: Project) -> TokenNorm:
+    """Return what a stub of queries (side 0), keys (1) or values (2) stands for."""
 
     def seen(mode: str) -> Tensor:
         stub.mode = mode
-        return project(x)[side][0]  # (heads, d) of one token
+        found = project(x)[side]  # (samples N, heads, d)
+        stub.mode = "linear"
+        return found
 
-    pattern, plus, minus, shifted = (seen(mode) for mode in ("pattern", "plus", "minus", "shifted"))
+    pattern, plus, minus, shifted = (
+        seen(mode)[0] for mode in ("pattern", "plus", "minus", "shifted")
+    )
     heads, d = pattern.shape
-    stub.centred = bool((shifted - plus).abs().amax() <= CENTRED * plus.abs().amax())
-    if stub.width not in (d, heads * d):
-        raise call.unsupported(
-            "makes its queries or keys of a normalised vector of another width (latent attention)"
-        )
-    eps = eps_of(stub.norm, call.q.dtype)
-    bias = (plus + minus) / 2
-    stub.mode = "linear"
-    gain = (plus - minus) / 2 / pattern * (1 + eps) ** 0.5
-    return QKNorm(gain, bias if bool((bias != 0).any()) else None, eps), stub.width != d
+    own = _pattern(stub.width).to(pattern)
+    direct = stub.width in (d, heads * d) and bool(
+        (pattern.flatten().sort().values - own.repeat(heads * d // stub.width).sort().values)
+        .abs()
+        .amax()
+        <= NOISE
+    )
+    if direct or stub.width == d:
+        eps = eps_of(stub.norm, call.q.dtype)
+        stub.centred, shift = _centres(plus, shifted), (plus + minus) / 2
+        gain = (plus - minus) / 2 / pattern * (1 + eps) ** 0.5
+        norm = QKNorm(gain, shift if bool((shift != 0).any()) else None, eps)
+        return TokenNorm(norm, together=stub.width != d)
+    if stub.given.numel() != stub.width * x[..., 0].numel():
+        raise call.unsupported("normalises its queries, keys or values otherwise than by tokens")
+    eps = stub.read(call.q.dtype)
+    nothing, plain, shift = seen("nothing"), seen("linear"), seen("bias")[0]
+    part = (plain != nothing).any(0).any(0)
+    if not bool((nothing[1:, :, part] == nothing[:1, :, part]).all()):
+        raise call.unsupported("adds other vectors to a normalised one for its queries or keys")
+    shift, constant = (t.where(part, 0.0) for t in (shift, nothing[0]))
+    bias = shift if bool((shift != 0).any()) else None
+    return TokenNorm(QKNorm(torch.ones_like(shift), bias, eps), False, stub, part, constant)
+
+
+def _centres(plus: Tensor, shifted: Tensor) -> bool:
+    return bool((shifted - plus).abs().amax() <= CENTRED * plus.abs().amax())
 
 
 def _pattern(width: int) -> Tensor:

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError, UnfaithfulPassError
-from lipbound.models.capture.probing import (
-    CAPTURE_TOLERANCE,
-    ProbedLayer,
-    ProbedWeights,
-)
+from lipbound.models.capture.output_projection import CAPTURE_TOLERANCE
+from lipbound.models.capture.probing import ProbedLayer, ProbedWeights
 from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.seeing.interface import RECORDING_ATTENTION, forward, implementation
 
@@ -97,7 +94,7 @@ def check_rebuilt(
     for side, mine, own, w, norm in (
         (0, att.q, call.q[..., order], att.w_q, weights.norm_q),
         (1, att.k, k, att.w_k, weights.norm_k),
-        (2, att.v, v, att.w_v, None),
+        (2, att.v, v, att.w_v, weights.norm_v),
     ):
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
         difference = head_error(mine, own, size, att.valid)

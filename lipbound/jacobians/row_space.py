@@ -1,0 +1,81 @@
+"""Coordinates in which heads see their tokens: the row space of their projections."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def distinct(spans: list[Tensor]) -> list[Tensor]:
+    """Return projections without those that are there already."""
+    found: list[Tensor] = []
+    for span in spans:
+        if not any(span.shape == t.shape and torch.equal(span, t) for t in found):
+            found.append(span)
+    return found
+
+
+class RowSpace:
+    """Coordinates in which the heads of a layer see their tokens.
+
+    The row space of projections w (heads, D, m) and of spans (D, n) that all heads share: found on
+    first use, once for all copies.
+    """
+
+    def __init__(
+        self, w: Tensor, spans: list[Tensor], dtype: torch.dtype, source: "RowSpace | None" = None
+    ):
+        self._w, self._spans, self._dtype, self._source = w, spans, dtype, source
+
+    def _whole(self) -> Tensor:
+        """Projections w with the spans beside them, float64."""
+        w = self._w.double()
+        spans = (t.double().expand(len(w), -1, -1) for t in self._spans)
+        return torch.cat([w, *spans], -1) if self._spans else w
+
+    @cached_property
+    def _both(self) -> tuple[Tensor, Tensor]:
+        """Float64 u, and all of u^T w."""
+        if self._source is not None:
+            return self._source._both
+        u, r = torch.linalg.qr(self._whole())
+        return u, r
+
+    @property
+    def basis(self) -> Tensor:
+        """Orthonormal u, (heads, D, m')."""
+        return self._both[0].to(self._dtype)
+
+    @property
+    def coordinates(self) -> Tensor:
+        """Coordinates u^T w, (heads, m', m), zero below the diagonal."""
+        return self._both[1][..., : self._w.shape[2]].to(self._dtype)
+
+    @cached_property
+    def square(self) -> Tensor:
+        """Products w^T w, (heads, m, m)."""
+        w = self._w.to(self._dtype)
+        return w.mT @ w
+
+    @cached_property
+    def loss(self) -> float:
+        """Upper value of how far singular values of a map of w move in its coordinates, relatively.
+
+        Of all heads, one after the other, in the cache.
+        """
+        (m, n), per = self._whole().shape[1:], 2.0**-53
+        basis = self._both[0]
+        unit, found = torch.eye(basis.shape[2], dtype=torch.float64, device=self._w.device), []
+        for w, u, r in zip(self._whole(), *self._both, strict=True):
+            size, length = w.norm(dim=0).clamp_min(1e-290), (m + n + 16) * per * u.norm()
+            columns = (torch.addmm(w, u, r, alpha=-1).norm(dim=0) / size).norm() + length * n**0.5
+            found.append((u.mT @ u - unit).norm() + length * u.norm() + 4 * columns)
+        return float(torch.stack(found).amax())
+
+    def double(self) -> "RowSpace":
+        """The same in float64."""
+        return self.to(torch.float64)
+
+    def to(self, dtype: torch.dtype) -> "RowSpace":
+        """The same in another dtype."""
+        return RowSpace(self._w, self._spans, dtype, self)
