@@ -15,6 +15,7 @@ from lipbound.attention.validation import validate
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.base import SIDES, Side
 from lipbound.attention.variants.cap import Cap
+from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
@@ -32,6 +33,14 @@ WIDE = ("wide_q", "centred_k", "centred_v")
 def in_float64(t: Tensor) -> Tensor:
     """Return a tensor of floating-point numbers in float64, and others as they are."""
     return t.double() if t.is_floating_point() else t
+
+
+def centred(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return vectors (samples, ..., N, n) of tokens without their mean, padding left out."""
+    if valid is None:
+        return x - x.mean(-2, keepdim=True)
+    real = valid.view(len(x), *(1,) * (x.ndim - 3), -1, 1)
+    return x - (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
 
 
 class Attention:
@@ -286,6 +295,41 @@ class Attention:
             raise AttentionError(f"{what} does not cover {' and '.join(other)}; {covering} do")
 
     @property
+    def other_stream(self) -> OtherStream | None:
+        """Queries, or keys and values, of other tokens than ``x`` (cross-attention), or None."""
+        return self.scoring.find(OtherStream)
+
+    @property
+    def values_move(self) -> bool:
+        """False if keys and values are of another stream: an output follows its own token alone."""
+        other = self.other_stream
+        return other is None or other.v is None
+
+    @property
+    def rows(self) -> int:
+        """Number of queries, and of outputs of a head: N, but for the memory of cross-attention."""
+        other = self.other_stream
+        return self.tokens if other is None or other.q is None else other.tokens
+
+    @property
+    def keys(self) -> int:
+        """Number of keys: N, but for the queries of cross-attention."""
+        other = self.other_stream
+        return self.tokens if other is None or other.k is None else other.tokens
+
+    @property
+    def valid_rows(self) -> Tensor | None:
+        """Queries that are not padding, (samples, rows) bool, or None for all."""
+        other = self.other_stream
+        return self.valid if other is None or other.q is None else other.valid
+
+    @property
+    def valid_keys(self) -> Tensor | None:
+        """Keys that are not padding, (samples, keys) bool, or None for all."""
+        other = self.other_stream
+        return self.valid if other is None or other.k is None else other.valid
+
+    @property
     def samples(self) -> int:
         """Number of inputs."""
         return self.x.shape[0]
@@ -404,7 +448,7 @@ class Attention:
         if not self.scoring.shift_invariant:
             return self.wide_k
         if not self.scoring.plain("k"):
-            return self.centred(self.wide_k)
+            return centred(self.wide_k, self.valid_keys)
         return self.centred(projected(self.centred(self.x.double()), self.w_k))
 
     @derived
@@ -417,7 +461,7 @@ class Attention:
         if self.scoring.extra_scores is not None:
             return self._wide_v()
         if not self.scoring.plain("v"):
-            return self.centred(self._wide_v())
+            return centred(self._wide_v(), self.valid_keys)
         return self.centred(projected(self.centred(self.x.double()), self.w_v))
 
     def centred(self, x: Tensor) -> Tensor:
@@ -425,10 +469,7 @@ class Attention:
 
         What tokens have in common would cost digits.
         """
-        if self.valid is None:
-            return x - x.mean(-2, keepdim=True)
-        real = self.valid.view(self.samples, *(1,) * (x.ndim - 3), self.tokens, 1)
-        return x - (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
+        return centred(x, self.valid)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the scores of queries and keys as the softmax sees them, (samples, heads, N, N).
@@ -450,11 +491,11 @@ class Attention:
 
     def forbid(self, scores: Tensor) -> Tensor:
         """Return ``scores`` plus the mask, -inf where attention is forbidden."""
-        return self.scoring.forbid(scores, self.valid)
+        return self.scoring.forbid(scores, self.valid_keys)
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Return the softmax over keys (and sinks), with the rows of padded queries zero."""
-        return self.scoring.probabilities(scores, self.valid)
+        return self.scoring.probabilities(scores, self.valid_rows)
 
     @derived
     def p(self) -> Tensor:
@@ -560,10 +601,15 @@ class Attention:
         """Return one sample without its padding tokens: samples = 1 and no ``valid``."""
         one = slice(sample, sample + 1)
         x, scoring = self.x[one], self.scoring.select(one, slice(None))
-        if self.valid is None:
+        marks = self.valid, self.valid_rows, self.valid_keys
+        if all(valid is None for valid in marks):
             return self.with_parts(x=x, scoring=scoring, surroundings=None, check=False)
-        x, scoring = x[:, self.valid[sample]], scoring.of_tokens(self.valid[sample])
-        return self.with_parts(x=x, scoring=scoring, valid=None, surroundings=None)
+        keep, rows, keys = (
+            torch.ones(n, dtype=torch.bool, device=self.device) if valid is None else valid[sample]
+            for valid, n in zip(marks, (self.tokens, self.rows, self.keys), strict=True)
+        )
+        scoring = scoring.of_tokens(keep, rows, keys)
+        return self.with_parts(x=x[:, keep], scoring=scoring, valid=None, surroundings=None)
 
     def at(
         self,
@@ -606,7 +652,7 @@ class Attention:
         other.cache.share(self.cache, *PATTERN)
         return other
 
-    def _with_step(self, step: ValueNorm) -> Self:
+    def _with_step(self, step: Variant) -> Self:
         """Return the same attention pattern over values that another step makes."""
         projections, scoring = replace(self.projections, w_o=None), self.scoring.replaced(step)
         other = self.with_parts(projections=projections, scoring=scoring, check=False)
@@ -633,11 +679,11 @@ class Attention:
                 "use map='head'"
             )
         e, r = torch.linalg.qr(own.w_o.mT)
-        if (step := self.scoring.find(ValueNorm)) is not None:
+        if (step := self.scoring.values_step) is not None:
             if r.shape[1] < self.d_v:
                 raise AttentionError(
-                    f"map 'head_out' of normalised values needs an output at least {self.d_v} "
-                    f"wide; it is {own.w_o.shape[2]} wide; use map='head'"
+                    f"map 'head_out' of a layer with {step.title} needs an output at least "
+                    f"{self.d_v} wide; it is {own.w_o.shape[2]} wide; use map='head'"
                 )
             return self._with_step(step.followed_by(r.mT)), e
         b_v = None if own.b_v is None else (own.b_v[:, None] @ r.mT)[:, 0]

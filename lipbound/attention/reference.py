@@ -13,20 +13,34 @@ from lipbound.attention.variants.value_norm import ValueNorm
 def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], Tensor]:
     """Return the head as a plain function of its input, (n, D) -> (n, d_v).
 
-    n counts the tokens of the sample that are not padding. Written independently of the closed
+    n counts the tokens of the sample that are not padding; of the memory of cross-attention there
+    are as many outputs as queries. Written independently of the closed
     forms, from the definition; with ``torch.func.jacrev`` it is the oracle they are tested against.
     """
-    keep = torch.ones(att.tokens, dtype=torch.bool, device=att.device)
-    keep = keep if att.valid is None else att.valid[sample]
+
+    def kept(valid: Tensor | None, count: int) -> Tensor:
+        every = torch.ones(count, dtype=torch.bool, device=att.device)
+        return every if valid is None else valid[sample]
+
+    keep, rows, keys = (
+        kept(att.valid, att.tokens),
+        kept(att.valid_rows, att.rows),
+        kept(att.valid_keys, att.keys),
+    )
+    other = att.other_stream
+    fixed = {"q": None, "k": None, "v": None}
+    if other is not None:
+        sides = (("q", other.q, rows), ("k", other.k, keys), ("v", other.v, keys))
+        fixed = {side: None if t is None else t[head, sample][real] for side, t, real in sides}
     mask, angles = None, None
-    sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(keep.sum()), 1)
+    sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(rows.sum()), 1)
     if att.rotation is not None:
         angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
     step = att.scoring.find(ValueNorm)
     after = None if step is None else step.after
     if att.mask is not None:
-        full = att.mask.expand(att.samples, att.heads, att.tokens, att.tokens)[sample, head]
-        mask = full[keep][:, keep]
+        full = att.mask.expand(att.samples, att.heads, att.rows, att.keys)[sample, head]
+        mask = full[rows][:, keys]
 
     def projected(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return x @ w[head] if b is None else x @ w[head] + b[head]
@@ -51,13 +65,16 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     def f(x: Tensor) -> Tensor:
         q = normed(x, projected(x, att.w_q, att.b_q), att.norm_q)
         k = normed(x, projected(x, att.w_k, att.b_k), att.norm_k)
-        scores = rotated(q) @ rotated(k).mT * att.scale
+        q = rotated(q) if fixed["q"] is None else fixed["q"]
+        k = rotated(k) if fixed["k"] is None else fixed["k"]
+        scores = q @ k.mT * att.scale
         if att.cap is not None:
             scores = torch.tanh(scores / att.cap) * att.cap
         scores = scores if mask is None else scores + mask
         p = torch.softmax(scores if sink is None else torch.cat([sink, scores], -1), -1)
         v = normed(x, projected(x, att.w_v, att.b_v), att.norm_v)
         v = v if after is None else v @ after[head]
+        v = v if fixed["v"] is None else fixed["v"]
         return (p if sink is None else p[:, 1:]) @ v
 
     return f

@@ -50,7 +50,7 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
 
 def _linear(att: Attention) -> dict[str, Tensor]:
     """Return the tensors that values, and J, are linear in, (heads, ...) each, by name."""
-    if (step := att.scoring.find(ValueNorm)) is not None:
+    if (step := att.scoring.values_step) is not None:
         return step.linear()
     found = {"w_v": att.w_v, "b_v": att.b_v}
     return {name: t for name, t in found.items() if t is not None}
@@ -58,7 +58,7 @@ def _linear(att: Attention) -> dict[str, Tensor]:
 
 def _with_linear(att: Attention, tensors: dict[str, Tensor], *, check: bool) -> Attention:
     """Return the layer with other tensors of `_linear`."""
-    if (step := att.scoring.find(ValueNorm)) is not None:
+    if (step := att.scoring.values_step) is not None:
         scoring = att.scoring.replaced(step.with_linear(tensors))
         return att.with_parts(scoring=scoring, check=check)
     return att.with_parts(projections=replace(att.projections, **tensors), check=check)
@@ -82,15 +82,15 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     same = ordinary(att)
     if same is not None:
         return same, torch.zeros(att.heads, dtype=torch.long, device=att.device), exact
-    wide, invariant = att.double(), "qk_norm" not in att.scoring.names
+    wide, invariant = att.double(), not {"qk_norm", "cross"} & att.scoring.names
     own, sizes, e_x, e_c = _sizes(wide)
     e_x = 0 if e_x == ZERO else e_x
     shifts, logits = _shifts(sizes, e_x, e_c, invariant)
-    exponents, step = -shifts["w_v"], wide.scoring.find(ValueNorm)
+    exponents, step = -shifts["w_v"], wide.scoring.values_step
     tensors = own.tensors()
     if step is not None:
         e_v = next(sizes[name] for name in step.linear())
-        if "over" in sizes:
+        if isinstance(step, ValueNorm) and step.norm.over is not None:
             e_v = e_v + sizes["w_v"] - sizes["over"]
         e_v = torch.where(e_v.abs() >= -ZERO // 2, 0, e_v)
         shifts |= {"w_v": torch.full_like(e_v, e_x), "b_v": torch.zeros_like(e_v)}
@@ -112,7 +112,7 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     scaled = {name: t.where(known[name], torch.zeros_like(t)) for name, t in scaled.items()}
     scale = math.ldexp(att.scale, -e_c) if invariant else att.scale
     scoring = replace(wide.scoring, scale=scale, steps=steps)
-    if (step := scoring.find(ValueNorm)) is not None:
+    if (step := scoring.values_step) is not None:
         linear = {name: scaled.pop(name) for name in step.linear()}
         scoring = scoring.replaced(step.with_linear(linear))
     other = wide.with_parts(
@@ -187,10 +187,12 @@ def _sizes(att: Attention) -> tuple[Projections, dict[str, Tensor], int, int]:
     if scoring.extra_scores is None and scoring.plain("v"):
         own = replace(own, b_v=None)
     sizes = {name: _exponents(t) for name, t in own.tensors().items() if name != "w_o"}
-    if (step := scoring.find(ValueNorm)) is not None:
+    if (step := scoring.values_step) is not None:
         sizes |= {name: _exponents(t) for name, t in step.linear().items()}
-        if step.norm.over is not None:
-            sizes["over"] = _exponents(step.norm.over[0][None]).expand(att.heads)
+    if isinstance(step, ValueNorm) and step.norm.over is not None:
+        sizes["over"] = _exponents(step.norm.over[0][None]).expand(att.heads)
+    if (other := att.other_stream) is not None:
+        sizes |= {f"other {side}": _exponents(t) for side, t in other.tensors().items()}
     return own, sizes, int(_exponents(att.x[None])[0]), math.frexp(att.scale)[1]
 
 

@@ -98,7 +98,7 @@ def errors_with(att: Attention, inherited: InheritedErrors) -> TensorErrors:
 
 @torch.no_grad()
 def _tensor_errors(att: Attention, inherited: InheritedErrors | None = None) -> TensorErrors:
-    n = att.tokens
+    n = att.keys
     around = torch.linalg.vector_norm(att.centred(att.x), dim=-1)
     size = torch.linalg.vector_norm(att.x, dim=-1)
     found = [_entered(att, side, size, around) for side in SIDES]
@@ -115,7 +115,11 @@ def _tensor_errors(att: Attention, inherited: InheritedErrors | None = None) -> 
     if att.scoring.shift_invariant:
         errors[1] = errors[1] + 2 * UNIT * lengths[1]
     every = [*lengths, *errors, *(one.slope for one in found), *slope_errors]
-    every = [_upper(t.expand(att.samples, att.heads, n), att.valid) for t in every]
+    sides = dict(zip(SIDES, ((att.rows, att.valid_rows), *[(n, att.valid_keys)] * 2), strict=True))
+    every = [
+        _upper(t.expand(att.samples, att.heads, sides[side][0]), sides[side][1])
+        for t, side in zip(every, SIDES * 4, strict=True)
+    ]
     score, reach = _scores(att, *every[:2], *every[3:5])
     slope: Tensor | float = 0.0
     for step in att.scoring.steps:
@@ -127,7 +131,7 @@ def _tensor_errors(att: Attention, inherited: InheritedErrors | None = None) -> 
     # adding the mask, where there is one, and taking differences from the largest
     score = score + 2 * UNIT * (constant + reach) * (constant > 0) + 4 * UNIT * spread
     p = torch.expm1(2 * score) + (2 * n + 64) * UNIT
-    rest = (_upper(t, att.valid) for t in (score, p, (1 + p) * (1 + slope) - 1))
+    rest = (_upper(t, att.valid_rows) for t in (score, p, (1 + p) * (1 + slope) - 1))
     return TensorErrors(*every, *rest)
 
 

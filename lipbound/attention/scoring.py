@@ -100,6 +100,11 @@ class Scoring:
         """Return the variant of a class, or None."""
         return next((step for step in self.steps if isinstance(step, kind)), None)
 
+    @property
+    def values_step(self) -> Variant | None:
+        """The variant that makes values, or None where they are projections of the inputs."""
+        return next((step for step in self.steps if step.linear()), None)
+
     def replaced(self, step: Variant) -> "Scoring":
         """Return the same with another variant in the place of that of its name."""
         return replace(self, steps=tuple(step if s.name == step.name else s for s in self.steps))
@@ -194,7 +199,10 @@ class Scoring:
         return level(mask) if self._levelled else mask
 
     def forbid(self, scores: Tensor, valid: Tensor | None) -> Tensor:
-        """Return scores (samples, heads, N, N) plus the mask, -inf where it forbids attention."""
+        """Return scores (samples, heads, N, N) plus the mask, -inf where it forbids attention.
+
+        ``valid``: which keys are not padding.
+        """
         if self.level_mask is not None:
             scores = add_mask(scores, self.level_mask)
         return scores if valid is None else scores.masked_fill(~valid[:, None, None, :], -math.inf)
@@ -209,6 +217,8 @@ class Scoring:
 
     def probabilities(self, scores: Tensor, valid: Tensor | None) -> Tensor:
         """Return the softmax over keys and what else takes part, rows of padded queries zero.
+
+        ``valid``: which queries are not padding.
 
         Raises:
             AttentionError: scores overflow.
@@ -241,14 +251,19 @@ class Scoring:
             mask = four_axes(mask)
             mask = mask[samples] if mask.shape[0] > 1 else mask
             mask = mask[:, heads] if mask.shape[1] > 1 else mask
-        return self._changed(mask, lambda step: step.of_heads(heads))
+        return self._changed(mask, lambda step: step.of_heads(heads).of_samples(samples))
 
-    def of_tokens(self, keep: Tensor) -> "Scoring":
-        """Return that of some of the tokens, ``keep`` (N,) bool."""
-        mask, n = self.mask, len(keep)
+    def of_tokens(self, keep: Tensor, rows: Tensor, keys: Tensor) -> "Scoring":
+        """Return that of some of the tokens, of one sample.
+
+        Args:
+            keep: which tokens of the inputs, (N,) bool.
+            rows, keys: which queries, and which keys: the same but for cross-attention.
+        """
+        mask = self.mask
         if mask is not None:
-            mask = mask.expand(*mask.shape[:-2], n, n)[..., keep, :][..., keep]
-        return self._changed(mask, lambda step: step.of_tokens(keep))
+            mask = mask.expand(*mask.shape[:-2], len(rows), len(keys))[..., rows, :][..., keys]
+        return self._changed(mask, lambda step: step.of_tokens(keep).unpadded())
 
     def without_biases(self) -> "Scoring":
         """Return that for projections without biases.

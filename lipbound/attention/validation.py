@@ -8,6 +8,7 @@ from torch import Tensor
 from lipbound.attention.projections import Projections
 from lipbound.attention.scoring import BLOCKED, Scoring
 from lipbound.attention.variants.base import Shapes
+from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.errors import AttentionError, shown
 
 
@@ -52,7 +53,13 @@ def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tenso
     shapes = Shapes(*(tuple(given[name].shape) for name in ("x", "w_q", "w_v")))
     for step in scoring.steps:
         step.check(shapes)
-    _check_mask(scoring.mask, (samples, heads, tokens, tokens), valid)
+    rows, keys, marks = tokens, tokens, (valid, valid)
+    if (other := scoring.find(OtherStream)) is not None:
+        if other.q is not None:
+            rows, marks = other.tokens, (other.valid, valid)
+        else:
+            keys, marks = other.tokens, (valid, other.valid)
+    _check_mask(scoring.mask, (samples, heads, rows, keys), *marks)
 
 
 def _check_tensor(name: str, tensor: object) -> None:
@@ -110,8 +117,12 @@ def _check_values(given: dict[str, Tensor], valid: Tensor | None) -> None:
             )
 
 
-def _check_mask(mask: Tensor | None, full: tuple[int, ...], valid: Tensor | None) -> None:
+def _check_mask(
+    mask: Tensor | None, full: tuple[int, ...], rows: Tensor | None, valid: Tensor | None
+) -> None:
     """Check that a mask has the scores' shape, and that every query that counts sees some key.
+
+    ``rows`` and ``valid``: which queries, and which keys, are not padding.
 
     Raises:
         AttentionError: it has not, or a query sees none.
@@ -135,20 +146,25 @@ def _check_mask(mask: Tensor | None, full: tuple[int, ...], valid: Tensor | None
         raise AttentionError(
             "valid marks every token of a sample as padding; each sample needs at least one token"
         )
-    if mask is not None and not sees_some_key(mask, full[-1], valid):
+    if mask is not None and not sees_some_key(mask, full[-1], valid, rows):
         raise AttentionError(
             "mask forbids some query every key, so its softmax is undefined; mark such tokens "
             "with valid=False"
         )
 
 
-def sees_some_key(mask: Tensor, tokens: int, valid: Tensor | None) -> bool:
+def sees_some_key(
+    mask: Tensor, tokens: int, valid: Tensor | None, rows: Tensor | None = None
+) -> bool:
     """Return whether every query that counts may attend to some key.
 
-    ``valid`` is (samples, N) bool, or None.
+    Args:
+        mask: additive, four axes or fewer.
+        tokens: number of keys.
+        valid: keys that are not padding, (samples, keys) bool, or None.
+        rows: queries that are not, (samples, queries) bool; None for all.
     """
     axes = torch.broadcast_shapes(mask.shape[-2:], (1, tokens))
     keys = (mask > BLOCKED).expand(*mask.shape[:-2], *axes)
-    if valid is None:
-        return bool(keys.any(-1).all())
-    return bool(((keys & valid[:, None, None, :]).any(-1) | ~valid[:, None, :]).all())
+    seen = (keys if valid is None else keys & valid[:, None, None, :]).any(-1)
+    return bool((seen if rows is None else seen | ~rows[:, None, :]).all())

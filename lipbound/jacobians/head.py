@@ -91,7 +91,7 @@ class HeadOperator(TensorOperator):
         self.plain = not att.variants
         self.batch = att.samples * heads
         self.dtype, self.device = att.dtype, att.device
-        self.out_shape = (att.tokens, att.d_v)
+        self.out_shape = (att.rows, att.d_v)
         self.w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
         self.head = torch.arange(heads, device=att.device).repeat(att.samples)
         self.sample = torch.arange(att.samples, device=att.device).repeat_interleave(heads)
@@ -340,7 +340,8 @@ class HeadJacobian(InParts, HeadOperator):
         self.p = _flat(att.p)
         self.t = self.p if att.weights is att.p else _flat(att.weights)
         self.o = self.p @ self.v
-        self.blocks = None if att.mask is None and att.valid is None else worthwhile(self.p)
+        dense = att.mask is None and att.valid is None
+        self.blocks = None if dense or att.rows != att.keys else worthwhile(self.p)
 
     @cached_property
     def _shared(self) -> list[RowBlock]:

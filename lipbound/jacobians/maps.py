@@ -19,6 +19,10 @@ def check_block(att: Attention, map: str) -> None:
     Raises:
         AttentionError: it does not.
     """
+    if att.other_stream is not None:
+        raise AttentionError(
+            f"map {map!r} needs self-attention; this is cross-attention; use map='layer'"
+        )
     if att.w_o is None or att.w_o.shape[2] != att.x.shape[2]:
         raise AttentionError(
             f"map {map!r} needs an output projection back to width {att.x.shape[2]}, which this "

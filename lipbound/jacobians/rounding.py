@@ -24,6 +24,7 @@ from lipbound.attention.rounding import (
     tensor_errors,
 )
 from lipbound.attention.variants.base import Passing
+from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, normaliser_of
@@ -85,7 +86,7 @@ class Moments(NamedTuple):
 
         As computed in float64, (..., heads, N) each.
         """
-        n = largest.shape[-1]
+        n = max(largest.shape[-1], sums.shape[-1])
         value, key = ((MARGIN * t).clamp_min(0).sqrt() for t in (value, key))
         rest = (1 - largest).clamp_min(0) + (n + 8) * UNIT
         return Moments(value, key, mass, rest, (sums.amax(-1).clamp_max(n) * MARGIN).sqrt())
@@ -105,7 +106,7 @@ def distance(e: TensorErrors, rows: Moments, scale: float) -> Tensor:
         The upper values.
     """
     value, key, mass, rest, columns = rows
-    c, sums = abs(scale), (e.q.shape[-1] + 8) * UNIT
+    c, sums = abs(scale), (max(e.q.shape[-1], e.k.shape[-1]) + 8) * UNIT
     k_slope, k_slope_error, k_error, v_error = (
         t.amax(-1, keepdim=True) for t in (e.k_slope, e.k_slope_error, e.k_error, e.v_error)
     )
@@ -153,7 +154,7 @@ def roundoff(
         Fields (samples x heads,), on the CPU.
     """
     e = tensor_errors(att) if errors is None else errors
-    c, n = abs(att.scale), att.tokens
+    c, n = abs(att.scale), max(att.rows, att.keys)
     rows, skew = _moments(op, e), 0.0
     if folding is not None:
         length, slope = _moved(att, folding)
@@ -257,11 +258,12 @@ def folding_error(att: Attention, folded: Attention, basis: Tensor) -> Folding:
     With its ``basis`` E (heads, D_out, r): Lemma 72 (docs/theory/rounding.md).
     """
     assert att.w_o is not None
-    before, after = (one.scoring.find(ValueNorm) for one in (att, folded))
-    if before is not None and after is not None and after.after is not None:
-        unit = torch.eye(att.d_v, dtype=att.dtype, device=att.device).expand(att.heads, -1, -1)
-        m = unit if before.after is None else before.after
-        weights, skew = _missed(m, att.w_o, basis, after.after)
+    before, after = (one.scoring.values_step for one in (att, folded))
+    if before is not None and after is not None:
+        m, made = (next(iter(step.linear().values())) for step in (before, after))
+        if m.ndim == 2:  # the first matrix that follows normalised values
+            m = torch.eye(att.d_v, dtype=att.dtype, device=att.device).expand(att.heads, -1, -1)
+        weights, skew = _missed(m.flatten(1, -2), att.w_o, basis, made.flatten(1, -2))
         return Folding(weights, torch.zeros_like(weights), skew)
     weights, skew = _missed(att.w_v, att.w_o, basis, folded.w_v)
     if att.b_v is None or folded.b_v is None:
@@ -293,8 +295,11 @@ def _moved(att: Attention, folding: Folding) -> tuple[Tensor, Tensor]:
     that.
     """
     x, sinks = att.x.double(), att.scoring.extra_scores is not None
-    weights, step = folding.weights[:, None], att.scoring.find(ValueNorm)
-    if step is not None:
+    weights, step = folding.weights[:, None], att.scoring.values_step
+    if isinstance(step, OtherStream):
+        moved = weights.expand(att.samples, -1, -1).expand(-1, -1, att.keys)
+        return moved, torch.zeros_like(moved)
+    if isinstance(step, ValueNorm):
         y, slope = att.projected("v"), projection_norms(att)[2][:, None]
         none = torch.zeros_like(y[..., 0])
         known = step.norm.rounded(x, y, Passing(none, slope.expand_as(none), none))
@@ -314,8 +319,9 @@ def folding_slack(folded: Attention, folding: Folding) -> Tensor:
     """
     e, op = tensor_errors(folded), head_jacobian(folded)
     v, v_slope = (t * MARGIN for t in _moved(folded, folding))
-    n, c = folded.tokens, abs(folded.scale)
-    v = v if folded.valid is None else v.masked_fill(~folded.valid[:, None], 0.0)
+    n, c = max(folded.rows, folded.keys), abs(folded.scale)
+    keys = folded.valid_keys
+    v = v if keys is None else v.masked_fill(~keys[:, None], 0.0)
     rest = (1 - op.largest().view(e.p.shape)).clamp_min(0) + e.p + (n + 8) * UNIT
     deviation = v.amax(-1, keepdim=True) * (2 * rest.sqrt()).clamp_max(1)
     q, k = e.q + e.q_error, (e.k + e.k_error).amax(-1)
@@ -341,7 +347,7 @@ def layer_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = 
     tensors, size = (t.view(att.samples, att.heads) for t in (heads.tensors, heads.size))
     # the last of absolute values
     per = [tensors, size, size * torch.stack(_spread(att)).amax(0).cpu()]
-    width = (2 * (att.tokens + 3 * (att.d + att.d_v) + att.x.shape[2] + att.heads + 60)) * UNIT
+    width = (2 * (max(att.rows, att.keys) + 3 * (att.d + att.d_v) + att.x.shape[2] + att.heads + 60)) * UNIT
     if map == "heads" or att.w_o is None:
         tensors, size, rounded = (_length(t) for t in per)
     else:
@@ -403,7 +409,7 @@ def _moments(op: HeadOperator, e: TensorErrors) -> Moments:
     shape = e.p.shape
     means = op.average(torch.stack([e.v**2, e.k**2, torch.ones_like(e.v)], -1).flatten(0, 1))
     value, key, mass = (t.view(shape) for t in means.unbind(-1))
-    largest, sums = op.largest().view(shape), op.column_sums().view(shape)
+    largest, sums = op.largest().view(shape), op.column_sums().view(e.v.shape)
     return Moments.of(value, key, (MARGIN * mass).clamp_min(0), largest, sums)
 
 
@@ -414,7 +420,7 @@ def _paths(op: HeadOperator, e: TensorErrors) -> tuple[Tensor, Tensor]:
     matrices :math:`[P_{ij} (|v_j| + |o_i|) |q_i|]_{ij}`, (samples, heads), by Lemma 49
     (docs/theory/numerics.md); upper values.
     """
-    v, k, q, o = (t.flatten(0, 1) for t in (e.v, e.k, e.q, op.o.norm(dim=-1).view(e.v.shape)))
+    v, k, q, o = (t.flatten(0, 1) for t in (e.v, e.k, e.q, op.o.norm(dim=-1).view(e.q.shape)))
     both, key = op.average(torch.stack([v * k, k], -1)).unbind(-1)
     y, found = torch.ones_like(v), torch.full_like(v[:, 0], torch.inf)
     for _ in range(SCHUR_STEPS):
@@ -425,7 +431,7 @@ def _paths(op: HeadOperator, e: TensorErrors) -> tuple[Tensor, Tensor]:
         found = torch.minimum(found, (z / y).amax(-1))
         y = (z / z.amax(-1, keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)
     both, norm = both + o * key, (found + SMALLEST).sqrt()
-    return _upper(both.view(e.v.shape)), _upper(norm.view(e.v.shape[:2]))
+    return _upper(both.view(e.q.shape)), _upper(norm.view(e.v.shape[:2]))
 
 
 def _upper(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from lipbound.jacobians.gram import Gram, covered, gram_of
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
+from lipbound.jacobians.own_blocks import own_block_norms
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.deterministic import deflation
 from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
@@ -130,6 +131,8 @@ def spectral_norm(
     if method == DEFLATION:
         norm = deflation(wide.op, _grams(wide.attention, map), tol=tol, seed=seeds, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors, tol)
+    elif isinstance(wide.op, HeadOperator) and not wide.attention.values_move:
+        norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
     elif method == "dense":
         norm = dense_svd(wide.op, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)

@@ -30,7 +30,12 @@ FEW = 0.6
 
 
 def head_jacobian(att: Attention) -> HeadOperator:
-    """`HeadJacobian` where all of P fits and is worth its memory, else `StreamedHeadJacobian`."""
+    """`HeadJacobian` where all of P fits and is worth its memory, else `StreamedHeadJacobian`.
+
+    Cross-attention is always the former.
+    """
+    if att.other_stream is not None:
+        return HeadJacobian(att)
     if att.samples * att.heads * att.tokens**2 * SCORE_BYTES > _budget(WHOLE_BYTES, att.device):
         return StreamedHeadJacobian(att)
     if att.device.type != "cpu" or att.tokens < LONG or (att.mask is None and att.valid is None):

@@ -48,7 +48,7 @@ class LayerJacobian(TensorOperator):
         self.batch, self.dtype, self.device = att.samples, att.dtype, att.device
         self.in_shape = (att.tokens, att.x.shape[2])
         width = att.heads * att.d_v if self.w_o is None else self.w_o.shape[2]
-        self.out_shape = (att.tokens, width)
+        self.out_shape = (att.rows, width)
 
     def jvp(self, x: Tensor) -> Tensor:
         y = self.heads.push(self.heads.spread(x)).unflatten(0, (-1, self.count))

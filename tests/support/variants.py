@@ -5,6 +5,7 @@ from support.layers import causal
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 
@@ -85,3 +86,44 @@ def layer(
             torch.arange(n) < torch.tensor([n, max(1, n - 2)] * samples)[:samples, None]
         )
     return Attention(x, w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=draw(heads, d_v, 7), **extra)
+
+
+def cross(
+    seed: int,
+    stream: str,
+    *,
+    has: frozenset[str] = frozenset(),
+    padded: bool = False,
+    rows: int = 4,
+    keys: int = 6,
+    dtype: torch.dtype = torch.float64,
+) -> Attention:
+    """Cross-attention of 2 samples x 3 heads, of which a stream, "queries" or "memory", moves."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    moves = stream == "memory"
+    n, others = (keys, rows) if moves else (rows, keys)
+    x, w_q, w_k, w_v = draw(2, n, 7), draw(3, 7, 4), draw(3, 7, 4), draw(3, 7, 3)
+    extra: dict = {"b_q": draw(3, 4), "b_k": 3 * draw(3, 4), "b_v": 5 * draw(3, 3)}
+    given = {"q": draw(3, 2, others, 4)} if moves else {
+        "k": draw(3, 2, others, 4) + 2, "v": draw(3, 2, others, 3) + 3
+    }  # fmt: skip
+    side = "norm_k" if moves else "norm_q"
+    if "norm" in has:
+        extra[side] = QKNorm(1 + draw(3, 4), None, 1e-6)
+    if "values" in has and moves:
+        extra["norm_v"] = QKNorm(1 + draw(3, 3), None, 1e-6)
+    if "cap" in has:
+        extra["cap"] = 1.5
+    if "sinks" in has:
+        extra["sinks"] = draw(3)
+    if "offsets" in has:
+        extra["mask"] = draw(3, rows, keys)
+    marks = [torch.arange(m) < torch.tensor([[m], [m - 2]]) for m in (n, others)]
+    other = OtherStream(**given, valid=marks[1] if padded else None)
+    if padded:
+        extra["valid"] = marks[0]
+    return Attention(x, w_q, w_k, w_v, w_o=draw(3, 3, 5), steps=[other], **extra)

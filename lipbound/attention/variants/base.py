@@ -125,6 +125,18 @@ class Variant:
         """Return projections (D, n) besides the head's own through which inputs are felt."""
         return []
 
+    def linear(self) -> dict[str, Tensor]:
+        """Return the tensors that values are linear in where it makes them, (heads, ...) each."""
+        return {}
+
+    def with_linear(self, tensors: dict[str, Tensor]) -> Self:
+        """Return the same with other tensors of `linear`."""
+        return self
+
+    def followed_by(self, m: Tensor) -> Self:
+        """Return the same with values that it makes multiplied by matrices (heads, d_v, d_v)."""
+        return self
+
     # -- scores ------------------------------------------------------------------------------------
 
     def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
@@ -174,8 +186,16 @@ class Variant:
         """Return that for some of the heads."""
         return self
 
+    def of_samples(self, samples: slice) -> Self:
+        """Return that for some of the samples."""
+        return self
+
     def of_tokens(self, keep: Tensor | slice) -> Self:
         """Return that for some of the tokens."""
+        return self
+
+    def unpadded(self) -> Self:
+        """Return that without padding of its own, for one sample."""
         return self
 
     def without_biases(self) -> Self:

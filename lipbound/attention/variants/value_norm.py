@@ -84,18 +84,15 @@ class ValueNorm(Variant):
         return [] if self.norm.over is None else [self.norm.over[0]]
 
     def followed_by(self, m: Tensor) -> "ValueNorm":
-        """Return the same with its values multiplied by matrices (heads, d_v, d_v)."""
         return replace(self, after=m if self.after is None else self.after @ m)
 
     def linear(self) -> dict[str, Tensor]:
-        """Return the tensors that values are linear in, (heads, ...) each, by name."""
         if self.after is not None:
             return {"after": self.after}
         bias = {} if self.norm.bias is None else {"bias": self.norm.bias}
         return {"gain": self.norm.gain} | bias
 
     def with_linear(self, tensors: dict[str, Tensor]) -> "ValueNorm":
-        """Return the same with other tensors of `linear`."""
         if self.after is not None:
             return replace(self, after=tensors["after"])
         norm = replace(self.norm, gain=tensors["gain"], bias=tensors.get("bias"))

@@ -73,7 +73,7 @@ def in_chunks(
     Raises:
         LipboundError: the memory that is needed is not free.
     """
-    most = (MATRICES + att.heads) * 8.0 * att.tokens**2
+    most = (MATRICES + att.heads) * 8.0 * max(att.rows, att.keys) ** 2
     kind = f" of heads with {', '.join(sorted(att.variants))}" if att.variants else ""
     what = f"our bounds{kind} at {att.tokens} tokens need matrices over all their pairs"
     require(most, att.device, what, "measure shorter inputs, or name other bounds")
@@ -148,7 +148,7 @@ def positive_slack(att: Attention) -> float:
 
     Lemma 77 (docs/theory/upper_values.md).
     """
-    return gamma(6 * (att.tokens + att.x.shape[2] + 2 * att.d + 2 * att.d_v) + 400)
+    return gamma(6 * (max(att.rows, att.keys) + att.x.shape[2] + 2 * att.d + 2 * att.d_v) + 400)
 
 
 # -- products --------------------------------------------------------------------------------------

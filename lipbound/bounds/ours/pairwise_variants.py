@@ -62,7 +62,9 @@ def together(att: Attention) -> Tensor:
 
 def _of_heads(att: Attention, heads: slice) -> Tensor:
     """All four bounds for some heads of one sample, (heads, 4)."""
-    return torch.stack([_of_head(VariantHead(att, h)) for h in range(*heads.indices(att.heads))])
+    found = (VariantHead(att, h) for h in range(*heads.indices(att.heads)))
+    of = _of_head if att.other_stream is None else _of_cross
+    return torch.stack([of(head) for head in found])
 
 
 def _of_head(head: VariantHead) -> Tensor:
@@ -82,6 +84,30 @@ def _of_head(head: VariantHead) -> Tensor:
         squared = nonnegative_norm(whole[None], rtol=RTOL)[0]
     slack = gamma(10 * head.width + 200)
     return torch.stack([root(squared), block, *single]) * head.unit * (1 + slack)
+
+
+def _of_cross(head: VariantHead) -> Tensor:
+    """The bounds for cross-attention: parts of the blocks of J that are not there are left out."""
+    n, step = len(head.kept), max(1, CHUNK // (8 * max(head.p.shape) * head.width))
+    parts = [slice(i, min(i + step, n)) for i in range(0, n, step)]
+    slack = head.unit * (1 + gamma(10 * head.width + 200))
+    if not head.values_move:
+        own = torch.cat([head.own(part, slice(None), squarings=4)[1] for part in parts])
+        return own.amax().expand(4) * slack
+    each = [head.vectors(part, slice(None), None, head.e[:, part]) for part in parts]
+    length, image = (torch.cat([getattr(t, name) for t in each], 1) for name in ("length", "image"))
+    inner = torch.stack([t.inner for t in each if t.inner is not None]).sum(0)
+    values, reach = head.p * head.norm_v, head.e * length
+    block = nonnegative_norm((values + reach)[None], rtol=RTOL)[0]
+    weights = head.t * length
+    moved = weights[..., None] * (head.v[None] - head.o[:, None])
+    kappa = block_norm(moved.mT) + gamma(6) * reach.detach().norm(dim=-1)
+    mixed = (head.e * image) @ head.p.mT
+    keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
+    whole = values @ values.mT + mixed + mixed.mT + keys
+    squared = root(nonnegative_norm(whole[None], rtol=RTOL)[0])
+    unknown = torch.full_like(block, torch.inf)
+    return torch.stack([squared, block, unknown, unknown]) * slack
 
 
 def _key_norms(head: VariantHead, length: Tensor) -> Tensor:

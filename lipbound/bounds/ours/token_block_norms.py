@@ -66,19 +66,22 @@ class VariantHead:
 
     def __init__(self, att: Attention, h: int):
         # the derivative of a norm at padding may be infinite
-        keep: slice | Tensor = slice(None) if att.valid is None else att.valid[0]
+        keep, rows, keys = (
+            slice(None) if valid is None else valid[0]
+            for valid in (att.valid, att.valid_rows, att.valid_keys)
+        )
         self.kept = torch.arange(att.tokens, device=att.device)[keep]
-        p, t = (w[0, h][keep][:, keep] for w in (att.p, att.weights))
-        self.k, self.v = att.centred_k[0, h][keep], att.centred_v[0, h][keep]
-        self.q, self.o = att.scale * att.q[0, h][keep], p @ self.v
+        p, t = (w[0, h][rows][:, keys] for w in (att.p, att.weights))
+        self.k, self.v = att.centred_k[0, h][keys], att.centred_v[0, h][keys]
+        self.q, self.o = att.scale * att.q[0, h][rows], p @ self.v
         self.unit = power_of_two(p.detach().amax())
         self.p, self.t = p / self.unit, t / self.unit
         self.distance = torch.cdist(self.o, self.v, compute_mode="donot_use_mm_for_euclid_dist")
         self.e = self.t * self.distance
         self.scale, self.w_v = att.scale, att.w_v[h]
         self.tangents, self.size = Tangents(att, 0, h), self.q.detach().norm(dim=-1)
-        plain = att.scoring.plain("v")
-        n, d, d_v = len(self.q), att.d + 1, att.d_v if plain else 4 * (att.d_v + 1)
+        plain, self.values_move = att.scoring.plain("v"), att.values_move
+        n, d, d_v = max(p.shape), att.d + 1, att.d_v if plain else 4 * (att.d_v + 1)
         self.inputs, self.width = att.x.shape[2], max(d, d_v)
         self._small = gamma(self.inputs + 6 * d + d_v + 40)
         self._by_query = gamma(2 * n + self.inputs + 8 * d + d_v + 60)
@@ -86,6 +89,8 @@ class VariantHead:
 
     def _values(self, plain: bool) -> tuple[Tensor, Tensor]:
         """Return norms of the derivatives of all values, and their sizes, (N,) or ()."""
+        if not self.values_move:
+            return self.q.new_zeros(()), self.q.new_zeros(())
         if plain:
             return matrix_norm(self.w_v), torch.linalg.matrix_norm(self.w_v.detach())
         sizes = self.tangents.size("v", self.kept)
@@ -109,31 +114,40 @@ class VariantHead:
         reach = abs(self.scale) * self.e.detach()[rows] @ self.k.detach().norm(dim=-1)
         return reach * self.tangents.size("q", self.kept[rows]).detach()
 
-    def queries(self, part: slice, keys: slice, *, squarings: int) -> QueryVectors:
-        """`QueryVectors` of some tokens, which see some keys.
+    def own(self, part: slice, keys: slice, *, squarings: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what some tokens do as queries: matrices, norms, and what rounding may take.
 
-        Norms of their matrices are upper values after so many ``squarings``.
+        C_i before the derivative of the projected query, (n, d_v, d), :math:`\\|B_i\\|`, (n,), and
+        `QueryVectors.off`.
         """
         tokens, c = self.kept[part], self.covariances(part, keys)
         length = torch.linalg.vector_norm(c.detach(), dim=(-2, -1))
         length = length * self.tangents.size("q", tokens).detach()
         c, off = self.tangents.turned("q", c, tokens), self._by_query * self.by_query(part)
-        m_q, m_k, m_v = (self.tangents.metric("q", a, tokens) for a in "qkv")
-        squared = block_norm(_times(c, m_q) @ c.mT, squarings=squarings)
-        b = root(squared + self._small * length**2) + off
+        squares = _times(c, self.tangents.metric("q", "q", tokens)) @ c.mT
+        squared = block_norm(squares, squarings=squarings)
+        return c, root(squared + self._small * length**2) + off, off
+
+    def queries(self, part: slice, keys: slice, *, squarings: int) -> QueryVectors:
+        """`QueryVectors` of some tokens, which see some keys.
+
+        Norms of their matrices are upper values after so many ``squarings``.
+        """
+        tokens, (c, b, off) = self.kept[part], self.own(part, keys, squarings=squarings)
+        m_k, m_v = (self.tangents.metric("q", a, tokens) for a in "kv")
         values = self.tangents.returned("v", _times(c, m_v), tokens)
         b_v = block_norm(values, squarings=squarings) + off * self.sizes_v(part)[:, 0]
         return QueryVectors(b, b_v, _times(c, m_k), off)
 
     def vectors(
-        self, part: slice, rows: slice, own: QueryVectors, weights: Tensor | None
+        self, part: slice, rows: slice, own: QueryVectors | None, weights: Tensor | None
     ) -> TokenVectors:
         """`TokenVectors` of some tokens, at the queries ``rows`` that see them as keys.
 
         Args:
             part: the n tokens.
             rows: the N queries.
-            own: of the tokens.
+            own: of the tokens; None where they are no queries.
             weights: E_it, (N, n), or None where ``inner`` is not wanted.
         """
         tokens, q = self.kept[part], self.q[None, rows]
@@ -144,12 +158,14 @@ class VariantHead:
         image = self.tangents.returned("v", image, tokens).norm(dim=-1)
         image = image + self._small * self.sizes_v(part) * reach
         length = root((y * u).sum(-1).clamp_min(0) + self._small * reach**2)
-        moved = torch.linalg.vector_norm(u @ own.through.mT, dim=-1) + own.off[:, None] * reach
         inner = None
         if weights is not None:
             w, most = weights.mT[..., None], weights.detach().mT * reach
             inner = ((w * y) @ (w * u).mT).abs().sum(0) + self._small * most.mT @ most
         length, image = (t.expand(len(tokens), -1).mT for t in (length, image))
+        if own is None:
+            return TokenVectors(length, image, *[length.new_zeros(len(tokens))] * 3, inner)
+        moved = torch.linalg.vector_norm(u @ own.through.mT, dim=-1) + own.off[:, None] * reach
         return TokenVectors(length, image, own.b, own.b_v, moved, inner)
 
     def token_vectors(self, *, inner: bool, squarings: int = 1) -> TokenVectors:

@@ -96,7 +96,7 @@ def check_mask(call: Call, valid: Tensor | None) -> None:
         CaptureError: one may not.
     """
     mask = _additive(call)
-    if mask is None or sees_some_key(four_axes(mask), call.x.shape[1], valid):
+    if mask is None or sees_some_key(four_axes(mask), call.x.shape[1], valid, valid):
         return
     window = call.extras.get("sliding_window")
     width = "" if window is None else f" (its sliding window is {window} tokens wide)"
