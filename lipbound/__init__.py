@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lipbound.analysis.adversary import attack as attack
     from lipbound.analysis.adversary import radius_curve as radius_curve
     from lipbound.analysis.network import network_norm as network_norm
+    from lipbound.attention.cross import cross_attention as cross_attention
     from lipbound.attention.layer import Attention as Attention
     from lipbound.attention.module_attention import ModuleAttention as ModuleAttention
     from lipbound.errors import LipboundError as LipboundError
@@ -62,6 +63,7 @@ _HOME = {
     "cite": "reporting.citations",
     "compare": "runs.compare",
     "concat": "runs.concat",
+    "cross_attention": "attention.cross",
     "load": "runs.store",
     "load_checkpoint": "models.loading",
     "network_norm": "analysis.network",
@@ -108,6 +110,7 @@ __all__ = [
     "cite",
     "compare",
     "concat",
+    "cross_attention",
     "load",
     "load_checkpoint",
     "network_norm",

@@ -32,6 +32,8 @@ LAYER_WORDS = ("layer_name", "kind", "stream", "measured")
 perturbed, and how its norms are found."""
 AUTOMATIC, CLOSED_FORM = "automatic", "closed form"
 """Ways to find norms: by automatic differentiation of the module, without bounds, or with both."""
+INPUT, QUERIES, MEMORY = "input", "queries", "memory"
+"""Streams that are perturbed: of self-attention, and the two of cross-attention."""
 EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
 CHECKSUM = "checksum"

@@ -23,6 +23,7 @@ GROUPS = {
         "capture",
         "attention_probabilities",
         "Attention",
+        "cross_attention",
         "ModuleAttention",
     ),
     "Runs": ("load", "save", "concat", "sweep", "verify", "report", "cite"),

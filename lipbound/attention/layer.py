@@ -23,6 +23,7 @@ from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.errors import AttentionError, is_number, shown, tell
 from lipbound.formatting import html_facts
+from lipbound.schema import INPUT, MEMORY, QUERIES
 
 PATTERN = ("wide_q", "q", "wide_k", "k", "centred_k", "p", "weights")
 """Tensors that are derived from queries and keys alone."""
@@ -298,6 +299,18 @@ class Attention:
     def other_stream(self) -> OtherStream | None:
         """Queries, or keys and values, of other tokens than ``x`` (cross-attention), or None."""
         return self.scoring.find(OtherStream)
+
+    @property
+    def kind(self) -> str:
+        """The kind of attention: "self", or "cross" where one side is of another stream."""
+        return "self" if self.other_stream is None else "cross"
+
+    @property
+    def perturbed(self) -> str:
+        """Stream that ``x`` is: "input" of self-, "queries" or "memory" of cross-attention."""
+        if self.other_stream is None:
+            return INPUT
+        return MEMORY if self.values_move else QUERIES
 
     @property
     def values_move(self) -> bool:

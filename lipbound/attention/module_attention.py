@@ -9,10 +9,8 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
-from lipbound.schema import AUTOMATIC, CLOSED_FORM
+from lipbound.schema import AUTOMATIC, CLOSED_FORM, INPUT
 
-INPUT, QUERIES, MEMORY = "input", "queries", "memory"
-"""Streams that are perturbed: of self-attention, and the two of cross-attention."""
 MAPS = ("head", "head_out", "heads", "layer")
 """Maps of heads that are measured through their module."""
 
@@ -142,9 +140,8 @@ class ModuleAttention:
 
 def described(att: Any) -> Mapping[str, str]:
     """Return kind, stream and way of measuring of a layer, as runs name them."""
-    if isinstance(att, ModuleAttention):
-        return {"kind": att.kind, "stream": att.perturbed, "measured": AUTOMATIC}
-    return {"kind": "self", "stream": INPUT, "measured": CLOSED_FORM}
+    measured = AUTOMATIC if isinstance(att, ModuleAttention) else CLOSED_FORM
+    return {"kind": att.kind, "stream": att.perturbed, "measured": measured}
 
 
 def in_closed_form(layers: Iterable[Attention | ModuleAttention], what: str) -> list[Attention]:

@@ -28,10 +28,10 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         kept(att.valid_keys, att.keys),
     )
     other = att.other_stream
-    fixed = {"q": None, "k": None, "v": None}
+    fixed: dict[str, Tensor | None] = {"q": None, "k": None, "v": None}
     if other is not None:
-        sides = (("q", other.q, rows), ("k", other.k, keys), ("v", other.v, keys))
-        fixed = {side: None if t is None else t[head, sample][real] for side, t, real in sides}
+        for side, t, real in (("q", other.q, rows), ("k", other.k, keys), ("v", other.v, keys)):
+            fixed[side] = None if t is None else t[head, sample][real]
     mask, angles = None, None
     sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(rows.sum()), 1)
     if att.rotation is not None:

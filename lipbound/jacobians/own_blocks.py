@@ -17,7 +17,7 @@ from lipbound.linalg.solution import Norm, Results
 def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors: bool) -> Norm:
     """Return the norms of block diagonal Jacobians, both ends proved, (batch,).
 
-    Lemma 109 (docs/theory/jacobian.md).
+    Lemma 17 (docs/theory/bounds.md).
 
     Args:
         op: float64, of heads whose keys and values do not follow the inputs.

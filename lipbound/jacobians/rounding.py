@@ -347,7 +347,8 @@ def layer_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = 
     tensors, size = (t.view(att.samples, att.heads) for t in (heads.tensors, heads.size))
     # the last of absolute values
     per = [tensors, size, size * torch.stack(_spread(att)).amax(0).cpu()]
-    width = (2 * (max(att.rows, att.keys) + 3 * (att.d + att.d_v) + att.x.shape[2] + att.heads + 60)) * UNIT
+    tokens, inputs = max(att.rows, att.keys), att.x.shape[2]
+    width = (2 * (tokens + 3 * (att.d + att.d_v) + inputs + att.heads + 60)) * UNIT
     if map == "heads" or att.w_o is None:
         tensors, size, rounded = (_length(t) for t in per)
     else:

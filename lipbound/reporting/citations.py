@@ -84,7 +84,7 @@ def methods(
 
 def _paragraph(ds: xr.Dataset, prose: Prose) -> str:
     """`methods` as some format writes prose; parts that have nothing to say are empty."""
-    settings = (_constants, _inputs, _variants, _enclosures)
+    settings = (_constants, _inputs, _variants, _streams, _enclosures)
     bounds = (_comparison, _assumptions, _left_out, _below_exact, _other_map)
     parts = (*settings, *bounds, _environment, _state)
     return " ".join(filter(None, (part(ds, prose) for part in parts)))
@@ -127,6 +127,18 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
     steps = " and ".join(VARIANTS[variant] for variant in ds.attrs["variants"])
     return f"The attention of this model has {steps}, which are part of the map."
+
+
+def _streams(ds: xr.Dataset, prose: Prose) -> str:
+    """Words for rows of cross-attention."""
+    crossing = int((ds["kind"] == "cross").sum()) if "kind" in ds.coords else 0
+    if not crossing:
+        return ""
+    return (
+        f"Of {ds.sizes['layer']} rows of layers {crossing} are of cross-attention: their constants "
+        "are with respect to the tokens that queries are made of, or those that keys and values "
+        "are made of, with the others held."
+    )
 
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:

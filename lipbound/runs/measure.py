@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import INPUT, ModuleAttention, described
+from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import side_by_side
@@ -24,7 +24,7 @@ from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.verification import one_sample
 from lipbound.models.given_layers import GivenCapturer, GivenLayers
-from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, INPUT, TOKEN_NORMS, sound
 
 SMALL = 1024
 """Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's
@@ -281,6 +281,10 @@ def _measure(
     values: dict[str, Any] = {}
     whole = spec.map in WHOLE
     for name in spec.names:
+        if not att.variants <= get(name).covers:  # says nothing of cross-attention
+            values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
+            values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
+            continue
         if spec.map == "head_out":
             values[name], values[sound(name)] = with_output(att, name)
             continue

@@ -240,7 +240,11 @@ def measurement_spec(
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
-    """Collect the variants that some layer has."""
+    """Collect the variants that some layer has, of self-attention where there is any.
+
+    Bounds that do not cover cross-attention say nothing of such layers beside others.
+    """
+    layers = [layer for layer in layers if layer.kind == "self"] or layers
     return frozenset().union(*(layer.variants for layer in layers))
 
 

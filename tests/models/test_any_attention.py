@@ -211,14 +211,13 @@ def test_norms_are_those_of_the_models_own_module(case: str) -> None:
         model.set_attn_implementation("eager")
     for layer in found:
         att = layer.attention
-        stream = att.perturbed if isinstance(att, ModuleAttention) else "input"
-        expected = dense_norms(model, layer.name, inputs, projection, stream, att.heads)
+        expected = dense_norms(model, layer.name, inputs, projection, att.perturbed, att.heads)
         norm = lb.spectral_norm(att, tol=1e-9, delta=1e-6)
         torch.testing.assert_close(norm.lower[0], expected, rtol=2e-6, atol=0)
         assert bool((norm.upper[0] >= expected * (1 - 2e-6)).all())
         assert measured in ("both", "either") or isinstance(att, Attention) == (measured[0] == "c")
     if measured == "both":
-        streams = [getattr(layer.attention, "perturbed", "input") for layer in found]
+        streams = [layer.attention.perturbed for layer in found]
         assert streams == ["input", "input", "queries", "memory"]
 
 

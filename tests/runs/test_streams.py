@@ -35,12 +35,14 @@ def test_every_stream_has_a_row(run: tuple[Path, xr.Dataset]) -> None:
     _, ds = run
     assert ds["kind"].values.tolist() == ["self", "self", "cross", "cross"]
     assert ds["stream"].values.tolist() == ["input", "input", "queries", "memory"]
-    assert ds["measured"].values.tolist() == ["closed form"] * 2 + ["automatic"] * 2
+    assert ds["measured"].values.tolist() == ["closed form"] * 4
     assert bool((ds["exact"] > 0).all())
     assert bool((ds["exact_upper"] <= ds["exact"] * (1 + 2e-3)).all())
-    assert np.isnan(ds["lipbound"].values).all(axis=(0, 2)).tolist() == [False] * 2 + [True] * 2
-    assert not ds["lipbound_sound"].values[:, 2:].any()
-    assert ds.attrs["audit"]["lipbound"]["compared"] == 2 * 2 * 4
+    assert bool((ds["lipbound"] >= ds["exact"]).all())
+    assert np.isnan(ds["castin"].values).all(axis=(0, 2)).tolist() == [False] * 2 + [True] * 2
+    assert not ds["castin_sound"].values[:, 2:].any()
+    assert ds.attrs["audit"]["castin"]["compared"] == 2 * 2 * 4
+    assert ds.attrs["audit"]["lipbound"]["compared"] == 2 * 4 * 4
 
 
 def test_runs_with_streams_are_kept_and_verified(
@@ -52,10 +54,7 @@ def test_runs_with_streams_are_kept_and_verified(
     assert lb.verify(path / "run.zarr", data=["the ferry", "a clock of the island"])
     one, two = ds.isel(layer=[0, 2]), ds.isel(layer=[1, 3])
     assert lb.concat([one, two])["measured"].values.tolist() == ds["measured"].values.tolist()
-    from lipbound.reporting.labels import exact_words
-
-    assert "2 of 4 layers by automatic differentiation, rounding not enclosed" in exact_words(ds)
-    assert "derivatives are those of automatic differentiation" in lb.cite(ds)
+    assert "2 are of cross-attention" in " ".join(lb.cite(ds).split())
 
 
 def test_layers_without_closed_form_have_no_bounds() -> None:
@@ -119,7 +118,7 @@ def test_windows_are_one_sample() -> None:
 def test_a_report_has_details_of_the_layers_that_have_a_closed_form(
     run: tuple[Path, xr.Dataset], tmp_path: Path
 ) -> None:
-    """The others have none, and no words stand beside tokens of several streams."""
+    """Cross-attention has none, and no words stand beside tokens of several streams."""
     from lipbound.reporting.page.contents import contents
 
     path, _ = run
@@ -128,6 +127,5 @@ def test_a_report_has_details_of_the_layers_that_have_a_closed_form(
     page = contents(lb.load(path / "run.zarr"), "T5", data=data, **options)
     assert [one is not None for one in page["details"]] == [True, True, False, False]
     assert page["tokens"] == []
-    with pytest.warns(Notice, match="are measured by automatic differentiation"):
-        lb.report(path / "run.zarr", tmp_path / "t5.html", data=data)
-    assert "no closed form" in (tmp_path / "t5.html").read_text(encoding="utf-8")
+    lb.report(path / "run.zarr", tmp_path / "t5.html", data=data)
+    assert "is cross-attention" in (tmp_path / "t5.html").read_text(encoding="utf-8")

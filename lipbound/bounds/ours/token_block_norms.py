@@ -115,9 +115,9 @@ class VariantHead:
         return reach * self.tangents.size("q", self.kept[rows]).detach()
 
     def own(self, part: slice, keys: slice, *, squarings: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what some tokens do as queries: matrices, norms, and what rounding may take.
+        r"""Return what some tokens do as queries: matrices, norms, and what rounding may take.
 
-        C_i before the derivative of the projected query, (n, d_v, d), :math:`\\|B_i\\|`, (n,), and
+        C_i times the derivative of the projected query, (n, d_v, d), :math:`\|B_i\|`, (n,), and
         `QueryVectors.off`.
         """
         tokens, c = self.kept[part], self.covariances(part, keys)
@@ -164,7 +164,8 @@ class VariantHead:
             inner = ((w * y) @ (w * u).mT).abs().sum(0) + self._small * most.mT @ most
         length, image = (t.expand(len(tokens), -1).mT for t in (length, image))
         if own is None:
-            return TokenVectors(length, image, *[length.new_zeros(len(tokens))] * 3, inner)
+            none = length.new_zeros(len(tokens))
+            return TokenVectors(length, image, none, none, none, inner)
         moved = torch.linalg.vector_norm(u @ own.through.mT, dim=-1) + own.off[:, None] * reach
         return TokenVectors(length, image, own.b, own.b_v, moved, inner)
 

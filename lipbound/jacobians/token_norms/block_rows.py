@@ -36,7 +36,7 @@ class Blocks:
     Attributes:
         p, t: P and what changes of scores are weighted with, (b, i, h, n).
         v, o: values, (b, h, n, d_v), and outputs, (b, i, h, d_v).
-        w_v: projection of values, (b, h, m, d_v).
+        to_v: :math:`D^{vT}_j`, of values, (b, h, n or 1, m, d_v).
         qt: :math:`\tilde q_{ij}`, (b, i, h, n or 1, m). own: :math:`B_i^T`, (b, i, h, m, d_v).
         token: which token a row is, (b, i).
         w_o: slices of the output projection, (h, d_v, r), or None for heads side by side.
@@ -49,7 +49,7 @@ class Blocks:
     t: Tensor
     v: Tensor
     o: Tensor
-    w_v: Tensor
+    to_v: Tensor
     qt: Tensor
     own: Tensor
     token: Tensor
@@ -72,7 +72,7 @@ class Blocks:
         b, i = chosen.unbind(-1)
         names = ("p", "t", "o", "qt", "own", "token", "size")
         rows = {name: getattr(self, name)[b, i][:, None] for name in names}
-        return replace(self, v=self.v[b], w_v=self.w_v[b], **rows)
+        return replace(self, v=self.v[b], to_v=self.to_v[b], **rows)
 
     # -- what all products share -------------------------------------------------------------------
 
@@ -83,8 +83,8 @@ class Blocks:
 
     @cached_property
     def _values(self) -> Tensor:
-        """W_V^T W_V between heads, (b, h, g, d_v, d_v)."""
-        return torch.einsum("bhmv,bgmw->bhgvw", self.w_v, self.w_v)
+        """Products of the maps of values between heads, (b, h, g, n or 1, d_v, d_v)."""
+        return torch.einsum("bhnmv,bgnmw->bhgnvw", self.to_v, self.to_v)
 
     @cached_property
     def _keys(self) -> Tensor:
@@ -93,8 +93,8 @@ class Blocks:
 
     @cached_property
     def _cross(self) -> Tensor:
-        """W_V^T of head g times the q-tilde of head h, (b, i, h, g, n or 1, d_v)."""
-        return torch.einsum("bihnm,bgmv->bihgnv", self.qt, self.w_v)
+        """Values' map of head g times the q-tilde of head h, (b, i, h, g, n or 1, d_v)."""
+        return torch.einsum("bihnm,bgnmv->bihgnv", self.qt, self.to_v)
 
     @cached_property
     def _own_place(self) -> Tensor:
@@ -106,10 +106,18 @@ class Blocks:
         index = self.token.view(*self.token.shape, *(1,) * (x.ndim - 2)).expand(*x.shape[:-1], 1)
         return x.gather(-1, index)[..., 0] if x.shape[-1] > 1 else x[..., 0]
 
+    @property
+    def _own_values(self) -> Tensor:
+        """Maps of values of the row's own token, (b, i or 1, h, m, d_v)."""
+        maps = self.to_v.transpose(1, 2)
+        if maps.shape[1] == 1:
+            return maps
+        return maps[torch.arange(len(maps), device=maps.device)[:, None], self.token]
+
     @cached_property
     def full(self) -> Tensor:
         """J_ii^T head by head, (b, i, h, m, d_v)."""
-        values = self._at_own(self.p)[..., None, None] * self.w_v[:, None]
+        values = self._at_own(self.p)[..., None, None] * self._own_values
         keys = self._at_own(self.qt.mT)[..., None] * self._at_own(self.a.mT)[..., None, :]
         return values + keys + self.own
 
@@ -130,7 +138,7 @@ class Blocks:
         shift = torch.einsum("bishv,bihv->bish", y, self.o)[..., None]
         alpha = (torch.einsum("bishv,bhnv->bishn", y, self.v) - shift) * self.t[:, :, None]
         p = self.p[:, :, None]
-        values = torch.einsum("bishv,bhgvw,bisgw->bishg", y, self._values, y)[..., None]
+        values = torch.einsum("bishv,bhgnvw,bisgw->bishgn", y, self._values, y)
         cross = torch.einsum("bihgnv,bisgv->bishgn", self._cross, y)
         keys = _forms(alpha, self._keys[:, :, None], alpha)
         squares = _forms(p, values, p) + 2 * _forms(alpha, cross, p) + keys
@@ -174,8 +182,11 @@ class Blocks:
         back = (values + keys) * t * w  # of qt . J^T y, (b, i, s, h, n)
         z = torch.einsum("bishn,bhnv->bishv", back, self.v)
         z = z - back.sum(-1)[..., None] * self.o[:, :, None]
-        both = torch.einsum("bishn,bisgn->bishg", p * w, p)
-        z = z + torch.einsum("bishg,bhgvw,bisgw->bishv", both, self._values, y)
+        if self._values.shape[3] == 1:
+            both = torch.einsum("bishn,bisgn->bishg", p * w, p)
+            z = z + torch.einsum("bishg,bhgvw,bisgw->bishv", both, self._values[..., 0, :, :], y)
+        else:
+            z = z + torch.einsum("bishn,bisgn,bhgnvw,bisgw->bishv", p * w, p, self._values, y)
         if self._cross.shape[-2] == 1:
             reach = torch.einsum("bishn,bisgn->bishg", w * alpha, p)
             z = z + torch.einsum("bishg,bihgv->bisgv", reach, self._cross[..., 0, :])
@@ -210,7 +221,11 @@ class Blocks:
     def _between(self, h: int, g: int, w: Tensor) -> Tensor:
         """The sum of `matrix` for heads h and g, own blocks apart, (b, i, d_v, d_v)."""
         p_h, p_g, a_h, a_g = self.p[:, :, h], self.p[:, :, g], self.a[:, :, h], self.a[:, :, g]
-        out = (w * p_h * p_g).sum(-1)[..., None, None] * self._values[:, h, g][:, None]
+        values, both = self._values[:, h, g], w * p_h * p_g
+        if values.shape[1] == 1:
+            out = both.sum(-1)[..., None, None] * values
+        else:
+            out = torch.einsum("bin,bnvw->bivw", both, values)
         out = out + (a_h * (w * self._keys[:, :, h, g])[..., None]).mT @ a_g
         for a, x, flip in (
             (a_h * (w * p_g)[..., None], self._cross[:, :, h, g], False),
@@ -228,7 +243,8 @@ class Blocks:
         b, i, j = chosen.unbind(-1)
         at = j if self.qt.shape[3] > 1 else torch.zeros_like(j)
         alpha = self.t[b, i, :, j, None] * (self.v[b, :, j] - self.o[b, i])  # (k, h, d_v)
-        parts = self.p[b, i, :, j, None, None] * self.w_v[b]
+        values = self.to_v[b, :, j if self.to_v.shape[2] > 1 else torch.zeros_like(j)]
+        parts = self.p[b, i, :, j, None, None] * values
         parts = parts + self.qt[b, i, :, at][..., None] * alpha[..., None, :]
         mine = (j == self.token[b, i])[:, None, None, None]
         parts = parts + torch.where(mine, self.own[b, i], 0.0)
@@ -244,7 +260,7 @@ class Blocks:
         Lemma 92 (docs/theory/token_norms.md).
         """
         reach = torch.linalg.vector_norm(self.a, dim=-1) * torch.linalg.vector_norm(self.qt, dim=-1)
-        each = self.p * matrix_norm(self.w_v)[:, None, :, None] + reach
+        each = self.p * matrix_norm(self.to_v)[:, None] + reach
         own = torch.linalg.matrix_norm(self.own)[..., None]
         each = each + torch.where(self._own_place[:, :, None], own, 0.0)
         if self.w_o is None:

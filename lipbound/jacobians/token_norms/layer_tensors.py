@@ -29,10 +29,10 @@ class LayerTensors:
         p, t: P and its weights, (b, h, n, n). q, k: (b, h, n, d).
         v, o: values and outputs, (b, h, n, d_v).
         to_q, to_k: :math:`D^{qT}_j` times the scale, and the same of keys, (b, h, n or 1, m, d).
-            w_v: (b, h, m, d_v).
+            to_v: of values, without scale, (b, h, n or 1, m, d_v).
         w_o: slices of the output projection, (h, d_v, r), or None.
-        q_size, k_size: upper values of the Frobenius norms of these maps with absolute values in
-            their factors, (b, h, n). v_size: of w_v, (b, h).
+        q_size, k_size, v_size: upper values of the Frobenius norms of these maps with absolute
+            values in their factors, (b, h, n).
         roundings: how many an entry of what is computed from blocks sees at most.
     """
 
@@ -44,7 +44,7 @@ class LayerTensors:
     o: Tensor
     to_q: Tensor
     to_k: Tensor
-    w_v: Tensor
+    to_v: Tensor
     w_o: Tensor | None
     q_size: Tensor
     k_size: Tensor
@@ -76,23 +76,29 @@ class LayerTensors:
             extra = basis[op.head].mT[:, None] @ extra
         columns = [] if extra is None else list(extra.unbind(-1))
         maps = [
-            _token_maps(to, part[op.head], columns.pop(0) if to.extra else None, att.d)
-            for to, part in zip((op.to_q, op.to_k), w[:2], strict=True)
+            _token_maps(to, part[op.head], columns.pop(0) if to.extra else None, part.shape[-1])
+            for to, part in zip((op.to_q, op.to_k, op.to_v), w, strict=True)
         ]
         sizes = [
-            SLOPE * c * slope * _spread(part)[:, None]
-            for slope, part in ((e.q_slope, att.w_q), (e.k_slope, att.w_k))
+            SLOPE * unit * slope * _spread(part)[:, None]
+            for unit, slope, part in (
+                (c, e.q_slope, att.w_q),
+                (c, e.k_slope, att.w_k),
+                (1.0, e.v_slope, att.w_v),
+            )
         ]
+        if not op.to_v.steps:
+            own = torch.linalg.matrix_norm(w[2]) * (1 + 1e-6)
+            sizes[2] = own[op.head].view(att.samples, att.heads, 1).expand(e.v.shape)
         p, v = att.p, att.centred_v
         p, t, q, k, v, o = (
             x.reshape(*shape, *x.shape[2:])
             for x in (p, att.weights, att.q, att.centred_k, v, p @ v)
         )
-        to_q, to_k, w_v = (x.view(*shape, *x.shape[1:]) for x in (*maps, w[2][op.head]))
-        q_size, k_size = (x.reshape(*shape, -1) for x in sizes)
-        v_size = torch.linalg.matrix_norm(w[2])[op.head].view(shape) * (1 + 1e-6)
+        to_q, to_k, to_v = (x.view(*shape, *x.shape[1:]) for x in maps)
+        q_size, k_size, v_size = (x.reshape(*shape, -1) for x in sizes)
         return LayerTensors(
-            p, t, q, k, v, o, to_q, to_k, w_v, w_o, q_size, k_size, v_size, roundings
+            p, t, q, k, v, o, to_q, to_k, to_v, w_o, q_size, k_size, v_size, roundings
         )
 
     def of_maps(self, maps: slice) -> Self:
@@ -110,16 +116,18 @@ class LayerTensors:
     def row_bytes(self) -> int:
         """Memory of one output token of one map while its blocks are worked on."""
         _, h, n, d_v = self.v.shape
-        varied = self.to_k.shape[2] > 1
+        varied = self.to_k.shape[2] > 1 or self.to_v.shape[2] > 1
         between = h * h * (n * (d_v + 1) if varied else d_v + 1)
-        wide = self.w_v.shape[2] * ((n if varied else 1) + 2 * d_v)
+        wide = self.to_v.shape[3] * ((n if varied else 1) + 2 * d_v)
         return 8 * (h * (n * (3 * d_v + 12) + wide) + between + 3 * (h * d_v) ** 2)
 
     @property
     def vanished(self) -> Tensor:
         """Far more than what underflows can take from a norm, (b,); zero where J is."""
         q, k, v = (torch.linalg.vector_norm(x, dim=-1).amax(-1) for x in (self.q, self.k, self.v))
-        size = self.v_size + v * (k * self.q_size.amax(-1) + q * self.k_size.amax(-1) + (v > 0))
+        size = self.v_size.amax(-1) + v * (
+            k * self.q_size.amax(-1) + q * self.k_size.amax(-1) + (v > 0)
+        )
         return torch.where(size > 0, VANISHED * (1 + self._projected(size)), 0.0).sum(-1)
 
     def _projected(self, size: Tensor) -> Tensor:
@@ -137,12 +145,12 @@ class LayerTensors:
         own = own_q @ (a.mT @ self.k[:, :, None]).mT  # (b, h, i, m, d_v)
         qt = torch.einsum("bhnmd,bhid->bhinm", self.to_k, q)
         reach = torch.linalg.vector_norm(q, dim=-1)[..., None] * self.k_size[:, :, None]
-        size = p * self.v_size[..., None, None] + lengths * reach
+        size = p * self.v_size[:, :, None] + lengths * reach
         token = torch.arange(self.tokens, device=p.device)[rows]
         size = self._projected(size + self._own_size(lengths, token))
         p, t, o, qt, own = (x.transpose(1, 2) for x in (p, t, o, qt, own))
         token, size = token.expand(len(p), -1), size.sum(1) * (1 + 1e-6)
-        return Blocks(p, t, self.v, o, self.w_v, qt, own, token, self.w_o, size, self.roundings)
+        return Blocks(p, t, self.v, o, self.to_v, qt, own, token, self.w_o, size, self.roundings)
 
     def _own_size(self, lengths: Tensor, place: Tensor) -> Tensor:
         """Sizes of B_i at each token's own place, zero elsewhere, (b, h, i, n).
@@ -166,8 +174,9 @@ class LayerTensors:
         near = self.v[:, :, None] - self.o[:, :, tokens, None]
         near = self.t[:, :, tokens, :, None] * near  # A_j, (b, h, j, n, d_v)
         c = near.mT @ self.k[:, :, None]  # C_j, (b, h, j, d_v, d)
-        to_q, to_k = (x if x.shape[2] == 1 else x[:, :, tokens] for x in (self.to_q, self.to_k))
-        each = (self.w_v[:, :, None], to_k, to_q)
+        each = (
+            x if x.shape[2] == 1 else x[:, :, tokens] for x in (self.to_v, self.to_k, self.to_q)
+        )
         maps = torch.cat([x.expand(*c.shape[:3], -1, -1) for x in each], -1)
         out = torch.zeros_like(p[:, 0, :, :1, None])
         for h in heads:
@@ -176,7 +185,7 @@ class LayerTensors:
         reach = (
             torch.linalg.vector_norm(self.q, dim=-1)[:, :, None] * self.k_size[:, :, tokens, None]
         )
-        size = p * self.v_size[..., None, None] + torch.linalg.vector_norm(a, dim=-1) * reach
+        size = p * self.v_size[:, :, tokens, None] + torch.linalg.vector_norm(a, dim=-1) * reach
         size = size + self._own_size(torch.linalg.vector_norm(near, dim=-1), place)
         squares = self._projected(size).sum(1).square().sum(-1)
         return out, gamma(self.roundings) * squares * (1 + 1e-6)

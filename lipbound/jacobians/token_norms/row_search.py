@@ -137,7 +137,7 @@ def largest_block(blocks: Blocks, tol: float) -> BestRows:
     vector = vectors[line, best]
     open_ = flat > (value * (1 + tol / 2))[:, None]
     upper, left = torch.where(open_, 0.0, flat).amax(-1).clamp_min(0), open_.nonzero()
-    size = 32 * blocks.w_v.shape[2] * blocks.width * max(1, blocks.p.shape[2])
+    size = 32 * blocks.to_v.shape[3] * blocks.width * max(1, blocks.p.shape[2])
     step = max(1, int(FLAT_BYTES // size))
     for k in range(0, len(left), step):
         maps, places = left[k : k + step].unbind(-1)

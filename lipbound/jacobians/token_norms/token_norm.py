@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants import LINEAR_VALUES
+from lipbound.attention.variants import VARIANTS
 from lipbound.devices import in_own_modes
 from lipbound.errors import check_layer, choice, flag, real
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
@@ -104,7 +104,7 @@ def check(att: Attention, what: str, map: str) -> None:
     """Raise LipboundError for what cannot be measured; ``what`` measures."""
     choice("map", map, TOKEN_MAPS)
     check_layer(att, what)
-    att.only(what, LINEAR_VALUES)
+    att.only(what, [name for name in VARIANTS if name != "cross"])
 
 
 def pieces(att: Attention, map: str) -> Iterator[Attention]:

@@ -12,6 +12,7 @@ from lipbound.attention.scoring import Scoring, four_axes
 from lipbound.attention.validation import sees_some_key
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.cap import Cap
+from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNormalised
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.value_norm import ValueNorm
@@ -20,30 +21,52 @@ from lipbound.models.capture.probing import ProbedWeights
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, Call
 
 
-def assemble(call: Call, weights: ProbedWeights, valid: Tensor | None) -> Attention:
+def assemble(
+    call: Call, weights: ProbedWeights, valid: Tensor | None, valid_other: Tensor | None = None
+) -> Attention:
     """Return the `Attention` of a call, in the dtype of its input.
 
     Args:
         call: of the layer.
         weights: what probing found.
         valid: which tokens are not padding, see `valid_tokens`.
+        valid_other: the same of the other stream of cross-attention.
 
     Raises:
         CaptureError: they do not form an attention layer.
     """
-    x = call.x.detach()
-    mask = _simplified(_additive(call), valid, len(x))
+    x, other = call.x.detach(), other_stream(call, valid_other)
+    rows, keys = valid, valid
+    if other is not None:
+        rows, keys = (valid_other, valid) if other.q is not None else (valid, valid_other)
+    mask = _simplified(_additive(call), rows, keys, len(x))
     scale = call.scale if call.scale is not None else call.q.shape[-1] ** -0.5
 
     def cast(t: Tensor | None) -> Any:
         return None if t is None else t.to(x.dtype)
 
     projections = Projections(*map(cast, (*weights.w, *weights.b, weights.w_o)))
-    scoring = Scoring(float(scale), mask, tuple(variants_of(call, weights, x.dtype)))
+    steps = variants_of(call, weights, x.dtype) + ([] if other is None else [other])
+    scoring = Scoring(float(scale), mask, tuple(steps))
     try:
         return Attention.of(x, projections, scoring, valid=valid)
     except AttentionError as error:
         raise CaptureError(f"layer {call.name}: {error}") from error
+
+
+def other_stream(call: Call, valid: Tensor | None) -> OtherStream | None:
+    """Return the side of cross-attention that does not move, as it was recorded."""
+    if call.sides == "qkv":
+        return None
+    groups = call.q.shape[1] // call.k.shape[1]
+
+    def given(t: Tensor) -> Tensor:
+        return t.detach().to(call.x.dtype).transpose(0, 1)
+
+    if call.sides == "kv":
+        return OtherStream(q=given(call.q), valid=valid)
+    k, v = (given(t.repeat_interleave(groups, 1)) for t in (call.k, call.v))
+    return OtherStream(k=k, v=v, valid=valid)
 
 
 def variants_of(call: Call, weights: ProbedWeights, dtype: torch.dtype) -> list[Variant]:
@@ -143,17 +166,20 @@ def marks_padding(name: str, value: object) -> bool:
     return bool((value == 0).any())
 
 
-def _simplified(mask: Tensor | None, valid: Tensor | None, samples: int) -> Tensor | None:
-    """Return a mask without what padding makes of it, which is the business of ``valid``.
+def _simplified(
+    mask: Tensor | None, rows: Tensor | None, keys: Tensor | None, samples: int
+) -> Tensor | None:
+    """Return a mask without what padding of queries and of keys makes of it.
 
     None if nothing remains, and one sample of it where all share it.
     """
     if mask is None:
         return None
-    if valid is not None:
-        padded = ~(valid[:, None, :, None] & valid[:, None, None, :])
-        mask = mask.expand(samples, *mask.shape[1:-2], *[valid.shape[1]] * 2)
-        mask = mask.masked_fill(padded.expand(samples, mask.shape[1], -1, -1), 0.0)
+    for valid, axis in ((rows, -2), (keys, -1)):
+        if valid is not None:
+            padded = ~valid[:, None].unsqueeze(-3 - axis)
+            shape = torch.broadcast_shapes(mask.shape, padded.shape)
+            mask = mask.expand(shape).masked_fill(padded, 0.0)
     if bool((mask == 0).all()):
         return None
     return mask[:1] if bool((mask == mask[:1]).all()) else mask
@@ -163,7 +189,7 @@ def _additive(call: Call) -> Tensor | None:
     """Return what a call adds to its scores: its mask, and biases of relative positions."""
     mask, bias, dtype = call.mask, call.extras.get("position_bias"), call.x.dtype
     if mask is not None:
-        mask = four_axes(mask[..., : call.x.shape[1]]).to(dtype)  # one for a cache may be wider
+        mask = four_axes(mask[..., : call.k.shape[-2]]).to(dtype)  # one for a cache may be wider
     if bias is None:
         return mask
     bias = bias.detach().to(dtype)

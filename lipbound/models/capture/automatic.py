@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lipbound.attention.module_attention import INPUT, MEMORY, QUERIES, ModuleAttention
+from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture.assembly import marks_padding
 from lipbound.models.capture.output_projection import CAPTURE_TOLERANCE, probe_output
 from lipbound.models.capture.owner_function import OwnerFunction, OwnerPass
 from lipbound.models.capture.seeing.by_hand import HeadOutputs
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
+from lipbound.schema import INPUT, MEMORY, QUERIES
 
 
 @dataclass
@@ -121,13 +122,14 @@ def stream_names(call: Call) -> list[str]:
         owner, streams = owner_of(call)
     except CaptureError:
         return [INPUT]  # and the reason is told when it is captured
-    named = _named(streams)
+    named = named_streams(streams)
     if call.way != INTERFACE and INPUT in named:
         call.run, call.stream = owner.run, named[INPUT][0]
     return list(named)
 
 
-def _named(streams: Streams) -> dict[str, list[Tensor]]:
+def named_streams(streams: Streams) -> dict[str, list[Tensor]]:
+    """Return the tensors of each stream, by name."""
     if streams.joint:
         return {INPUT: streams.joint}
     if any(q is m for q in streams.queries for m in streams.memory):
@@ -209,7 +211,7 @@ def through_module(
     """
     owner, streams = owner_of(call)
     error = _error(call, owner())
-    named = _named(streams)
+    named = named_streams(streams)
     if stream not in named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(named))
     if stream not in named:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipbound.attention.module_attention import INPUT
 from lipbound.errors import CaptureError
 from lipbound.models.capture.assembly import about_padding, valid_tokens
 from lipbound.models.capture.automatic import stream_names
@@ -22,6 +21,7 @@ from lipbound.models.capture.seeing.interface import (
     taken,
 )
 from lipbound.models.capture.seeing.recording import record
+from lipbound.schema import INPUT
 
 SAME = 1e-3
 """Relative difference of head outputs up to which they count as the same: rounding, in sums of

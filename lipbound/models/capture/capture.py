@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import INPUT, ModuleAttention
+from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import (
     CaptureError,
@@ -28,6 +28,7 @@ from lipbound.errors import (
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
 from lipbound.models.capture.automatic import Padding, stream_names, through_module
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
+from lipbound.models.capture.cross import of_stream, padding_of
 from lipbound.models.capture.probing import ProbedLayer, ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.seeing import interface, recording
@@ -47,6 +48,7 @@ from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.offload import by_layer
 from lipbound.models.readers.model_inputs import odd_masks
 from lipbound.models.sources.loaded_model import bare_module, measurable, named_inputs
+from lipbound.schema import INPUT
 
 ROTATIONS = 4
 """Number of rotations found last that are tried on the next layer, which mostly has one."""
@@ -109,7 +111,7 @@ class Capturer:
     notes: list[str] = field(default_factory=list)
     _watched: bool = False
     _name: str = interface.RECORDING_ATTENTION
-    _weights: dict[int, ProbedWeights] = field(default_factory=dict)
+    _weights: dict["Row", ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
     _told: set[tuple[str, str]] = field(default_factory=set)
@@ -126,10 +128,10 @@ class Capturer:
     ) -> Iterator[LayerCapture]:
         """Yield the attention of one (chosen) layer after the other.
 
-        A layer that is not what `Attention` describes (latent or gated attention, other
-        transformations of queries and keys), and each stream of cross-attention, is a
-        `ModuleAttention`, and a notice gives the reason. CaptureError is raised where the model
-        computes no attention, or neither form reproduces it; it names the layer and the reason.
+        A layer that is not what `Attention` describes (gated attention, other transformations of
+        queries and keys) is a `ModuleAttention`, and a notice gives the reason. CaptureError is
+        raised where the model computes no attention, or neither form reproduces it; it names the
+        layer and the reason.
 
         Args:
             inputs: what the model's forward takes.
@@ -168,10 +170,10 @@ class Capturer:
         padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], there)
         for i in chosen:
             row = rows[i]
-            if row.call in closed:
+            if row.call in closed or (row.stream != INPUT and self.closed):
                 try:
                     attention, error = self._in_closed_form(
-                        row.call, calls, valid[row.call], own.get(row.call)
+                        row, calls, valid.get(row.call), own.get(row.call), padding
                     )
                 except CaptureError as why:
                     if isinstance(why, DifferentPositionsError) and calls[row.call].samples > 1:
@@ -179,8 +181,8 @@ class Capturer:
                     closed.discard(row.call)
                     reasons[row.call] = str(why)
                 else:
-                    around = surroundings(attention, seen) if self.around else None
-                    attention.surroundings = around
+                    known = self.around and row.stream == INPUT
+                    attention.surroundings = surroundings(attention, seen) if known else None
                     # of all layers at once they would fill the memory
                     attention.cache.drop("p", "weights", "out")
                     call = calls[row.call]
@@ -211,8 +213,7 @@ class Capturer:
                 reasons[row.call] = f"layer {call.name}: no closed form was asked for"
                 continue
             if row.stream != INPUT:
-                reasons[row.call] = f"layer {call.name}: queries and keys are of two streams"
-                continue
+                continue  # tried one by one
             undefined = bool(call.out.isnan().any())
             try:
                 valid[row.call] = valid_tokens(call, inputs)
@@ -230,22 +231,27 @@ class Capturer:
 
     def _in_closed_form(
         self,
-        i: int,
+        row: "Row",
         calls: list[Call],
         valid: Tensor | None,
         own: tuple[EagerAttention, int] | None,
+        padding: Padding,
     ) -> tuple[Attention, float]:
-        """Return the attention of a call, and its largest error against the model.
+        """Return the attention of a row, and its largest error against the model.
 
         Raises:
             CaptureError: it has no closed form that is known here.
         """
-        call = calls[i]
-        weights = self._probed(i, call)
+        call, valid_other, i = calls[row.call], None, row.call
+        if row.stream != INPUT:
+            with interface.implementation(self.model, self._name):
+                call = of_stream(call, row.stream)
+            valid, valid_other = padding_of(call, padding)
+        weights = self._probed(row, call)
         if call.way == BY_HAND:
             with interface.implementation(self.model, self._name):
                 call.scale, call.mask = ProbedLayer(call).scores()
-        attention = assemble(call, weights, valid)
+        attention = assemble(call, weights, valid, valid_other)
         error = check_rebuilt(self.model, call, attention, weights)
         if own is not None and call.way == INTERFACE:
             self._verified[valid is not None, i] = verify_outputs(call, attention, *own)
@@ -327,8 +333,8 @@ class Capturer:
             found |= {i: (own[id(calls[i])], sample) for i in compared}
         return found
 
-    def _probed(self, i: int, call: Call) -> ProbedWeights:
-        weights = self._weights.get(i)
+    def _probed(self, row: "Row", call: Call) -> ProbedWeights:
+        weights = self._weights.get(row)
         if weights is None or not weights.belongs_to(call):
             with interface.implementation(self.model, self._name):
                 weights = probe(call, self._turns)
@@ -336,7 +342,7 @@ class Capturer:
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]
             if not by_layer(self.model):  # its weights are many
-                self._weights[i] = weights
+                self._weights[row] = weights
         return weights
 
     def _chosen(self, count: int) -> list[int]:

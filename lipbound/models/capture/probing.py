@@ -398,7 +398,8 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     """
     layer = ProbedLayer(call)
     layer.refuse_what_depends_on_tokens()
-    found = read_normalisations(call, layer.stubs, layer.projections)
+    sides = ["qkv".index(side) for side in call.sides]
+    found = read_normalisations(call, layer.stubs, layer.projections, sides)
     samples, n, width = call.x.shape
     rows = torch.cat([torch.zeros(1, width), torch.eye(width)]).double().to(call.x.device)
     latents = [one.latent for one in found if one is not None and one.latent is not None]
@@ -408,8 +409,10 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         given = [stub.given.reshape(samples * n, -1) for stub in latents]
         pieces.append([y[: len(some)] for y in (*made, *given)])
     together = [torch.cat(each) for each in zip(*pieces, strict=True)]
+    for side in {0, 1, 2} - set(sides):  # made of another stream
+        together[side] = rows.new_zeros(width + 1, *together[side].shape[1:])
     maps, vectors = together[:3], together[3:]  # (D + 1, H or H_kv, d) and (D + 1, n) each
-    turns = layer.turns(known)
+    turns = layer.turns(known) if len(sides) == 3 else None
     if turns is not None:
         places = torch.arange(width + 1, device=rows.device) % (samples * n) % n
         maps[:2] = [turns.undone(t, places) for t in maps[:2]]

@@ -4,7 +4,7 @@ A stub in a normalisation's place does its linear part only; a rotation is fitte
 vectors before and after it, whatever the order of its coordinates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,7 @@ def stub_norms(owner: nn.Module) -> list[NormStub]:
 
 
 def read_normalisations(
-    call: Call, stubs: Sequence[NormStub], project: Project
+    call: Call, stubs: Sequence[NormStub], project: Project, sides: Collection[int]
 ) -> list[TokenNorm | None]:
     """Return those of queries, keys and values; None where there is none.
 
@@ -130,6 +130,7 @@ def read_normalisations(
         call: of the layer.
         stubs: what stands for the normalisations of a copy of the layer; left in the mode "linear".
         project: q, k, v, each (samples N, heads, d), that the copy makes of tokens (samples, N, D).
+        sides: which of them are made of these tokens, by number.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.q.device)
@@ -138,7 +139,7 @@ def read_normalisations(
     for stub in [s for s in stubs if s.width]:
         stub.mode = "nothing"
         for side, (a, b) in enumerate(zip(project(x), plain, strict=True)):
-            if not torch.equal(a, b):
+            if side in sides and not torch.equal(a, b):
                 touching[side].append(stub)
         stub.mode = "linear"
     if any(len(found) > 1 for found in touching):

@@ -91,18 +91,18 @@ def check_rebuilt(
     order = slice(None) if weights.turns is None else weights.turns.order
     k, v = (t.repeat_interleave(groups, 1) for t in (call.k[..., order], call.v))
     error = 0.0
-    for side, mine, own, w, norm in (
-        (0, att.q, call.q[..., order], att.w_q, weights.norm_q),
-        (1, att.k, k, att.w_k, weights.norm_k),
-        (2, att.v, v, att.w_v, weights.norm_v),
+    for side, mine, own, w, norm, valid in (
+        (0, att.q, call.q[..., order], att.w_q, weights.norm_q, att.valid_rows),
+        (1, att.k, k, att.w_k, weights.norm_k, att.valid_keys),
+        (2, att.v, v, att.w_v, weights.norm_v, att.valid_keys),
     ):
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
-        difference = head_error(mine, own, size, att.valid)
+        difference = head_error(mine, own, size, valid)
         if not difference <= CAPTURE_TOLERANCE:
             _refuse_projection(model, call, side, difference)
         error = max(error, difference)
     size = att.v.abs().amax((-1, -2))
-    difference = head_error(att.out, call.out.transpose(1, 2), size, att.valid)
+    difference = head_error(att.out, call.out.transpose(1, 2), size, att.valid_rows)
     return max(error, _tolerated(call, difference))
 
 
@@ -216,13 +216,13 @@ def verify_outputs(call: Call, attention: Attention, seen: EagerAttention, sampl
     """
     windows = max(1, attention.samples // call.samples)
     own, part = seen.outputs, slice(sample * windows, (sample + 1) * windows)
-    size = windows * attention.tokens * attention.heads * attention.d_v
+    size = windows * attention.rows * attention.heads * attention.d_v
     if own is None or own.numel() != size:
         nowhere = "hands on the outputs of its heads in no form in which they can be checked"
         raise call.unsupported(call.changed or nowhere)
-    shape = (windows, attention.tokens, attention.heads, attention.d_v)
+    shape = (windows, attention.rows, attention.heads, attention.d_v)
     own = own.reshape(shape).transpose(1, 2)
-    valid = None if attention.valid is None else attention.valid[part]
+    valid = None if attention.valid_rows is None else attention.valid_rows[part]
     floor = attention.v[part].abs().amax((-1, -2))
     difference = head_error(attention.out[part], own, floor, valid)
     return _tolerated(call, difference)
@@ -300,6 +300,8 @@ def _refuse_projection(model: nn.Module, call: Call, side: int, difference: floa
     Raises:
         CaptureError: always.
     """
+    if call.sides != "qkv":
+        raise call.unsupported(f"makes its {SIDES[side]} of more than one stream, or not affinely")
     with implementation(model, RECORDING_ATTENTION):
         depends = ProbedLayer(call).depends(side)
     name = SIDES[side]

@@ -85,7 +85,8 @@ def details(
 ) -> list[Details | None]:
     """Compute `Details` of every layer of a run, at the sample at one position.
 
-    None stands for a layer without a closed form, and for one whose samples are windows.
+    None stands for a layer without a closed form, for cross-attention, and for layers whose samples
+    are windows.
 
     Raises:
         AttentionError: there are none of any layer.
@@ -95,12 +96,12 @@ def details(
     names, norm, each = bounds_there(ds), norm_of(ds), list[Details | None]()
     for layer in found:
         att, one = layer.attention, None
-        if isinstance(att, Attention) and layer.windows == 1:
+        if isinstance(att, Attention) and layer.windows == 1 and att.kind == "self":
             with torch.no_grad():
                 one = of_layer(att, ds.attrs["map"], names, norm, balls=balls)
         each.append(one)
     if not any(each):
-        raise AttentionError("no layer has a closed form and sees whole samples")
+        raise AttentionError("no layer is self-attention in closed form that sees whole samples")
     return each
 
 

@@ -237,7 +237,7 @@
     const layer = run.details && run.details[state.layer], h = state.column;
     const there = layer && h < layer.shape[0];
     $("detail-reason").hidden = Boolean(there);
-    $("detail-reason").textContent = there ? "" : `Attention, singular vectors and terms are not on this page: ${run.details ? (layer ? "this layer has fewer heads" : "this layer has no closed form, or sees windows of the sample") : run.reason}.`;
+    $("detail-reason").textContent = there ? "" : `Attention, singular vectors and terms are not on this page: ${run.details ? (layer ? "this layer has fewer heads" : "this layer has no closed form, is cross-attention, or sees windows of the sample") : run.reason}.`;
     document.querySelectorAll(".needs-detail").forEach((e) => { e.hidden = !there; });
     $("s-balls").hidden = !(there && layer.balls);
     if (!there) return;

@@ -71,6 +71,8 @@ class Call:
             be as they were multiplied.
         raw: outputs of heads by hand, as they were multiplied.
         stream: the tokens, where they were found otherwise than as the first argument.
+        sides: which of queries, keys and values are made of them; all of "qkv" but for
+            cross-attention.
         projection: the linear map of the head outputs, and of what was made of them on the way.
         projected: what that was given.
         random: whether the model drew random numbers in the pass.
@@ -100,6 +102,7 @@ class Call:
     formed: bool = True
     raw: Tensor | None = None
     stream: Tensor | None = None
+    sides: str = "qkv"
 
     @property
     def module(self) -> nn.Module:
@@ -138,7 +141,8 @@ class Call:
             raise self.unsupported(
                 "multiplies queries, keys and values in tensors whose axes are not known"
             )
-        x, (samples, n) = self.given, (self.q.shape[0], self.q.shape[-2])
+        queries, keys = self.q.shape[-2], self.k.shape[-2]
+        x, samples, n = self.given, self.q.shape[0], queries if "q" in self.sides else keys
         packed = isinstance(x, Tensor) and x.ndim in (2, 4)
         if isinstance(x, Tensor) and packed and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])
@@ -147,8 +151,7 @@ class Call:
                 f"layer {self.name}: {type(self.module).__name__} is not given one (samples, N, D) "
                 "tensor of token vectors"
             )
-        queries, keys = self.q.shape[-2], self.k.shape[-2]
-        if keys != x.shape[1] or queries != x.shape[1]:
+        if n != x.shape[1] or (self.sides == "qkv" and keys != queries):
             raise CaptureError(
                 f"layer {self.name}: {queries} queries attend to {keys} keys while the layer's "
                 f"input has {x.shape[1]} tokens; only self-attention is supported (no "

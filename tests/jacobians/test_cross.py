@@ -1,0 +1,129 @@
+"""Cross-attention: each of its streams against dense Jacobians of the definition, and torch's own
+function."""
+
+import pytest
+import torch
+from support.oracles import oracle
+from support.variants import cross
+from torch import Tensor
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.errors import AttentionError, LipboundError
+from lipbound.jacobians.rounding import tensor_error
+from lipbound.reporting.page.details import of_layer
+
+HAS = [(), ("norm",), ("values",), ("cap", "sinks"), ("offsets",)]
+STREAMS = ("queries", "memory")
+
+
+def exactly(att: Attention, exact: Tensor) -> Tensor:
+    return 1e-9 * exact + 3 * tensor_error(att)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(4, 6), (6, 4), (5, 5), (1, 3)])
+@pytest.mark.parametrize("has", HAS)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_norms_and_bounds(
+    stream: str, has: tuple[str, ...], rows: int, keys: int, padded: bool
+) -> None:
+    padded = padded and rows > 2
+    att = cross(rows, stream, has=frozenset(has), padded=padded, rows=rows, keys=keys)
+    exact = oracle(att)
+    norm = lb.spectral_norm(att, tol=1e-10, delta=1e-9)
+    slack = exactly(att, exact)
+    assert bool(((norm.lower - exact).abs() <= slack).all())
+    assert bool((norm.upper >= exact * (1 - 1e-12)).all() and (norm.upper <= exact + slack).all())
+    for name in ("lipbound", "lipbound_block"):
+        assert bool((lb.bounds.get(name)(att) >= exact * (1 - 1e-12)).all()), name
+    assert not lb.bounds.get("castin_bias").applies(att)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_maps_and_dtypes(stream: str) -> None:
+    att = cross(3, stream, padded=True)
+    for map in ("heads", "layer", "head_out"):
+        norm = lb.spectral_norm(att, map=map, tol=1e-9, delta=1e-9)
+        dense = lb.spectral_norm(att, map=map, method="dense").lower
+        torch.testing.assert_close(norm.lower, dense, rtol=1e-8, atol=0)
+        assert bool((norm.upper >= dense * (1 - 1e-9)).all())
+        if map != "head_out":
+            bound = lb.bounds.whole_layer(att, "lipbound", map=map)
+            assert bool((bound >= dense).all())
+    narrow = lb.spectral_norm(att.to(torch.float32), tol=1e-6).lower
+    torch.testing.assert_close(narrow, oracle(att), rtol=1e-5, atol=0)
+    top = lb.spectral_norm(att, tol=1e-10, vectors=True)
+    assert top.left is not None
+    assert top.right is not None
+    assert top.left.shape == (2, 3, 4, 3)
+    assert top.right.shape == (2, 3, 4 if stream == "queries" else 6, 7)
+    reached = lb.HeadJacobian(att).along(top.right.flatten(0, 1))
+    torch.testing.assert_close(reached, (top.lower[..., None, None] * top.left).flatten(0, 1))
+
+
+def test_norms_of_queries_need_no_search() -> None:
+    att = cross(3, "queries")
+    one, other = (lb.spectral_norm(att, seed=seed) for seed in (0, 1))
+    assert torch.equal(one.lower, other.lower)
+    assert torch.isfinite(one.upper).all()
+
+
+@pytest.mark.parametrize("exponent", [-300, 300])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_units_change_nothing(stream: str, exponent: int) -> None:
+    """Tokens times a power of two, and projections divided by it."""
+    att, unit = cross(5, stream), 2.0**exponent
+    own = att.projections
+    moved = {"w_q", "w_k", "w_v"}
+    scaled = own.map(lambda t: t / unit if any(t is getattr(own, name) for name in moved) else t)
+    other = att.with_parts(x=att.x * unit, projections=scaled)
+    mine = lb.spectral_norm(other, tol=1e-9, delta=1e-9)
+    expected = oracle(att)
+    assert bool((mine.lower * unit <= expected * (1 + 1e-12)).all())
+    torch.testing.assert_close(mine.lower * unit, expected, rtol=1e-8, atol=0)
+
+
+def function(stream: str, tensors: list[Tensor], mask: Tensor, head: int) -> Tensor:
+    """The Jacobian of torch's own attention, as a matrix."""
+    x, memory, w_q, w_k, w_v = tensors
+
+    def out(x: Tensor, memory: Tensor) -> Tensor:
+        sides = x @ w_q[head], memory @ w_k[head], memory @ w_v[head]
+        return torch.nn.functional.scaled_dot_product_attention(*sides, attn_mask=mask)
+
+    argument = 0 if stream == "queries" else 1
+    jacobian = torch.autograd.functional.jacobian(out, (x[0], memory[0]))[argument]
+    return jacobian.flatten(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_from_tensors(stream: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 8), (1, 5, 6), (2, 8, 4), (2, 6, 4), (2, 6, 3)]
+    tensors = [torch.randn(s, generator=g, dtype=torch.float64) for s in shapes]
+    mask = torch.randn(4, 5, generator=g, dtype=torch.float64)
+    att = lb.cross_attention(*tensors, stream=stream, mask=mask)
+    exact = [torch.linalg.matrix_norm(function(stream, tensors, mask, h), 2) for h in (0, 1)]
+    torch.testing.assert_close(
+        lb.spectral_norm(att, tol=1e-10).lower[0], torch.stack(exact), rtol=1e-8, atol=0
+    )
+    with pytest.raises(LipboundError, match="stream"):
+        lb.cross_attention(*tensors, stream="keys")
+    with pytest.raises(AttentionError, match="do not fit"):
+        lb.cross_attention(tensors[1], *tensors[1:], stream=stream)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_what_is_for_self_attention(stream: str) -> None:
+    att = cross(3, stream)
+    for ask in (
+        lambda: lb.token_norm(att),
+        lambda: lb.token_profile(att),
+        lambda: lb.spectral_norm(att, method="deflation", tol=1e-3),
+        lambda: of_layer(att.unpadded(0), "head", []),
+    ):
+        with pytest.raises(AttentionError, match=r"does not cover cross-attention|closed form"):
+            ask()
+    with pytest.raises(AttentionError, match="needs self-attention"):
+        lb.spectral_norm(att, map="residual")
