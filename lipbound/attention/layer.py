@@ -15,6 +15,7 @@ from lipbound.attention.validation import validate
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.base import SIDES, Side
 from lipbound.attention.variants.cap import Cap
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.rotary import Rotation
@@ -446,9 +447,11 @@ class Attention:
     @derived
     def v(self) -> Tensor:
         """Values, (samples, heads, N, d_v)."""
-        return self._wide_v().to(self.dtype)
+        return self.wide_v.to(self.dtype)
 
-    def _wide_v(self) -> Tensor:
+    @property
+    def wide_v(self) -> Tensor:
+        """Values in float64, (samples, heads, N, d_v)."""
         return self.scoring.enter("v", self.x, self.projected("v"), self.valid)
 
     @derived
@@ -472,9 +475,9 @@ class Attention:
         the softmax: they are then left as they are.
         """
         if self.scoring.extra_scores is not None:
-            return self._wide_v()
+            return self.wide_v
         if not self.scoring.plain("v"):
-            return centred(self._wide_v(), self.valid_keys)
+            return centred(self.wide_v, self.valid_keys)
         return self.centred(projected(self.centred(self.x.double()), self.w_v))
 
     def centred(self, x: Tensor) -> Tensor:
@@ -519,10 +522,16 @@ class Attention:
         """
         return self.probabilities(self.scores(self.wide_q, self.centred_k)).to(self.dtype)
 
+    @property
+    def ungated(self) -> Tensor:
+        """Averages P v of values, before a gate, (samples, heads, N, d_v)."""
+        return self.p @ self.v
+
     @derived
     def out(self) -> Tensor:
         """Head outputs before the output projection, (samples, heads, N, d_v)."""
-        return self.p @ self.v
+        gate = self.scoring.find(Gate)
+        return self.ungated if gate is None else gate.apply(self.x, self.ungated)
 
     # -- copies, each a layer of its own with a cache of its own -----------------------------------
 
@@ -692,7 +701,8 @@ class Attention:
                 "use map='head'"
             )
         e, r = torch.linalg.qr(own.w_o.mT)
-        if (step := self.scoring.values_step) is not None:
+        step = self.scoring.find(Gate) or self.scoring.values_step
+        if step is not None:
             if r.shape[1] < self.d_v:
                 raise AttentionError(
                     f"map 'head_out' of a layer with {step.title} needs an output at least "

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.value_norm import ValueNorm
 
@@ -36,7 +37,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(rows.sum()), 1)
     if att.rotation is not None:
         angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
-    step = att.scoring.find(ValueNorm)
+    step, gate = att.scoring.find(ValueNorm), att.scoring.find(Gate)
     after = None if step is None else step.after
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.rows, att.keys)[sample, head]
@@ -75,7 +76,11 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         v = normed(x, projected(x, att.w_v, att.b_v), att.norm_v)
         v = v if after is None else v @ after[head]
         v = v if fixed["v"] is None else fixed["v"]
-        return (p if sink is None else p[:, 1:]) @ v
+        out = (p if sink is None else p[:, 1:]) @ v
+        if gate is not None:
+            out = torch.sigmoid(projected(x, gate.w, gate.b)) * out
+            out = out if gate.after is None else out @ gate.after[head]
+        return out
 
     return f
 

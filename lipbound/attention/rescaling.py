@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import PATTERN, WIDE, Attention, in_float64
 from lipbound.attention.projections import Projections
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.value_norm import ValueNorm
 
 ORDINARY = 16
@@ -184,7 +185,7 @@ def _sizes(att: Attention) -> tuple[Projections, dict[str, Tensor], int, int]:
     own, scoring = att.projections, att.scoring
     if scoring.plain("k") and scoring.shift_invariant:
         own = replace(own, b_k=None)
-    if scoring.extra_scores is None and scoring.plain("v"):
+    if scoring.extra_scores is None and scoring.plain("v") and scoring.find(Gate) is None:
         own = replace(own, b_v=None)
     sizes = {name: _exponents(t) for name, t in own.tensors().items() if name != "w_o"}
     if (step := scoring.values_step) is not None:

@@ -78,6 +78,8 @@ class Scoring:
         names = [step.name for step in self.steps]
         if len(set(names)) < len(names):
             raise AttentionError(f"variants {names} were given, one of them twice; give each once")
+        if {"gate", "cross"} <= set(names):
+            raise AttentionError("gated outputs of cross-attention have no closed form here")
         object.__setattr__(self, "steps", tuple(sorted(self.steps, key=lambda step: step.stage)))
 
     def inputs(self) -> list[Tensor]:

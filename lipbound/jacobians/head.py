@@ -2,16 +2,17 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.gate import Gate, GateStep
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, narrow
@@ -65,8 +66,8 @@ class HeadOperator(TensorOperator):
     """(heads, D, m), shared by all entries."""
     rows: RowSpace
     sizes: list[int]
-    """Widths of the parts of m: queries, keys, values, and of each the size of what is normalised
-    together, where it is a coordinate of its own."""
+    """Widths of the parts of m: queries, keys, values, logits of a gate, and of the first three the
+    size of what is normalised together, where it is a coordinate of its own."""
     plain: bool
     """True if the heads have no variants."""
     extra: Tensor | None
@@ -84,6 +85,8 @@ class HeadOperator(TensorOperator):
     to_q: PerEntry[TokenMap]
     to_k: PerEntry[TokenMap]
     to_v: PerEntry[TokenMap]
+    gate: PerEntry[GateStep | None]
+    """Of gated outputs, whose logits are one more part of m."""
 
     def _set(self, att: Attention) -> None:
         """Everything that does not depend on P."""
@@ -92,11 +95,15 @@ class HeadOperator(TensorOperator):
         self.batch = att.samples * heads
         self.dtype, self.device = att.dtype, att.device
         self.out_shape = (att.rows, att.d_v)
-        self.w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
+        gate = att.scoring.find(Gate)
+        weights = [att.scale * att.w_q, att.scale * att.w_k, att.w_v]
+        self.w = torch.cat([*weights, *([] if gate is None else [gate.w])], -1)
+        self.gate = None
         self.head = torch.arange(heads, device=att.device).repeat(att.samples)
         self.sample = torch.arange(att.samples, device=att.device).repeat_interleave(heads)
         self.to_q, self.to_k, self.to_v = att.passages().values()
-        self.sizes = [att.d, att.d, att.d_v, *(to.extra for to in self._passages)]
+        of_gate = 0 if gate is None else att.d_v
+        self.sizes = [att.d, att.d, att.d_v, of_gate, *(to.extra for to in self._passages)]
         spans = distinct([span for step in att.scoring.steps for span in step.spans()])
         self.rows = RowSpace(self.w, spans, att.dtype)
         width = self.w.shape[2] + sum(w.shape[1] for w in spans)
@@ -115,6 +122,18 @@ class HeadOperator(TensorOperator):
         if self.extra is not None:
             self.cross = _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
             self.own = (self.extra.mT @ self.extra)[self.sample]
+
+    def _set_gate(self, att: Attention) -> None:
+        """Set the gate, once outputs are known: less what centring took from all of them."""
+        gate = att.scoring.find(Gate)
+        if gate is not None:
+            shift = att.wide_v[:, :, :1] - att.centred_v[:, :, :1]
+            outputs = self.o.view(att.samples, att.heads, *self.o.shape[1:]).double() + shift
+            step = gate.at(att.x, outputs)
+            if att.valid is not None:
+                real = att.valid[:, None, :, None].expand(-1, att.heads, -1, -1).flatten(0, 1)
+                step = GateStep(step.factor * real, step.slope * real, step.after)
+            self.gate = step.to(self.dtype)
 
     @abstractmethod
     def _groups(self) -> Iterable[Group] | None:
@@ -153,8 +172,11 @@ class HeadOperator(TensorOperator):
             if isinstance(t := getattr(self, f.name), Tensor) and t.is_floating_point()
         }
         names = ("to_q", "to_k", "to_v")
-        to = {name: replace(getattr(self, name), dtype=torch.float32) for name in names}
-        more = {"dtype": torch.float32, "rows": self.rows.to(torch.float32)}
+        to: dict[str, Any] = {
+            name: replace(getattr(self, name), dtype=torch.float32) for name in names
+        }
+        more: dict[str, Any] = {"dtype": torch.float32, "rows": self.rows.to(torch.float32)}
+        to |= {"gate": None if self.gate is None else self.gate.to(torch.float32)}
         return self._with(**changes | more | to)
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
@@ -162,9 +184,15 @@ class HeadOperator(TensorOperator):
 
         Those of scores are already scaled; side by side, or part by part.
         """
+        parts = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
+        out = self._mixed(self._arriving(parts))
+        return out if self.gate is None else self.gate.push(out, parts[3])
+
+    def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return perturbations of outputs from those of q, k and v as they enter."""
         groups = self._groups()
         assert groups is not None
-        return pushed(groups, self._arriving(z))
+        return pushed(groups, arriving)
 
     @abstractmethod
     def average(self, x: Tensor) -> Tensor:
@@ -193,10 +221,12 @@ class HeadOperator(TensorOperator):
     def triangle(self) -> list[Tensor]:
         """Coordinates of queries, keys and values, (batch or 1, rows, size) each, gathered once.
 
-        The first two without the rows that are zero.
+        The first two without the rows that are zero; last those of a gate.
         """
         r, d = self.rows.coordinates, self.sizes[0]
-        parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], r[..., 2 * d :]]
+        values, of_gate = r[..., 2 * d :].split(self.sizes[2:4], -1)
+        parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], values]
+        parts += [] if self.gate is None else [of_gate]
         return [(part if len(r) == 1 else part[self.head]).contiguous() for part in parts]
 
     @property
@@ -217,17 +247,20 @@ class HeadOperator(TensorOperator):
         return extra if u is None else u[self.head].mT[:, None] @ extra
 
     def _pulled(self, y: Tensor) -> list[Tensor]:
-        """The cotangents of the three projections under y, and of the extra coordinates."""
+        """The cotangents of the projections under y, and of the extra coordinates."""
+        of_gate: list[Tensor] = []
+        if self.gate is not None:
+            y, logits = self.gate.pull(y)
+            of_gate = [logits]
         cotangents = zip(self._passages, self._cotangents(y), strict=True)
         parts, extra = zip(*(to.pull(t) for to, t in cotangents), strict=True)
-        return [*parts, *(t for t in extra if t is not None)]
+        return [*parts, *of_gate, *(t for t in extra if t is not None)]
 
-    def _arriving(self, z: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _arriving(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Perturbations of q, k and v as they enter scores and output, from those `push` takes."""
-        parts = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
         q, k, v = (
             to.push(t, extra if to.extra else None)
-            for to, t, extra in zip(self._passages, parts[:3], parts[3:], strict=True)
+            for to, t, extra in zip(self._passages, parts[:3], parts[4:], strict=True)
         )
         return q, k, v
 
@@ -237,7 +270,8 @@ class HeadOperator(TensorOperator):
         Laid out coordinate by coordinate.
         """
         groups = self._groups()
-        if groups is not None and not any(to.steps for to in self._passages):
+        steps = self.gate is not None or any(to.steps for to in self._passages)
+        if groups is not None and not steps:
             return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
         return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
@@ -265,18 +299,21 @@ class HeadOperator(TensorOperator):
     def jvp(self, x: Tensor) -> Tensor:
         times = narrow if self._long else torch.matmul
         z = [times(x[..., : part.shape[-2]], part) for part in self.triangle]
+        z += [] if self.gate is not None else [x[..., :0]]
         if self.extra is None:
             return self.push([*z, *[x[..., :0]] * 3])
         extra = torch.einsum("bnr,bnre->bne", x, self._directions(self.rows.basis))
-        return self.push([*z, *extra.split(self.sizes[3:], -1)])
+        return self.push([*z, *extra.split(self.sizes[4:], -1)])
 
     def vjp(self, y: Tensor) -> Tensor:
         q, k, v, *extra = self._pulled(y)
-        to_q, to_k, to_v = (part.mT.expand(len(y), -1, -1) for part in self.triangle)
+        to_q, to_k, to_v, *to_gate = (part.mT.expand(len(y), -1, -1) for part in self.triangle)
         times = narrow if self._long else torch.bmm
         x = times(v, to_v)  # of all rows; the others add to the first of them
         for part, to in ((k, to_k), (q, to_q)):
             x[..., : to.shape[-1]].baddbmm_(part, to)
+        for to in to_gate:
+            x.baddbmm_(extra.pop(0), to)
         if self.extra is None:
             return x
         along = self._directions(self.rows.basis)
@@ -290,9 +327,10 @@ class HeadOperator(TensorOperator):
         return self.push(self._perturbed(dx))
 
     def paths(self, dx: Tensor) -> dict[str, Tensor]:
-        """J dX as `along`, in three parts: what passes through values, keys and queries."""
+        """J dX as `along`, in parts: what passes through values, keys, queries and a gate."""
         parts = self._perturbed(dx)
-        ways = {"values": (2, 5), "keys": (1, 4), "queries": (0, 3)}
+        ways: dict[str, tuple[int, ...]] = {"values": (2, 6), "keys": (1, 5), "queries": (0, 4)}
+        ways |= {} if self.gate is None else {"gate": (3,)}
 
         def push(way: tuple[int, ...]) -> Tensor:
             return self.push([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)])
@@ -306,13 +344,15 @@ class HeadOperator(TensorOperator):
         if self.extra is None and self._groups() is not None:
             return self.push(torch.bmm(self.pull(y), self._square))
         pulled = self._pulled(y)
-        first, *others = zip(pulled[:3], self._square.split(self.sizes[:3], 1), strict=True)
+        count = 3 if self.gate is None else 4
+        squares = self._square.split(self.sizes[:count], 1)
+        first, *others = zip(pulled[:count], squares, strict=True)
         z = torch.bmm(*first)
         for part, w in others:
             z.baddbmm_(part, w)
         if self.cross is not None and self.own is not None:
-            extra = torch.cat(pulled[3:], -1)[..., None]
-            along = self.cross.mT @ torch.cat(pulled[:3], -1)[..., None] + self.own @ extra
+            extra = torch.cat(pulled[count:], -1)[..., None]
+            along = self.cross.mT @ torch.cat(pulled[:count], -1)[..., None] + self.own @ extra
             z = torch.cat([z + (self.cross @ extra)[..., 0], along[..., 0]], -1)
         return self.push(z)
 
@@ -340,6 +380,7 @@ class HeadJacobian(InParts, HeadOperator):
         self.p = _flat(att.p)
         self.t = self.p if att.weights is att.p else _flat(att.weights)
         self.o = self.p @ self.v
+        self._set_gate(att)
         dense = att.mask is None and att.valid is None
         self.blocks = None if dense or att.rows != att.keys else worthwhile(self.p)
 
@@ -363,10 +404,10 @@ class HeadJacobian(InParts, HeadOperator):
         g = self.t * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self.t)
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 
-    def push(self, z: Tensor | list[Tensor]) -> Tensor:
+    def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         if self._groups() is not None:
-            return super().push(z)
-        z_q, z_k, z_v = self._arriving(z)
+            return super()._mixed(arriving)
+        z_q, z_k, z_v = arriving
         s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import on_one_scale, ordinary, unit_scales, unit_values
+from lipbound.attention.variants.gate import Gate
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.rounding import folding_error, layer_roundoff, roundoff
@@ -64,7 +65,8 @@ class PreparedMap:
         heads, folded = heads_of(self.op), self.folded
         if self.map in WHOLE:
             return layer_roundoff(self.attention, heads, self.map, sharp=self._sharp)
-        if folded is not None:
+        # what follows a gate keeps its units, and what is before it is multiplied
+        if folded is not None and self.attention.scoring.find(Gate) is None:
             folded = folded.shifted(-self.exponents.to(folded.weights.device))
         return roundoff(self.attention, heads, folding=folded, sharp=self._sharp)
 

@@ -24,8 +24,10 @@ from lipbound.attention.rounding import (
     tensor_errors,
 )
 from lipbound.attention.variants.base import Passing
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.value_norm import ValueNorm
+from lipbound.jacobians.gate_rounding import gated
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, normaliser_of
 from lipbound.jacobians.streaming import head_jacobian
@@ -157,9 +159,11 @@ def roundoff(
     c, n = abs(att.scale), max(att.rows, att.keys)
     rows, skew = _moments(op, e), 0.0
     if folding is not None:
+        skew = folding.skew
+    if folding is not None and att.scoring.find(Gate) is None:
         length, slope = _moved(att, folding)
         v_error, v_slope_error = e.v_error + length, e.v_slope_error + slope
-        e, skew = replace(e, v_error=v_error, v_slope_error=v_slope_error), folding.skew
+        e = replace(e, v_error=v_error, v_slope_error=v_slope_error)
     tensors = torch.minimum(distance(e, rows, c), 2 * _whatever_p(e, c))
     v_slope = e.v_slope.amax(-1)
     value, key, columns = rows.value, rows.key, rows.columns
@@ -175,7 +179,7 @@ def roundoff(
     parts = [c * (both * e.q_slope).amax(-1), c * reach * k_slope[..., 0], columns * v_slope]
     size = sum(parts[1:], start=parts[0])
     steps = n + max(2 * att.d, att.d_v) + 24
-    terms = [part.shape[-2] + 16 for part in op.triangle]
+    terms = [part.shape[-2] + 16 for part in op.triangle[:3]]
     if not op.turned_alone:
         steps += 2 * (att.d + att.d_v) + 40
         terms = [sum(op.w.shape[2:]) + 2 * op.in_shape[1] + 24] * 3
@@ -184,8 +188,13 @@ def roundoff(
     wide = sum(part * s for part, s in zip(parts, _spread(att), strict=True))
     absolute = zip(parts, _absolute(op, att), terms, strict=True)
     rounded = steps * size + sum(part * s * count for part, s, count in absolute)
-    tensors = tensors + vanished + op.rows.loss * wide + skew * size
-    return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, rounded * UNIT, size)))
+    tensors = tensors + vanished + op.rows.loss * wide
+    found = Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, rounded * UNIT, size)))
+    gate = att.scoring.find(Gate)
+    if gate is not None:
+        lost = 0.0 if folding is None else folding.weights
+        found = gated(att, gate, op, e, found, lost)
+    return found._replace(tensors=_upper(found.tensors + skew * found.size)) if skew else found
 
 
 def _whatever_p(e: TensorErrors, scale: float) -> Tensor:
@@ -222,7 +231,7 @@ def _spread(att: Attention) -> list[Tensor]:
 def _absolute(op: HeadOperator, att: Attention) -> list[Tensor]:
     """Norms of the coordinates' absolute values over the projections' norms at most, (heads,)."""
     found, units = [], (att.scale, att.scale, 1.0)
-    coordinates = op.rows.coordinates.split(op.sizes[:3], -1)
+    coordinates = op.rows.coordinates.split(op.sizes[:4], -1)[:3]
     for r, norm, unit in zip(coordinates, projection_norms(att), units, strict=True):
         size = r.abs()
         schur = (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
@@ -236,7 +245,7 @@ class Folding(NamedTuple):
 
     Attributes:
         weights: :math:`\|W_V W_O - \hat w E^T\|_F`, (heads,); of normalised values :math:`M W_O -
-            \hat M E^T` with M what follows the normalisation.
+            \hat M E^T` with M what follows the normalisation, likewise of gated outputs.
         biases: the same of the values' biases, (heads,).
         skew: how far E, as stored, is from orthonormal columns.
     """
@@ -258,6 +267,13 @@ def folding_error(att: Attention, folded: Attention, basis: Tensor) -> Folding:
     With its ``basis`` E (heads, D_out, r): Lemma 72 (docs/theory/rounding.md).
     """
     assert att.w_o is not None
+    gates = [one.scoring.find(Gate) for one in (att, folded)]
+    if gates[0] is not None and gates[1] is not None and gates[1].after is not None:
+        m = gates[0].after
+        if m is None:
+            m = torch.eye(att.d_v, dtype=att.dtype, device=att.device).expand(att.heads, -1, -1)
+        weights, skew = _missed(m, att.w_o, basis, gates[1].after)
+        return Folding(weights, torch.zeros_like(weights), skew)
     before, after = (one.scoring.values_step for one in (att, folded))
     if before is not None and after is not None:
         m, made = (next(iter(step.linear().values())) for step in (before, after))
@@ -317,6 +333,13 @@ def folding_slack(folded: Attention, folding: Folding) -> Tensor:
     Lemma 72 (docs/theory/rounding.md). They are norms of heads with the same probabilities, as far
     as these are known, whose values are what was rounded away.
     """
+    gate = folded.scoring.find(Gate)
+    if gate is not None:
+        bare = folded.scoring.replaced(replace(gate, after=None))
+        ungated = folded.with_parts(scoring=bare, check=False)
+        known = roundoff(ungated, head_jacobian(ungated))
+        size = (known.size + known.tensors).view(folded.samples, folded.heads).to(folded.device)
+        return _upper(size * folding.weights)
     e, op = tensor_errors(folded), head_jacobian(folded)
     v, v_slope = (t * MARGIN for t in _moved(folded, folding))
     n, c = max(folded.rows, folded.keys), abs(folded.scale)

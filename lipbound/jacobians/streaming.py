@@ -129,6 +129,7 @@ class StreamedHeadJacobian(HeadOperator):
         found = [self._first_pass(b, fits) for b in range(self.batch)]
         if fits:
             self.kept = Kept(found)
+        self._set_gate(att)
 
     def _first_pass(self, b: int, keep: bool) -> list[RowBlock]:
         """Largest score, sum and output of each row of an entry; its blocks, if they are kept."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.base import SIDES
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.rotary import turned
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.linalg.matrix_norms import upper_factor
@@ -21,9 +22,9 @@ def _passages(att: Attention) -> dict[str, TokenMap]:
 class Tangents:
     r"""Linear maps :math:`D^a_i` (d_a x D) from perturbations of token i to its query, key, value.
 
-    In float64, a = q, k, v; known by their products :math:`D^a_i D^{bT}_i` and factors, d_a x d_b
-    matrices that no bound needs more than, and by what they do to vectors. ``tokens`` are a slice
-    of all tokens, or their indices.
+    In float64, a = q, k, v, and the logits of a gate ("gate"); known by their products
+    :math:`D^a_i D^{bT}_i` and factors, d_a x d_b matrices that no bound needs more than, and by
+    what they do to vectors. ``tokens`` are a slice of all tokens, or their indices.
 
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`,
     normalised ones the derivative of the normalisation between
@@ -35,6 +36,10 @@ class Tangents:
     def __init__(self, att: Attention, sample: int, head: int):
         self._w: dict[str, Tensor] = {a: att.projections.of(a)[0][head].double() for a in SIDES}
         self._passages = _passages(att)
+        if (gate := att.scoring.find(Gate)) is not None:
+            self._w["gate"] = gate.w[head].double()
+            none = TokenMap([], att.tokens, torch.float64, att.device)
+            self._passages = {**self._passages, "gate": none}
         self._entry, self._sample = sample * att.heads + head, sample
         self._kept: tuple[Tensor, dict[str, Tensor | None]] | None = None
         self._same: dict[tuple[str, ...], Tensor] = {}  # for all tokens

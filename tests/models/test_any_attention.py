@@ -76,6 +76,63 @@ class Ellipses(nn.Module):
         return self.out(torch.einsum("...hij,...jd->...ihd", p, v).flatten(-2))
 
 
+class Everything(nn.Module):
+    """Latent queries, keys (in part) and values, and a gate, in the precision of the input."""
+
+    def __init__(self, per_head: bool = False) -> None:
+        super().__init__()
+        self.q_a, self.q_norm, self.q_b = nn.Linear(24, 10), nn.LayerNorm(10), nn.Linear(10, 24)
+        self.kv_a, self.kv_norm = nn.Linear(24, 9), nn.RMSNorm(7)
+        self.kv_b, self.out = nn.Linear(7, 4 * (4 + 5)), nn.Linear(20, 24)
+        self.gate = nn.Linear(24, 4 if per_head else 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_b(self.q_norm(self.q_a(x))).unflatten(-1, (4, 6)).transpose(1, 2)
+        latent, shared = self.kv_a(x).split([7, 2], -1)
+        made = self.kv_b(self.kv_norm(latent)).unflatten(-1, (4, 9)).transpose(1, 2)
+        k, v = made.split([4, 5], -1)
+        k = torch.cat([k, shared[:, None].expand(-1, 4, -1, -1)], -1)
+        o = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        gate = self.gate(x).sigmoid().unflatten(-1, (4, -1))
+        return self.out((o * gate).flatten(2))
+
+
+class NormalisedValues(nn.Module):
+    """Values normalised head by head, of keys that heads share, as Gemma 4 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
+        self.k_norm, self.v_norm = nn.RMSNorm(6), nn.RMSNorm(6, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (4, 6)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (4, 6)).transpose(1, 2).chunk(2, 1)
+        k, v = (t.repeat_interleave(2, 1) for t in (self.k_norm(k), self.v_norm(v)))
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+class Crossing(nn.Module):
+    """Cross-attention of streams of two widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(24, 24), nn.Linear(10, 48), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (4, 6)).transpose(1, 2)
+        k, v = self.kv(encoder_hidden_states).unflatten(-1, (8, 6)).transpose(1, 2).chunk(2, 1)
+        o = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = {
+    "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
+    "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
+    "normalised values": (NormalisedValues, {"x": X}, {"qk_norm", "value_norm"}),
+    "cross": (Crossing, {"x": X, "encoder_hidden_states": Y[..., :10].contiguous()}, {"cross"}),
+}
 Case = tuple[Callable[[], nn.Module], dict[str, Tensor], str, str]
 CASES: dict[str, Case] = {
     "T5": (lambda: tf.T5Model(tf.T5Config(**SMALL)), BOTH, "o", "both"),
@@ -120,7 +177,7 @@ CASES: dict[str, Case] = {
     ),
     "gated": (
         *(lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)), {"input_ids": IDS_9}),
-        *("o_proj", "automatic"),
+        *("o_proj", "closed form"),
     ),
     "sub-norms": (
         *(lambda: tf.BitNetModel(tf.BitNetConfig(**LLAMA_1, **IDS)), {"input_ids": IDS_9}),
@@ -196,6 +253,33 @@ def test_padding_belongs_to_its_stream(side: str) -> None:
         mine = lb.spectral_norm(att, tol=1e-9).lower[1]
         torch.testing.assert_close(
             mine, lb.spectral_norm(short, tol=1e-9).lower[0], rtol=1e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_closed_forms_to_eight_digits(case: str) -> None:
+    """Of modules that do not cast to float32 on the way, enclosures and bounds included."""
+    make, inputs, variants = EXACT[case]
+    model = build(make).double()
+    inputs = {name: t.double() for name, t in inputs.items()}
+    for layer in lb.models.capture.capture.Capturer(model).run(inputs):
+        att = layer.attention
+        assert isinstance(att, Attention)
+        assert att.variants == variants
+        expected = dense_norms(model, "", inputs, "out", att.perturbed, 4)
+        jacobians = lb.HeadJacobian(att).dense()[:4]
+        mine = torch.linalg.matrix_norm(jacobians, 2)
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=0)
+        norm = lb.spectral_norm(att, tol=1e-10, delta=1e-6)
+        torch.testing.assert_close(norm.lower[0], expected, rtol=1e-7, atol=0)
+        assert bool((norm.upper[0] >= expected * (1 - 1e-10)).all())
+        for name in ("lipbound", "lipbound_block"):
+            assert bool((lb.bounds.get(name)(att)[0] >= expected * (1 - 1e-9)).all())
+        single = build(make)
+        narrow = {name: t.float() for name, t in inputs.items()}
+        found = lb.capture(single, narrow, layers=[layer.index])[0]
+        torch.testing.assert_close(
+            lb.spectral_norm(found, tol=1e-7).lower[0], expected, rtol=1e-4, atol=0
         )
 
 

@@ -42,18 +42,6 @@ REASONS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
         r"BitNetAttention normalises its head outputs \(BitNetRMSNorm\) before "
         r"they are projected",
     ),
-    "gated heads": (
-        lambda: tf.Qwen3_5TextModel(
-            tf.Qwen3_5TextConfig(**{**LLAMA, "head_dim": 6}, layer_types=FULL)
-        ),
-        r"Qwen3_5Attention multiplies its head outputs by a gate before they are "
-        r"projected",
-    ),
-    "gated heads of another width": (
-        lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)),
-        r"multiplies its head outputs "
-        r"by a gate",
-    ),
     "a window of nothing": (
         lambda: tf.MistralModel(tf.MistralConfig(**{**NARROW, "sliding_window": 0})),
         r"its mask forbids some token every key \(its sliding window is 0 "

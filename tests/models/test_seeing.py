@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.attention.module_attention import ModuleAttention
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.seeing import fused
 
@@ -70,10 +69,11 @@ def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"```python\n(def flash.*?)```", GUIDE.read_text(), re.DOTALL)
     monkeypatch.setattr(fused, "OTHERS", [])
     exec(code, {"OTHERS": fused.OTHERS, "their_module": THEIRS})
-    for gated, kind in ((False, Attention), (True, ModuleAttention)):
+    for gated in (False, True):
         module = build(lambda gated=gated: Flash(gated)).double()
         (layer,) = Capturer(module).run({"x": X.double()})
-        assert isinstance(layer.attention, kind)
+        assert isinstance(layer.attention, Attention)
+        assert layer.attention.variants == ({"gate"} if gated else set())
         mine = lb.spectral_norm(layer.attention, tol=1e-9).lower[0]
         torch.testing.assert_close(mine, dense(module, X.double()), rtol=1e-7, atol=0)
     assert THEIRS.flash_attn_func is flash_attn_func

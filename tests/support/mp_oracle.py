@@ -11,7 +11,7 @@ have 18 digits. No q, k, P or output of lipbound is used, and no closed form of 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import (
     MAX_EMAX,
     MIN_EMIN,
@@ -30,6 +30,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 
 Exact = npt.NDArray[np.object_]
@@ -38,7 +39,7 @@ DIGITS = (80, 200, 500)
 """Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the
 norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
-KNOWN = {"rotation", "qk_norm", "value_norm", "cap", "sinks"}
+KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cap", "sinks"}
 """Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
@@ -276,12 +277,30 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         finite = exact(mask.masked_fill(mask <= BLOCKED, 0.0))
         z, score = z + finite, score + _largest(finite)
     sink = None if att.sinks is None else exact(float(att.sinks[head]))
-    jacobian = _softmax(z, by_query, by_key, v, allowed, sink)
+    jacobian, outputs = _softmax(z, by_query, by_key, v, allowed, sink)
     if sink is not None:
         score += abs(sink)
+    gate = att.scoring.find(Gate)
+    if gate is not None:
+        jacobian, more = _gated(x, gate, head, jacobian, outputs)
+        v = replace(v, slope=v.slope + more * v.size, size=v.size * (1 + more))
     return Differentiated(
         jacobian, 1000 * n * x.shape[1] * _ulp() * (1 + score) * (v.size * slope + v.slope)
     )
+
+
+def _gated(
+    x: Exact, gate: Gate, head: int, jacobian: Exact, outputs: Exact
+) -> tuple[Exact, Decimal]:
+    """The Jacobian of outputs times sigmoids of a projection, and the size of its logits."""
+    w = exact(gate.w[head])
+    y = x @ w if gate.b is None else x @ w + exact(gate.b[head])
+    factor = np.frompyfunc(lambda t: 1 / (1 + (-t).exp()), 1, 1)(y)
+    slope = factor * (1 - factor) * outputs
+    jacobian = factor[..., None, None] * jacobian
+    for i in range(len(x)):
+        jacobian[i, :, i] += slope[i][:, None] * w.T
+    return jacobian, 1 + _largest(abs(x) @ abs(w)) + _largest(w)
 
 
 def _products(q: Vectors, k: Vectors, scale: Decimal) -> tuple[Exact, Exact, Exact]:
@@ -307,17 +326,19 @@ def _softmax(
     v: Vectors,
     allowed: npt.NDArray[np.bool_],
     sink: Decimal | None,
-) -> Exact:
-    """The Jacobian (n, d_v, n, D) of sum_j e^z_ij v_j / sum_j e^z_ij, by the rule for quotients."""
+) -> tuple[Exact, Exact]:
+    """The Jacobian (n, d_v, n, D) of sum_j e^z_ij v_j / sum_j e^z_ij, by the rule for quotients;
+    and these outputs, (n, d_v)."""
     n, d_v, width = v.dy.shape
     jacobian = np.full((n, d_v, n, width), Decimal(0), dtype=object)
+    outputs = np.full((n, d_v), Decimal(0), dtype=object)
     for i in range(n):
         seen = np.flatnonzero(allowed[i])
         top = max(z[i, seen])
         top = top if sink is None else max(top, sink)
         e = np.array([(z[i, j] - top).exp() for j in seen], dtype=object)
         total = e.sum() + (0 if sink is None else (sink - top).exp())
-        out = e @ v.y[seen] / total
+        outputs[i] = out = e @ v.y[seen] / total
         d_total = (
             e[:, None] * by_key[i, seen]
         )  # (seen, D): of the denominator, with respect to each key's token
@@ -332,7 +353,7 @@ def _softmax(
         )
         own = e[:, None] * by_query[i, seen]  # with respect to the query's token
         jacobian[i, :, i] += (v.y[seen].T @ own - np.multiply.outer(out, own.sum(0))) * (1 / total)
-    return jacobian
+    return jacobian, outputs
 
 
 # -- its norm --------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ from support.layers import causal
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 
 LINEAR = ("rotation", "norm", "together", "cap", "sinks")
 """Those that leave values alone."""
-VARIANTS = (*LINEAR, "values", "latent")
+VARIANTS = (*LINEAR, "values", "latent", "gate")
 MASKS = ("none", "causal", "window", "padded", "offsets")
 
 
@@ -70,6 +71,9 @@ def layer(
         w_v = latent[0] @ draw(heads, 4, d_v)
         shift = draw(heads, d_v) if seed % 2 else None
         extra["norm_v"] = QKNorm(1 + draw(heads, d_v), shift, 1e-6, latent)
+    if "gate" in has:
+        b_gate = draw(heads, d_v) if biases else None
+        extra["steps"] = [Gate(draw(heads, 7, d_v), b_gate)]
     if "cap" in has:
         extra["cap"] = 1.5
     if "sinks" in has:

@@ -17,7 +17,7 @@ for _module in pkgutil.iter_modules(__path__):
 VARIANTS = {variant.name: variant.title for variant in sorted(REGISTERED, key=lambda v: v.place)}
 """Names of all variants, and what sentences call them."""
 
-LINEAR_VALUES = tuple(name for name in VARIANTS if name not in ("value_norm", "cross"))
-"""Names of those under which values are projections of the tokens that queries are made of."""
+LINEAR_VALUES = tuple(name for name in VARIANTS if name not in ("value_norm", "cross", "gate"))
+"""Names of those under which outputs are averages of projections of the layer's own tokens."""
 
 __all__ = ["LINEAR_VALUES", "REGISTERED", "VARIANTS", "Variant"]

@@ -68,22 +68,21 @@ def _of_heads(att: Attention, heads: slice) -> Tensor:
 
 
 def _of_head(head: VariantHead) -> Tensor:
-    p, e, norm_v = head.p, head.e, head.norm_v
+    p, e, values = head.rows * head.p, head.e, head.values()
     found = head.token_vectors(inner=len(head.kept) <= LONGEST)
     reach, own = e * found.length, torch.diag_embed(found.b)
-    tokens = root((p * norm_v) ** 2 + 2 * p * e * found.image + reach**2) + own
+    tokens = root(values**2 + 2 * p * e * found.image + reach**2) + own
     single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
-    block = nonnegative_norm((p * norm_v + reach + own)[None], rtol=RTOL)[0]
+    block = nonnegative_norm((values + reach + own)[None], rtol=RTOL)[0]
     squared = block.new_tensor(torch.inf)
     if found.inner is not None:
         kappa = _key_norms(head, found.length)
         x = p * found.b_v[None, :] + e.mT * found.b_q + (e * found.image) @ p.mT
         keys = torch.minimum(kappa[:, None] * kappa[None, :], found.inner)
-        values = p * norm_v
         whole = values @ values.mT + torch.diag_embed(found.b**2) + x + x.mT + keys
         squared = nonnegative_norm(whole[None], rtol=RTOL)[0]
     slack = gamma(10 * head.width + 200)
-    return torch.stack([root(squared), block, *single]) * head.unit * (1 + slack)
+    return torch.stack([root(squared), block, *single]) * (head.unit * head.after * (1 + slack))
 
 
 def _of_cross(head: VariantHead) -> Tensor:
@@ -116,6 +115,6 @@ def _key_norms(head: VariantHead, length: Tensor) -> Tensor:
     found = weights.new_zeros(n)
     for part, _, keys in seen(head.t, max(1, CHUNK // (8 * n * max(n, head.width)))):
         if keys.start < keys.stop:
-            moved = weights[part, keys, None] * (head.v[None, keys] - head.o[part, None])
+            moved = weights[part, keys, None] * head.moved(part, keys)
             found[part] = block_norm(moved.mT)
     return found + gamma(6) * (head.e * length).detach().norm(dim=-1)

@@ -3,15 +3,24 @@
 Upper values: Lemma 79 (docs/theory/upper_values.md).
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.gate import Gate, GateStep
 from lipbound.bounds.ours.block_norms import CHUNK, root, seen
 from lipbound.jacobians.token_tangents import Tangents
-from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, power_of_two
+from lipbound.linalg.matrix_norms import (
+    UNIT,
+    block_norm,
+    gamma,
+    matrix_norm,
+    power_of_two,
+    upper_factor,
+)
 
 
 class TokenVectors(NamedTuple):
@@ -52,6 +61,8 @@ class VariantHead:
     r"""One head of one sample of a float64 layer, any variant, padding left out.
 
     Attributes:
+        gate: what a gate does, or None. rows: its largest factor for every output, (N, 1), which
+            ``e`` is multiplied with. after: norm of the matrix behind it.
         unit: a power of two near the largest probability, by which P and its weights are divided: a
             sink may leave probabilities whose squares underflow, and J is linear in both.
         p, t: P and what changes of scores are weighted with, (N, N). e: :math:`E_{ij} = T_{ij} |v_j
@@ -77,7 +88,14 @@ class VariantHead:
         self.unit = power_of_two(p.detach().amax())
         self.p, self.t = p / self.unit, t / self.unit
         self.distance = torch.cdist(self.o, self.v, compute_mode="donot_use_mm_for_euclid_dist")
-        self.e = self.t * self.distance
+        self.gate, self.after = self._gate(att, h, rows), torch.ones_like(self.q[0, 0])
+        self.rows, self.e = torch.ones_like(self.q[:, :1]), self.t * self.distance
+        if self.gate is not None:
+            self.rows = self.gate.factor[0].amax(-1, keepdim=True) * (1 + 64 * UNIT)
+            gated = [(f * (self.v - o)).norm(dim=-1) for f, o in self._factors()]
+            self.e = self.t * torch.stack(gated) * (1 + 64 * UNIT)
+            if self.gate.after is not None:
+                self.after = matrix_norm(self.gate.after[0])
         self.scale, self.w_v = att.scale, att.w_v[h]
         self.tangents, self.size = Tangents(att, 0, h), self.q.detach().norm(dim=-1)
         plain, self.values_move = att.scoring.plain("v"), att.values_move
@@ -96,6 +114,34 @@ class VariantHead:
         sizes = self.tangents.size("v", self.kept)
         squares = block_norm(self.tangents.product("v", "v", self.kept))
         return root(squares + self._small * sizes.detach() ** 2), sizes.detach()
+
+    def _gate(self, att: Attention, h: int, rows: slice | Tensor) -> GateStep | None:
+        """Return what a gate does at the tokens, (1, N, d_v) each; None where there is none."""
+        gate = att.scoring.find(Gate)
+        if gate is None:
+            return None
+        o = (att.p[0, h] @ att.wide_v[0, h])[rows] / self.unit
+        return gate.of_heads(slice(h, h + 1)).at(att.x[:, rows], o[None, None])
+
+    def _factors(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Factors of the gate, and outputs, output by output."""
+        assert self.gate is not None
+        return zip(self.gate.factor[0], self.o, strict=True)
+
+    def moved(self, rows: slice, keys: slice) -> Tensor:
+        """Differences of values and outputs, times the factors of a gate, (rows, keys, d_v)."""
+        found = self.v[None, keys] - self.o[rows, None]
+        return found if self.gate is None else self.gate.factor[0, rows, None] * found
+
+    def values(self) -> Tensor:
+        r"""Upper values of the norms of :math:`P_{ij} \mathrm{diag}(g_i) D^v_j`, (N, N)."""
+        whole = self.p * self.rows * self.norm_v
+        if self.gate is None or self.norm_v.ndim:
+            return whole
+        f, _ = upper_factor(self.w_v)
+        slack = gamma(64) * torch.linalg.matrix_norm(f.detach()) * self.rows.detach()
+        own = block_norm(self.gate.factor[0][:, :, None] * f.mT)[:, None] + slack
+        return torch.minimum(whole, self.p * own)
 
     def sizes_v(self, part: slice) -> Tensor:
         """Return `size_v` of some tokens, (n or 1, 1)."""
@@ -124,7 +170,15 @@ class VariantHead:
         length = torch.linalg.vector_norm(c.detach(), dim=(-2, -1))
         length = length * self.tangents.size("q", tokens).detach()
         c, off = self.tangents.turned("q", c, tokens), self._by_query * self.by_query(part)
+        if self.gate is not None:
+            c = self.gate.factor[0, part, :, None] * c
         squares = _times(c, self.tangents.metric("q", "q", tokens)) @ c.mT
+        if self.gate is not None:
+            slope, m = self.gate.slope[0, part], self.tangents.metric("gate", "gate", tokens)
+            both = _times(c, self.tangents.metric("q", "gate", tokens)) * slope[:, None]
+            squares = squares + both + both.mT + slope[..., None] * m * slope[:, None]
+            reach = slope.detach().norm(dim=-1) * self.tangents.size("gate", tokens).detach()
+            length, off = length + reach, off + self._small * reach
         squared = block_norm(squares, squarings=squarings)
         return c, root(squared + self._small * length**2) + off, off
 
@@ -134,10 +188,14 @@ class VariantHead:
         Norms of their matrices are upper values after so many ``squarings``.
         """
         tokens, (c, b, off) = self.kept[part], self.own(part, keys, squarings=squarings)
-        m_k, m_v = (self.tangents.metric("q", a, tokens) for a in "kv")
-        values = self.tangents.returned("v", _times(c, m_v), tokens)
+        through, values = (_times(c, self.tangents.metric("q", a, tokens)) for a in "kv")
+        if self.gate is not None:
+            slope = self.gate.slope[0, part, :, None]
+            through = through + slope * self.tangents.metric("gate", "k", tokens)
+            values = values + slope * self.tangents.metric("gate", "v", tokens)
+        values = self.tangents.returned("v", values, tokens)
         b_v = block_norm(values, squarings=squarings) + off * self.sizes_v(part)[:, 0]
-        return QueryVectors(b, b_v, _times(c, m_k), off)
+        return QueryVectors(b, b_v, through, off)
 
     def vectors(
         self, part: slice, rows: slice, own: QueryVectors | None, weights: Tensor | None

@@ -104,7 +104,7 @@ def check(att: Attention, what: str, map: str) -> None:
     """Raise LipboundError for what cannot be measured; ``what`` measures."""
     choice("map", map, TOKEN_MAPS)
     check_layer(att, what)
-    att.only(what, [name for name in VARIANTS if name != "cross"])
+    att.only(what, [name for name in VARIANTS if name not in ("cross", "gate")])
 
 
 def pieces(att: Attention, map: str) -> Iterator[Attention]:

@@ -81,6 +81,8 @@ def variants_of(call: Call, weights: ProbedWeights, dtype: torch.dtype) -> list[
         found.append(QKNormalised(weights.norm_q, weights.norm_k).map(lambda t: t.to(dtype)))
     if weights.norm_v is not None:
         found.append(ValueNorm(weights.norm_v).map(lambda t: t.to(dtype)))
+    if weights.gate is not None:
+        found.append(weights.gate.map(lambda t: t.to(dtype)))
     if (cap := call.extras.get("softcap")) is not None:
         found.append(Cap(float(cap)))
     if (sinks := call.extras.get("s_aux")) is not None:

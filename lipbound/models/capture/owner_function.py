@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache
 
 from lipbound.errors import LipboundError
-from lipbound.models.capture.probing import same_values
 from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs
 from lipbound.models.capture.seeing.call import Call, ModuleRun
 from lipbound.models.capture.seeing.fused import handling_fused, plain_attention
 from lipbound.models.capture.seeing.interface import RAISED, eager, handling
 from lipbound.models.capture.seeing.without_casts import WithoutCasts
+from lipbound.models.capture.token_inputs import same_values
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
 

@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
+from lipbound.models.capture.gates import probe_gate
 from lipbound.models.capture.output_projection import probe_output
 from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs, in_heads
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
 from lipbound.models.capture.seeing.fused import additive_mask, handling_fused
 from lipbound.models.capture.seeing.interface import RAISED, handling
 from lipbound.models.capture.seeing.without_casts import WithoutCasts
+from lipbound.models.capture.token_inputs import filled, replaced, same_values
 from lipbound.models.capture.token_steps import (
     NOISE,
     ROTATION_TOLERANCE,
@@ -83,6 +85,7 @@ class ProbedWeights:
         norm_q: normalisation of queries, or None.
         norm_k: normalisation of keys, or None.
         norm_v: normalisation of values, or None.
+        gate: of head outputs, or None.
         turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
             normalisations are; None where it has none.
     """
@@ -93,6 +96,7 @@ class ProbedWeights:
     norm_q: QKNorm | None = None
     norm_k: QKNorm | None = None
     norm_v: QKNorm | None = None
+    gate: Gate | None = None
     turns: Turns | None = None
 
     def belongs_to(self, call: Call) -> bool:
@@ -316,7 +320,7 @@ class ProbedLayer:
             if form is not None and outputs.probabilities is not None:
                 raise _Stopped(form[:3], {"scores": outputs.probabilities.values})
 
-        args, kwargs = _replaced(self._call, tokens)
+        args, kwargs = replaced(self._call, tokens)
         if not turned and kwargs.get(POSITIONS) is not None:
             kwargs[POSITIONS] = _unturned(kwargs[POSITIONS])
         try:
@@ -354,37 +358,6 @@ def _unturned(positions: Any) -> Any:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
-def _replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the layer's arguments with its tokens replaced, in float64, and no cache."""
-    given = call.given
-
-    def double(value: Any) -> Any:
-        if isinstance(value, Tensor) and (value is given or same_values(value, given)):
-            # some modules are given copies for queries, keys and values
-            return x.reshape(value.shape)
-        if isinstance(value, Cache):
-            return None
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.double()
-        if isinstance(value, Tensor) and value.is_complex():
-            return value.to(torch.complex128)
-        return tuple(double(v) for v in value) if isinstance(value, tuple) else value
-
-    kwargs = {name: double(value) for name, value in call.run.kwargs.items()}
-    return tuple(map(double, call.run.args)), kwargs
-
-
-def same_values(a: Any, b: Any) -> bool:
-    """Return whether two tensors, tuples or numbers are equal; other objects count as equal."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(same_values, a, b))
-    if isinstance(a, Tensor | int | float | None) or isinstance(b, Tensor | int | float | None):
-        return type(a) is type(b) and a == b
-    return True
-
-
 def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     """Return what a layer makes of its tokens.
 
@@ -405,7 +378,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     latents = [one.latent for one in found if one is not None and one.latent is not None]
     pieces: list[list[Tensor]] = []
     for some in rows.split(samples * n):
-        made = layer.projections(_fill(some, samples, n))
+        made = layer.projections(filled(some, samples, n))
         given = [stub.given.reshape(samples * n, -1) for stub in latents]
         pieces.append([y[: len(some)] for y in (*made, *given)])
     together = [torch.cat(each) for each in zip(*pieces, strict=True)]
@@ -453,12 +426,6 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         norm(0),
         norm(1),
         norm(2),
+        probe_gate(call),
         turns,
     )
-
-
-def _fill(rows: Tensor, samples: int, n: int) -> Tensor:
-    """Return rows, (at most samples N, D), as tokens (samples, N, D), the rest zero."""
-    tokens = rows.new_zeros(samples * n, rows.shape[1])
-    tokens[: len(rows)] = rows
-    return tokens.view(samples, n, -1)

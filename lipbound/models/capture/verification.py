@@ -46,7 +46,7 @@ def check_call(call: Call) -> None:
         CaptureError: it is not.
     """
     _ = call.x
-    if call.changed and call.way != INTERFACE:
+    if call.changed and call.way != INTERFACE and not call.gated:
         raise call.unsupported(call.changed)
     if call.run.calls > 1:
         raise call.unsupported(
@@ -102,7 +102,7 @@ def check_rebuilt(
             _refuse_projection(model, call, side, difference)
         error = max(error, difference)
     size = att.v.abs().amax((-1, -2))
-    difference = head_error(att.out, call.out.transpose(1, 2), size, att.valid_rows)
+    difference = head_error(att.ungated, call.out.transpose(1, 2), size, att.valid_rows)
     return max(error, _tolerated(call, difference))
 
 
@@ -250,7 +250,8 @@ def check_pass(call: Call, seen: EagerAttention, sample: int, valid: Tensor | No
             "the random numbers where it takes them as an input, or one sample)",
             UnfaithfulPassError,
         )
-    recorded = run.returned if call.consumer is None else call.out.flatten(2)
+    made = call.projected if call.gated else call.out.flatten(2)
+    recorded = run.returned if call.consumer is None else made
     off = _apart(call, recorded, seen.outputs, sample, valid)
     if off is not None and not off <= CAPTURE_TOLERANCE and not call.boolean:
         raise UnfaithfulPassError(

@@ -62,6 +62,7 @@ class Call:
             around the layer was given.
         consumer: the linear map that the head outputs go to, where it was found.
         changed: what happens to the head outputs before they are projected, where something does.
+        gated: whether that may be a gate, a factor between 0 and 1 for each.
         way: how it is computed.
         around: the runs that it happened in, the innermost first, each with the number of calls of
             attention before it in that run.
@@ -92,6 +93,7 @@ class Call:
     given_mask: Tensor | None = None
     consumer: nn.Module | None = None
     changed: str = ""
+    gated: bool = False
     way: str = INTERFACE
     around: list[tuple[ModuleRun, int]] = field(default_factory=list)
     scores: Tensor | None = None

@@ -163,6 +163,9 @@ class _Recorder:
             first, second = (t.flatten().nan_to_num().sort().values for t in (x, call.out))
             if not torch.equal(first, second):  # not even in another order
                 call.changed = "changes its head outputs before they are projected (a gate, or so)"
+                flat = call.out.flatten(2)
+                call.gated = call.way == FUSED and _is_gated(x.reshape(flat.shape), flat)
+                call.consumer = call.projection if call.gated else None
         elif call.formed:
             call.changed = "hands on more than the outputs of its heads to their projection"
 
@@ -208,6 +211,7 @@ class _Recorder:
             call.changed = f"normalises its head outputs ({norm}) before they are projected"
         elif linear and not call.changed and call.run in self._stack and _is_gated(y, flat):
             call.changed = "multiplies its head outputs by a gate before they are projected"
+            call.gated, call.consumer = True, module
 
 
 def record(
