@@ -21,6 +21,9 @@ VARIANTS = {
     "qk_norm": "normalised queries and keys",
     "cap": "capped scores",
     "sinks": "sinks",
+    "value_norm": "normalised values",
+    "gate": "gated outputs",
+    "cross": "cross-attention",
 }
 MAPS = {
     "head": "one attention head",

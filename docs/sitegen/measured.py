@@ -10,7 +10,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-HAS = {"rotation": "rotation", "qk_norm": "q/k-norm", "cap": "cap", "sinks": "sinks"}
+HAS = {
+    **{"rotation": "rotation", "qk_norm": "q/k-norm", "cap": "cap", "sinks": "sinks"},
+    **{"value_norm": "normalised values", "gate": "gate", "cross": "cross-attention"},
+}
 """Variants of attention, as tables call them."""
 TIMED = {
     "lanczos": "`spectral_norm`",
