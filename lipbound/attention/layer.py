@@ -12,7 +12,7 @@ from lipbound.attention.layer_norm import ResidualContext
 from lipbound.attention.projections import Projections, projected
 from lipbound.attention.scoring import Scoring, zero_one
 from lipbound.attention.validation import validate
-from lipbound.attention.variants import Variant
+from lipbound.attention.variants import Variant, listed
 from lipbound.attention.variants.base import SIDES, Side
 from lipbound.attention.variants.cap import Cap
 from lipbound.attention.variants.gate import Gate
@@ -294,7 +294,7 @@ class Attention:
         other = [step.title for step in self.scoring.listed() if step.name not in allowed]
         if other:
             covering = "exact norms of heads, 'lipbound' and 'lipbound_block'"
-            raise AttentionError(f"{what} does not cover {' and '.join(other)}; {covering} do")
+            raise AttentionError(f"{what} does not cover {listed(other)}; {covering} do")
 
     @property
     def other_stream(self) -> OtherStream | None:

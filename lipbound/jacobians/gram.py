@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants import LINEAR_VALUES, VARIANTS
+from lipbound.attention.variants import LINEAR_VALUES, titles
 from lipbound.errors import AttentionError
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import gamma
@@ -31,10 +31,9 @@ def covered(att: Attention, heads: list[int], w_o: Tensor | None = None) -> None
         AttentionError: several heads, or projected ones, with variants.
     """
     if att.variants and (len(heads) > 1 or w_o is not None):
-        has = " and ".join(VARIANTS[name] for name in VARIANTS if name in att.variants)
         raise AttentionError(
-            f"J J^T of a layer with {has} has a closed form one head at a time only; use "
-            "map='head' or 'head_out', or method 'lanczos' with delta"
+            f"J J^T of a layer with {titles(att.variants)} has a closed form one head at a time "
+            "only; use map='head' or 'head_out', or method 'lanczos' with delta"
         )
 
 

@@ -123,9 +123,9 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
     """Words for the steps between the model's projections and its softmax."""
     if not ds.attrs.get("variants"):
         return ""
-    from lipbound.attention.variants import VARIANTS  # it needs torch
+    from lipbound.attention.variants import titles  # it needs torch
 
-    steps = " and ".join(VARIANTS[variant] for variant in ds.attrs["variants"])
+    steps = titles(ds.attrs["variants"])
     return f"The attention of this model has {steps}, which are part of the map."
 
 

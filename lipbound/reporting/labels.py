@@ -169,11 +169,13 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     if lost := missing(ds, "exact"):
         places = int(ds["exact"].notnull().sum()) + lost
         lines.append(f"exact norms: none at {lost} of {places} places, which are not compared")
+    empty: dict[str, list[str]] = {}
     for name in kept:
         if lost := missing(ds, name):
             places = int(ds[compared_with(ds, name)].notnull().sum())
-            lost_words = f"no value at {lost} of {places} places, which are not compared"
-            lines.append(f"{named(ds, name)}: {lost_words}")
+            words = f"no value at {lost} of {places} places, which are not compared"
+            empty.setdefault(words, []).append(named(ds, name))
+    lines += [f"{', '.join(names)}: {words}" for words, names in empty.items()]
     return lines if bounds is not None else lines + left_out(ds)
 
 

@@ -302,7 +302,8 @@ def _measure(
         }
         if spec.encloses:
             values["exact_upper"] = norm.upper
-        if any(get(name).exact == "exact_l2" for name in spec.names):
+        bounds = map(get, spec.names)
+        if any(b.exact == "exact_l2" and att.variants <= b.covers for b in bounds):
             l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
             values["exact_l2"] = l2.lower
     return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}

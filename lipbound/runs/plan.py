@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lipbound.attention.variants import VARIANTS
+from lipbound.attention.variants import titles
 from lipbound.bounds.registry import get
 from lipbound.bounds.registry import names as bound_names
 from lipbound.devices import available, has_float64
@@ -270,8 +270,8 @@ def about(
     variants = all_variants(layers)
     silent = {}
     for name in names:
-        if other := [VARIANTS[v] for v in VARIANTS if v in variants - get(name).covers]:
-            silent[name] = "does not cover " + " and ".join(other)
+        if other := variants - get(name).covers:
+            silent[name] = "does not cover " + titles(other)
         else:
             said = (get(name).too_long(one.tokens, one.heads, one.variants) for one in layers)
             if why := next(filter(None, said), None):

@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, xr.Dataset]:
     with pytest.warns(Notice, match="the decoder reads the encoder's tokens, shifted by one"):
         ds = lb.compare(
             path, ["the ferry", "a clock of the island"], samples=2, max_length=8,
-            bounds=["castin", "lipbound"], out=path / "run.zarr", progress=False,
+            bounds=["kim", "castin", "lipbound"], out=path / "run.zarr", progress=False,
         )  # fmt: skip
     return path, ds
 
@@ -41,6 +41,7 @@ def test_every_stream_has_a_row(run: tuple[Path, xr.Dataset]) -> None:
     assert bool((ds["lipbound"] >= ds["exact"]).all())
     assert np.isnan(ds["castin"].values).all(axis=(0, 2)).tolist() == [False] * 2 + [True] * 2
     assert not ds["castin_sound"].values[:, 2:].any()
+    assert np.isnan(ds["exact_l2"].values).all(axis=(0, 2)).tolist() == [False] * 2 + [True] * 2
     assert ds.attrs["audit"]["castin"]["compared"] == 2 * 2 * 4
     assert ds.attrs["audit"]["lipbound"]["compared"] == 2 * 4 * 4
 

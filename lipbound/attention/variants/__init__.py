@@ -8,6 +8,7 @@ methods.
 
 import importlib
 import pkgutil
+from collections.abc import Iterable, Sequence
 
 from lipbound.attention.variants.base import REGISTERED, Variant
 
@@ -17,7 +18,23 @@ for _module in pkgutil.iter_modules(__path__):
 VARIANTS = {variant.name: variant.title for variant in sorted(REGISTERED, key=lambda v: v.place)}
 """Names of all variants, and what sentences call them."""
 
+
+def titles(variants: Iterable[str]) -> str:
+    """Return what sentences call variants of these names, in the order of lists."""
+    known = dict.fromkeys(variants)
+    return listed([VARIANTS[name] for name in VARIANTS if name in known])
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return titles of variants one after the other.
+
+    >>> listed(["capped scores", "sinks"]), listed(["rotation", "capped scores", "sinks"])
+    ('capped scores and sinks', 'rotation, capped scores, sinks')
+    """
+    return (" and " if len(words) < 3 else ", ").join(words)
+
+
 LINEAR_VALUES = tuple(name for name in VARIANTS if name not in ("value_norm", "cross", "gate"))
 """Names of those under which outputs are averages of projections of the layer's own tokens."""
 
-__all__ = ["LINEAR_VALUES", "REGISTERED", "VARIANTS", "Variant"]
+__all__ = ["LINEAR_VALUES", "REGISTERED", "VARIANTS", "Variant", "listed", "titles"]

@@ -129,9 +129,9 @@ class Capturer:
         """Yield the attention of one (chosen) layer after the other.
 
         A layer that is not what `Attention` describes (scores that are sums of several products,
-        other transformations of queries and keys) is a `ModuleAttention`, and a notice gives the reason. CaptureError is
-        raised where the model computes no attention, or neither form reproduces it; it names the
-        layer and the reason.
+        other transformations of queries and keys) is a `ModuleAttention`, and a notice gives the
+        reason. CaptureError is raised where the model computes no attention, or neither form
+        reproduces it; it names the layer and the reason.
 
         Args:
             inputs: what the model's forward takes.
