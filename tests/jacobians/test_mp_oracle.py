@@ -16,6 +16,7 @@ from support.variants import MASKS, VARIANTS, layer
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.base import REGISTERED, Variant
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 
 COMBINATIONS = [
@@ -145,21 +146,22 @@ def forward(
         y = linear(w[head], None if b is None else b[head])
         if norm is not None:
             whole = y if norm.over is None else linear(*norm.over)
+            part = [True] * len(y[0]) if norm.part is None else norm.part.tolist()
             sizes = [
                 mpmath.sqrt(sum(e**2 for e in t) / len(t) + mpmath.mpf(norm.eps)) for t in whole
             ]
             gain, bias = (
                 norm.gain[head].tolist(),
-                [0.0] * att.d if norm.bias is None else norm.bias[head].tolist(),
+                [0.0] * len(y[0]) if norm.bias is None else norm.bias[head].tolist(),
             )
             y = [
                 [
-                    mpmath.mpf(g) * e / size + mpmath.mpf(b)
-                    for e, g, b in zip(row, gain, bias, strict=True)
+                    mpmath.mpf(g) * e / (size if one else 1) + mpmath.mpf(b)
+                    for e, g, b, one in zip(row, gain, bias, part, strict=True)
                 ]
                 for row, size in zip(y, sizes, strict=True)
             ]
-        for i, row in enumerate(y if att.rotation is not None else []):
+        for i, row in enumerate(y if att.rotation is not None and w is not att.w_v else []):
             assert att.rotation is not None
             r = att.rotation.cos.shape[1]
             for a in range(r):
@@ -171,16 +173,28 @@ def forward(
     q, k, v = (
         enter(att.w_q, att.b_q, att.norm_q),
         enter(att.w_k, att.b_k, att.norm_k),
-        linear(att.w_v[head], None if att.b_v is None else att.b_v[head]),
+        enter(att.w_v, att.b_v, att.norm_v),
     )
+    other = att.other_stream
+    if other is not None:
+        real = 0 if other.valid is None else int((~other.valid[sample]).sum())
+        assert not real, "the layer is unpadded"
+        q, k, v = (
+            own if given is None else numbers(given[head, sample]).tolist()
+            for own, given in ((q, other.q), (k, other.k), (v, other.v))
+        )
     mask = (
         None
         if att.mask is None
-        else att.mask.expand(att.samples, att.heads, n, n)[sample, head].tolist()
+        else att.mask.expand(att.samples, att.heads, len(q), len(k))[sample, head].tolist()
     )
     outputs = []
-    for i in range(n):
-        scores = [mpmath.mpf(att.scale) * mpmath.fdot(q[i], k[j]) for j in range(n)]
+    gate = att.scoring.find(Gate)
+    logits = (
+        None if gate is None else linear(gate.w[head], None if gate.b is None else gate.b[head])
+    )
+    for i in range(len(q)):
+        scores = [mpmath.mpf(att.scale) * mpmath.fdot(q[i], k[j]) for j in range(len(k))]
         scores = (
             scores
             if att.cap is None
@@ -196,7 +210,10 @@ def forward(
         total = sum(weights) + (
             0 if att.sinks is None else mpmath.exp(mpmath.mpf(float(att.sinks[head])) - top)
         )
-        outputs += [mpmath.fdot(weights, [row[e] for row in v]) / total for e in range(att.d_v)]
+        out = [mpmath.fdot(weights, [row[e] for row in v]) / total for e in range(att.d_v)]
+        if logits is not None:
+            out = [o / (1 + mpmath.exp(-y)) for o, y in zip(out, logits[i], strict=True)]
+        outputs += out
     return outputs
 
 

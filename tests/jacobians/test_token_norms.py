@@ -173,10 +173,16 @@ def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
             assert torch.allclose(torch.linalg.vector_norm(starts, dim=-1), torch.ones(1).double())
 
 
-@pytest.mark.each_value(family=tuple(hard_heads.FAMILIES)[::3])
+FAMILIES = [
+    one for one in hard_heads.FAMILIES if one not in ("gates", "modern", "memory", "asking")
+]
+"""Those whose heads have token norms."""
+
+
+@pytest.mark.each_value(family=tuple(FAMILIES)[::3])
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    list(zip(hard_heads.FAMILIES, cycle([torch.float32, torch.float64]), strict=False)),
+    list(zip(FAMILIES, cycle([torch.float32, torch.float64]), strict=False)),
 )
 def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
     """Nothing is allowed for rounding but that of the comparison."""

@@ -15,6 +15,8 @@ from support.layers import causal, window
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.gate import Gate
+from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 
@@ -80,6 +82,7 @@ class Draft:
             name: value.map(cast) if isinstance(value, QKNorm | Rotation) else cast(value)
             for name, value in self.more.items()
         }
+        more["steps"] = [step.map(cast) for step in more.get("steps", [])]
         return Attention(*map(cast, (self.x, self.w_q, self.w_k, self.w_v)), **more)
 
 
@@ -486,6 +489,107 @@ def turned(draft: Draft) -> None:
         * draft.integer(0, 1)
     )
     draft.w_q /= draft.powers(0, 6, draft.heads)
+
+
+def latent(draft: Draft, eps: float) -> None:
+    """Keys (in part) and values that are projections of a normalised vector."""
+    width, d, d_v = draft.x.shape[2], draft.w_k.shape[2], draft.w_v.shape[2]
+    rank = draft.integer(1, 4)
+    over = draft.normal(width, rank), draft.normal(rank) if draft.chance() else None
+    part = torch.arange(d) < max(1, d - draft.integer(0, 2))
+    gain = torch.where(part, draft.normal(draft.heads, d), 1.0)
+    draft.more["norm_k"] = QKNorm(gain, None, eps, over, part)
+    shift = draft.normal(draft.heads, d_v) if draft.chance(0.3) else None
+    draft.more["norm_v"] = QKNorm(draft.normal(draft.heads, d_v), shift, eps, over)
+    draft.more["w_o"] = draft.normal(draft.heads, d_v, d_v + 1)
+
+
+def gate(draft: Draft, most: float) -> None:
+    """Gates whose logits are up to ``most`` large."""
+    heads, width, d_v = draft.w_v.shape
+    size = draft.powers(-3, 0, heads) * most
+    b = size[:, 0] * draft.normal(heads, d_v) if draft.chance() else None
+    draft.more["steps"] = [Gate(size * draft.normal(heads, width, d_v), b)]
+    draft.more["w_o"] = draft.normal(heads, d_v, d_v + 1)
+
+
+@family
+def latent_vectors(draft: Draft) -> None:
+    """Latent attention, tokens of any length, eps from nothing to much."""
+    draft.x *= 10 ** draft.uniform(-6, 6, SAMPLES, draft.n, 1)
+    latent(draft, float(draft.powers(-12, 0, 1)) * draft.integer(0, 1))
+    draft.w_q *= draft.powers(-1, 3, draft.heads)
+
+
+@family
+def normalised_values(draft: Draft) -> None:
+    """Values normalised by themselves, of any length, with common parts."""
+    d_v = draft.w_v.shape[2]
+    draft.x *= 10 ** draft.uniform(-6, 6, SAMPLES, draft.n, 1)
+    gain = draft.normal(draft.heads, d_v) * draft.powers(-1, 2, 1)[0]
+    shift = 10 * draft.normal(draft.heads, d_v) if draft.chance() else None
+    draft.more["norm_v"] = QKNorm(gain, shift, float(draft.powers(-12, 0, 1)))
+    draft.more["w_o"] = draft.normal(draft.heads, d_v, d_v + 1)
+
+
+@family
+def gates(draft: Draft) -> None:
+    """Gates from one half to 0 and 1, values with a long common part, which a gate sees."""
+    gate(draft, 300.0)
+    draft.more["b_v"] = draft.powers(0, 6, 1)[0] * draft.normal(draft.heads, draft.w_v.shape[2])
+    draft.w_q *= draft.powers(-1, 3, draft.heads)
+    if draft.chance():
+        padded(draft)
+
+
+@family
+def modern(draft: Draft) -> None:
+    """Latent vectors, rotation, gate, sinks: some of them at once; masked or padded."""
+    widen(draft)
+    if draft.chance():
+        latent(draft, float(draft.powers(-12, -3, 1)))
+    if draft.chance():
+        turn(draft)
+    gate(draft, 10.0)
+    if draft.chance():
+        draft.more["sinks"] = 10 * draft.normal(draft.heads)
+    if draft.chance():
+        padded(draft)
+    draft.w_q *= draft.powers(-1, 2, draft.heads)
+
+
+def other_tokens(draft: Draft) -> tuple[int, Tensor | None]:
+    """Number of tokens of another stream, and which of them are not padding."""
+    count = draft.integer(1, 7)
+    real = torch.arange(count) < 1 + torch.arange(SAMPLES)[:, None] % count
+    return count, real if draft.chance() else None
+
+
+@family
+def memory(draft: Draft) -> None:
+    """Keys and values of cross-attention: queries of any length do not move."""
+    count, valid = other_tokens(draft)
+    shape = draft.heads, SAMPLES, count, draft.w_q.shape[2]
+    q = 10 ** draft.uniform(-2, 3, *shape[:3], 1) * draft.normal(*shape)
+    draft.more = {name: t for name, t in draft.more.items() if name != "mask"}
+    draft.more["steps"] = [OtherStream(q=q, valid=valid)]
+    draft.x += draft.powers(0, 4, SAMPLES) * draft.normal(SAMPLES, 1, draft.x.shape[2])
+
+
+@family
+def asking(draft: Draft) -> None:
+    """Queries of cross-attention, to keys and values with and without long common parts."""
+    count, valid = other_tokens(draft)
+    d, d_v = draft.w_k.shape[2], draft.w_v.shape[2]
+    far = float(draft.powers(0, 5, 1)) * draft.integer(0, 1)
+    k, v = (
+        draft.normal(draft.heads, SAMPLES, count, width) + far * draft.normal(1, 1, 1, width)
+        for width in (d, d_v)
+    )
+    draft.more = {name: t for name, t in draft.more.items() if name != "mask"}
+    draft.more["steps"] = [OtherStream(k=k, v=v, valid=valid)]
+    draft.more["w_o"] = draft.normal(draft.heads, d_v, d_v + 1)
+    draft.w_q *= draft.powers(-1, 3, draft.heads)
 
 
 @family

@@ -39,7 +39,7 @@ DIGITS = (80, 200, 500)
 """Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the
 norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
-KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cap", "sinks"}
+KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "cap", "sinks"}
 """Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
@@ -257,6 +257,15 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
     if att.rotation is not None:
         angles = exact(att.rotation.cos[keep]), exact(att.rotation.sin[keep])
         q, k = _turned(q, *angles), _turned(k, *angles)
+    rows, keys = (
+        range(count) if valid is None else valid[sample].nonzero()[:, 0].tolist()
+        for count, valid in ((att.rows, att.valid_rows), (att.keys, att.valid_keys))
+    )
+    other = att.other_stream
+    if other is not None:
+        q = q if other.q is None else _held(other.q[head, sample][list(rows)], x.shape[1])
+        k = k if other.k is None else _held(other.k[head, sample][list(keys)], x.shape[1])
+        v = v if other.v is None else _held(other.v[head, sample][list(keys)], x.shape[1])
     z, by_query, by_key = _distances(q, scale) if l2 else _products(q, k, scale)
     score, slope = (
         abs(scale) * q.size * k.size * q.y.shape[1],
@@ -270,14 +279,17 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         by_query, by_key = slopes[..., None] * by_query, slopes[..., None] * by_key
         slope *= 1 + score / cap
         score += cap
-    allowed = np.ones((len(keep), len(keep)), dtype=bool)
+    allowed = np.ones((len(rows), len(keys)), dtype=bool)
     if att.mask is not None:
-        mask = att.mask.expand(att.samples, att.heads, n, n)[sample, head].double()[keep][:, keep]
+        shape = att.samples, att.heads, att.rows, att.keys
+        mask = att.mask.expand(shape)[sample, head].double()[list(rows)][:, list(keys)]
         allowed = (mask > BLOCKED).numpy()
         finite = exact(mask.masked_fill(mask <= BLOCKED, 0.0))
         z, score = z + finite, score + _largest(finite)
     sink = None if att.sinks is None else exact(float(att.sinks[head]))
-    jacobian, outputs = _softmax(z, by_query, by_key, v, allowed, sink)
+    moves = other is None or other.q is None, other is None or other.k is None
+    jacobian, outputs = _softmax(z, by_query, by_key, v, allowed, sink, moves)
+    n = max(n, att.rows, att.keys)
     if sink is not None:
         score += abs(sink)
     gate = att.scoring.find(Gate)
@@ -287,6 +299,12 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
     return Differentiated(
         jacobian, 1000 * n * x.shape[1] * _ulp() * (1 + score) * (v.size * slope + v.slope)
     )
+
+
+def _held(t: Tensor, width: int) -> Vectors:
+    """Vectors (n, d) of another stream, which do not follow tokens of this one."""
+    y = exact(t)
+    return Vectors(y, np.full((*y.shape, width), Decimal(0), dtype=object), _largest(y), Decimal(0))
 
 
 def _gated(
@@ -326,13 +344,16 @@ def _softmax(
     v: Vectors,
     allowed: npt.NDArray[np.bool_],
     sink: Decimal | None,
+    moves: tuple[bool, bool],
 ) -> tuple[Exact, Exact]:
     """The Jacobian (n, d_v, n, D) of sum_j e^z_ij v_j / sum_j e^z_ij, by the rule for quotients;
-    and these outputs, (n, d_v)."""
-    n, d_v, width = v.dy.shape
-    jacobian = np.full((n, d_v, n, width), Decimal(0), dtype=object)
-    outputs = np.full((n, d_v), Decimal(0), dtype=object)
-    for i in range(n):
+    and these outputs, (n, d_v). ``moves``: whether queries, and keys and values, follow the tokens.
+    """
+    rows, (keys, d_v, width) = len(z), v.dy.shape
+    moved = keys if moves[1] else rows
+    jacobian = np.full((rows, d_v, moved, width), Decimal(0), dtype=object)
+    outputs = np.full((rows, d_v), Decimal(0), dtype=object)
+    for i in range(rows):
         seen = np.flatnonzero(allowed[i])
         top = max(z[i, seen])
         top = top if sink is None else max(top, sink)
@@ -348,9 +369,12 @@ def _softmax(
                 for j, d, w in zip(seen, d_total, e, strict=True)
             ]
         )  # (seen, d_v, D)
-        jacobian[i][:, seen] = np.moveaxis(
-            (d_above - np.multiply.outer(out, d_total).swapaxes(0, 1)) * (1 / total), 0, 1
-        )
+        if moves[1]:
+            jacobian[i][:, seen] = np.moveaxis(
+                (d_above - np.multiply.outer(out, d_total).swapaxes(0, 1)) * (1 / total), 0, 1
+            )
+        if not moves[0]:
+            continue
         own = e[:, None] * by_query[i, seen]  # with respect to the query's token
         jacobian[i, :, i] += (v.y[seen].T @ own - np.multiply.outer(out, own.sum(0))) * (1 / total)
     return jacobian, outputs
@@ -367,9 +391,9 @@ def enclosed(found: Differentiated) -> Enclosed:
     begin with u' and v the matrix is (s, e; 0, R) with e the part of J^T u' across v and R = J - u'
     (J^T u')^T, so it is at most that of the 2 x 2 matrix (s, |e|; 0, |R|).
     """
-    n, d_v, _, width = found.jacobian.shape
-    j = found.jacobian.reshape(n * d_v, n * width)
-    left_over = found.error * n * Decimal(d_v * width).sqrt()  # in the Frobenius norm
+    n, d_v, moved, width = found.jacobian.shape
+    j = found.jacobian.reshape(n * d_v, moved * width)
+    left_over = found.error * max(n, moved) * Decimal(d_v * width).sqrt()  # in the Frobenius norm
     largest = _largest(j)
     if largest == 0:
         return Enclosed(Decimal(0), left_over)
