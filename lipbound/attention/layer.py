@@ -408,6 +408,7 @@ class Attention:
             return torch.full((self.samples,), self.tokens, dtype=torch.float64, device=self.device)
         return self.valid.sum(-1).double()
 
+    @memoised
     def projected(self, side: Side) -> Tensor:
         """Return queries, keys or values before any variant, (samples, heads, N, d), float64."""
         return projected(self.x, *self.projections.of(side))

@@ -107,7 +107,8 @@ class HeadOperator(TensorOperator):
         spans = distinct([span for step in att.scoring.steps for span in step.spans()])
         self.rows = RowSpace(self.w, spans, att.dtype)
         width = self.w.shape[2] + sum(w.shape[1] for w in spans)
-        self.in_shape = (att.tokens, min(att.x.shape[2], width))
+        inputs = att.x.shape[2]
+        self.in_shape = (att.tokens, inputs if self.rows.everything else min(inputs, width))
         self.q = _flat(att.q)
         self.k = _flat(att.centred_k.to(att.dtype))
         self.v = _flat(att.centred_v.to(att.dtype))
@@ -214,7 +215,7 @@ class HeadOperator(TensorOperator):
         """The perturbations of all coordinates under dx (batch, N, D), part by part."""
         z = dx @ self.w[self.head]
         if self.extra is not None:
-            z = torch.cat([z, torch.einsum("bnr,bnre->bne", dx, self._directions(None))], -1)
+            z = torch.cat([z, torch.einsum("bnr,bnre->bne", dx, self.extra[self.sample])], -1)
         return list(z.split(self.sizes, -1))
 
     @cached_property
@@ -225,7 +226,10 @@ class HeadOperator(TensorOperator):
         """
         r, d = self.rows.coordinates, self.sizes[0]
         values, of_gate = r[..., 2 * d :].split(self.sizes[2:4], -1)
-        parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], values]
+        if self.rows.everything:
+            parts = [r[..., :d], r[..., d : 2 * d], values]
+        else:
+            parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], values]
         parts += [] if self.gate is None else [of_gate]
         return [(part if len(r) == 1 else part[self.head]).contiguous() for part in parts]
 
@@ -240,11 +244,14 @@ class HeadOperator(TensorOperator):
         square = self.rows.square
         return square.expand(self.batch, -1, -1) if len(square) == 1 else square[self.head]
 
-    def _directions(self, u: Tensor | None) -> Tensor:
-        """Directions of the extra coordinates, (batch, N, m' or D, up to 3)."""
+    @cached_property
+    def _along(self) -> Tensor:
+        """Directions of the extra coordinates in the operator's, (batch, N, m', up to 3)."""
         assert self.extra is not None
-        extra = self.extra[self.sample]
-        return extra if u is None else u[self.head].mT[:, None] @ extra
+        if self.rows.everything:
+            return self.extra[self.sample]
+        found = torch.einsum("bdm,bnde->bnme", self.rows.basis[self.head], self.extra[self.sample])
+        return found.contiguous()
 
     def _pulled(self, y: Tensor) -> list[Tensor]:
         """The cotangents of the projections under y, and of the extra coordinates."""
@@ -302,7 +309,7 @@ class HeadOperator(TensorOperator):
         z += [] if self.gate is not None else [x[..., :0]]
         if self.extra is None:
             return self.push([*z, *[x[..., :0]] * 3])
-        extra = torch.einsum("bnr,bnre->bne", x, self._directions(self.rows.basis))
+        extra = torch.einsum("bnr,bnre->bne", x, self._along)
         return self.push([*z, *extra.split(self.sizes[4:], -1)])
 
     def vjp(self, y: Tensor) -> Tensor:
@@ -316,8 +323,7 @@ class HeadOperator(TensorOperator):
             x.baddbmm_(extra.pop(0), to)
         if self.extra is None:
             return x
-        along = self._directions(self.rows.basis)
-        return x + torch.einsum("bne,bnre->bnr", torch.cat(extra, -1), along)
+        return x + torch.einsum("bne,bnre->bnr", torch.cat(extra, -1), self._along)
 
     def along(self, dx: Tensor) -> Tensor:
         """J dX in the coordinates of X, (batch, N, D) -> (batch, N, d_v).
@@ -358,7 +364,7 @@ class HeadOperator(TensorOperator):
 
     def lift(self, x: Tensor) -> Tensor:
         """Reduced input vectors (batch, N, m') in the coordinates of X, (batch, N, D)."""
-        return x @ self.rows.basis[self.head].mT
+        return x if self.rows.everything else x @ self.rows.basis[self.head].mT
 
 
 @dataclass(init=False, eq=False, repr=False)

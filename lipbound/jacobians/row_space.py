@@ -27,6 +27,15 @@ class RowSpace:
     ):
         self._w, self._spans, self._dtype, self._source = w, spans, dtype, source
 
+    @cached_property
+    def everything(self) -> bool:
+        """True if all D coordinates are taken: where spans leave less than half of them out.
+
+        Finding others would cost more than it saves.
+        """
+        width = self._w.shape[2] + sum(span.shape[1] for span in self._spans)
+        return bool(self._spans) and 2 * width >= self._w.shape[1]
+
     def _whole(self) -> Tensor:
         """Projections w with the spans beside them, float64."""
         w = self._w.double()
@@ -44,11 +53,16 @@ class RowSpace:
     @property
     def basis(self) -> Tensor:
         """Orthonormal u, (heads, D, m')."""
+        if self.everything:
+            eye = torch.eye(self._w.shape[1], dtype=self._dtype, device=self._w.device)
+            return eye.expand(len(self._w), -1, -1)
         return self._both[0].to(self._dtype)
 
     @property
     def coordinates(self) -> Tensor:
-        """Coordinates u^T w, (heads, m', m), zero below the diagonal."""
+        """Coordinates u^T w, (heads, m', m), zero below the diagonal but for all coordinates."""
+        if self.everything:
+            return self._w.to(self._dtype)
         return self._both[1][..., : self._w.shape[2]].to(self._dtype)
 
     @cached_property
@@ -63,6 +77,8 @@ class RowSpace:
 
         Of all heads, one after the other, in the cache.
         """
+        if self.everything:
+            return 0.0
         (m, n), per = self._whole().shape[1:], 2.0**-53
         basis = self._both[0]
         unit, found = torch.eye(basis.shape[2], dtype=torch.float64, device=self._w.device), []

@@ -305,6 +305,38 @@ def test_norms_are_those_of_the_models_own_module(case: str) -> None:
         assert streams == ["input", "input", "queries", "memory"]
 
 
+class Anchors(nn.Module):
+    """Tokens that attend to themselves and to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(24, 24), nn.Linear(24, 48), nn.Linear(24, 24)
+
+    def forward(self, encoder_hidden_states: Tensor, x: Tensor) -> Tensor:
+        every = torch.cat([x, encoder_hidden_states], 1)
+        q = self.q(x).unflatten(-1, (4, 6)).transpose(1, 2)
+        k, v = self.kv(every).unflatten(-1, (8, 6)).transpose(1, 2).chunk(2, 1)
+        o = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+def test_queries_that_are_keys_as_well_have_no_closed_form() -> None:
+    """One of their streams moves queries and keys, and cross-attention in closed form holds one."""
+    model = build(Anchors).double()
+    found = lb.capture(model, {"encoder_hidden_states": Y.double(), "x": X.double()})
+    assert [layer.perturbed for layer in found] == ["queries", "memory"]
+    x, y = X.double()[:1].requires_grad_(), Y.double()[:1]
+    seen: list[Tensor] = []
+    model.out.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(y, x)
+    rows = [torch.autograd.grad(o, x, retain_graph=True)[0].flatten() for o in seen[0].flatten()]
+    jacobian = torch.stack(rows).view(6, 4, 6, -1)
+    expected = [torch.linalg.matrix_norm(jacobian[:, h].flatten(0, 1), 2) for h in range(4)]
+    assert isinstance(found[0], ModuleAttention)
+    mine = lb.spectral_norm(found[0], tol=1e-9).lower[0]
+    torch.testing.assert_close(mine, torch.stack(expected), rtol=1e-8, atol=0)
+
+
 class Joint(nn.Module):
     """Tokens of two kinds in one softmax, as in diffusion transformers."""
 

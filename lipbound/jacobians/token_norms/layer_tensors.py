@@ -65,7 +65,7 @@ class LayerTensors:
         shape = (att.samples, att.heads) if together else (att.samples * att.heads, 1)
         e, c, w_o = tensor_errors(att), abs(att.scale), att.w_o if project else None
         w = (op.w if together else op.rows.coordinates).split(op.sizes[:3], -1)
-        basis = None if together else op.rows.basis
+        basis = None if together or op.rows.everything else op.rows.basis
         extra = None if op.extra is None else op.extra[op.sample]  # (batch, n, D, 1 or 2)
         roundings = 3 * att.tokens + 2 * att.x.shape[2] + 10 * (att.d + att.d_v) + 200
         roundings += 2 * att.heads if together else 2

@@ -33,12 +33,14 @@ class Streams:
         memory: what keys and values are made of.
         learned: inputs that are made of parameters alone.
         joint: inputs of which queries, keys and values all have some (image and text together).
+        apart: whether no input is made into queries and into keys or values both.
     """
 
     queries: list[Tensor]
     memory: list[Tensor]
     learned: list[Tensor]
     joint: list[Tensor]
+    apart: bool
 
 
 def _streams(owner: OwnerFunction) -> tuple[Streams, bool]:
@@ -59,7 +61,10 @@ def _streams(owner: OwnerFunction) -> tuple[Streams, bool]:
     queries = q[:1] if shared is None else [shared]
     single = len(memory) == 1 or any(memory[0] is t for t in k)
     memory = memory[:1] if single else memory
-    return Streams(queries, memory, owner.run.learned, joint if len(joint) > 1 else []), single
+    others = [t for t in (*k, *v) if all(t is not s for s in beside)]
+    apart = not any(t is s for t in q for s in others)
+    joint = joint if len(joint) > 1 else []
+    return Streams(queries, memory, owner.run.learned, joint, apart), single
 
 
 def _sources(side: Sequence[Tensor], leaves: list[Tensor]) -> list[int]:

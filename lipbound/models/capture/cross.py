@@ -20,8 +20,12 @@ def of_stream(call: Call, stream: str) -> Call:
     """
     owner, streams = owner_of(call)
     named = named_streams(streams)
-    if owner.run.module is not call.module or not {stream} <= set(named) <= set(SIDES):
-        raise call.unsupported("makes its queries and keys of streams that are not its own inputs")
+    own = owner.run.module is call.module and {stream} <= set(named) <= set(SIDES)
+    if not own or not streams.apart or len(named[stream]) > 1:
+        raise call.unsupported(
+            "makes its queries, or its keys and values, of several streams of tokens, or of some "
+            "that are not its own inputs"
+        )
     if call.changed:
         raise call.unsupported(call.changed)
     if owner.run.calls > 1:
