@@ -70,6 +70,8 @@ class HeadOperator(TensorOperator):
     size of what is normalised together, where it is a coordinate of its own."""
     plain: bool
     """True if the heads have no variants."""
+    squared: bool
+    """True if J J^T is formed with w^T w in float64 as well: for estimates, see `estimating`."""
     extra: Tensor | None
     """Directions of the extra coordinates, (samples, N, D, up to 3), or None."""
     head: PerEntry[Tensor]
@@ -91,7 +93,7 @@ class HeadOperator(TensorOperator):
     def _set(self, att: Attention) -> None:
         """Everything that does not depend on P."""
         heads = att.heads
-        self.plain = not att.variants
+        self.plain, self.squared = not att.variants, False
         self.batch = att.samples * heads
         self.dtype, self.device = att.dtype, att.device
         self.out_shape = (att.rows, att.d_v)
@@ -179,6 +181,14 @@ class HeadOperator(TensorOperator):
         more: dict[str, Any] = {"dtype": torch.float32, "rows": self.rows.to(torch.float32)}
         to |= {"gate": None if self.gate is None else self.gate.to(torch.float32)}
         return self._with(**changes | more | to)
+
+    def estimating(self) -> Self:
+        """The same maps, for searches in float32 whose results few products in float64 check.
+
+        No QR decomposition is needed: inputs are in the coordinates of X.
+        """
+        rows, shape = self.rows.whole(), (self.in_shape[0], self.w.shape[1])
+        return self._with(rows=rows, in_shape=shape, squared=True)
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
         """The output perturbation, (batch, N, d_v), under perturbations z of all coordinates.
@@ -345,7 +355,7 @@ class HeadOperator(TensorOperator):
 
     def gram(self, y: Tensor) -> Tensor:
         # two products with the triangular factor round less than one with its square
-        if self.dtype == torch.float64:
+        if self.dtype == torch.float64 and not self.squared:
             return self.jvp(self.vjp(y))
         if self.extra is None and self._groups() is not None:
             return self.push(torch.bmm(self.pull(y), self._square))

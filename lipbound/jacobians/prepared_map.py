@@ -26,6 +26,7 @@ class PreparedMap:
         map: of `lipbound.jacobians.maps.MAPS`.
         as_given: keep the layer's own units.
         sharp: as for `lipbound.jacobians.rounding.roundoff`.
+        estimate: heads are only to check what a search in float32 has found.
 
     Attributes:
         attention: the layer. op: the Jacobian of the map.
@@ -37,7 +38,15 @@ class PreparedMap:
 
     basis: Tensor | None
 
-    def __init__(self, att: Attention, map: str, *, as_given: bool = False, sharp: bool = False):
+    def __init__(
+        self,
+        att: Attention,
+        map: str,
+        *,
+        as_given: bool = False,
+        sharp: bool = False,
+        estimate: bool = False,
+    ):
         self.map, self.known, self._sharp, before = map, None, sharp, att
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
         self.folded = None if self.basis is None else folding_error(before, att, self.basis)
@@ -58,6 +67,8 @@ class PreparedMap:
             att, unit = unit_values(att, together=map in WHOLE)
             self.exponents = unit.cpu().log2().round().long()
         self.attention, self.op = att, _operator(att, map)
+        if estimate and isinstance(self.op, HeadOperator):
+            self.op = self.op.estimating()
 
     @cached_property
     def roundoff(self) -> Roundoff:

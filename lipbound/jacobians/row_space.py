@@ -20,21 +20,24 @@ class RowSpace:
 
     The row space of projections w (heads, D, m) and of spans (D, n) that all heads share: found on
     first use, once for all copies.
+
+    Attributes:
+        everything: all D coordinates are taken as they are, which needs no decomposition: where
+            few products follow, or spans leave less than half of them out.
     """
 
     def __init__(
-        self, w: Tensor, spans: list[Tensor], dtype: torch.dtype, source: "RowSpace | None" = None
+        self,
+        w: Tensor,
+        spans: list[Tensor],
+        dtype: torch.dtype,
+        source: "RowSpace | None" = None,
+        *,
+        everything: bool = False,
     ):
         self._w, self._spans, self._dtype, self._source = w, spans, dtype, source
-
-    @cached_property
-    def everything(self) -> bool:
-        """True if all D coordinates are taken: where spans leave less than half of them out.
-
-        Finding others would cost more than it saves.
-        """
-        width = self._w.shape[2] + sum(span.shape[1] for span in self._spans)
-        return bool(self._spans) and 2 * width >= self._w.shape[1]
+        width = w.shape[2] + sum(span.shape[1] for span in spans)
+        self.everything = everything or (bool(spans) and 2 * width >= w.shape[1])
 
     def _whole(self) -> Tensor:
         """Projections w with the spans beside them, float64."""
@@ -94,4 +97,8 @@ class RowSpace:
 
     def to(self, dtype: torch.dtype) -> "RowSpace":
         """The same in another dtype."""
-        return RowSpace(self._w, self._spans, dtype, self)
+        return RowSpace(self._w, self._spans, dtype, self, everything=self.everything)
+
+    def whole(self) -> "RowSpace":
+        """The same with `everything`."""
+        return RowSpace(self._w, self._spans, self._dtype, everything=True)

@@ -127,7 +127,8 @@ def spectral_norm(
         )
     if method == "power":
         return _power(att, map, tol, delta, vectors, seeds, max_steps)
-    wide = PreparedMap(att.double(), map, sharp=delta is not None)
+    checks = delta is None and method not in ("dense", DEFLATION) and att.dtype == torch.float32
+    wide = PreparedMap(att.double(), map, sharp=delta is not None, estimate=checks)
     if method == DEFLATION:
         norm = deflation(wide.op, _grams(wide.attention, map), tol=tol, seed=seeds, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors, tol)
@@ -140,7 +141,7 @@ def spectral_norm(
         if att.dtype == torch.float64 or wide.known is not None:
             op = wide.op
         else:
-            op = _narrow(wide.op) or PreparedMap(att, map).op
+            op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         search = partial(
             estimate if delta is None else partial(enclose, delta=delta / wide.op.batch),

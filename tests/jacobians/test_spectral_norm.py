@@ -417,10 +417,11 @@ def test_a_head_that_vanishes_in_float32_leaves_the_others_alone(method: str, si
         att = Attention(*tensors, sinks=torch.tensor([sink, -3.0]))
         norm, exact = (
             spectral_norm(att, method=method, tol=1e-8),
-            spectral_norm(att, method="dense").lower,
+            spectral_norm(att, method="dense"),
         )
-        assert float(norm.lower[0, 0]) <= float(exact[0, 0]) * (1 + 1e-12)
-        torch.testing.assert_close(norm.lower[0, 1], exact[0, 1], rtol=1e-8, atol=0)
+        # rounding takes a tenth of the first
+        assert float(norm.lower[0, 0]) <= float(exact.upper[0, 0])
+        torch.testing.assert_close(norm.lower[0, 1], exact.lower[0, 1], rtol=1e-8, atol=0)
 
 
 @pytest.mark.parametrize("method", ["lanczos", "power"])
