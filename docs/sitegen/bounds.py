@@ -24,6 +24,7 @@ VARIANTS = {
     "value_norm": "normalised values",
     "gate": "gated outputs",
     "cross": "cross-attention",
+    "offsets": "positions added to queries and keys",
 }
 MAPS = {
     "head": "one attention head",

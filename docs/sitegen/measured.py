@@ -13,6 +13,7 @@ BENCHMARKS = ROOT / "benchmarks"
 HAS = {
     **{"rotation": "rotation", "qk_norm": "q/k-norm", "cap": "cap", "sinks": "sinks"},
     **{"value_norm": "normalised values", "gate": "gate", "cross": "cross-attention"},
+    "offsets": "added positions",
 }
 """Variants of attention, as tables call them."""
 TIMED = {

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
+from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.value_norm import ValueNorm
 
@@ -38,6 +39,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     if att.rotation is not None:
         angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
     step, gate = att.scoring.find(ValueNorm), att.scoring.find(Gate)
+    added = att.scoring.find(Offsets)
     after = None if step is None else step.after
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.rows, att.keys)[sample, head]
@@ -64,8 +66,13 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         return y if norm.bias is None else y + norm.bias[head]
 
     def f(x: Tensor) -> Tensor:
-        q = normed(x, projected(x, att.w_q, att.b_q), att.norm_q)
-        k = normed(x, projected(x, att.w_k, att.b_k), att.norm_k)
+        q, k = projected(x, att.w_q, att.b_q), projected(x, att.w_k, att.b_k)
+        if added is not None:
+            q, k = (
+                y + t[head, min(sample, t.shape[1] - 1)][keep]
+                for y, t in ((q, added.q), (k, added.k))
+            )
+        q, k = normed(x, q, att.norm_q), normed(x, k, att.norm_k)
         q = rotated(q) if fixed["q"] is None else fixed["q"]
         k = rotated(k) if fixed["k"] is None else fixed["k"]
         scores = q @ k.mT * att.scale

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.base import Side
-from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.attention.variants.token_maps import TokenMap, TokenStep
 from lipbound.errors import AttentionError
 
 V = TypeVar("V", bound=Variant)
@@ -138,8 +138,16 @@ class Scoring:
 
         Of every head of every sample, token by token.
         """
-        found = [step.step(side, x, y, dtype) for step in self.steps]
-        return TokenMap([step for step in found if step is not None], x.shape[1], dtype, x.device)
+        found: list[TokenStep] = []
+        for step in self.steps:
+            if (one := step.step(side, x, y, dtype)) is not None:
+                found.append(one)
+            y = partial(self._entered, step, side, x, y)
+        return TokenMap(found, x.shape[1], dtype, x.device)
+
+    @staticmethod
+    def _entered(step: Variant, side: Side, x: Tensor, y: Callable[[], Tensor]) -> Tensor:
+        return step.enter(side, x, y(), None)
 
     # -- scores ------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ COMBINATIONS = [
     for has in itertools.combinations(VARIANTS, size)
     if not {"norm", "together"} <= set(has)
     and not {"values", "latent"} <= set(has)
-    and (size < 4 or not {"values", "latent", "gate"} & set(has))
+    and (size < 4 or not {"values", "latent", "gate", "offsets"} & set(has))
 ]
 
 

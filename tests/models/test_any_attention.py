@@ -113,6 +113,20 @@ class NormalisedValues(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2))
 
 
+class AddedPositions(nn.Module):
+    """Positions added to what queries and keys are made of, as DETR has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.v, self.out = nn.Linear(24, 48), nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, position_embeddings: Tensor) -> Tensor:
+        both = self.qk(x + position_embeddings).unflatten(-1, (8, 6)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (4, 6)).transpose(1, 2)
+        o = nn.functional.scaled_dot_product_attention(*both.chunk(2, 1), v)
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
 class Crossing(nn.Module):
     """Cross-attention of streams of two widths."""
 
@@ -131,6 +145,10 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = 
     "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "normalised values": (NormalisedValues, {"x": X}, {"qk_norm", "value_norm"}),
+    "added positions": (
+        *(AddedPositions, {"x": X, "position_embeddings": X[1:].expand(2, -1, -1).contiguous()}),
+        {"offsets"},
+    ),
     "cross": (Crossing, {"x": X, "encoder_hidden_states": Y[..., :10].contiguous()}, {"cross"}),
 }
 Case = tuple[Callable[[], nn.Module], dict[str, Tensor], str, str]

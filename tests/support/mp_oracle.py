@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
+from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm
 
 Exact = npt.NDArray[np.object_]
@@ -39,7 +40,7 @@ DIGITS = (80, 200, 500)
 """Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the
 norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
-KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "cap", "sinks"}
+KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "offsets"} | {"cap", "sinks"}
 """Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
@@ -248,6 +249,15 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         w_v = scale * (w_q @ (w_q.T @ w_v))
     q, v = _projected(x, w_q, b_q), _projected(x, w_v, b_v)
     k = q if l2 else _projected(x, exact(att.w_k[head]), b_k)
+    added = att.scoring.find(Offsets)
+    if added is not None:
+        q, k = (
+            replace(side, y=side.y + more, size=side.size + _largest(more))
+            for side, more in (
+                (side, exact(t[head, min(sample, t.shape[1] - 1)][keep]))
+                for side, t in ((q, added.q), (k, added.k))
+            )
+        )
     q, k = (
         side if norm is None else _normalised(x, side, norm, head)
         for side, norm in ((q, att.norm_q), (k, att.norm_k))

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
+from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 
-LINEAR = ("rotation", "norm", "together", "cap", "sinks")
+LINEAR = ("rotation", "norm", "together", "cap", "sinks", "offsets")
 """Those that leave values alone."""
 VARIANTS = (*LINEAR, "values", "latent", "gate")
 MASKS = ("none", "causal", "window", "padded", "offsets")
@@ -71,9 +72,13 @@ def layer(
         w_v = latent[0] @ draw(heads, 4, d_v)
         shift = draw(heads, d_v) if seed % 2 else None
         extra["norm_v"] = QKNorm(1 + draw(heads, d_v), shift, 1e-6, latent)
+    extra["steps"] = []
+    if "offsets" in has:
+        each = samples if seed % 2 else 1
+        extra["steps"] += [Offsets(draw(heads, each, n, d), draw(heads, each, n, d))]
     if "gate" in has:
         b_gate = draw(heads, d_v) if biases else None
-        extra["steps"] = [Gate(draw(heads, 7, d_v), b_gate)]
+        extra["steps"] += [Gate(draw(heads, 7, d_v), b_gate)]
     if "cap" in has:
         extra["cap"] = 1.5
     if "sinks" in has:

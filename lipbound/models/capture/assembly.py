@@ -77,6 +77,8 @@ def variants_of(call: Call, weights: ProbedWeights, dtype: torch.dtype) -> list[
     found: list[Variant] = []
     if weights.turns is not None and weights.turns.rotation is not None:
         found.append(weights.turns.rotation)
+    if weights.offsets is not None:
+        found.append(weights.offsets.map(lambda t: t.to(dtype)))
     if weights.norm_q is not None or weights.norm_k is not None:
         found.append(QKNormalised(weights.norm_q, weights.norm_k).map(lambda t: t.to(dtype)))
     if weights.norm_v is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.variants.gate import Gate
+from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
@@ -88,6 +89,7 @@ class ProbedWeights:
         gate: of head outputs, or None.
         turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
             normalisations are; None where it has none.
+        offsets: what positions add to queries and keys, where they do that.
     """
 
     w: Tensors
@@ -98,10 +100,13 @@ class ProbedWeights:
     norm_v: QKNorm | None = None
     gate: Gate | None = None
     turns: Turns | None = None
+    offsets: Offsets | None = None
 
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
         mine = None if self.turns is None else self.turns.positions
+        if self.offsets is not None:
+            return False
         if self.turns is not None and mine is None:
             return False  # what turns its tokens is not known
         return same_values(mine, call.run.kwargs.get(POSITIONS))
@@ -264,6 +269,29 @@ class ProbedLayer:
         except CaptureError:
             return None
 
+    def offsets(self, *, constant: bool = False) -> tuple[Offsets, list[Tensor]] | None:
+        """Return what positions add to queries and keys, and q, k, v of zero tokens.
+
+        The latter (samples N, H or H_kv, d) each. None where they are the same at all positions,
+        unless ``constant``, or positions act on values, too. That it does not depend on the tokens
+        is for the check of rebuilt queries.
+        """
+        shape, heads = self._call.x.shape, self._call.q.shape[1]
+        zero = torch.zeros(shape, dtype=torch.float64, device=self._call.q.device)
+        some = self._random(torch.Generator().manual_seed(5))
+        made = [t.unflatten(0, shape[:2]) for t in self.projections(zero, turned=True)]
+        size = max(float(t.abs().amax()) for t in self.projections(some, turned=True))
+        moved = [t - t[:1, :1] for t in made]  # (samples, N, H or H_kv, d)
+        far = [float(t.abs().amax()) > ROTATION_TOLERANCE * size for t in moved]
+        if far[2] or not (any(far) or constant):
+            return None
+        alike = all(bool((t == t[:1]).all()) for t in moved[:2])
+        q, k = (
+            t[: 1 if alike else None].permute(2, 0, 1, 3).repeat_interleave(heads // t.shape[2], 0)
+            for t in moved[:2]
+        )
+        return Offsets(q.contiguous(), k.contiguous()), [t.flatten(0, 1) for t in made]
+
     def _random(self, generator: torch.Generator) -> Tensor:
         x = torch.randn(self._call.x.shape, generator=generator, dtype=torch.float64)
         return x.to(self._call.q.device)
@@ -385,7 +413,26 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     for side in {0, 1, 2} - set(sides):  # made of another stream
         together[side] = rows.new_zeros(width + 1, *together[side].shape[1:])
     maps, vectors = together[:3], together[3:]  # (D + 1, H or H_kv, d) and (D + 1, n) each
-    turns = layer.turns(known) if len(sides) == 3 else None
+    turns, offsets = None, None
+    if len(sides) == 3:
+        try:
+            turns = layer.turns(known)
+        except DifferentPositionsError:
+            raise
+        except CaptureError:
+            offsets = None if latents else layer.offsets(constant=True)
+            if offsets is None:
+                raise
+        else:
+            offsets = layer.offsets() if turns is None and not latents else None
+    if offsets is not None:
+        there = torch.arange(width + 1, device=rows.device) % (samples * n)
+        each = [
+            [y[: len(some)] for y in layer.projections(filled(some, samples, n), turned=True)]
+            for some in rows.split(samples * n)
+        ]
+        moved = [torch.cat(parts) for parts in zip(*each, strict=True)]
+        maps = [y - base[there] + base[0] for y, base in zip(moved, offsets[1], strict=True)]
     if turns is not None:
         places = torch.arange(width + 1, device=rows.device) % (samples * n) % n
         maps[:2] = [turns.undone(t, places) for t in maps[:2]]
@@ -428,4 +475,5 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         norm(2),
         probe_gate(call),
         turns,
+        None if offsets is None else offsets[0],
     )

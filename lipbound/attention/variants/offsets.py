@@ -1,0 +1,74 @@
+"""Positions that are added to the tokens that queries and keys are made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
+from lipbound.errors import AttentionError
+
+
+@dataclass(frozen=True, eq=False)
+class Offsets(Variant):
+    r"""Queries and keys :math:`W^T (x_i + p_i) + b`, of which :math:`W^T p_i` stays.
+
+    Carion et al. 2020 (DETR), section 3.2: positions are added to what queries and keys are made
+    of, and not to what values are. Before any normalisation.
+
+    Args:
+        q, k: what is added to the projections of each token, (heads, samples or 1, N, d).
+    """
+
+    q: Tensor
+    k: Tensor
+
+    name = "offsets"
+    title = "positions added to queries and keys"
+    stage = 0
+    place = 7
+
+    @property
+    def parts(self) -> list[str]:
+        return ["offsets of queries and keys"]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"offsets of queries": self.q, "offsets of keys": self.k}
+
+    def check(self, shapes: Shapes) -> None:
+        heads, (samples, n), d = shapes.w_q[0], shapes.x[:2], shapes.w_q[2]
+        for name, t in self.tensors().items():
+            if t.ndim != 4 or t.shape[1] not in (1, samples) or t.shape[::2] != (heads, n):
+                raise AttentionError(
+                    f"{name} have shape {tuple(t.shape)}; it must be {(heads, samples, n, d)}, or "
+                    "1 in the place of the samples"
+                )
+
+    def acts_on(self, side: Side) -> bool:
+        return side != "v"
+
+    def _of(self, side: Side) -> Tensor:
+        return (self.q if side == "q" else self.k).double().transpose(0, 1)
+
+    def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
+        return y + self._of(side) if self.acts_on(side) else y
+
+    def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
+        if not self.acts_on(side):
+            return before
+        length = torch.linalg.vector_norm(y, dim=-1)
+        length = length + torch.linalg.vector_norm(self._of(side), dim=-1)
+        return before._replace(error=before.error + 2 * UNIT * length)
+
+    def of_heads(self, heads: slice) -> "Offsets":
+        return self.map(lambda t: t[heads])
+
+    def of_samples(self, samples: slice) -> "Offsets":
+        return self.map(lambda t: t[:, samples] if t.shape[1] > 1 else t)
+
+    def of_tokens(self, keep: Tensor | slice) -> "Offsets":
+        return self.map(lambda t: t[:, :, keep])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Offsets":
+        return replace(self, q=change(self.q), k=change(self.k))
