@@ -8,7 +8,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.offsets import Offsets
-from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.value_norm import ValueNorm
 
 
@@ -39,7 +39,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     if att.rotation is not None:
         angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
     step, gate = att.scoring.find(ValueNorm), att.scoring.find(Gate)
-    added = att.scoring.find(Offsets)
+    added, norms = att.scoring.find(Offsets), att.scoring.find(QKNormalised)
+    late = norms is not None and norms.late
     after = None if step is None else step.after
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.rows, att.keys)[sample, head]
@@ -72,9 +73,13 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
                 y + t[head, min(sample, t.shape[1] - 1)][keep]
                 for y, t in ((q, added.q), (k, added.k))
             )
+        if late:
+            q, k = rotated(q), rotated(k)
         q, k = normed(x, q, att.norm_q), normed(x, k, att.norm_k)
-        q = rotated(q) if fixed["q"] is None else fixed["q"]
-        k = rotated(k) if fixed["k"] is None else fixed["k"]
+        if not late:
+            q, k = rotated(q), rotated(k)
+        q = q if fixed["q"] is None else fixed["q"]
+        k = k if fixed["k"] is None else fixed["k"]
         scores = q @ k.mT * att.scale
         if att.cap is not None:
             scores = torch.tanh(scores / att.cap) * att.cap

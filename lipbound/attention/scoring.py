@@ -80,7 +80,7 @@ class Scoring:
             raise AttentionError(f"variants {names} were given, one of them twice; give each once")
         if {"gate", "cross"} <= set(names):
             raise AttentionError("gated outputs of cross-attention have no closed form here")
-        object.__setattr__(self, "steps", tuple(sorted(self.steps, key=lambda step: step.stage)))
+        object.__setattr__(self, "steps", tuple(sorted(self.steps, key=lambda step: step.order)))
 
     def inputs(self) -> list[Tensor]:
         """Return all tensors that it is made of."""

@@ -2,6 +2,7 @@
 dense Jacobians of the definition."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.rounding import tensor_error
@@ -49,6 +50,21 @@ def test_exact_norms_and_bounds(att: Attention) -> None:
     assert bool(((norm.lower - exact).abs() <= 1e-8 * exact + slack).all())
     assert_bounds_hold(att, exact)
     assert lb.bounds.get("lipbound").applies(att)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_queries_that_are_normalised_after_they_are_turned(mask: str) -> None:
+    before = layer(3, frozenset({"norm", "rotation"}), mask=mask)
+    norms = QKNormalised(before.norm_q, before.norm_k, late=True)
+    others = [one for one in before.scoring.steps if not isinstance(one, QKNormalised)]
+    att = before.with_parts(scoring=replace(before.scoring, steps=(*others, norms)))
+    exact = oracle(att)
+    assert not torch.allclose(exact, oracle(before))
+    norm = lb.spectral_norm(att, tol=1e-10, delta=1e-9)
+    slack = 3 * tensor_error(att) + 1e-9 * exact
+    assert bool(((norm.lower - exact).abs() <= slack).all())
+    assert bool((norm.upper >= exact * (1 - 1e-12)).all())
+    assert_bounds_hold(att, exact)
 
 
 def assert_bounds_hold(att: Attention, exact: Tensor) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.offsets import Offsets
-from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 
 Exact = npt.NDArray[np.object_]
 """Arrays of `Decimal`."""
@@ -249,6 +249,8 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         w_v = scale * (w_q @ (w_q.T @ w_v))
     q, v = _projected(x, w_q, b_q), _projected(x, w_v, b_v)
     k = q if l2 else _projected(x, exact(att.w_k[head]), b_k)
+    norms = att.scoring.find(QKNormalised)
+    assert norms is None or not norms.late, "the oracle turns what is normalised"
     added = att.scoring.find(Offsets)
     if added is not None:
         q, k = (

@@ -71,6 +71,11 @@ class Variant:
         REGISTERED.append(cls)
 
     @property
+    def order(self) -> float:
+        """Place among the steps: variants of one stage may act one after the other."""
+        return self.stage
+
+    @property
     def parts(self) -> list[str]:
         """Arguments of `Attention` that give it, for ``repr``."""
         return [self.name]

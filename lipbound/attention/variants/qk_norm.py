@@ -215,15 +215,25 @@ class QKNorm:
 
 @dataclass(frozen=True)
 class QKNormalised(Variant):
-    """Queries normalised by one `QKNorm`, keys by another; either may be None."""
+    """Queries normalised by one `QKNorm`, keys by another; either may be None.
+
+    Args:
+        q, k: of queries, and of keys.
+        late: whether that is after the rotation (Hunyuan).
+    """
 
     q: QKNorm | None
     k: QKNorm | None
+    late: bool = False
 
     name = "qk_norm"
     title = "normalised queries and keys"
     stage = 0
     place = 1
+
+    @property
+    def order(self) -> float:
+        return 1.5 if self.late else self.stage
 
     def _of(self, side: Side) -> QKNorm | None:
         return {"q": self.q, "k": self.k, "v": None}[side]
@@ -262,7 +272,8 @@ class QKNormalised(Variant):
         return [norm.over[0] for norm in norms if norm.over is not None]
 
     def _each(self, change: Callable[[QKNorm], QKNorm]) -> "QKNormalised":
-        return QKNormalised(*(None if norm is None else change(norm) for norm in (self.q, self.k)))
+        q, k = (None if norm is None else change(norm) for norm in (self.q, self.k))
+        return QKNormalised(q, k, self.late)
 
     def of_heads(self, heads: slice) -> "QKNormalised":
         return self._each(lambda norm: norm.select(heads))

@@ -22,7 +22,12 @@ from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, Call
 
 
 def assemble(
-    call: Call, weights: ProbedWeights, valid: Tensor | None, valid_other: Tensor | None = None
+    call: Call,
+    weights: ProbedWeights,
+    valid: Tensor | None,
+    valid_other: Tensor | None = None,
+    *,
+    late: bool = False,
 ) -> Attention:
     """Return the `Attention` of a call, in the dtype of its input.
 
@@ -31,6 +36,7 @@ def assemble(
         weights: what probing found.
         valid: which tokens are not padding, see `valid_tokens`.
         valid_other: the same of the other stream of cross-attention.
+        late: whether queries and keys are normalised after they are turned.
 
     Raises:
         CaptureError: they do not form an attention layer.
@@ -46,7 +52,7 @@ def assemble(
         return None if t is None else t.to(x.dtype)
 
     projections = Projections(*map(cast, (*weights.w, *weights.b, weights.w_o)))
-    steps = variants_of(call, weights, x.dtype) + ([] if other is None else [other])
+    steps = variants_of(call, weights, x.dtype, late) + ([] if other is None else [other])
     scoring = Scoring(float(scale), mask, tuple(steps))
     try:
         return Attention.of(x, projections, scoring, valid=valid)
@@ -69,8 +75,12 @@ def other_stream(call: Call, valid: Tensor | None) -> OtherStream | None:
     return OtherStream(k=k, v=v, valid=valid)
 
 
-def variants_of(call: Call, weights: ProbedWeights, dtype: torch.dtype) -> list[Variant]:
+def variants_of(
+    call: Call, weights: ProbedWeights, dtype: torch.dtype, late: bool = False
+) -> list[Variant]:
     """Return what a call does to queries, keys and scores beside projecting and scaling.
+
+    ``late``: whether queries and keys are normalised after they are turned.
 
     A new variant is one more step here, read off the call or off what probing found.
     """
@@ -80,7 +90,7 @@ def variants_of(call: Call, weights: ProbedWeights, dtype: torch.dtype) -> list[
     if weights.offsets is not None:
         found.append(weights.offsets.map(lambda t: t.to(dtype)))
     if weights.norm_q is not None or weights.norm_k is not None:
-        found.append(QKNormalised(weights.norm_q, weights.norm_k).map(lambda t: t.to(dtype)))
+        found.append(QKNormalised(weights.norm_q, weights.norm_k, late).map(lambda t: t.to(dtype)))
     if weights.norm_v is not None:
         found.append(ValueNorm(weights.norm_v).map(lambda t: t.to(dtype)))
     if weights.gate is not None:
