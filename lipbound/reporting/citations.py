@@ -9,6 +9,7 @@ import xarray as xr
 from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import CITATION
 from lipbound.errors import choice
+from lipbound.formatting import joined
 from lipbound.reporting import labels as said
 from lipbound.reporting.formats import FORMATTERS, Prose
 from lipbound.reporting.labels import relabelled
@@ -131,14 +132,20 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
 def _streams(ds: xr.Dataset, prose: Prose) -> str:
     """Words for rows of cross-attention."""
-    crossing = int((ds["kind"] == "cross").sum()) if "kind" in ds.coords else 0
-    if not crossing:
+    if "kind" not in ds.coords or not bool((ds["kind"] == "cross").any()):
         return ""
-    return (
-        f"Of {ds.sizes['layer']} rows of layers {crossing} are of cross-attention: their constants "
-        "are with respect to the tokens that queries are made of, or those that keys and values "
-        "are made of, with the others held."
+    crossing = ds.isel(layer=(ds["kind"] == "cross").values)
+    there = bounds_there(ds)
+    known = [name for name in there if bool(crossing[name].notnull().any())]
+    words = (
+        f"Of {ds.sizes['layer']} rows of layers {crossing.sizes['layer']} are of cross-attention: "
+        "their constants are with respect to the tokens that queries are made of, or those that "
+        "keys and values are made of, with the others held."
     )
+    if len(known) == len(there):
+        return words
+    labels = joined([str(ds[name].attrs["label"]) for name in known]) or "none"
+    return f"{words} Of the bounds {prose.escape(labels)} say something there."
 
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
