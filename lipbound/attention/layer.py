@@ -647,11 +647,13 @@ class Attention:
         shapes that do not fit, or another dtype.
 
         Args:
-            x: (samples, N, D), any number of samples, in the layer's dtype. A rotation fixes N.
+            x: (samples, N, D), any number of samples, in the layer's dtype. A rotation fixes N, and
+                another stream of several samples their number.
             mask, valid: of these inputs, as in the constructor; the layer's own by default, which
                 must then fit x.
         """
         scoring = self.scoring if isinstance(mask, str) else replace(self.scoring, mask=mask)
+        scoring = scoring.repeated(len(x))
         return self.with_parts(x=x, scoring=scoring, valid=valid, surroundings=None)
 
     def without_biases(self) -> Self:

@@ -275,6 +275,10 @@ class Scoring:
             mask = mask.expand(*mask.shape[:-2], len(rows), len(keys))[..., rows, :][..., keys]
         return self._changed(mask, lambda step: step.of_tokens(keep).unpadded())
 
+    def repeated(self, samples: int) -> "Scoring":
+        """Return that of one sample for so many."""
+        return self._changed(self.mask, lambda step: step.repeated(samples))
+
     def without_biases(self) -> "Scoring":
         """Return that for projections without biases.
 

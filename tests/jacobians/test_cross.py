@@ -115,6 +115,18 @@ def test_from_tensors(stream: str) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS)
+def test_steeper_inputs_are_found(stream: str) -> None:
+    att = cross(3, stream, padded=True)
+    found = lb.attack(att, 0.3, steps=5, starts=4)
+    assert bool((found.norm >= oracle(att) * (1 - 1e-5)).all())
+    for s, h in ((0, 0), (1, 2)):
+        there = att.unpadded(s).select(heads=slice(h, h + 1))
+        keep = slice(None) if att.valid is None else att.valid[s]
+        exact = oracle(there.at(found.x[s, h][keep][None]))[0, 0]
+        torch.testing.assert_close(found.norm[s, h], exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
 def test_what_is_for_self_attention(stream: str) -> None:
     att = cross(3, stream)
     for ask in (

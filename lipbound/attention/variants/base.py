@@ -195,6 +195,10 @@ class Variant:
         """Return that for some of the samples."""
         return self
 
+    def repeated(self, samples: int) -> Self:
+        """Return that of one sample for so many, which differ in the layer's inputs alone."""
+        return self
+
     def of_tokens(self, keep: Tensor | slice) -> Self:
         """Return that for some of the tokens."""
         return self

@@ -105,6 +105,12 @@ class OtherStream(Variant):
         valid = None if self.valid is None else self.valid[samples]
         return replace(self._each(lambda t: t[:, samples]), valid=valid)
 
+    def repeated(self, samples: int) -> "OtherStream":
+        if next(iter(self._given().values())).shape[1] != 1:
+            return self
+        valid = None if self.valid is None else self.valid.expand(samples, -1)
+        return replace(self._each(lambda t: t.expand(-1, samples, -1, -1)), valid=valid)
+
     def unpadded(self) -> "OtherStream":
         if self.valid is None:
             return self
