@@ -70,7 +70,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         q, k = projected(x, att.w_q, att.b_q), projected(x, att.w_k, att.b_k)
         if added is not None:
             q, k = (
-                y + t[head, min(sample, t.shape[1] - 1)][keep]
+                y if t is None else y + t[head, min(sample, t.shape[1] - 1)][keep]
                 for y, t in ((q, added.q), (k, added.k))
             )
         if late:

@@ -253,6 +253,8 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
     assert norms is None or not norms.late, "the oracle turns what is normalised"
     added = att.scoring.find(Offsets)
     if added is not None:
+        assert added.q is not None
+        assert added.k is not None
         q, k = (
             replace(side, y=side.y + more, size=side.size + _largest(more))
             for side, more in (

@@ -18,11 +18,12 @@ class Offsets(Variant):
     of, and not to what values are. Before any normalisation.
 
     Args:
-        q, k: what is added to the projections of each token, (heads, samples or 1, N, d).
+        q, k: what is added to the projections of each token, (heads, samples or 1, N, d); None for
+            nothing.
     """
 
-    q: Tensor
-    k: Tensor
+    q: Tensor | None
+    k: Tensor | None
 
     name = "offsets"
     title = "positions added to queries and keys"
@@ -34,7 +35,8 @@ class Offsets(Variant):
         return ["offsets of queries and keys"]
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"offsets of queries": self.q, "offsets of keys": self.k}
+        found = {"offsets of queries": self.q, "offsets of keys": self.k}
+        return {name: t for name, t in found.items() if t is not None}
 
     def check(self, shapes: Shapes) -> None:
         heads, (samples, n), d = shapes.w_q[0], shapes.x[:2], shapes.w_q[2]
@@ -46,19 +48,22 @@ class Offsets(Variant):
                 )
 
     def acts_on(self, side: Side) -> bool:
-        return side != "v"
+        return self.of(side) is not None
 
-    def _of(self, side: Side) -> Tensor:
-        return (self.q if side == "q" else self.k).double().transpose(0, 1)
+    def of(self, side: Side) -> Tensor | None:
+        """Return what is added to queries, keys or values, (samples or 1, heads, N, d), float64."""
+        t = {"q": self.q, "k": self.k, "v": None}[side]
+        return None if t is None else t.double().transpose(0, 1)
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        return y + self._of(side) if self.acts_on(side) else y
+        added = self.of(side)
+        return y if added is None else y + added
 
     def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        if not self.acts_on(side):
+        added = self.of(side)
+        if added is None:
             return before
-        length = torch.linalg.vector_norm(y, dim=-1)
-        length = length + torch.linalg.vector_norm(self._of(side), dim=-1)
+        length = torch.linalg.vector_norm(y, dim=-1) + torch.linalg.vector_norm(added, dim=-1)
         return before._replace(error=before.error + 2 * UNIT * length)
 
     def of_heads(self, heads: slice) -> "Offsets":
@@ -71,4 +76,5 @@ class Offsets(Variant):
         return self.map(lambda t: t[:, :, keep])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Offsets":
-        return replace(self, q=change(self.q), k=change(self.k))
+        q, k = (None if t is None else change(t) for t in (self.q, self.k))
+        return replace(self, q=q, k=k)

@@ -279,18 +279,20 @@ class ProbedLayer:
         shape, heads = self._call.x.shape, self._call.q.shape[1]
         zero = torch.zeros(shape, dtype=torch.float64, device=self._call.q.device)
         some = self._random(torch.Generator().manual_seed(5))
-        made = [t.unflatten(0, shape[:2]) for t in self.projections(zero, turned=True)]
-        size = max(float(t.abs().amax()) for t in self.projections(some, turned=True))
-        moved = [t - t[:1, :1] for t in made]  # (samples, N, H or H_kv, d)
-        far = [float(t.abs().amax()) > ROTATION_TOLERANCE * size for t in moved]
-        if far[2] or not (any(far) or constant):
-            return None
-        alike = all(bool((t == t[:1]).all()) for t in moved[:2])
-        q, k = (
-            t[: 1 if alike else None].permute(2, 0, 1, 3).repeat_interleave(heads // t.shape[2], 0)
-            for t in moved[:2]
-        )
-        return Offsets(q.contiguous(), k.contiguous()), [t.flatten(0, 1) for t in made]
+        made, other = (self.projections(tokens, turned=True) for tokens in (zero, some))
+        found: list[Tensor | None] = [None, None]
+        for side in ("qkv".index(name) for name in self._call.sides):
+            each = made[side].unflatten(0, shape[:2])
+            moved = each - each[:1, :1]  # (samples, N, H or H_kv, d)
+            if float(moved.abs().amax()) > ROTATION_TOLERANCE * float(other[side].abs().amax()):
+                if side == 2:
+                    return None
+                alike = bool((moved == moved[:1]).all())
+                t = moved[: 1 if alike else None].permute(2, 0, 1, 3)
+                found[side] = t.repeat_interleave(heads // len(t), 0).contiguous()
+        if constant or any(t is not None for t in found):
+            return Offsets(*found), list(made)
+        return None
 
     def _random(self, generator: torch.Generator) -> Tensor:
         x = torch.randn(self._call.x.shape, generator=generator, dtype=torch.float64)
@@ -425,6 +427,8 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
                 raise
         else:
             offsets = layer.offsets() if turns is None and not latents else None
+    elif not latents:
+        offsets = layer.offsets()
     if offsets is not None:
         there = torch.arange(width + 1, device=rows.device) % (samples * n)
         each = [
@@ -432,7 +436,9 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
             for some in rows.split(samples * n)
         ]
         moved = [torch.cat(parts) for parts in zip(*each, strict=True)]
-        maps = [y - base[there] + base[0] for y, base in zip(moved, offsets[1], strict=True)]
+        for side in sides:
+            base = offsets[1][side]
+            maps[side] = moved[side] - base[there] + base[0]
     if turns is not None:
         places = torch.arange(width + 1, device=rows.device) % (samples * n) % n
         maps[:2] = [turns.undone(t, places) for t in maps[:2]]
