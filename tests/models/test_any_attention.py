@@ -141,6 +141,25 @@ class Crossing(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2))
 
 
+class CrossingPositions(nn.Module):
+    """The same with positions added to what queries and keys are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(24, 24), nn.Linear(10, 24), nn.Linear(10, 24)
+        self.out = nn.Linear(24, 24)
+
+    def forward(
+        self, x: Tensor, encoder_hidden_states: Tensor, query_pos: Tensor, encoder_pos: Tensor
+    ) -> Tensor:
+        made = self.q(x + query_pos), self.k(encoder_hidden_states + encoder_pos)
+        q, k, v = (
+            t.unflatten(-1, (4, 6)).transpose(1, 2) for t in (*made, self.v(encoder_hidden_states))
+        )
+        o = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
 EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = {
     "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
@@ -148,6 +167,17 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = 
     "added positions": (
         *(AddedPositions, {"x": X, "position_embeddings": X[1:].expand(2, -1, -1).contiguous()}),
         {"offsets"},
+    ),
+    "cross with positions": (
+        CrossingPositions,
+        {
+            **{"x": X, "encoder_hidden_states": Y[..., :10].contiguous()},
+            **{
+                "query_pos": X[1:].expand(2, -1, -1),
+                "encoder_pos": Y[:1, :, 10:20].expand(2, -1, -1),
+            },
+        },
+        {"cross", "offsets"},
     ),
     "cross": (Crossing, {"x": X, "encoder_hidden_states": Y[..., :10].contiguous()}, {"cross"}),
 }
