@@ -1,7 +1,5 @@
 """Layers ready to be measured: in units of ordinary size, with the Jacobian of the map."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -48,6 +46,7 @@ class PreparedMap:
         estimate: bool = False,
     ):
         self.map, self.known, self._sharp, before = map, None, sharp, att
+        self._given, self._key = att, ("roundoff", map, as_given, sharp, estimate)
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
         self.folded = None if self.basis is None else folding_error(before, att, self.basis)
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
@@ -70,9 +69,12 @@ class PreparedMap:
         if estimate and isinstance(self.op, HeadOperator):
             self.op = self.op.estimating()
 
-    @cached_property
+    @property
     def roundoff(self) -> Roundoff:
-        """Rounding of the Jacobian and its products, of a float64 layer."""
+        """Rounding of the Jacobian and its products, of a float64 layer, which keeps it."""
+        return self._given.cache.get(self._key, self._roundoff)
+
+    def _roundoff(self) -> Roundoff:
         heads, folded = heads_of(self.op), self.folded
         if self.map in WHOLE:
             return layer_roundoff(self.attention, heads, self.map, sharp=self._sharp)

@@ -204,11 +204,13 @@ SCALINGS = st.sampled_from((scaled_tie, scaled_values, scaled_queries))
 
 
 def agree(att: Attention, other: Attention, factor: float) -> None:
+    """But for the excess of norms of matrices of sizes: rounding may end them a step earlier."""
+    rtol = block_norms.RTOL
     for name in OURS:
         before, after = bounds.get(name)(att), bounds.get(name)(other)
         assert bool(torch.isfinite(after).all()), name
         torch.testing.assert_close(
-            after / factor, before, rtol=1e-9, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+            after / factor, before, rtol=rtol, atol=0, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

@@ -388,6 +388,28 @@ def _unturned(positions: Any) -> Any:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
+def _positions(
+    layer: ProbedLayer, call: Call, known: Iterable[Turns]
+) -> tuple[Turns | None, tuple[Offsets, list[Tensor]] | None]:
+    """Return what positions do: turn queries and keys, or add to them (see `ProbedLayer.offsets`).
+
+    Raises:
+        CaptureError: neither.
+    """
+    if call.sides != "qkv":
+        return None, layer.offsets()
+    try:
+        turns = layer.turns(known)
+    except DifferentPositionsError:
+        raise
+    except CaptureError:
+        offsets = layer.offsets(constant=True)
+        if offsets is None:
+            raise
+        return None, offsets
+    return turns, layer.offsets() if turns is None else None
+
+
 def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     """Return what a layer makes of its tokens.
 
@@ -415,20 +437,9 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     for side in {0, 1, 2} - set(sides):  # made of another stream
         together[side] = rows.new_zeros(width + 1, *together[side].shape[1:])
     maps, vectors = together[:3], together[3:]  # (D + 1, H or H_kv, d) and (D + 1, n) each
-    turns, offsets = None, None
-    if len(sides) == 3:
-        try:
-            turns = layer.turns(known)
-        except DifferentPositionsError:
-            raise
-        except CaptureError:
-            offsets = None if latents else layer.offsets(constant=True)
-            if offsets is None:
-                raise
-        else:
-            offsets = layer.offsets() if turns is None and not latents else None
-    elif not latents:
-        offsets = layer.offsets()
+    turns, offsets = (None, None) if latents else _positions(layer, call, known)
+    if latents and len(sides) == 3:
+        turns = layer.turns(known)
     if offsets is not None:
         there = torch.arange(width + 1, device=rows.device) % (samples * n)
         each = [
