@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lipbound.attention.variants import titles
+from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
 from lipbound.bounds.registry import get
 from lipbound.bounds.registry import names as bound_names
 from lipbound.devices import available, has_float64
@@ -22,7 +22,7 @@ from lipbound.models.loading import Checkpoint, load_unless_refused
 from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
-from lipbound.schema import CLOSED_FORM
+from lipbound.schema import CLOSED_FORM, TOKEN_NORMS
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -206,6 +206,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         )
         sources.inputs.notes.append(f"layers below zero count from the end: {measured} measured")
         tell(sources.inputs.notes[-1])
+    check_norm(config.norm, layers)
     names, not_applicable = about(config.names, layers, everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits
@@ -214,6 +215,25 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
     return Plan(spec, layers, samples, block, not_applicable, count)
+
+
+def check_norm(norm: str, layers: Sequence[LayerInfo]) -> None:
+    """Check that every layer has a norm that tells tokens apart, where that is asked for.
+
+    Raises:
+        LipboundError: one has not.
+    """
+    if norm not in TOKEN_NORMS:
+        return
+    for layer in layers:
+        without = layer.variants - set(WITH_TOKEN_NORMS)
+        if layer.measured == CLOSED_FORM and not without:
+            continue
+        what = titles(without) or "layers that are measured by automatic differentiation"
+        raise LipboundError(
+            f"norm {norm!r} does not cover {what}, such as layer {layer.index} ({layer.name}); "
+            "choose others by layers=, or take norm='frobenius'"
+        )
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:

@@ -46,6 +46,17 @@ def test_every_stream_has_a_row(run: tuple[Path, xr.Dataset]) -> None:
     assert ds.attrs["audit"]["lipbound"]["compared"] == 2 * 4 * 4
 
 
+def test_norms_of_tokens_are_of_self_attention() -> None:
+    """Which is said before anything is measured."""
+    model = build(lambda: tf.T5Model(tf.T5Config(**T5)))
+    ids = torch.tensor([[5, 9, 3, 17, 8]])
+    batch = {"input_ids": ids, "decoder_input_ids": ids}
+    with pytest.raises(LipboundError, match=r"does not cover cross-attention, such as layer 2 \("):
+        lb.compare(model, batch, norm="every-token", progress=False)
+    ds = lb.compare(model, batch, norm="every-token", layers=[0, 1], progress=False)
+    assert bool((ds["exact_upper"] >= ds["exact"]).all())
+
+
 def test_runs_with_streams_are_kept_and_verified(
     run: tuple[Path, xr.Dataset],
 ) -> None:
@@ -67,7 +78,7 @@ def test_layers_without_closed_form_have_no_bounds() -> None:
     assert said == {"does not cover layers without a closed form"}
     with pytest.raises(LipboundError, match="bound 'lipbound' needs layers in closed form"):
         lb.compare(model, ids, bounds=["lipbound"], progress=False)
-    with pytest.raises(LipboundError, match="norm 'one-token' needs layers in closed form"):
+    with pytest.raises(LipboundError, match="norm 'one-token' does not cover layers"):
         lb.compare(model, ids, norm="one-token", progress=False)
     layer = lb.capture(model, ids)[0]
     assert isinstance(layer, ModuleAttention)

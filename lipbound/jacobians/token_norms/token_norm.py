@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants import VARIANTS
+from lipbound.attention.variants import WITH_TOKEN_NORMS
 from lipbound.devices import in_own_modes
 from lipbound.errors import check_layer, choice, flag, real
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
@@ -104,7 +104,7 @@ def check(att: Attention, what: str, map: str) -> None:
     """Raise LipboundError for what cannot be measured; ``what`` measures."""
     choice("map", map, TOKEN_MAPS)
     check_layer(att, what)
-    att.only(what, [name for name in VARIANTS if name not in ("cross", "gate")])
+    att.only(what, WITH_TOKEN_NORMS)
 
 
 def pieces(att: Attention, map: str) -> Iterator[Attention]:
