@@ -46,7 +46,7 @@ def centred(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 class Attention:
-    r"""The heads of one self-attention layer at a batch of inputs.
+    r"""The heads of one attention layer at a batch of inputs.
 
     For sample :math:`X` (N x D) and a head with projections :math:`W_Q, W_K` (D x d), :math:`W_V`
     (D x d_v)::

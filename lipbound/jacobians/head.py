@@ -88,7 +88,7 @@ class HeadOperator(TensorOperator):
     to_k: PerEntry[TokenMap]
     to_v: PerEntry[TokenMap]
     gate: PerEntry[GateStep | None]
-    """Of gated outputs, whose logits are one more part of m."""
+    """Derivative of the gate, whose logits are one more part of m; None without a gate."""
 
     def _set(self, att: Attention) -> None:
         """Everything that does not depend on P."""

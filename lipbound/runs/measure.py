@@ -281,7 +281,7 @@ def _measure(
     values: dict[str, Any] = {}
     whole = spec.map in WHOLE
     for name in spec.names:
-        if not att.variants <= get(name).covers:  # says nothing of cross-attention
+        if not att.variants <= get(name).covers:  # such as published bounds at cross-attention
             values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
             values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
             continue

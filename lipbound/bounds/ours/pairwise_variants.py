@@ -68,7 +68,7 @@ def _of_heads(att: Attention, heads: slice) -> Tensor:
 
 
 def _of_head(head: VariantHead) -> Tensor:
-    p, e, values = head.rows * head.p, head.e, head.values()
+    p, e, values = head.gate_factor * head.p, head.e, head.values()
     found = head.token_vectors(inner=len(head.kept) <= LONGEST)
     reach, own = e * found.length, torch.diag_embed(found.b)
     tokens = root(values**2 + 2 * p * e * found.image + reach**2) + own

@@ -61,12 +61,13 @@ class VariantHead:
     r"""One head of one sample of a float64 layer, any variant, padding left out.
 
     Attributes:
-        gate: what a gate does, or None. rows: its largest factor for every output, (N, 1), which
-            ``e`` is multiplied with. after: norm of the matrix behind it.
+        gate: what a gate does, or None. gate_factor: its largest factor for every output, (N, 1),
+            ones without a gate. after: norm of the matrix behind it.
         unit: a power of two near the largest probability, by which P and its weights are divided: a
             sink may leave probabilities whose squares underflow, and J is linear in both.
         p, t: P and what changes of scores are weighted with, (N, N). e: :math:`E_{ij} = T_{ij} |v_j
-            - o_i|`, distance: without T, (N, N).
+            - o_i|`, with a gate the norm of what it makes of v_j - o_i. distance: :math:`|v_j -
+            o_i|`, (N, N).
         q, k, v, o: queries times the scale, centred keys and values, outputs, (N, d or d_v).
         norm_v, size_v: upper values of :math:`\|D^v_j\|`, and Frobenius norms with absolute values
             inside, (N,), or () where they are those of W_V for all tokens.
@@ -89,9 +90,9 @@ class VariantHead:
         self.p, self.t = p / self.unit, t / self.unit
         self.distance = torch.cdist(self.o, self.v, compute_mode="donot_use_mm_for_euclid_dist")
         self.gate, self.after = self._gate(att, h, rows), torch.ones_like(self.q[0, 0])
-        self.rows, self.e = torch.ones_like(self.q[:, :1]), self.t * self.distance
+        self.gate_factor, self.e = torch.ones_like(self.q[:, :1]), self.t * self.distance
         if self.gate is not None:
-            self.rows = self.gate.factor[0].amax(-1, keepdim=True) * (1 + 64 * UNIT)
+            self.gate_factor = self.gate.factor[0].amax(-1, keepdim=True) * (1 + 64 * UNIT)
             gated = [(f * (self.v - o)).norm(dim=-1) for f, o in self._factors()]
             self.e = self.t * torch.stack(gated) * (1 + 64 * UNIT)
             if self.gate.after is not None:
@@ -135,11 +136,11 @@ class VariantHead:
 
     def values(self) -> Tensor:
         r"""Upper values of the norms of :math:`P_{ij} \mathrm{diag}(g_i) D^v_j`, (N, N)."""
-        whole = self.p * self.rows * self.norm_v
+        whole = self.p * self.gate_factor * self.norm_v
         if self.gate is None or self.norm_v.ndim:
             return whole
         f, _ = upper_factor(self.w_v)
-        slack = gamma(64) * torch.linalg.matrix_norm(f.detach()) * self.rows.detach()
+        slack = gamma(64) * torch.linalg.matrix_norm(f.detach()) * self.gate_factor.detach()
         own = block_norm(self.gate.factor[0][:, :, None] * f.mT)[:, None] + slack
         return torch.minimum(whole, self.p * own)
 

@@ -9,7 +9,7 @@ from lipbound.models.capture.seeing.call import Call
 from lipbound.schema import MEMORY, QUERIES
 
 SIDES = {QUERIES: "q", MEMORY: "kv"}
-"""What each stream of cross-attention makes."""
+"""The sides that are made of each stream of cross-attention: queries, or keys and values."""
 
 
 def of_stream(call: Call, stream: str) -> Call:
