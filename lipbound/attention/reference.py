@@ -9,6 +9,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
+from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.attention.variants.value_norm import ValueNorm
 
 
@@ -41,6 +42,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     step, gate = att.scoring.find(ValueNorm), att.scoring.find(Gate)
     added, norms = att.scoring.find(Offsets), att.scoring.find(QKNormalised)
     late = norms is not None and norms.late
+    relative = att.scoring.find(RelativeKeys)
+    r = None if relative is None else relative.r[min(head, len(relative.r) - 1)][keep][:, keep]
     after = None if step is None else step.after
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.rows, att.keys)[sample, head]
@@ -80,7 +83,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
             q, k = rotated(q), rotated(k)
         q = q if fixed["q"] is None else fixed["q"]
         k = k if fixed["k"] is None else fixed["k"]
-        scores = q @ k.mT * att.scale
+        scores = q @ k.mT if r is None else torch.einsum("id,ijd->ij", q, k + r)
+        scores = att.scale * scores
         if att.cap is not None:
             scores = torch.tanh(scores / att.cap) * att.cap
         scores = scores if mask is None else scores + mask

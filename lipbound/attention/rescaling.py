@@ -83,7 +83,8 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     same = ordinary(att)
     if same is not None:
         return same, torch.zeros(att.heads, dtype=torch.long, device=att.device), exact
-    wide, invariant = att.double(), not {"qk_norm", "cross", "offsets"} & att.scoring.names
+    wide, fixed = att.double(), {"qk_norm", "cross", "offsets", "relative_keys"}
+    invariant = not fixed & att.scoring.names
     own, sizes, e_x, e_c = _sizes(wide)
     e_x = 0 if e_x == ZERO else e_x
     shifts, logits = _shifts(sizes, e_x, e_c, invariant)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import LINEAR_VALUES, titles
+from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.errors import AttentionError
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import gamma
@@ -89,8 +90,12 @@ class Gram:
             return torch.stack([torch.cat([form(h, i) for i in rows]) for h in range(self.heads)])
 
         self._c = of_all(lambda h, i: self._a(h, i) @ k[h])
-        lengths = of_all(lambda h, i: self._a(h, i).norm(dim=1))
-        self.error = self._rounding(lengths, k, att.x.shape[2])
+        lengths, keys = of_all(lambda h, i: self._a(h, i).norm(dim=1)), k.norm(dim=-1)
+        if (relative := att.scoring.find(RelativeKeys)) is not None:  # one head
+            r = relative.of_head(heads[0])[keep][:, keep]
+            self._c = of_all(lambda h, i: self._a(h, i) @ (k[h] + r[i]))
+            keys = keys + r.norm(dim=-1).amax(0)
+        self.error = self._rounding(lengths, keys, att.x.shape[2])
 
     # -- what it is made of ------------------------------------------------------------------------
 
@@ -102,18 +107,18 @@ class Gram:
         """W_a^T W_b of heads h and g."""
         return self._w[a][h].mT @ self._w[b][g]
 
-    def _rounding(self, lengths: Tensor, k: Tensor, inputs: int) -> float:
+    def _rounding(self, lengths: Tensor, keys: Tensor, inputs: int) -> float:
         """Bound on the 2-norm of the rounding error of G, given P, v - o, q, k and the weights.
 
         Lemma 54 (docs/theory/numerics.md), where ``part`` is called pi: a bound on a head's
-        Jacobian with absolute values inside.
+        Jacobian with absolute values inside. ``keys``: lengths of keys, (heads, N).
         """
         total, c = 0.0, abs(self._scale)
         for h in range(self.heads):
             w_q, w_k, w_v = (float(self._w[name][h].norm()) for name in "qkv")
             reach = (lengths[h].norm(dim=1) * self._q[h].norm(dim=1)).norm()
             part = c * w_k * float(reach) + float(self._p[h].norm()) * w_v
-            part += c * w_q * float((lengths[h] @ k[h].norm(dim=1)).norm())
+            part += c * w_q * float((lengths[h] @ keys[h]).norm())
             total += part * (1.0 if self._w_o is None else float(self._w_o[h].norm()))
         outer = 0 if self._w_o is None else 2 * self.heads * self._d_v
         d = self._w["q"].shape[2]
@@ -268,7 +273,7 @@ class VariantGram(Gram):
             part = slice(i, min(i + step, self.tokens))
             yield part, self._kept if step >= self.tokens else self._kept[part]
 
-    def _rounding(self, lengths: Tensor, k: Tensor, inputs: int) -> float:
+    def _rounding(self, lengths: Tensor, keys: Tensor, inputs: int) -> float:
         r"""Bound on the 2-norm of the rounding error of G, in tiles or products.
 
         Given P, its weights, v - o, q, k and the maps of the tokens: Lemma 55
@@ -281,7 +286,7 @@ class VariantGram(Gram):
         )
         c, reach = abs(self._scale), lengths[0] * self._q[0].norm(dim=1)[:, None] * s_k
         part = float(self._p.norm()) * float(self._w["v"].norm()) + c * float(reach.norm())
-        part += c * float((lengths[0] @ k[0].norm(dim=1) * s_q).amax())
+        part += c * float((lengths[0] @ keys[0] * s_q).amax())
         return gamma(2 * self.tokens + inputs + 6 * self._q.shape[2] + self._d_v + 40) * part**2
 
     def tile(self, rows: slice, cols: slice) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate, GateStep
+from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, narrow
@@ -87,30 +88,31 @@ class HeadOperator(TensorOperator):
     to_q: PerEntry[TokenMap]
     to_k: PerEntry[TokenMap]
     to_v: PerEntry[TokenMap]
+    by_query: PerEntry[Tensor | None]
+    """What relative keys add to derivatives of outputs by queries, (batch, N, d_v, d), or None."""
     gate: PerEntry[GateStep | None]
     """Derivative of the gate, whose logits are one more part of m; None without a gate."""
 
     def _set(self, att: Attention) -> None:
         """Everything that does not depend on P."""
-        heads = att.heads
         self.plain, self.squared = not att.variants, False
-        self.batch = att.samples * heads
+        self.batch = att.samples * att.heads
         self.dtype, self.device = att.dtype, att.device
         self.out_shape = (att.rows, att.d_v)
         gate = att.scoring.find(Gate)
         weights = [att.scale * att.w_q, att.scale * att.w_k, att.w_v]
         self.w = torch.cat([*weights, *([] if gate is None else [gate.w])], -1)
-        self.gate = None
-        self.head = torch.arange(heads, device=att.device).repeat(att.samples)
-        self.sample = torch.arange(att.samples, device=att.device).repeat_interleave(heads)
+        self.by_query = self.gate = None
+        self.head = torch.arange(att.heads, device=att.device).repeat(att.samples)
+        self.sample = torch.arange(att.samples, device=att.device).repeat_interleave(att.heads)
         self.to_q, self.to_k, self.to_v = att.passages().values()
         of_gate = 0 if gate is None else att.d_v
         self.sizes = [att.d, att.d, att.d_v, of_gate, *(to.extra for to in self._passages)]
         spans = distinct([span for step in att.scoring.steps for span in step.spans()])
         self.rows = RowSpace(self.w, spans, att.dtype)
         width = self.w.shape[2] + sum(w.shape[1] for w in spans)
-        inputs = att.x.shape[2]
-        self.in_shape = (att.tokens, inputs if self.rows.everything else min(inputs, width))
+        width = self.w.shape[1] if self.rows.everything else min(self.w.shape[1], width)
+        self.in_shape = (att.tokens, width)
         self.q = _flat(att.q)
         self.k = _flat(att.centred_k.to(att.dtype))
         self.v = _flat(att.centred_v.to(att.dtype))
@@ -196,11 +198,14 @@ class HeadOperator(TensorOperator):
         Those of scores are already scaled; side by side, or part by part.
         """
         parts = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
-        out = self._mixed(self._arriving(parts))
+        arriving = self._arriving(parts)
+        out = self._mixed(arriving)
+        if self.by_query is not None:
+            out = out + (self.by_query @ arriving[0][..., None])[..., 0]
         return out if self.gate is None else self.gate.push(out, parts[3])
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Return perturbations of outputs from those of q, k and v as they enter."""
+        """The perturbations of outputs under those of q, k and v as they enter."""
         groups = self._groups()
         assert groups is not None
         return pushed(groups, arriving)
@@ -269,7 +274,10 @@ class HeadOperator(TensorOperator):
         if self.gate is not None:
             y, logits = self.gate.pull(y)
             of_gate = [logits]
-        cotangents = zip(self._passages, self._cotangents(y), strict=True)
+        of_q, *others = self._cotangents(y)
+        if self.by_query is not None:
+            of_q = of_q + (y[..., None, :] @ self.by_query)[..., 0, :]
+        cotangents = zip(self._passages, (of_q, *others), strict=True)
         parts, extra = zip(*(to.pull(t) for to, t in cotangents), strict=True)
         return [*parts, *of_gate, *(t for t in extra if t is not None)]
 
@@ -287,8 +295,8 @@ class HeadOperator(TensorOperator):
         Laid out coordinate by coordinate.
         """
         groups = self._groups()
-        steps = self.gate is not None or any(to.steps for to in self._passages)
-        if groups is not None and not steps:
+        bare = self.gate is None and self.by_query is None
+        if groups is not None and bare and not any(to.steps for to in self._passages):
             return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
         return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
@@ -396,6 +404,8 @@ class HeadJacobian(InParts, HeadOperator):
         self.p = _flat(att.p)
         self.t = self.p if att.weights is att.p else _flat(att.weights)
         self.o = self.p @ self.v
+        if (relative := att.scoring.find(RelativeKeys)) is not None:
+            self.by_query = relative.by_query(self.t, self.v, self.o, self.head)
         self._set_gate(att)
         dense = att.mask is None and att.valid is None
         self.blocks = None if dense or att.rows != att.keys else worthwhile(self.p)

@@ -18,6 +18,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.base import REGISTERED, Variant
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.relative_keys import RelativeKeys
 
 COMBINATIONS = [
     frozenset(has)
@@ -193,8 +194,13 @@ def forward(
     logits = (
         None if gate is None else linear(gate.w[head], None if gate.b is None else gate.b[head])
     )
+    relative = att.scoring.find(RelativeKeys)
+    r = None if relative is None else relative.of_head(head)
     for i in range(len(q)):
         scores = [mpmath.mpf(att.scale) * mpmath.fdot(q[i], k[j]) for j in range(len(k))]
+        if r is not None:
+            added = [mpmath.mpf(att.scale) * mpmath.fdot(q[i], one) for one in r[i].tolist()]
+            scores = [score + more for score, more in zip(scores, added, strict=True)]
         scores = (
             scores
             if att.cap is None

@@ -18,6 +18,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.attention.variants.rotary import Rotation
 
 SAMPLES = 6
@@ -459,6 +460,15 @@ def capped(draft: Draft) -> None:
     """Caps of 0.01 to 100, scores from far below to far above."""
     draft.more["cap"] = float(draft.powers(-2, 2, 1))
     draft.w_q *= draft.powers(-2, 4, draft.heads)
+
+
+@family
+def relative(draft: Draft) -> None:
+    """Relative keys of 1e-6 to 1e6 beside keys of ordinary size, one for all heads or for each."""
+    heads = draft.heads if draft.chance() else 1
+    r = draft.normal(heads, draft.n, draft.n, draft.w_q.shape[2])
+    draft.more["steps"] = [RelativeKeys(r * draft.powers(-6, 6, heads)[..., None])]
+    draft.w_q *= draft.powers(-6, 2, draft.heads)
 
 
 @family

@@ -33,6 +33,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
+from lipbound.attention.variants.relative_keys import RelativeKeys
 
 Exact = npt.NDArray[np.object_]
 """Arrays of `Decimal`."""
@@ -40,7 +41,8 @@ DIGITS = (80, 200, 500)
 """Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the
 norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
-KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "offsets"} | {"cap", "sinks"}
+KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "offsets", "relative_keys"}
+KNOWN |= {"cap", "sinks"}
 """Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
@@ -281,6 +283,11 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         k = k if other.k is None else _held(other.k[head, sample][list(keys)], x.shape[1])
         v = v if other.v is None else _held(other.v[head, sample][list(keys)], x.shape[1])
     z, by_query, by_key = _distances(q, scale) if l2 else _products(q, k, scale)
+    if (relative := att.scoring.find(RelativeKeys)) is not None:
+        r = scale * exact(relative.r[min(head, len(relative.r) - 1)][keep][:, keep])
+        z = z + (q.y[:, None] * r).sum(-1)
+        by_query = by_query + (q.dy[:, None] * r[..., None]).sum(2)
+        k = replace(k, size=k.size + _largest(r / scale))
     score, slope = (
         abs(scale) * q.size * k.size * q.y.shape[1],
         abs(scale) * (q.size * k.slope + k.size * q.slope) * q.y.shape[1],

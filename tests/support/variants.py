@@ -9,9 +9,10 @@ from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.attention.variants.rotary import Rotation
 
-LINEAR = ("rotation", "norm", "together", "cap", "sinks", "offsets")
+LINEAR = ("rotation", "norm", "together", "cap", "sinks", "offsets", "relative")
 """Those that leave values alone."""
 VARIANTS = (*LINEAR, "values", "latent", "gate")
 MASKS = ("none", "causal", "window", "padded", "offsets")
@@ -76,6 +77,8 @@ def layer(
     if "offsets" in has:
         each = samples if seed % 2 else 1
         extra["steps"] += [Offsets(draw(heads, each, n, d), draw(heads, each, n, d))]
+    if "relative" in has:
+        extra["steps"] += [RelativeKeys(draw(heads if seed % 2 else 1, n, n, d))]
     if "gate" in has:
         b_gate = draw(heads, d_v) if biases else None
         extra["steps"] += [Gate(draw(heads, 7, d_v), b_gate)]

@@ -34,7 +34,9 @@ def listed(words: Sequence[str]) -> str:
     return (" and " if len(words) < 3 else ", ").join(words)
 
 
-WITH_TOKEN_NORMS = tuple(name for name in VARIANTS if name not in ("cross", "gate"))
+WITH_TOKEN_NORMS = tuple(
+    name for name in VARIANTS if name not in ("cross", "gate", "relative_keys")
+)
 """Names of those that norms which tell tokens apart cover."""
 LINEAR_VALUES = tuple(name for name in VARIANTS if name not in ("value_norm", "cross", "gate"))
 """Names of those under which outputs are averages of projections of the layer's own tokens."""

@@ -144,6 +144,13 @@ class Variant:
 
     # -- scores ------------------------------------------------------------------------------------
 
+    def products(self, q: Tensor) -> Tensor | None:
+        """Return what is added to q k^T, (samples, heads, N, N), linear in q; None for nothing.
+
+        ``q``: queries as they enter the scores, (samples, heads, N, d), float64.
+        """
+        return None
+
     def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
         """Return scores z before the mask as they go on.
 

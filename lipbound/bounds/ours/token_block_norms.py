@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate, GateStep
+from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.bounds.ours.block_norms import CHUNK, root, seen
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import (
@@ -69,6 +70,7 @@ class VariantHead:
             - o_i|`, with a gate the norm of what it makes of v_j - o_i. distance: :math:`|v_j -
             o_i|`, (N, N).
         q, k, v, o: queries times the scale, centred keys and values, outputs, (N, d or d_v).
+        r: relative keys, (N, N, d), or None.
         norm_v, size_v: upper values of :math:`\|D^v_j\|`, and Frobenius norms with absolute values
             inside, (N,), or () where they are those of W_V for all tokens.
         tangents: how queries, keys and values follow their tokens, named by ``kept``.
@@ -85,6 +87,8 @@ class VariantHead:
         self.kept = torch.arange(att.tokens, device=att.device)[keep]
         p, t = (w[0, h][rows][:, keys] for w in (att.p, att.weights))
         self.k, self.v = att.centred_k[0, h][keys], att.centred_v[0, h][keys]
+        relative = att.scoring.find(RelativeKeys)
+        self.r = None if relative is None else relative.of_head(h)[rows][:, keys]
         self.q, self.o = att.scale * att.q[0, h][rows], p @ self.v
         self.unit = power_of_two(p.detach().amax())
         self.p, self.t = p / self.unit, t / self.unit
@@ -149,16 +153,23 @@ class VariantHead:
         return self.size_v[part, None] if self.size_v.ndim else self.size_v[None, None]
 
     def covariances(self, rows: slice | Tensor, keys: slice = slice(None)) -> Tensor:
-        r"""Sums :math:`C_i = c \sum_j T_{ij} (v_j - o_i) k_j^T` over some keys, (rows, d_v, d)."""
+        r"""Sums :math:`C_i = c \sum_j T_{ij} (v_j - o_i) (k_j + r_{ij})^T` over some keys.
+
+        (rows, d_v, d); r where keys are relative.
+        """
         a = self.t[rows, keys, None] * (self.v[None, keys] - self.o[rows, None, :])
-        return a.mT @ (self.scale * self.k[keys])
+        k = self.k[keys] if self.r is None else self.k[keys] + self.r[rows][:, keys]
+        return a.mT @ (self.scale * k)
 
     def by_query(self, rows: slice | Tensor) -> Tensor:
         """Frobenius norms of B_i with absolute values inside, (rows,).
 
         Rounding is relative to them.
         """
-        reach = abs(self.scale) * self.e.detach()[rows] @ self.k.detach().norm(dim=-1)
+        lengths = self.k.detach().norm(dim=-1)
+        if self.r is not None:
+            lengths = lengths + self.r.norm(dim=-1).amax(0)
+        reach = abs(self.scale) * self.e.detach()[rows] @ lengths
         return reach * self.tangents.size("q", self.kept[rows]).detach()
 
     def own(self, part: slice, keys: slice, *, squarings: int) -> tuple[Tensor, Tensor, Tensor]:
