@@ -10,6 +10,7 @@ from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.relative_keys import RelativeKeys
+from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.attention.variants.value_norm import ValueNorm
 
 
@@ -42,8 +43,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     step, gate = att.scoring.find(ValueNorm), att.scoring.find(Gate)
     added, norms = att.scoring.find(Offsets), att.scoring.find(QKNormalised)
     late = norms is not None and norms.late
-    relative = att.scoring.find(RelativeKeys)
-    r = None if relative is None else relative.r[min(head, len(relative.r) - 1)][keep][:, keep]
+    relative, by_key = att.scoring.find(RelativeKeys), att.scoring.find(RelativeQueries)
     after = None if step is None else step.after
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.rows, att.keys)[sample, head]
@@ -59,16 +59,6 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         turned = torch.complex(y[:, :r], y[:, r : 2 * r]) * angles
         return torch.cat([turned.real, turned.imag, y[:, 2 * r :]], -1)
 
-    def normed(x: Tensor, y: Tensor, norm: QKNorm | None) -> Tensor:
-        if norm is None:
-            return y
-        linear = torch.nn.functional.linear
-        whole = y if norm.over is None else linear(x, norm.over[0].mT, norm.over[1])
-        size = torch.rsqrt((whole**2).mean(-1, keepdim=True) + norm.eps)
-        size = size if norm.part is None else torch.where(norm.part, size, 1.0)
-        y = norm.gain[head] * y * size
-        return y if norm.bias is None else y + norm.bias[head]
-
     def f(x: Tensor) -> Tensor:
         q, k = projected(x, att.w_q, att.b_q), projected(x, att.w_k, att.b_k)
         if added is not None:
@@ -78,18 +68,24 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
             )
         if late:
             q, k = rotated(q), rotated(k)
-        q, k = normed(x, q, att.norm_q), normed(x, k, att.norm_k)
+        q, k = _normed(x, q, att.norm_q, head), _normed(x, k, att.norm_k, head)
         if not late:
             q, k = rotated(q), rotated(k)
         q = q if fixed["q"] is None else fixed["q"]
         k = k if fixed["k"] is None else fixed["k"]
-        scores = q @ k.mT if r is None else torch.einsum("id,ijd->ij", q, k + r)
+        scores = q @ k.mT
+        if relative is not None:
+            r = relative.of_head(head)[keep][:, keep]
+            scores = scores + torch.einsum("id,ijd->ij", q, r.to(q))
+        if by_key is not None:
+            t = by_key.of_head(head)[keep][:, keep]
+            scores = scores + torch.einsum("ijd,jd->ij", t.to(k), k)
         scores = att.scale * scores
         if att.cap is not None:
             scores = torch.tanh(scores / att.cap) * att.cap
         scores = scores if mask is None else scores + mask
         p = torch.softmax(scores if sink is None else torch.cat([sink, scores], -1), -1)
-        v = normed(x, projected(x, att.w_v, att.b_v), att.norm_v)
+        v = _normed(x, projected(x, att.w_v, att.b_v), att.norm_v, head)
         v = v if after is None else v @ after[head]
         v = v if fixed["v"] is None else fixed["v"]
         out = (p if sink is None else p[:, 1:]) @ v
@@ -99,6 +95,17 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         return out
 
     return f
+
+
+def _normed(x: Tensor, y: Tensor, norm: QKNorm | None, head: int) -> Tensor:
+    if norm is None:
+        return y
+    linear = torch.nn.functional.linear
+    whole = y if norm.over is None else linear(x, norm.over[0].mT, norm.over[1])
+    size = torch.rsqrt((whole**2).mean(-1, keepdim=True) + norm.eps)
+    size = size if norm.part is None else torch.where(norm.part, size, 1.0)
+    y = norm.gain[head] * y * size
+    return y if norm.bias is None else y + norm.bias[head]
 
 
 def dense_jacobian(att: Attention, sample: int = 0, head: int = 0) -> Tensor:

@@ -15,6 +15,8 @@ ORDINARY = 16
 """Logarithms to base 2 within which sizes of tensors are left as they are by `unit_scales`."""
 LARGEST_SCORES = 80
 """Logarithm to base 2 of the size of scores beyond which no bound is evaluated."""
+FIXED = {"qk_norm", "cross", "offsets", "relative_keys", "relative_queries"}
+"""Variants under which sizes of queries and keys do not go together."""
 ZERO = -100_000
 """Stands for the logarithm of zero."""
 
@@ -83,8 +85,7 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     same = ordinary(att)
     if same is not None:
         return same, torch.zeros(att.heads, dtype=torch.long, device=att.device), exact
-    wide, fixed = att.double(), {"qk_norm", "cross", "offsets", "relative_keys"}
-    invariant = not fixed & att.scoring.names
+    wide, invariant = att.double(), not FIXED & att.scoring.names
     own, sizes, e_x, e_c = _sizes(wide)
     e_x = 0 if e_x == ZERO else e_x
     shifts, logits = _shifts(sizes, e_x, e_c, invariant)

@@ -78,7 +78,7 @@ class Scoring:
         names = [step.name for step in self.steps]
         if len(set(names)) < len(names):
             raise AttentionError(f"variants {names} were given, one of them twice; give each once")
-        for one in ("gate", "relative_keys"):
+        for one in ("gate", "relative_keys", "relative_queries"):
             if {one, "cross"} <= set(names):
                 title = next(step.title for step in self.steps if step.name == one)
                 raise AttentionError(f"{title} of cross-attention have no closed form here")
@@ -157,7 +157,7 @@ class Scoring:
         """Return the products of queries and keys that scores are made of, before their scale."""
         found = q @ k.mT
         for step in self.steps:
-            if (more := step.products(q)) is not None:
+            if (more := step.products(q, k)) is not None:
                 found = found + more
         return found
 

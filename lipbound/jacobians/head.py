@@ -14,6 +14,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate, GateStep
 from lipbound.attention.variants.relative_keys import RelativeKeys
+from lipbound.attention.variants.relative_queries import RelativeQueries, RelativeStep
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, narrow
@@ -56,11 +57,9 @@ class HeadOperator(TensorOperator):
     J sees dX only through ``dX w``, so it is applied in coordinates of the row space of ``w``: with
     ``w = u r`` (thin QR, u: D x m' with orthonormal columns, m' = min(D, m)), inputs of the
     operator are ``dX u``, (N, m'), and singular values are unchanged: Lemma 3
-    (docs/theory/jacobian.md). ``gram`` needs no QR at all, only ``w^T w`` (m x m). ``lift`` brings
-    vectors of the reduced space back to (N, D).
+    (docs/theory/jacobian.md). ``lift`` brings them back to (N, D).
 
-    Batch entries are in the order of ``att.p.flatten(0, 1)``: all heads of sample 0, then sample 1,
-    ...
+    Batch entries are all heads of sample 0, then of sample 1, ...
     """
 
     w: Tensor
@@ -88,6 +87,7 @@ class HeadOperator(TensorOperator):
     to_q: PerEntry[TokenMap]
     to_k: PerEntry[TokenMap]
     to_v: PerEntry[TokenMap]
+    by_key: PerEntry[RelativeStep | None]
     by_query: PerEntry[Tensor | None]
     """What relative keys add to derivatives of outputs by queries, (batch, N, d_v, d), or None."""
     gate: PerEntry[GateStep | None]
@@ -102,7 +102,7 @@ class HeadOperator(TensorOperator):
         gate = att.scoring.find(Gate)
         weights = [att.scale * att.w_q, att.scale * att.w_k, att.w_v]
         self.w = torch.cat([*weights, *([] if gate is None else [gate.w])], -1)
-        self.by_query = self.gate = None
+        self.by_key = self.by_query = self.gate = None
         self.head = torch.arange(att.heads, device=att.device).repeat(att.samples)
         self.sample = torch.arange(att.samples, device=att.device).repeat_interleave(att.heads)
         self.to_q, self.to_k, self.to_v = att.passages().values()
@@ -171,18 +171,16 @@ class HeadOperator(TensorOperator):
         """
         if not self.turned_alone:
             return None
-        changes = {
-            f.name: t.float()
-            for f in fields(self)
-            if isinstance(t := getattr(self, f.name), Tensor) and t.is_floating_point()
-        }
-        names = ("to_q", "to_k", "to_v")
-        to: dict[str, Any] = {
-            name: replace(getattr(self, name), dtype=torch.float32) for name in names
-        }
-        more: dict[str, Any] = {"dtype": torch.float32, "rows": self.rows.to(torch.float32)}
-        to |= {"gate": None if self.gate is None else self.gate.to(torch.float32)}
-        return self._with(**changes | more | to)
+        changes: dict[str, Any] = {"dtype": torch.float32}
+        for name in (f.name for f in fields(self)):
+            t = getattr(self, name)
+            if isinstance(t, TokenMap):
+                changes[name] = replace(t, dtype=torch.float32)
+            elif isinstance(t, RowSpace | GateStep | RelativeStep) or (
+                isinstance(t, Tensor) and t.is_floating_point()
+            ):
+                changes[name] = t.to(torch.float32)
+        return self._with(**changes)
 
     def estimating(self) -> Self:
         """The same maps, for searches in float32 whose results few products in float64 check.
@@ -305,7 +303,7 @@ class HeadOperator(TensorOperator):
         z = torch.einsum("snd,hdm->shnm", x, self.w)
         if self.extra is None:
             return _flat(z)
-        along = torch.einsum("snd,snde->sne", x, self.extra[self._layers()])[:, None]
+        along = torch.einsum("snd,snde->sne", x, self.extra[self.sample[:: len(self.w)]])[:, None]
         return _flat(torch.cat([z, along.expand(-1, len(self.w), -1, -1)], -1))
 
     def collect(self, z: Tensor) -> Tensor:
@@ -315,11 +313,7 @@ class HeadOperator(TensorOperator):
         if self.extra is None:
             return x
         extra = z[..., self.w.shape[2] :]
-        return x + torch.einsum("shne,snde->snd", extra, self.extra[self._layers()])
-
-    def _layers(self) -> Tensor:
-        """The samples of a batch of whole layers."""
-        return self.sample[:: len(self.w)]
+        return x + torch.einsum("shne,snde->snd", extra, self.extra[self.sample[:: len(self.w)]])
 
     def jvp(self, x: Tensor) -> Tensor:
         times = narrow if self._long else torch.matmul
@@ -406,6 +400,8 @@ class HeadJacobian(InParts, HeadOperator):
         self.o = self.p @ self.v
         if (relative := att.scoring.find(RelativeKeys)) is not None:
             self.by_query = relative.by_query(self.t, self.v, self.o, self.head)
+        if (other := att.scoring.find(RelativeQueries)) is not None:
+            self.by_key = RelativeStep(other.t.transpose(1, 2).contiguous(), self.head)
         self._set_gate(att)
         dense = att.mask is None and att.valid is None
         self.blocks = None if dense or att.rows != att.keys else worthwhile(self.p)
@@ -418,7 +414,7 @@ class HeadJacobian(InParts, HeadOperator):
         return [RowBlock(*at, self.p[:, *at], self.t[:, *at]) for at in places]
 
     def _groups(self) -> Iterable[Group] | None:
-        if self.blocks is None or torch.is_grad_enabled():
+        if self.blocks is None or self.by_key is not None or torch.is_grad_enabled():
             return None
         return [(slice(None), self.tokens, self._shared)]
 
@@ -428,13 +424,16 @@ class HeadJacobian(InParts, HeadOperator):
         g = y @ self.v.mT
         shift = (y * self.o).sum(-1, keepdim=True)
         g = self.t * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self.t)
-        return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
+        to_k = narrow(g.mT, self.q)
+        to_k = to_k if self.by_key is None else to_k + self.by_key.pull(g)
+        return narrow(g, self.k), to_k, narrow(self.p.mT, y)
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         if self._groups() is not None:
             return super()._mixed(arriving)
         z_q, z_k, z_v = arriving
         s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)
+        s = s if self.by_key is None else s + self.by_key.push(z_k)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
         return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, z_v)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.layers import changed, window
 from support.oracles import encloses, oracle
 from support.strategies import examples
-from support.variants import VARIANTS, layer
+from support.variants import RELATIVE, VARIANTS, layer
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
@@ -34,7 +34,7 @@ def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "ROWS", 2)
 
 
-STREAMED = tuple(name for name in VARIANTS if name != "relative")
+STREAMED = tuple(name for name in VARIANTS if name not in RELATIVE)
 
 
 @st.composite

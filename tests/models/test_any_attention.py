@@ -2,7 +2,9 @@
 transformers' interface, torch's function or by hand, in closed form or through the module."""
 
 import inspect
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -160,6 +162,36 @@ class CrossingPositions(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2))
 
 
+class RelativePositions(nn.Module):
+    """Transformer-XL's scores by hand, with vectors of each distance for queries and keys.
+
+    ``fused``: they are handed on as a mask. ``both``: products of keys with positions as well.
+    """
+
+    def __init__(self, fused: bool, both: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.fused = nn.Linear(24, 72), nn.Linear(24, 24), fused
+        self.u, self.of_q, self.of_k = (
+            nn.Parameter(torch.randn(4, n, 6, generator=torch.Generator().manual_seed(n)))
+            for n in (1, 11, 13)
+        )
+        self.both = both
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (12, 6)).transpose(1, 2).chunk(3, 1)
+        i = torch.arange(x.shape[1])
+        far = i[:, None] - i + 5
+        added = torch.einsum("bhid,hijd->bhij", q + self.u, self.of_q[:, far])
+        if self.both:
+            added = added + torch.einsum("bhjd,hijd->bhij", k, self.of_k[:, far])
+        if self.fused:
+            o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added * 6**-0.5)
+        else:
+            scores = (q @ k.mT + added) * 6**-0.5
+            o = scores.masked_fill(far < 3, -torch.inf).softmax(-1) @ v
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
 EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = {
     "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
@@ -179,6 +211,14 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = 
         },
         {"cross", "offsets"},
     ),
+    **{
+        f"relative positions, {fused}, {both}": (
+            partial(RelativePositions, fused, both),
+            {"x": X},
+            {"relative_keys"} | ({"relative_queries"} if both else set()),
+        )
+        for fused, both in itertools.product((False, True), repeat=2)
+    },
     "cross": (Crossing, {"x": X, "encoder_hidden_states": Y[..., :10].contiguous()}, {"cross"}),
 }
 Case = tuple[Callable[[], nn.Module], dict[str, Tensor], str, str]
@@ -217,7 +257,7 @@ CASES: dict[str, Case] = {
     ),
     "DeBERTa": (
         *(lambda: tf.DebertaV2Model(tf.DebertaV2Config(**DEBERTA)), {"input_ids": IDS_9}),
-        *("", "automatic"),
+        *("", "closed form"),
     ),
     "latent": (
         *(lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)), {"input_ids": IDS_9}),

@@ -15,10 +15,12 @@ from support.layers import causal, window
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.base import Variant
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.relative_keys import RelativeKeys
+from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.attention.variants.rotary import Rotation
 
 SAMPLES = 6
@@ -464,10 +466,14 @@ def capped(draft: Draft) -> None:
 
 @family
 def relative(draft: Draft) -> None:
-    """Relative keys of 1e-6 to 1e6 beside keys of ordinary size, one for all heads or for each."""
+    """Relative keys and queries of 1e-6 to 1e6 beside ordinary ones, of all heads or of each."""
     heads = draft.heads if draft.chance() else 1
     r = draft.normal(heads, draft.n, draft.n, draft.w_q.shape[2])
-    draft.more["steps"] = [RelativeKeys(r * draft.powers(-6, 6, heads)[..., None])]
+    steps: list[Variant] = [RelativeKeys(r * draft.powers(-6, 6, heads)[..., None])]
+    if draft.chance():
+        t = draft.normal(heads, draft.n, draft.n, draft.w_q.shape[2])
+        steps.append(RelativeQueries(t * draft.powers(-6, 3, heads)[..., None]))
+    draft.more["steps"] = steps[-draft.integer(1, 2) :]
     draft.w_q *= draft.powers(-6, 2, draft.heads)
 
 

@@ -34,6 +34,7 @@ from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.relative_keys import RelativeKeys
+from lipbound.attention.variants.relative_queries import RelativeQueries
 
 Exact = npt.NDArray[np.object_]
 """Arrays of `Decimal`."""
@@ -41,8 +42,8 @@ DIGITS = (80, 200, 500)
 """Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the
 norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
-KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "offsets", "relative_keys"}
-KNOWN |= {"cap", "sinks"}
+KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "offsets"}
+KNOWN |= {"relative_keys", "relative_queries", "cap", "sinks"}
 """Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
@@ -288,6 +289,11 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         z = z + (q.y[:, None] * r).sum(-1)
         by_query = by_query + (q.dy[:, None] * r[..., None]).sum(2)
         k = replace(k, size=k.size + _largest(r / scale))
+    if (turned := att.scoring.find(RelativeQueries)) is not None:
+        t = scale * exact(turned.t[min(head, len(turned.t) - 1)][keep][:, keep])
+        z = z + (t * k.y[None]).sum(-1)
+        by_key = by_key + (t[..., None] * k.dy[None]).sum(2)
+        q = replace(q, size=q.size + _largest(t / scale))
     score, slope = (
         abs(scale) * q.size * k.size * q.y.shape[1],
         abs(scale) * (q.size * k.slope + k.size * q.slope) * q.y.shape[1],

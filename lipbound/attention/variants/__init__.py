@@ -35,10 +35,12 @@ def listed(words: Sequence[str]) -> str:
 
 
 WITH_TOKEN_NORMS = tuple(
-    name for name in VARIANTS if name not in ("cross", "gate", "relative_keys")
+    name for name in VARIANTS if name not in ("cross", "gate", "relative_keys", "relative_queries")
 )
 """Names of those that norms which tell tokens apart cover."""
-LINEAR_VALUES = tuple(name for name in VARIANTS if name not in ("value_norm", "cross", "gate"))
+LINEAR_VALUES = tuple(
+    name for name in VARIANTS if name not in ("value_norm", "cross", "gate", "relative_queries")
+)
 """Names of those under which outputs are averages of projections of the layer's own tokens."""
 
 __all__ = [

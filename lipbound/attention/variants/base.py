@@ -144,10 +144,10 @@ class Variant:
 
     # -- scores ------------------------------------------------------------------------------------
 
-    def products(self, q: Tensor) -> Tensor | None:
-        """Return what is added to q k^T, (samples, heads, N, N), linear in q; None for nothing.
+    def products(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Return what is added to q k^T, (samples, heads, N, N); None for nothing.
 
-        ``q``: queries as they enter the scores, (samples, heads, N, d), float64.
+        q, k: as they enter the scores, (samples, heads, N, d), float64.
         """
         return None
 

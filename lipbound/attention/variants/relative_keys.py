@@ -43,7 +43,7 @@ class RelativeKeys(Variant):
                 "or 1 in the place of the heads"
             )
 
-    def products(self, q: Tensor) -> Tensor:
+    def products(self, q: Tensor, k: Tensor) -> Tensor:
         found = q.permute(1, 2, 0, 3) @ self.r.to(q.dtype).mT  # (heads, N, samples, N)
         return found.permute(2, 0, 1, 3)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate, GateStep
 from lipbound.attention.variants.relative_keys import RelativeKeys
+from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.bounds.ours.block_norms import CHUNK, root, seen
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import (
@@ -70,12 +71,13 @@ class VariantHead:
             - o_i|`, with a gate the norm of what it makes of v_j - o_i. distance: :math:`|v_j -
             o_i|`, (N, N).
         q, k, v, o: queries times the scale, centred keys and values, outputs, (N, d or d_v).
-        r: relative keys, (N, N, d), or None.
+        r: relative keys, (N, N, d), or None. by_key: relative queries times the scale, or None.
         norm_v, size_v: upper values of :math:`\|D^v_j\|`, and Frobenius norms with absolute values
             inside, (N,), or () where they are those of W_V for all tokens.
         tangents: how queries, keys and values follow their tokens, named by ``kept``.
-        size: :math:`|c q_i|`, (N,). width: how many numbers the largest temporary has for every
-            pair of tokens.
+        size: :math:`|c q_i|`, with relative queries at least that of all :math:`q_i + t_{ij}`,
+            (N,).
+        width: how many numbers the largest temporary has for every pair of tokens.
     """
 
     def __init__(self, att: Attention, h: int):
@@ -89,6 +91,8 @@ class VariantHead:
         self.k, self.v = att.centred_k[0, h][keys], att.centred_v[0, h][keys]
         relative = att.scoring.find(RelativeKeys)
         self.r = None if relative is None else relative.of_head(h)[rows][:, keys]
+        other = att.scoring.find(RelativeQueries)
+        self.by_key = None if other is None else att.scale * other.of_head(h)[rows][:, keys]
         self.q, self.o = att.scale * att.q[0, h][rows], p @ self.v
         self.unit = power_of_two(p.detach().amax())
         self.p, self.t = p / self.unit, t / self.unit
@@ -103,6 +107,8 @@ class VariantHead:
                 self.after = matrix_norm(self.gate.after[0])
         self.scale, self.w_v = att.scale, att.w_v[h]
         self.tangents, self.size = Tangents(att, 0, h), self.q.detach().norm(dim=-1)
+        if self.by_key is not None:
+            self.size = self.size + self.by_key.norm(dim=-1).amax(1)
         plain, self.values_move = att.scoring.plain("v"), att.values_move
         n, d, d_v = max(p.shape), att.d + 1, att.d_v if plain else 4 * (att.d_v + 1)
         self.inputs, self.width = att.x.shape[2], max(d, d_v)
@@ -221,6 +227,8 @@ class VariantHead:
             weights: E_it, (N, n), or None where ``inner`` is not wanted.
         """
         tokens, q = self.kept[part], self.q[None, rows]
+        if self.by_key is not None:
+            q = q + self.by_key[rows, part].transpose(0, 1)
         reach = self.tangents.size("k", tokens).detach()[:, None] * self.size[rows]
         u = self.tangents.turned("k", q, tokens)
         y = _times(u, self.tangents.metric("k", "k", tokens))

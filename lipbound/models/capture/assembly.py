@@ -95,6 +95,7 @@ def variants_of(
         found.append(ValueNorm(weights.norm_v).map(lambda t: t.to(dtype)))
     if weights.gate is not None:
         found.append(weights.gate.map(lambda t: t.to(dtype)))
+    found += [one.map(lambda t: t.to(dtype)) for one in call.relative]
     if (cap := call.extras.get("softcap")) is not None:
         found.append(Cap(float(cap)))
     if (sinks := call.extras.get("s_aux")) is not None:

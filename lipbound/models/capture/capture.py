@@ -30,10 +30,11 @@ from lipbound.models.capture.assembly import about_padding, assemble, check_mask
 from lipbound.models.capture.automatic import Padding, stream_names, through_module
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
 from lipbound.models.capture.cross import of_stream, padding_of
-from lipbound.models.capture.probing import ProbedLayer, ProbedWeights, Turns, probe
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
+from lipbound.models.capture.scores import score_parts
 from lipbound.models.capture.seeing import interface, recording
-from lipbound.models.capture.seeing.call import BY_HAND, INTERFACE, Call
+from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.seeing.left_out import AttentionFinder, left_out, without_softmax
 from lipbound.models.capture.verification import (
     EagerAttention,
@@ -249,9 +250,10 @@ class Capturer:
                 call = of_stream(call, row.stream)
             valid, valid_other = padding_of(call, padding)
         weights = self._probed(row, call)
-        if call.way == BY_HAND:
+        if weights.sums:
             with interface.implementation(self.model, self._name):
-                call.scale, call.mask = ProbedLayer(call).scores()
+                call.scale, call.mask, call.relative = score_parts(call)
+            call.extras.pop("position_bias", None)
         turned = weights.turns is not None and weights.turns.rotation is not None
         both = turned and (weights.norm_q is not None or weights.norm_k is not None)
         attention = assemble(call, weights, valid, valid_other)

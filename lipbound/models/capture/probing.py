@@ -22,13 +22,12 @@ from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
 from lipbound.models.capture.gates import probe_gate
 from lipbound.models.capture.output_projection import probe_output
 from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs, in_heads
-from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
+from lipbound.models.capture.seeing.call import BY_HAND, INTERFACE, Call
 from lipbound.models.capture.seeing.fused import additive_mask, handling_fused
 from lipbound.models.capture.seeing.interface import RAISED, handling
 from lipbound.models.capture.seeing.without_casts import WithoutCasts
 from lipbound.models.capture.token_inputs import filled, replaced, same_values
 from lipbound.models.capture.token_steps import (
-    NOISE,
     ROTATION_TOLERANCE,
     find_rotation,
     misses,
@@ -38,6 +37,8 @@ from lipbound.models.capture.token_steps import (
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
 
+ADDED = ("mask", "position_bias")
+"""What attention is handed that is added to scores."""
 POSITIONS = "position_embeddings"
 """The argument in which transformers hands rotary embeddings to a layer."""
 
@@ -90,6 +91,8 @@ class ProbedWeights:
         turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
             normalisations are; None where it has none.
         offsets: what positions add to queries and keys, where they do that.
+        sums: whether what is added to scores is still to be read off
+            (`lipbound.models.capture.scores`).
     """
 
     w: Tensors
@@ -101,6 +104,7 @@ class ProbedWeights:
     gate: Gate | None = None
     turns: Turns | None = None
     offsets: Offsets | None = None
+    sums: bool = False
 
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
@@ -170,19 +174,22 @@ class ProbedLayer:
         sides, shape = self.projections(tokens, turned=turned)[:2], tokens.shape[:2]
         return [t.unflatten(0, shape).transpose(1, 2).flatten(0, 1) for t in sides]
 
-    def refuse_what_depends_on_tokens(self) -> None:
-        """Refuse masks, biases or sinks that change with the tokens.
+    def refuse_what_depends_on_tokens(self) -> bool:
+        """Return whether masks or biases change with the tokens, and refuse what else does.
 
         Their derivative would be missed, which no forward pass shows.
         """
         generator = torch.Generator().manual_seed(1)
         if self._call.way == BY_HAND:
-            return  # `scores` looks for it
-        first, second = (self._stop(self._random(generator), True).others for _ in range(2))
-        for name, value in first.items():
-            if not same_values(value, second.get(name)):
-                what = name.replace("_", " ")
-                raise self._call.unsupported(f"computes its {what} from its tokens")
+            return True
+        first, second = (self._stop(self.random(generator), True).others for _ in range(2))
+        changed = [name for name, t in first.items() if not same_values(t, second.get(name))]
+        for name in changed:
+            if name not in ADDED:
+                raise self._call.unsupported(
+                    f"computes its {name.replace('_', ' ')} from its tokens"
+                )
+        return bool(changed)
 
     def depends(self, side: int) -> Dependence:
         """Return what queries (side 0), keys (1) or values (2) depend on before any rotation."""
@@ -228,7 +235,7 @@ class ProbedLayer:
         before: list[Tensor] = []
         after: list[Tensor] = []
         while sum(map(len, before)) < d + 4:
-            x = self._random(generator)
+            x = self.random(generator)
             before += self._vectors(x, turned=False)
             after += self._vectors(x, turned=True)
             while candidates:
@@ -253,7 +260,7 @@ class ProbedLayer:
         generator = torch.Generator().manual_seed(4)
         found: list[Tensor] = []
         while sum(map(len, found)) < d + 4:
-            x = self._random(generator)[:, :1].expand(shape).contiguous()
+            x = self.random(generator)[:, :1].expand(shape).contiguous()
             found += self._vectors(x)
             if all(_alike(t) for t in found):
                 return None
@@ -278,7 +285,7 @@ class ProbedLayer:
         """
         shape, heads = self._call.x.shape, self._call.q.shape[1]
         zero = torch.zeros(shape, dtype=torch.float64, device=self._call.q.device)
-        some = self._random(torch.Generator().manual_seed(5))
+        some = self.random(torch.Generator().manual_seed(5))
         made, other = (self.projections(tokens, turned=True) for tokens in (zero, some))
         found: list[Tensor | None] = [None, None]
         for side in ("qkv".index(name) for name in self._call.sides):
@@ -294,35 +301,16 @@ class ProbedLayer:
             return Offsets(*found), list(made)
         return None
 
-    def _random(self, generator: torch.Generator) -> Tensor:
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Return random tokens, (samples, N, D), float64."""
         x = torch.randn(self._call.x.shape, generator=generator, dtype=torch.float64)
         return x.to(self._call.q.device)
 
-    def scores(self) -> tuple[float, Tensor | None]:
-        """Return the factor of products of queries and keys in scores by hand, and what is added.
-
-        Raises:
-            CaptureError: scores are no such sum.
-        """
-        generator = torch.Generator().manual_seed(3)
-        runs = []
-        for _ in range(2):
-            stopped = self._stop(self._random(generator), True)
-            q, k = stopped.qkv[:2]
-            scores: Tensor = stopped.others["scores"]
-            runs.append((scores.reshape(*q.shape[:-1], k.shape[-2]), q @ k.mT))
-        (first, products), (second, others) = runs
-        hidden = (first <= HIDDEN) & (second <= HIDDEN)
-        change, of_products = (first - second)[~hidden], (products - others)[~hidden]
-        factor = float((change @ of_products) / (of_products @ of_products))
-        size = change.abs().amax()
-        if not bool((change - factor * of_products).abs().amax() <= ROTATION_TOLERANCE * size):
-            raise self._call.unsupported(
-                "adds other products of its tokens to those of queries and keys, or changes them"
-            )
-        added = (first - factor * products).masked_fill(hidden, torch.finfo(self._call.x.dtype).min)
-        added[(added.abs() <= NOISE * first[~hidden].abs().amax()) & ~hidden] = 0
-        return factor, added if bool((added != 0).any()) else None
+    def seen(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Return q, k, v of tokens (samples, N, D), and what else attention is handed."""
+        stopped = self._stop(tokens, True)
+        q, k, v = stopped.qkv
+        return q, k, v, stopped.others
 
     def _stop(self, tokens: Tensor, turned: bool) -> _Stopped:
         heads = self._call.q.shape[1]
@@ -422,7 +410,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
             this layer's vectors.
     """
     layer = ProbedLayer(call)
-    layer.refuse_what_depends_on_tokens()
+    sums = layer.refuse_what_depends_on_tokens()
     sides = ["qkv".index(side) for side in call.sides]
     found = read_normalisations(call, layer.stubs, layer.projections, sides)
     samples, n, width = call.x.shape
@@ -493,4 +481,5 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         probe_gate(call),
         turns,
         None if offsets is None else offsets[0],
+        sums,
     )

@@ -196,7 +196,7 @@ class Follower(TorchFunctionMode):
         probabilities = [k for k in kinds if isinstance(k, FollowedSoftmax)]
         if probabilities:
             return probabilities[0] if out.numel() >= probabilities[0].values.numel() else None
-        scores_of = [k for k in kinds if isinstance(k, Scores)]
+        scores_of = [*dict.fromkeys(k for k in kinds if isinstance(k, Scores))]
         largest = max(t.numel() for t in given if isinstance(self.kind(t), Scores))
         if out.numel() < largest and _is_part(func):
             return Scores(scores_of[0].left, scores_of[0].right)
@@ -204,8 +204,12 @@ class Follower(TorchFunctionMode):
             return None
         if len(scores_of) == 1:
             return scores_of[0]
-        left = tuple(t for k in dict.fromkeys(scores_of) for t in k.left)
-        return Scores(left, tuple(t for k in dict.fromkeys(scores_of) for t in k.right))
+        left = tuple(t for k in scores_of for t in k.left)
+        right = tuple(t for k in scores_of for t in k.right)
+        # of a key for every column, not of one for every distance
+        forms = (k.factors for k in scores_of if k.factors is not None)
+        factors = (form for form in forms if form[1].shape[-2] == out.shape[-1])
+        return Scores(left, right, next(factors, None))
 
     def _product(self, given: list[Tensor], out: Tensor, equation: str | None) -> Kind | None:
         if len(given) < 2:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lipbound.attention.variants.relative_keys import RelativeKeys
+from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.errors import CaptureError
 
 INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by hand"
@@ -77,6 +79,7 @@ class Call:
         projection: the linear map of the head outputs, and of what was made of them on the way.
         projected: what that was given.
         random: whether the model drew random numbers in the pass.
+        relative: what keys and queries differ by from pair to pair, once it was read off.
     """
 
     run: ModuleRun
@@ -105,6 +108,7 @@ class Call:
     raw: Tensor | None = None
     stream: Tensor | None = None
     sides: str = "qkv"
+    relative: tuple[RelativeKeys | RelativeQueries, ...] = ()
 
     @property
     def module(self) -> nn.Module:
