@@ -42,6 +42,7 @@ MOSHI.pop("intermediate_size")
 XLM = {"vocab_size": 60, "emb_dim": 24, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32}
 LONGFORMER = {**TEXT, "num_hidden_layers": 1, "attention_window": [4]}
 SPARSE = {**LATENT, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
+XLNET = {"vocab_size": 60, "d_model": 24, "n_layer": 1, "n_head": 4, "d_inner": 32}
 DEBERTA = {**TEXT, "num_hidden_layers": 1, "relative_attention": True, "pos_att_type": "p2c|c2p"}
 
 
@@ -391,6 +392,32 @@ def test_norms_are_those_of_the_models_own_module(case: str) -> None:
     if measured == "both":
         streams = [layer.attention.perturbed for layer in found]
         assert streams == ["input", "input", "queries", "memory"]
+
+
+def test_tokens_that_stand_before_samples() -> None:
+    """torch's layers are given (N, samples, D) by default; XLNet hands its own that."""
+    torch.manual_seed(0)
+    module = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 32), 1).eval().double()
+    x = torch.randn(7, 2, 24, dtype=torch.float64)
+    (att,) = lb.capture(module, x)
+    assert isinstance(att, Attention)
+    torch.testing.assert_close(att.x, x.transpose(0, 1))
+    own = module.layers[0].self_attn
+    w = own.in_proj_weight.detach().view(3, 4, 6, 24).mT
+    b_q, b_k, b_v = own.in_proj_bias.detach().view(3, 4, 6)
+    made = lb.Attention(x.transpose(0, 1), *w, b_q=b_q, b_k=b_k, b_v=b_v)
+    torch.testing.assert_close(
+        lb.spectral_norm(att, tol=1e-9).lower, lb.spectral_norm(made, tol=1e-9).lower
+    )
+    model = build(lambda: tf.XLNetModel(tf.XLNetConfig(**XLNET))).double()
+    mask = torch.ones(2, 9).index_fill(1, torch.arange(3), 0.0)
+    both = lb.capture(model, {"input_ids": IDS_9, "attention_mask": mask})
+    one = lb.capture(model, {"input_ids": IDS_9[1:], "attention_mask": mask[1:]}, closed=False)
+    for mine, automatic in zip(both, one, strict=True):
+        assert mine.variants == {"relative_keys"}
+        found = lb.spectral_norm(mine, tol=1e-9).lower[1]
+        expected = lb.spectral_norm(automatic, tol=1e-9).lower[0]
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=0)
 
 
 class Anchors(nn.Module):

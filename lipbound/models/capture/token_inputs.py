@@ -16,14 +16,14 @@ def replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def double(value: Any) -> Any:
         if isinstance(value, Tensor) and (value is given or same_values(value, given)):
             # some modules are given copies for queries, keys and values
-            return x.reshape(value.shape)
+            return (x.transpose(0, 1) if call.tokens_first else x).reshape(value.shape)
         if isinstance(value, Cache):
             return None
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.double()
         if isinstance(value, Tensor) and value.is_complex():
             return value.to(torch.complex128)
-        return tuple(double(v) for v in value) if isinstance(value, tuple) else value
+        return type(value)(map(double, value)) if type(value) in (tuple, list) else value
 
     kwargs = {name: double(value) for name, value in call.run.kwargs.items()}
     return tuple(map(double, call.run.args)), kwargs

@@ -134,6 +134,13 @@ class Call:
         return first if self.stream is None else self.stream
 
     @property
+    def tokens_first(self) -> bool:
+        """True if the module was given (N, samples, D); (N, N, D) counts as samples first."""
+        x, samples = self.given, self.q.shape[0]
+        n = self.q.shape[-2] if "q" in self.sides else self.k.shape[-2]
+        return isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == (n, samples) != (samples, n)
+
+    @property
     def x(self) -> Tensor:
         """The token vectors that the module was given, (samples, N, D).
 
@@ -149,6 +156,7 @@ class Call:
             )
         queries, keys = self.q.shape[-2], self.k.shape[-2]
         x, samples, n = self.given, self.q.shape[0], queries if "q" in self.sides else keys
+        x = x.transpose(0, 1) if self.tokens_first and isinstance(x, Tensor) else x
         packed = isinstance(x, Tensor) and x.ndim in (2, 4)
         if isinstance(x, Tensor) and packed and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])

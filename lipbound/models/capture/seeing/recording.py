@@ -153,7 +153,9 @@ class _Recorder:
         if call.way == INTERFACE:
             return
         if call.way == BY_HAND and outputs.form is not None and x.shape[-1] % outputs.width == 0:
-            forms = in_heads(outputs.form, x.shape[-1] // outputs.width)
+            flat = x.shape[-1] > outputs.width or outputs.form[0].ndim < 4
+            heads = x.shape[-1] // outputs.width if flat else outputs.form[0].shape[1]
+            forms = in_heads(outputs.form, heads)
             if forms is not None:
                 call.q, call.k, call.v = forms[:3]
                 call.out, call.formed = forms[3].transpose(1, 2), True
