@@ -145,7 +145,7 @@ class Call:
         """The token vectors that the module was given, (samples, N, D).
 
         Those of one sample may have been given without an axis of samples, those of pictures with
-        two axes for the tokens.
+        two axes for the tokens, and tokens before samples.
 
         Raises:
             CaptureError: it was given no such tensor, or attends to other tokens than these.

@@ -153,8 +153,8 @@ class _Recorder:
         if call.way == INTERFACE:
             return
         if call.way == BY_HAND and outputs.form is not None and x.shape[-1] % outputs.width == 0:
-            flat = x.shape[-1] > outputs.width or outputs.form[0].ndim < 4
-            heads = x.shape[-1] // outputs.width if flat else outputs.form[0].shape[1]
+            apart = x.shape[-1] == outputs.width and outputs.form[0].ndim == 4
+            heads = outputs.form[0].shape[1] if apart else x.shape[-1] // outputs.width
             forms = in_heads(outputs.form, heads)
             if forms is not None:
                 call.q, call.k, call.v = forms[:3]
