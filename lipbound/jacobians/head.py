@@ -199,7 +199,7 @@ class HeadOperator(TensorOperator):
         arriving = self._arriving(parts)
         out = self._mixed(arriving)
         if self.by_query is not None:
-            out = out + (self.by_query @ arriving[0][..., None])[..., 0]
+            out = out + (arriving[0][..., None, :] @ self.by_query.mT)[..., 0, :]
         return out if self.gate is None else self.gate.push(out, parts[3])
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -71,6 +71,10 @@ class RelativeKeys(Variant):
             found.append(torch.cat(moved))
         return torch.stack(found)
 
+    def fits(self, tokens: int) -> bool:
+        """Return whether they are of so many tokens."""
+        return self.r.shape[1] == tokens
+
     def of_heads(self, heads: slice) -> "RelativeKeys":
         return self if len(self.r) == 1 else RelativeKeys(self.r[heads])
 

@@ -52,6 +52,10 @@ class RelativeQueries(Variant):
         """Return the longest vector of each query, (heads or 1, N), float64."""
         return torch.linalg.vector_norm(self.t, dim=-1, dtype=torch.float64).amax(2)
 
+    def fits(self, tokens: int) -> bool:
+        """Return whether they are of so many tokens."""
+        return self.t.shape[1] == tokens
+
     def of_heads(self, heads: slice) -> "RelativeQueries":
         return self if len(self.t) == 1 else RelativeQueries(self.t[heads])
 
@@ -75,7 +79,8 @@ class RelativeStep:
 
     def push(self, z: Tensor) -> Tensor:
         """Return t_ij . z_j, (batch, N, N), of z (batch, N, d)."""
-        found = [(t @ one[..., None])[..., 0].mT for t, one in zip(self._each(), z, strict=True)]
+        # rows times matrices: torch is slow at matrices times columns
+        found = [(one[:, None] @ t.mT)[:, 0].mT for t, one in zip(self._each(), z, strict=True)]
         return torch.stack(found)
 
     def pull(self, g: Tensor) -> Tensor:

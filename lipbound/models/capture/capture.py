@@ -32,7 +32,7 @@ from lipbound.models.capture.batch_dependence import dependence, telling_samples
 from lipbound.models.capture.cross import of_stream, padding_of
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
-from lipbound.models.capture.scores import score_parts
+from lipbound.models.capture.scores import ScoreParts, score_parts
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.seeing.left_out import AttentionFinder, left_out, without_softmax
@@ -115,6 +115,7 @@ class Capturer:
     _name: str = interface.RECORDING_ATTENTION
     _weights: dict["Row", ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
+    _parts: dict["Row", ScoreParts] = field(default_factory=dict)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
     _told: set[tuple[str, str]] = field(default_factory=set)
 
@@ -252,7 +253,9 @@ class Capturer:
         weights = self._probed(row, call)
         if weights.sums:
             with interface.implementation(self.model, self._name):
-                call.scale, call.mask, call.relative = score_parts(call)
+                parts = score_parts(call, self._parts.get(row))
+            call.scale, call.mask, call.relative = parts
+            self._parts[row] = parts._replace(mask=None)
             call.extras.pop("position_bias", None)
         turned = weights.turns is not None and weights.turns.rotation is not None
         both = turned and (weights.norm_q is not None or weights.norm_k is not None)
@@ -309,6 +312,7 @@ class Capturer:
     def release(self) -> None:
         """Free the probed weights; they are probed again when they are needed."""
         self._weights.clear()
+        self._parts.clear()
 
     def _record(self, inputs: Mapping[str, Tensor]) -> list[Call]:
         """Return the calls of a pass, the first of which also looks for attention without calls."""

@@ -3,6 +3,7 @@
 Read off a copy of the layer that is given chosen tokens (`lipbound.models.capture.probing`).
 """
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,18 +23,22 @@ MORE = 4
 """Passes on tokens that are all the same beyond those that relative keys are determined by."""
 
 
+Relative = tuple[RelativeKeys | RelativeQueries, ...]
+"""What keys differ by from query to query, and queries from key to key."""
+
+
 class ScoreParts(NamedTuple):
     """Parts of the scores of a layer.
 
     Attributes:
         scale: the factor of products of queries and keys.
         mask: what is added, (samples, heads, N, N) float64, or None.
-        relative: what keys differ by from query to query, and queries from key to key, float64.
+        relative: relative keys and queries, float64.
     """
 
     scale: float
     mask: Tensor | None
-    relative: tuple[RelativeKeys | RelativeQueries, ...] = ()
+    relative: Relative = ()
 
 
 class ScorePass(NamedTuple):
@@ -48,33 +53,39 @@ class ScorePass(NamedTuple):
         """Products of queries and keys, (samples, heads, N, N)."""
         return self.q @ self.k.mT
 
+    def without(self, relative: Relative) -> "ScorePass":
+        """Return the pass with scores less what relative positions add to them."""
+        added = [one.products(self.q, self.k) for one in relative]
+        return self._replace(scores=self.scores - torch.stack(added).sum(0))
 
-def score_parts(call: Call) -> ScoreParts:
+
+def score_parts(call: Call, known: ScoreParts | None = None) -> ScoreParts:
     """Return the parts of a layer's scores.
 
     Args:
         call: of the layer, whose scores or masks may depend on its tokens.
+        known: of an earlier call of the layer, whose relative positions are tried first.
 
     Raises:
         CaptureError: its scores are no such sum.
     """
     layer, g = ProbedLayer(call), torch.Generator().manual_seed(3)
-    first, second = (_run(call, layer, layer.random(g)) for _ in range(2))
-    hidden = (first.scores <= HIDDEN) & (second.scores <= HIDDEN)
-    if (found := _parts(call, first, second, hidden)) is not None:
+    passes = [_run(call, layer, layer.random(g)) for _ in range(2)]
+    hidden = (passes[0].scores <= HIDDEN) & (passes[1].scores <= HIDDEN)
+    if (found := _parts(call, passes, hidden)) is not None:
         return found
-    for both in (False, True):
-        relative = _relative(call, layer, hidden, both)
-        if relative is None:
-            continue
-        left = [
-            one._replace(scores=one.scores - sum(t.products(one.q, one.k) for t in relative))
-            for one in (first, second)
-        ]
-        if (found := _parts(call, left[0], left[1], hidden)) is not None:
-            scaled = [t.map(partial(torch.mul, 1 / found.scale)) for t in relative]
-            return found._replace(relative=tuple(scaled))
+    if known is not None and all(one.fits(call.q.shape[-2]) for one in known.relative):
+        scaled = _times(known.relative, known.scale)
+        if (found := _parts(call, [one.without(scaled) for one in passes], hidden)) is not None:
+            return found._replace(relative=known.relative)
+    for relative in _relative(call, layer, hidden):
+        if (found := _parts(call, [one.without(relative) for one in passes], hidden)) is not None:
+            return found._replace(relative=_times(relative, 1 / found.scale))
     raise _unknown(call)
+
+
+def _times(relative: Relative, factor: float) -> Relative:
+    return tuple(one.map(partial(torch.mul, factor)) for one in relative)
 
 
 def _unknown(call: Call) -> CaptureError:
@@ -96,16 +107,17 @@ def _run(call: Call, layer: ProbedLayer, tokens: Tensor) -> ScorePass:
     return ScorePass(q, k, scores)
 
 
-def _parts(call: Call, first: ScorePass, second: ScorePass, hidden: Tensor) -> ScoreParts | None:
+def _parts(call: Call, passes: Sequence[ScorePass], hidden: Tensor) -> ScoreParts | None:
     """Return the factor of products, and what is added, in two passes; None where that is not all.
 
-    A softmax does not see what all scores of a row have in common.
+    A softmax without sinks does not see what all scores of a row have in common.
     """
+    first, second = passes
     products, others = first.products, second.products
     change = (first.scores - second.scores).masked_fill(hidden, 0.0)
     of_products = (products - others).masked_fill(hidden, 0.0)
     size = change.abs().amax()
-    for common in (False, True):
+    for common in (False,) if "s_aux" in call.extras else (False, True):
         if common:
             change, of_products = (_less_common(t, hidden) for t in (change, of_products))
         factor = float((change * of_products).sum() / of_products.square().sum())
@@ -128,46 +140,44 @@ def _less_common(t: Tensor, hidden: Tensor) -> Tensor:
     return (t - mean).masked_fill(hidden, 0.0)
 
 
-def _relative(
-    call: Call, layer: ProbedLayer, hidden: Tensor, both: bool
-) -> tuple[RelativeKeys | RelativeQueries, ...] | None:
-    """Return relative keys, times the scale, fitted to passes on tokens that are all the same.
+def _relative(call: Call, layer: ProbedLayer, hidden: Tensor) -> Iterator[Relative]:
+    """Yield relative positions, times the scale, fitted to passes on tokens that are all the same.
 
-    Queries are then the same at all positions, and scores are linear in the query and in its
-    product with the key. ``both``: relative queries as well, linear in the key. None where they are
-    not.
+    Queries and keys are then the same at all positions, and scores are linear in the query and in
+    its product with the key; in the second that are yielded, linear in the key as well.
 
     Raises:
         CaptureError: positions act on queries and keys as well, or they are too many.
     """
     heads, n, d = call.q.shape[1], call.q.shape[-2], call.q.shape[-1]
-    if call.sides != "qkv":
-        raise _unknown(call)
-    if heads * n * n * d * (1 + both) > LARGEST:
-        raise call.unsupported(
-            f"adds products of its queries with {heads * n * n * d:,} numbers to its scores (at "
-            f"most {LARGEST:,} are read off)"
-        )
-    g, given, rows = torch.Generator().manual_seed(6), [], []
+    g, given = torch.Generator().manual_seed(6), []
+    rows: list[Tensor] = []
     place = hidden.to(torch.uint8).argmin(0, keepdim=True)  # a sample that sees it, (1, h, n, n)
-    for _ in range((1 + both) * d + 2 + MORE):
-        one = _run(call, layer, layer.random(g)[:1, :1].expand(call.x.shape).contiguous())
-        for t in (one.q, one.k):
-            if bool((t - t[:1, :, :1]).abs().amax() > ROTATION_TOLERANCE * t.abs().amax()):
-                raise _unknown(call)
-        scores = one.scores.expand(len(hidden), heads, n, n)
-        rows.append(scores.gather(0, place)[0].flatten(1))
-        q, k = one.q[0, :, 0], one.k[0, :, 0]
-        known = torch.ones_like(q[:, :1]), (q * k).sum(-1, keepdim=True), q, k
-        given.append(torch.cat(known if both else known[:3], -1))
     seen = ~hidden.all(0).flatten(1)  # (heads, n n)
-    # (heads, passes, n n or 2 + d + d)
-    z, design = torch.stack(rows, 1).masked_fill(~seen[:, None], 0.0), torch.stack(given, 1)
-    found = torch.linalg.pinv(design) @ z
-    if bool((design @ found - z).abs().amax() > ROTATION_TOLERANCE * z.abs().amax()):
-        return None
-    keys, *queries = (t.mT.reshape(heads, n, n, d).contiguous() for t in found[:, 2:].split(d, 1))
-    return RelativeKeys(_one(keys)), *(RelativeQueries(_one(t)) for t in queries)
+    for sides in (1, 2):
+        if call.sides != "qkv":
+            return
+        if sides * heads * n * n * d > LARGEST:
+            raise call.unsupported(
+                f"adds products of its queries or keys with {sides * heads * n * n * d:,} numbers "
+                f"to its scores (at most {LARGEST:,} are read off)"
+            )
+        while len(rows) < sides * d + 2 + MORE:
+            one = _run(call, layer, layer.random(g)[:1, :1].expand(call.x.shape).contiguous())
+            for t in (one.q, one.k):
+                if bool((t - t[:1, :, :1]).abs().amax() > ROTATION_TOLERANCE * t.abs().amax()):
+                    return
+            scores = one.scores.expand(len(hidden), heads, n, n)
+            rows.append(scores.gather(0, place)[0].flatten(1))
+            q, k = one.q[0, :, 0], one.k[0, :, 0]
+            given.append([torch.ones_like(q[:, :1]), (q * k).sum(-1, keepdim=True), q, k])
+        design = torch.stack([torch.cat(parts[: 2 + sides], -1) for parts in given], 1)
+        z = torch.stack(rows, 1).masked_fill(~seen[:, None], 0.0)  # (heads, passes, n n)
+        found = torch.linalg.pinv(design) @ z
+        if bool((design @ found - z).abs().amax() <= ROTATION_TOLERANCE * z.abs().amax()):
+            parts = found[:, 2:].split(d, 1)
+            keys, *queries = (_one(t.mT.reshape(heads, n, n, d).contiguous()) for t in parts)
+            yield RelativeKeys(keys), *(RelativeQueries(t) for t in queries)
 
 
 def _one(t: Tensor) -> Tensor:
