@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lipbound import bounds
+from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.statement import Bound
 from lipbound.schema import NORMS
 from sitegen import counterexamples
@@ -16,16 +17,6 @@ from sitegen.published import cell, paper
 
 ROOT = Path(__file__).parents[2]
 THEORY = ROOT / "docs" / "theory"
-VARIANTS = {
-    "rotation": "rotation",
-    "qk_norm": "normalised queries and keys",
-    "cap": "capped scores",
-    "sinks": "sinks",
-    "value_norm": "normalised values",
-    "gate": "gated outputs",
-    "cross": "cross-attention",
-    "offsets": "positions added to queries and keys",
-}
 MAPS = {
     "head": "one attention head",
     "l2": "L2 attention with the weights of the head (compared with `exact_l2`, never with "
@@ -99,7 +90,7 @@ def facts(bound: Bound) -> list[str]:
         "bounds": MAPS[bound.map],
         "norm": f"{bound.norm}: {NORMS[bound.norm]}",
         "covers": ", ".join(
-            ["plain heads", *(VARIANTS[name] for name in VARIANTS if name in bound.covers)]
+            ["plain heads", *(title for name, title in VARIANTS.items() if name in bound.covers)]
         ),
         "cost per head": f"`{bound.cost}`",
         "over a ball of inputs": "yes, `over_ball`" if bound.ball else over_ball(bound),

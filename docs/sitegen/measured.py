@@ -8,14 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lipbound.attention.variants import VARIANTS
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-HAS = {
-    **{"rotation": "rotation", "qk_norm": "q/k-norm", "cap": "cap", "sinks": "sinks"},
-    **{"value_norm": "normalised values", "gate": "gate", "cross": "cross-attention"},
-    "offsets": "added positions",
-}
-"""Variants of attention, as tables call them."""
 TIMED = {
     "lanczos": "`spectral_norm`",
     "enclosure": "`spectral_norm`, enclosed to 1e-3 at delta 1e-10",
@@ -204,7 +200,10 @@ def families() -> str:
     found = report("families.json")
     for name, row in found["families"].items():
         what = (
-            ", ".join([HAS[v] for v in HAS if v in row["variants"]] + ["mask"] * row["masked"])
+            ", ".join(
+                [title for name, title in VARIANTS.items() if name in row["variants"]]
+                + ["mask"] * row["masked"]
+            )
             or "plain"
         )
         module = f"{row['module']:.0e}" if "module" in row else ""

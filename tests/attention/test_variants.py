@@ -2,8 +2,8 @@
 from its own methods."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ def alibi() -> type[Variant]:
         title = "linear position biases"
         stage = 2
         place = 4
+        axes: ClassVar = {"falls": "h"}
 
         def tensors(self) -> dict[str, Tensor]:
             return {"alibi": self.falls}
@@ -49,12 +50,6 @@ def alibi() -> type[Variant]:
             # where a probability does not vanish, what is taken away is at most 690 larger than the
             # scores
             return error + 8 * UNIT * (690 + 2 * reach), 0.0
-
-        def of_heads(self, heads: slice) -> "Alibi":
-            return replace(self, falls=self.falls[heads])
-
-        def map(self, change: Callable[[Tensor], Tensor]) -> "Alibi":
-            return replace(self, falls=change(self.falls))
 
     REGISTERED.remove(Alibi)
     return Alibi

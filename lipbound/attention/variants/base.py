@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from lipbound.attention.variants.named_axes import NamedAxes
 from lipbound.attention.variants.token_maps import TokenStep
 
 Side = Literal["q", "k", "v"]
@@ -46,10 +47,10 @@ class Passing(NamedTuple):
     slope_error: Tensor
 
 
-class Variant:
+class Variant(NamedAxes):
     """One step between the projections of a layer and its output.
 
-    Each method does nothing unless a variant says otherwise.
+    Each method does nothing unless a variant says otherwise; copies are made by what `axes` says.
 
     Attributes:
         name: what runs and bounds call it.
@@ -83,10 +84,6 @@ class Variant:
     def tensors(self) -> dict[str, Tensor]:
         """Return those that must be finite and of the layer's dtype, by names that errors use."""
         return {}
-
-    def inputs(self) -> list[Tensor]:
-        """Return all tensors that it is made of."""
-        return list(self.tensors().values())
 
     def check(self, shapes: Shapes) -> None:
         """Raise AttentionError where it does not fit a layer of these shapes."""
@@ -194,20 +191,8 @@ class Variant:
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def of_heads(self, heads: slice) -> Self:
-        """Return that for some of the heads."""
-        return self
-
-    def of_samples(self, samples: slice) -> Self:
-        """Return that for some of the samples."""
-        return self
-
     def repeated(self, samples: int) -> Self:
         """Return that of one sample for so many, which differ in the layer's inputs alone."""
-        return self
-
-    def of_tokens(self, keep: Tensor | slice) -> Self:
-        """Return that for some of the tokens."""
         return self
 
     def unpadded(self) -> Self:
@@ -223,8 +208,4 @@ class Variant:
 
         Projections of queries and keys make up for it: the same map of what is projected.
         """
-        return self
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same with changed tensors."""
         return self

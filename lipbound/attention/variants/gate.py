@@ -1,7 +1,7 @@
 """Gates between the output of a head and its projection."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Gate(Variant):
     title = "gated outputs"
     stage = 4
     place = 6
+    axes: ClassVar = {"w": "h..", "b": "h.", "after": "h.."}
 
     def tensors(self) -> dict[str, Tensor]:
         found = {"gate.w": self.w, "gate.b": self.b, "gate.after": self.after}
@@ -70,19 +71,12 @@ class Gate(Variant):
     def followed_by(self, m: Tensor) -> "Gate":
         return replace(self, after=m if self.after is None else self.after @ m)
 
-    def of_heads(self, heads: slice) -> "Gate":
-        return self.map(lambda t: t[heads])
-
     def without_biases(self) -> "Gate":
         return replace(self, b=None)
 
     def of_scaled_inputs(self, exponent: int) -> "Gate":
         first, second = 2.0 ** -(exponent // 2), 2.0 ** -((exponent + 1) // 2)
         return replace(self, w=self.w * first * second)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Gate":
-        b, after = (None if t is None else change(t) for t in (self.b, self.after))
-        return Gate(change(self.w), b, after)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Positions that are added to the tokens that queries and keys are made of."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Offsets(Variant):
     title = "positions added to queries and keys"
     stage = 0
     place = 7
+    axes: ClassVar = {"q": "hsn.", "k": "hsn."}
 
     @property
     def parts(self) -> list[str]:
@@ -65,16 +66,3 @@ class Offsets(Variant):
             return before
         length = torch.linalg.vector_norm(y, dim=-1) + torch.linalg.vector_norm(added, dim=-1)
         return before._replace(error=before.error + 2 * UNIT * length)
-
-    def of_heads(self, heads: slice) -> "Offsets":
-        return self.map(lambda t: t[heads])
-
-    def of_samples(self, samples: slice) -> "Offsets":
-        return self.map(lambda t: t[:, samples] if t.shape[1] > 1 else t)
-
-    def of_tokens(self, keep: Tensor | slice) -> "Offsets":
-        return self.map(lambda t: t[:, :, keep])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Offsets":
-        q, k = (None if t is None else change(t) for t in (self.q, self.k))
-        return replace(self, q=q, k=k)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class OtherStream(Variant):
     title = "cross-attention"
     stage = 2
     place = 5
+    axes: ClassVar = {"q": "hsm.", "k": "hsm.", "v": "hsm.", "valid": "sm"}
 
     def _given(self) -> dict[str, Tensor]:
         sides = {"q": self.q, "k": self.k, "v": self.v}
@@ -98,13 +100,6 @@ class OtherStream(Variant):
         q, k, v = (None if t is None else change(t) for t in (self.q, self.k, self.v))
         return OtherStream(q, k, v, self.valid)
 
-    def of_heads(self, heads: slice) -> "OtherStream":
-        return self._each(lambda t: t[heads])
-
-    def of_samples(self, samples: slice) -> "OtherStream":
-        valid = None if self.valid is None else self.valid[samples]
-        return replace(self._each(lambda t: t[:, samples]), valid=valid)
-
     def repeated(self, samples: int) -> "OtherStream":
         if next(iter(self._given().values())).shape[1] != 1:
             return self
@@ -116,10 +111,6 @@ class OtherStream(Variant):
             return self
         keep = self.valid[0]
         return replace(self._each(lambda t: t[:, :, keep]), valid=None)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "OtherStream":
-        valid = None if self.valid is None else change(self.valid)
-        return replace(self._each(change), valid=valid)
 
 
 @dataclass(frozen=True)

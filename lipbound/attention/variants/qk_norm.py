@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
+from lipbound.attention.variants.named_axes import NamedAxes
 from lipbound.errors import AttentionError
 
 
 @dataclass(frozen=True)
-class QKNorm:
+class QKNorm(NamedAxes):
     r"""RMS normalisation of queries, keys or values after their projection ("q/k-norm").
 
     It comes before any rotation. With y a head's projected vector and t what is normalised together
@@ -43,6 +45,8 @@ class QKNorm:
     over: tuple[Tensor, Tensor | None] | None = None
     part: Tensor | None = None
 
+    axes: ClassVar = {"gain": "h.", "bias": "h.", "over": "..", "part": "."}
+
     def __post_init__(self) -> None:
         if self.part is not None and (
             self.over is None
@@ -57,13 +61,9 @@ class QKNorm:
                 f"gain of a normalisation has shape {tuple(self.gain.shape)}; it must be (heads, "
                 "d), and bias the same"
             )
-        finite = all(bool(torch.isfinite(t).all()) for t in self.tensors())
+        finite = all(bool(torch.isfinite(t).all()) for t in self.inputs())
         if not (finite and 0 <= self.eps < torch.inf):
             raise AttentionError("a normalisation has NaN or infinite numbers, or a negative eps")
-
-    def tensors(self) -> list[Tensor]:
-        """Return all that it is made of."""
-        return [t for t in (self.gain, self.bias, *(self.over or ())) if t is not None]
 
     def together(self, x: Tensor) -> Tensor | None:
         """Return what is normalised together at inputs x (samples, N, D), (samples, N, n) float64.
@@ -174,18 +174,6 @@ class QKNorm:
         """Return that for projections without biases; its own shift stays."""
         return self if self.over is None else replace(self, over=(self.over[0], None))
 
-    def select(self, heads: slice) -> "QKNorm":
-        """Return that of some of the heads."""
-        bias = None if self.bias is None else self.bias[heads]
-        return replace(self, gain=self.gain[heads], bias=bias)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "QKNorm":
-        """Return the same with changed tensors."""
-        w, b = (None, None) if self.over is None else self.over
-        bias, w, b = (None if t is None else change(t) for t in (self.bias, w, b))
-        part = None if self.part is None else change(self.part).bool()
-        return QKNorm(change(self.gain), bias, self.eps, None if w is None else (w, b), part)
-
     def of_scaled_inputs(self, exponent: int) -> "QKNorm":
         """Return that for inputs times 2 to the exponent."""
         if self.over is None:
@@ -230,6 +218,7 @@ class QKNormalised(Variant):
     title = "normalised queries and keys"
     stage = 0
     place = 1
+    axes: ClassVar = {"q": "", "k": ""}
 
     @property
     def order(self) -> float:
@@ -241,9 +230,6 @@ class QKNormalised(Variant):
     @property
     def parts(self) -> list[str]:
         return [name for name, norm in (("norm_q", self.q), ("norm_k", self.k)) if norm is not None]
-
-    def inputs(self) -> list[Tensor]:
-        return [t for norm in (self.q, self.k) if norm is not None for t in norm.tensors()]
 
     def check(self, shapes: Shapes) -> None:
         for name, norm in (("norm_q", self.q), ("norm_k", self.k)):
@@ -275,17 +261,11 @@ class QKNormalised(Variant):
         q, k = (None if norm is None else change(norm) for norm in (self.q, self.k))
         return QKNormalised(q, k, self.late)
 
-    def of_heads(self, heads: slice) -> "QKNormalised":
-        return self._each(lambda norm: norm.select(heads))
-
     def without_biases(self) -> "QKNormalised":
         return self._each(QKNorm.without_biases)
 
     def of_scaled_inputs(self, exponent: int) -> "QKNormalised":
         return self._each(lambda norm: norm.of_scaled_inputs(exponent))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "QKNormalised":
-        return self._each(lambda norm: norm.map(change))
 
 
 @dataclass(frozen=True, eq=False)

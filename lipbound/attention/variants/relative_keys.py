@@ -1,7 +1,7 @@
 """Keys that differ from query to query by vectors of their relative position."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class RelativeKeys(Variant):
     title = "relative keys"
     stage = 2
     place = 8
+    axes: ClassVar = {"r": "hnn."}
 
     def tensors(self) -> dict[str, Tensor]:
         return {"relative keys": self.r}
@@ -74,12 +75,3 @@ class RelativeKeys(Variant):
     def fits(self, tokens: int) -> bool:
         """Return whether they are of so many tokens."""
         return self.r.shape[1] == tokens
-
-    def of_heads(self, heads: slice) -> "RelativeKeys":
-        return self if len(self.r) == 1 else RelativeKeys(self.r[heads])
-
-    def of_tokens(self, keep: Tensor | slice) -> "RelativeKeys":
-        return RelativeKeys(self.r[:, keep][:, :, keep])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "RelativeKeys":
-        return RelativeKeys(change(self.r))

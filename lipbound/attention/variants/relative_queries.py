@@ -1,7 +1,7 @@
 """Queries that differ from key to key by vectors of their relative position."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class RelativeQueries(Variant):
     title = "relative queries"
     stage = 2
     place = 9
+    axes: ClassVar = {"t": "hnn."}
     shift_invariant = False
 
     def tensors(self) -> dict[str, Tensor]:
@@ -55,15 +56,6 @@ class RelativeQueries(Variant):
     def fits(self, tokens: int) -> bool:
         """Return whether they are of so many tokens."""
         return self.t.shape[1] == tokens
-
-    def of_heads(self, heads: slice) -> "RelativeQueries":
-        return self if len(self.t) == 1 else RelativeQueries(self.t[heads])
-
-    def of_tokens(self, keep: Tensor | slice) -> "RelativeQueries":
-        return RelativeQueries(self.t[:, keep][:, :, keep])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "RelativeQueries":
-        return RelativeQueries(change(self.t))
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,13 +31,14 @@ class Rotation(Variant):
     cos: Tensor
     sin: Tensor
     _cast: dict[torch.dtype, tuple[Tensor, Tensor]] = field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict, init=False, compare=False, repr=False
     )
 
     name = "rotation"
     title = "rotary position embeddings"
     stage = 1
     place = 0
+    axes: ClassVar = {"cos": "n.", "sin": "n."}
 
     def __post_init__(self) -> None:
         if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or 0 in self.cos.shape:
@@ -84,9 +86,6 @@ class Rotation(Variant):
 
     # -- as a variant ------------------------------------------------------------------------------
 
-    def inputs(self) -> list[Tensor]:
-        return [self.cos, self.sin]
-
     def check(self, shapes: Shapes) -> None:
         if self.tokens != shapes.x[1] or self.width > shapes.w_q[2]:
             raise AttentionError(
@@ -115,12 +114,6 @@ class Rotation(Variant):
             self.norm * before.slope,
             self.norm * before.slope_error + own * before.slope,
         )
-
-    def of_tokens(self, keep: Tensor | slice) -> "Rotation":
-        return Rotation(self.cos[keep], self.sin[keep])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Rotation":
-        return Rotation(change(self.cos), change(self.sin))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A constant that takes part in every softmax of a head."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ class Sinks(Variant):
     title = "sink logits"
     stage = 3
     place = 3
+    axes: ClassVar = {"logits": "h"}
     shift_invariant = False
 
     def tensors(self) -> dict[str, Tensor]:
@@ -38,9 +39,3 @@ class Sinks(Variant):
 
     def extra_scores(self) -> Tensor:
         return self.logits[:, None]
-
-    def of_heads(self, heads: slice) -> "Sinks":
-        return replace(self, logits=self.logits[heads])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Sinks":
-        return replace(self, logits=change(self.logits))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,13 +31,11 @@ class ValueNorm(Variant):
     title = "normalised values"
     stage = 0
     place = 4
+    axes: ClassVar = {"norm": "", "after": "h.."}
 
     @property
     def parts(self) -> list[str]:
         return ["norm_v"]
-
-    def inputs(self) -> list[Tensor]:
-        return self.norm.tensors() + ([] if self.after is None else [self.after])
 
     def check(self, shapes: Shapes) -> None:
         self.norm.check("norm_v", shapes)
@@ -98,19 +97,11 @@ class ValueNorm(Variant):
         norm = replace(self.norm, gain=tensors["gain"], bias=tensors.get("bias"))
         return replace(self, norm=norm)
 
-    def of_heads(self, heads: slice) -> "ValueNorm":
-        after = None if self.after is None else self.after[heads]
-        return ValueNorm(self.norm.select(heads), after)
-
     def without_biases(self) -> "ValueNorm":
         return replace(self, norm=self.norm.without_biases())
 
     def of_scaled_inputs(self, exponent: int) -> "ValueNorm":
         return replace(self, norm=self.norm.of_scaled_inputs(exponent))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "ValueNorm":
-        after = None if self.after is None else change(self.after)
-        return ValueNorm(self.norm.map(change), after)
 
 
 @dataclass(frozen=True, eq=False)
