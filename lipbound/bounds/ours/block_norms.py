@@ -110,9 +110,8 @@ class Sample(NamedTuple):
             rows = Moments.of(value, key, 1.0, p.amax(-1), p.sum(-2))
             sizes = sizes_of_values(one, e.v_slope.amax(-1))
             hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes
-            off = distance(e, rows, one.scale)
-            if "gate" in one.variants:
-                off = tensor_error(one)[0]
+            gated = "gate" in one.variants
+            off = tensor_error(one)[0] if gated else distance(e, rows, one.scale)
             error = (off + hidden) * (1 + 1e-6) * reach
         total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
         return torch.where(self.exact & ~total.isnan(), total, torch.inf)
@@ -189,20 +188,21 @@ def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
     """Ranges of ``step`` tokens, the queries that see them as keys, and the keys that they see.
 
     Args:
-        t: entries that are zero where nothing is seen, (N, N), or bool.
+        t: entries that are zero where nothing is seen, (N, M), or bool. Of cross-attention the
+            tokens are the keys, and see nothing that is known.
         step: how many tokens a range has.
     """
-    n, ends = len(t), []
-    for m in (t.detach().mT, t.detach()):
-        order = (m != 0).to(torch.uint8)
+    ends = []
+    for m in (t.detach().mT, t.detach())[: 1 + (t.shape[0] == t.shape[1])]:
+        (count, n), order = m.shape, (m != 0).to(torch.uint8)
         most, first = order.max(-1)
         last = n - order.flip(-1).argmax(-1)
-        ends.append(torch.where(most > 0, first, n).tolist())
-        ends.append(torch.where(most > 0, last, 0).tolist())
+        ends.append((torch.where(most > 0, first, n), torch.where(most > 0, last, 0)))
     found = []
-    for part in (slice(i, min(i + step, n)) for i in range(0, n, step)):
-        low, high, left, right = (f(end[part]) for f, end in zip((min, max) * 2, ends, strict=True))
-        found.append((part, slice(low, max(low, high)), slice(left, max(left, right))))
+    for part in (slice(i, min(i + step, count)) for i in range(0, count, step)):
+        reach = [(int(a[part].amin()), int(b[part].amax())) for a, b in ends]
+        rows, *keys = (slice(a, max(a, b)) for a, b in reach)
+        found.append((part, rows, keys[0] if keys else slice(None)))
     return found
 
 

@@ -62,58 +62,44 @@ def together(att: Attention) -> Tensor:
 
 def _of_heads(att: Attention, heads: slice) -> Tensor:
     """All four bounds for some heads of one sample, (heads, 4)."""
-    found = (VariantHead(att, h) for h in range(*heads.indices(att.heads)))
-    of = _of_head if att.other_stream is None else _of_cross
-    return torch.stack([of(head) for head in found])
+    of = _of_head if att.values_move else _of_queries
+    return torch.stack([of(VariantHead(att, h)) for h in range(*heads.indices(att.heads))])
 
 
 def _of_head(head: VariantHead) -> Tensor:
+    """The bounds; for the memory of cross-attention without what tokens do as queries."""
     p, e, values = head.gate_factor * head.p, head.e, head.values()
     found = head.token_vectors(inner=len(head.kept) <= LONGEST)
-    reach, own = e * found.length, torch.diag_embed(found.b)
+    reach = e * found.length
+    own = torch.diag_embed(found.b) if head.own_queries else torch.zeros_like(e)
     tokens = root(values**2 + 2 * p * e * found.image + reach**2) + own
     single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
     block = nonnegative_norm((values + reach + own)[None], rtol=RTOL)[0]
     squared = block.new_tensor(torch.inf)
     if found.inner is not None:
         kappa = _key_norms(head, found.length)
-        x = p * found.b_v[None, :] + e.mT * found.b_q + (e * found.image) @ p.mT
+        x = (e * found.image) @ p.mT
+        x = x + p * found.b_v[None, :] + e.mT * found.b_q if head.own_queries else x
         keys = torch.minimum(kappa[:, None] * kappa[None, :], found.inner)
-        whole = values @ values.mT + torch.diag_embed(found.b**2) + x + x.mT + keys
+        whole = values @ values.mT + own.square() + x + x.mT + keys
         squared = nonnegative_norm(whole[None], rtol=RTOL)[0]
     slack = gamma(10 * head.width + 200)
     return torch.stack([root(squared), block, *single]) * (head.unit * head.after * (1 + slack))
 
 
-def _of_cross(head: VariantHead) -> Tensor:
-    """The bounds for cross-attention: parts of the blocks of J that are not there are left out."""
+def _of_queries(head: VariantHead) -> Tensor:
+    """The norm for the queries of cross-attention, four times: the largest of B_i."""
     n, step = len(head.kept), max(1, CHUNK // (8 * max(head.p.shape) * head.width))
     parts = [slice(i, min(i + step, n)) for i in range(0, n, step)]
-    slack = head.unit * (1 + gamma(10 * head.width + 200))
-    if not head.values_move:
-        own = torch.cat([head.own(part, slice(None), squarings=4)[1] for part in parts])
-        return own.amax().expand(4) * slack
-    each = [head.vectors(part, slice(None), None, head.e[:, part]) for part in parts]
-    length, image = (torch.cat([getattr(t, name) for t in each], 1) for name in ("length", "image"))
-    inner = torch.stack([t.inner for t in each if t.inner is not None]).sum(0)
-    values, reach = head.p * head.norm_v, head.e * length
-    block = nonnegative_norm((values + reach)[None], rtol=RTOL)[0]
-    weights = head.t * length
-    moved = weights[..., None] * (head.v[None] - head.o[:, None])
-    kappa = block_norm(moved.mT) + gamma(6) * reach.detach().norm(dim=-1)
-    mixed = (head.e * image) @ head.p.mT
-    keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
-    whole = values @ values.mT + mixed + mixed.mT + keys
-    squared = root(nonnegative_norm(whole[None], rtol=RTOL)[0])
-    unknown = torch.full_like(block, torch.inf)
-    return torch.stack([squared, block, unknown, unknown]) * slack
+    own = torch.cat([head.own(part, slice(None), squarings=4)[1] for part in parts])
+    return own.amax().expand(4) * (head.unit * (1 + gamma(10 * head.width + 200)))
 
 
 def _key_norms(head: VariantHead, length: Tensor) -> Tensor:
     r""":math:`\kappa_i`, the norms of :math:`\|[T_{ij} (v_j - o_i) |\tilde q_{ij}|]_j\|`, (N,)."""
-    weights, n = head.t * length, len(length)
-    found = weights.new_zeros(n)
-    for part, _, keys in seen(head.t, max(1, CHUNK // (8 * n * max(n, head.width)))):
+    weights, n = head.t * length, max(length.shape)
+    found = weights.new_zeros(len(weights))
+    for part, keys, _ in seen(head.t.mT, max(1, CHUNK // (8 * n * max(n, head.width)))):
         if keys.start < keys.stop:
             moved = weights[part, keys, None] * head.moved(part, keys)
             found[part] = block_norm(moved.mT)

@@ -74,6 +74,7 @@ class VariantHead:
         r: relative keys, (N, N, d), or None. by_key: relative queries times the scale, or None.
         norm_v, size_v: upper values of :math:`\|D^v_j\|`, and Frobenius norms with absolute values
             inside, (N,), or () where they are those of W_V for all tokens.
+        own_queries: whether tokens are queries as well as keys: not so for cross-attention.
         tangents: how queries, keys and values follow their tokens, named by ``kept``.
         size: :math:`|c q_i|`, with relative queries at least that of all :math:`q_i + t_{ij}`,
             (N,).
@@ -110,6 +111,7 @@ class VariantHead:
         if self.by_key is not None:
             self.size = self.size + self.by_key.norm(dim=-1).amax(1)
         plain, self.values_move = att.scoring.plain("v"), att.values_move
+        self.own_queries = att.other_stream is None
         n, d, d_v = max(p.shape), att.d + 1, att.d_v if plain else 4 * (att.d_v + 1)
         self.inputs, self.width = att.x.shape[2], max(d, d_v)
         self._small = gamma(self.inputs + 6 * d + d_v + 40)
@@ -243,7 +245,7 @@ class VariantHead:
         length, image = (t.expand(len(tokens), -1).mT for t in (length, image))
         if own is None:
             none = length.new_zeros(len(tokens))
-            return TokenVectors(length, image, none, none, none, inner)
+            return TokenVectors(length, image, none, none, torch.zeros_like(length.mT), inner)
         moved = torch.linalg.vector_norm(u @ own.through.mT, dim=-1) + own.off[:, None] * reach
         return TokenVectors(length, image, own.b, own.b_v, moved, inner)
 
@@ -253,14 +255,15 @@ class VariantHead:
         What a mask forbids is left at zero. One squaring is enough where B_i and B_i W_V are small
         beside other terms: once more would take 1e-4 off the bounds.
         """
-        n, t = len(self.kept), self.t
-        sums = torch.zeros_like(t) if inner else None
-        length, image, b_q = (torch.zeros_like(t) for _ in range(3))
-        b, b_v = t.new_zeros(n), t.new_zeros(n)
-        step = max(1, CHUNK // (8 * n * max(n if inner else 1, self.width)))
+        t, (queries, n) = self.t, self.t.shape
+        sums = t.new_zeros(queries, queries) if inner else None
+        length, image, b_q = torch.zeros_like(t), torch.zeros_like(t), torch.zeros_like(t.mT)
+        b, b_v, own = t.new_zeros(n), t.new_zeros(n), None
+        step = max(1, CHUNK // (8 * max(t.shape) * max(queries if inner else 1, self.width)))
         for part, rows, keys in seen(t, step):
-            own = self.queries(part, keys, squarings=squarings)
-            b[part], b_v[part] = own.b, own.b_v
+            if self.own_queries:
+                own = self.queries(part, keys, squarings=squarings)
+                b[part], b_v[part] = own.b, own.b_v
             if rows.start == rows.stop:
                 continue
             found = self.vectors(part, rows, own, self.e[rows, part] if inner else None)
