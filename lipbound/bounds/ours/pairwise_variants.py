@@ -79,9 +79,10 @@ def _of_head(head: VariantHead) -> Tensor:
     if found.inner is not None:
         kappa = _key_norms(head, found.length)
         x = (e * found.image) @ p.mT
-        x = x + p * found.b_v[None, :] + e.mT * found.b_q if head.own_queries else x
+        if head.own_queries:
+            x = x + p * found.b_v[None, :] + e.mT * found.b_q + own.square() / 2
         keys = torch.minimum(kappa[:, None] * kappa[None, :], found.inner)
-        whole = values @ values.mT + own.square() + x + x.mT + keys
+        whole = values @ values.mT + x + x.mT + keys
         squared = nonnegative_norm(whole[None], rtol=RTOL)[0]
     slack = gamma(10 * head.width + 200)
     return torch.stack([root(squared), block, *single]) * (head.unit * head.after * (1 + slack))
