@@ -12,7 +12,8 @@ from lipbound.attention.projections import Projections
 from lipbound.attention.scoring import Scoring
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, shown
-from lipbound.models.training.watch import Probabilities, TrainingCall, transformers_model, watching
+from lipbound.models.sources.loaded_model import bare_model
+from lipbound.models.training.watch import Probabilities, TrainingCall, watching
 
 TRAINING_TOLERANCE = 1e-3
 """Largest relative difference between the model's q, k, v and projected inputs, in float32 and
@@ -86,7 +87,7 @@ def attention_layers(
         model: as of `attention_probabilities`.
         layers: as of `attention_probabilities`.
     """
-    known = {id(p.module): p for p in projections(transformers_model(model))}
+    known = {id(p.module): p for p in projections(bare_model(model, tells=False))}
     result: list[Attention] = []
     with watching(model, layers, [p.module for p in known.values()]) as watch:
         yield result
@@ -129,11 +130,9 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
             w, b = zip(*(_per_head(*m, heads) for m in maps), strict=True)
             found.append(ModuleProjections(name, module, w, b))
     if not found:
-        names = ", ".join("/".join(three) for three in SEPARATE)
         raise CaptureError(
-            f"{type(model).__name__} has no attention modules that say how many heads they have "
-            f"({', '.join(HEADS)}) and have projections of a known name ({names}, "
-            f"{', '.join(FUSED)})"
+            f"{type(model).__name__} has no attention modules with a number of heads "
+            f"({', '.join(HEADS)}) and projections of a known name ({SEPARATE}, {FUSED})"
         )
     return found
 
@@ -157,10 +156,6 @@ def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
 
 
 def _per_head(weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
-    if weight.shape[1] % heads:
-        raise CaptureError(
-            f"a projection onto {weight.shape[1]} columns does not divide into {heads} heads"
-        )
     w = weight.unflatten(1, (heads, -1)).transpose(0, 1)
     return w, None if bias is None else bias.unflatten(0, (heads, -1))
 
@@ -177,17 +172,15 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
         raise CaptureError(
             f"the projections of {name} are not found by their names, so its bound has no gradient"
         )
-    which = "which bounds with gradients do not support"
-    if call.biased:
-        raise CaptureError(f"{name} uses position_bias in its attention, {which}")
-    if call.repeated:
-        raise CaptureError(f"{name} calls attention several times in one forward pass, {which}")
     (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
-    if x.ndim != 3 or x.shape[:2] != (samples, queries) or keys != queries:
-        raise CaptureError(
-            f"{name} is given token vectors of shape {tuple(x.shape)} for {queries} queries and "
-            f"{keys} keys; bounds with gradients need self-attention without a cache"
-        )
+    for fault, what in (
+        (call.biased, "uses position_bias in its attention"),
+        (call.repeated, "calls attention several times in one forward pass"),
+        (keys != queries, f"has {queries} queries and {keys} keys, and no self-attention"),
+        (x.shape[:-1] != (samples, queries), f"is given token vectors of shape {tuple(x.shape)}"),
+    ):
+        if fault:
+            raise CaptureError(f"{name} {what}, which bounds with gradients do not support")
     first = 0
     if valid is not None and not bool((keep := valid.any(-1)).all()):
         if not bool(keep.any()):

@@ -1,28 +1,43 @@
-"""Following the attention of a model in training: which calls it makes, with masks and padding."""
+"""Following the attention of a model in training: which calls it makes, with masks and padding.
+
+Gradient checkpointing computes layers again in the backward pass, when the context that changed the
+model may have ended: the recomputation does what the first pass did.
+"""
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, SupportsIndex, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 from lipbound.attention.scoring import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
+from lipbound.models.capture.seeing.interface import ATTRIBUTE, attention_configs
 from lipbound.models.sources.loaded_model import bare_model
-from lipbound.models.training.recomputing import TRAINING_ATTENTION, attending, lock, replay
 
-REPLICAS = (
-    "DataParallel runs copies of the model in threads of their own, whose attention penalties "
-    "cannot follow; use one device, or DistributedDataParallel (torchrun)"
-)
+TRAINING_ATTENTION = "lipbound-training"
+"""Name in the transformers registry of the attention function that can keep its probabilities."""
+CHECKPOINTING = "_gradient_checkpointing_func"
+"""Where a module of transformers keeps the function that checkpoints it."""
+
+
+class RecomputationNotes(threading.local):
+    """Notes on the attention calls of checkpointed layers, which their recomputation follows."""
+
+    notes: list[bool] | None = None
+    script: Iterator[bool] | None = None
+
+
+replay = RecomputationNotes()
 
 
 class Probabilities(list[Tensor]):
@@ -36,16 +51,9 @@ class Probabilities(list[Tensor]):
         super().__init__(found)
         self.valid: list[Tensor | None] = [None] * len(self) if valid is None else list(valid)
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Probabilities": ...
-
-    def __getitem__(self, index: SupportsIndex | slice) -> "Tensor | Probabilities":
-        if not isinstance(index, slice):
-            return super().__getitem__(index)
-        return Probabilities(super().__getitem__(index), self.valid[index])
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Probabilities(found, self.valid[index]) if isinstance(index, slice) else found
 
 
 @dataclass(eq=False)
@@ -79,20 +87,9 @@ class TrainingCall:
     repeated: bool = False
 
 
-class _Pass(threading.local):
-    """State of one thread in the forward pass of a watched model."""
-
-    def __init__(self) -> None:
-        self.streams: list[Any] = []
-        self.entered: dict[int, int] = {}
-        self.inputs: dict[int, Tensor] = {}
-        self.layers: dict[tuple[int, int], int] = {}
-        self.last: dict[int, tuple[TrainingCall, int]] = {}
-
-
 @dataclass(eq=False)
 class ProbabilityCollector:
-    """The probabilities of a model's layers, which threads count each for itself.
+    """The probabilities of a model's layers.
 
     Attributes:
         modules: identities of the model's modules.
@@ -100,7 +97,12 @@ class ProbabilityCollector:
         whole: whether calls are kept, not probabilities alone.
         found: probabilities so far.
         calls: so far, where they are kept.
-        reached: how many layers have run.
+        hooks: on modules, until the end.
+        streams: masks of the models that run, the innermost last.
+        inputs: of modules, by their identities.
+        passes: how often modules were entered since they first called attention.
+        layers: numbers of layers, by module and pass.
+        last: the first call of each layer, and its place in ``found``.
     """
 
     modules: frozenset[int]
@@ -108,38 +110,33 @@ class ProbabilityCollector:
     whole: bool
     found: Probabilities = field(default_factory=Probabilities)
     calls: list[TrainingCall] = field(default_factory=list)
-    reached: int = 0
-    here: _Pass = field(default_factory=_Pass)
     hooks: list[Any] = field(default_factory=list)
+    streams: list[Any] = field(default_factory=list)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    passes: dict[int, int] = field(default_factory=dict)
+    layers: dict[tuple[int, int], int] = field(default_factory=dict)
+    last: dict[int, tuple[TrainingCall, int]] = field(default_factory=dict)
 
     def layer(self, module: nn.Module) -> int:
         """Return the number of the layer that calls; called twice in one pass, it is one layer."""
-        here, key = self.here, id(module)
-        if key not in here.entered:
-            here.entered[key] = 0
+        key = id(module)
+        if key not in self.passes:
+            self.passes[key] = 0
             self.hooks.append(module.register_forward_pre_hook(self._enter))
-        layer = here.layers.setdefault((key, here.entered[key]), len(here.layers))
-        self.reached = max(self.reached, layer + 1)
-        return layer
+        return self.layers.setdefault((key, self.passes[key]), len(self.layers))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self.here.entered[id(module)] = self.here.entered.get(id(module), 0) + 1
-
-    def wants(self, layer: int) -> bool:
-        """Return whether a layer was asked for."""
-        return self.chosen is None or layer in self.chosen
+        self.passes[id(module)] += 1
 
     def add(self, call: TrainingCall, layer: int, p: Tensor) -> None:
         """Keep the probabilities of a call, with those of earlier calls in the same pass."""
-        x, valid = self.here.inputs.get(id(call.module)), _valid(call, self.here.streams)
+        x, valid = self.inputs.get(id(call.module)), _valid(call, self.streams)
         call = replace(call, x=x, valid=valid)
-        first, place = self.here.last.get(layer, (None, 0))
-        if first is None:
-            with lock:
-                self.here.last[layer] = (call, len(self.found))
-                self.found.append(p)
-                self.found.valid.append(valid)
-                self.calls += [call] if self.whole else []
+        first, place = self.last.setdefault(layer, (call, len(self.found)))
+        if first is call:
+            self.found.append(p)
+            self.found.valid.append(valid)
+            self.calls += [call] if self.whole else []
             return
         first.repeated = True
         shared = call.query is first.query and call.key is first.key and call.given is first.given
@@ -174,10 +171,13 @@ def _attention(
     if replay.script is not None:
         return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
-        raise CaptureError(REPLICAS)
+        raise CaptureError(
+            "DataParallel runs copies of the model in threads of their own, which penalties cannot "
+            "follow; use one device, or DistributedDataParallel (torchrun)"
+        )
     watches = [watch for watch in list(_watches) if id(module) in watch.modules]
     numbers = [(watch, watch.layer(module)) for watch in watches]
-    layers = [(watch, layer) for watch, layer in numbers if watch.wants(layer)]
+    layers = [(w, layer) for w, layer in numbers if w.chosen is None or layer in w.chosen]
     if replay.notes is not None:
         replay.notes.append(bool(layers))
     if not layers:
@@ -291,18 +291,6 @@ def _side_by_side(
     return torch.cat(tensors), torch.cat(masks)
 
 
-def transformers_model(model: object) -> PreTrainedModel:
-    """Return the transformers model inside what wraps it for training.
-
-    Raises:
-        CaptureError: there is none, or DataParallel on several devices.
-    """
-    inside = getattr(model, "_orig_mod", model)
-    if isinstance(inside, nn.DataParallel) and len(inside.device_ids) > 1:
-        raise CaptureError(REPLICAS)
-    return bare_model(model, tells=False)
-
-
 @contextmanager
 def watching(
     model: nn.Module, layers: object, inputs_of: Sequence[nn.Module] | None = None
@@ -317,7 +305,7 @@ def watching(
     Raises:
         CaptureError: layers that do not exist.
     """
-    inner = transformers_model(model)
+    inner = bare_model(model, tells=False)
     chosen = None if layers is None else frozenset(indices("layers", layers))
     if chosen is not None and min(chosen, default=0) < 0:
         raise CaptureError(
@@ -329,7 +317,7 @@ def watching(
     compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
     with ExitStack() as stack:
         stack.enter_context(_hooked(watch, modules, inputs_of or ()))
-        stack.enter_context(attending(inner, modules))
+        stack.enter_context(_attending(inner, modules))
         if compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _watches.append(watch)
@@ -337,10 +325,10 @@ def watching(
             yield watch
         finally:
             _watches.remove(watch)
-    missing = sorted(i for i in watch.chosen or () if i >= watch.reached)
-    if missing and watch.reached:
+    missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
+    if missing and watch.layers:
         raise CaptureError(
-            f"layers {missing} do not exist: the model ran {watch.reached} attention layers, "
+            f"layers {missing} do not exist: the model ran {len(watch.layers)} attention layers, "
             "numbered from 0"
         )
 
@@ -359,16 +347,16 @@ def _hooked(
             given = kwargs
         nested = (v for v in given.values() if isinstance(v, dict) and "attention_mask" in v)
         rest = next(nested, {})
-        watch.here.streams.append(given.get("attention_mask", rest.get("attention_mask")))
+        watch.streams.append(given.get("attention_mask", rest.get("attention_mask")))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if watch.here.streams:
-            watch.here.streams.pop()
+        if watch.streams:
+            watch.streams.pop()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("hidden_states")
         if isinstance(x, Tensor):
-            watch.here.inputs[id(module)] = x
+            watch.inputs[id(module)] = x
 
     for part in parts:
         if isinstance(part, PreTrainedModel):
@@ -380,3 +368,89 @@ def _hooked(
     finally:
         for hook in watch.hooks:
             hook.remove()
+
+
+@contextmanager
+def _changed(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Yield while an attribute of objects has another value."""
+    before = [(one, getattr(one, name)) for one in objects]
+    try:
+        for one, _ in before:
+            setattr(one, name, value)
+        yield
+    finally:
+        for one, old in before:
+            setattr(one, name, old)
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Yield while a model, all of whose ``modules`` are given, runs our attention function.
+
+    Checkpointed layers that run then are recomputed with it.
+    """
+    found = (c for module in modules for c in attention_configs(vars(module).get("config")))
+    configs = list({id(config): config for config in found}.values())
+    with ExitStack() as stack:
+        for config in configs:
+            stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
+        if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
+            model.set_attn_implementation(TRAINING_ATTENTION)
+        ours = [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION]
+        for module in modules:
+            func: Any = vars(module).get(CHECKPOINTING)
+            if getattr(func, "func", None) is checkpoint:
+                noting = partial(_checkpoint, ours, func)
+                stack.enter_context(_changed([module], CHECKPOINTING, noting))
+        yield
+
+
+def _checkpoint(configs: Sequence[Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what torch's checkpointing does, made to remember which attention was watched.
+
+    Args:
+        configs: of the model, that name our attention function.
+        func: torch's checkpointing with its options.
+        *args: of the layer.
+        **kwargs: of the layer and of checkpointing.
+
+    Raises:
+        CaptureError: checkpointing is reentrant.
+    """
+    keywords = {**getattr(func, "keywords", {}), **kwargs}
+    if keywords.get("use_reentrant"):
+        raise CaptureError(
+            "reentrant gradient checkpointing computes the layers without gradients at first, so "
+            "a penalty on them would have none; pass "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+    own = keywords.get("context_fn")
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        notes: list[bool] = []
+        first, second = (nullcontext(), nullcontext()) if own is None else own()
+        return _noting(first, notes), _Recomputing(second, notes, configs)
+
+    return func(*args, **kwargs | {"context_fn": contexts})
+
+
+@contextmanager
+def _noting(own: AbstractContextManager[Any], notes: list[bool]) -> Iterator[None]:
+    with own, _changed([replay], "notes", notes):
+        yield
+
+
+class _Recomputing:
+    """Context of a recomputation, which torch may enter again for another backward pass."""
+
+    def __init__(self, own: AbstractContextManager[Any], notes: list[bool], configs: Sequence[Any]):
+        self._own, self._notes, self._configs = own, notes, configs
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(self._own)
+        self._stack.enter_context(_changed(self._configs, ATTRIBUTE, TRAINING_ATTENTION))
+        self._stack.enter_context(_changed([replay], "script", iter(self._notes)))
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
