@@ -389,7 +389,7 @@ def test_a_mean_over_an_axis_is_named(axis: str, run: xr.Dataset) -> None:
 
 def test_notices_are_of_the_line_that_called(run: xr.Dataset, tmp_path: Path) -> None:
     store.save(run * 2, tmp_path / "edited.zarr")
-    with pytest.warns(Notice, match="only 1 of 2 samples is different") as told:
+    with pytest.warns(Notice, match="only 1 of 2 samples are different") as told:
         lb.compare("builtin:gpt2", ["same", "same"], bounds="none", layers=[0], progress=False)
     with pytest.warns(DamagedRunWarning, match="was edited") as told_too:
         lb.tables.summary(tmp_path / "edited.zarr")

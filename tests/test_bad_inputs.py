@@ -20,7 +20,7 @@ COUNT = "it must be a whole number, at least 1"
 NUMBERS = "give numbers from 0, such as 3, or 0-3,7"
 PROBABILITY = "it must be a probability between 0 and 1, or 0 for plain estimates"
 SIZE = "give a size such as '4GB', a number of bytes, or 'auto'"
-ONE_MODEL = "give a checkpoint directory, a hub id such as owner/name, or builtin:minilm"
+ONE_MODEL = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
 
 MODELS = {
     "compare": "missing argument 'model'; see lipbound compare --help",
@@ -31,31 +31,32 @@ MODELS = {
     "compare builtin:GPT2": "did you mean 'gpt2'?",
     "compare builtin:gpt2@v1": "did you mean 'gpt2'?",
     "compare minilm": "did you mean 'builtin:minilm'?",
-    "compare {mess}/othr": "there is no directory {mess}/othr; did you mean '{mess}/other'?",
-    "compare {mess}/nowhere": f"there is no directory {{mess}}/nowhere; {ONE_MODEL}",
-    "compare ./nowhere": f"there is no directory ./nowhere; {ONE_MODEL}",
-    "compare a/b/c": "there is no directory a/b/c",
-    "compare https://huggingface.co/owner/name": "there is no directory https:",
+    "compare {mess}/othr": "there is no directory or file {mess}/othr; did you mean "
+    "'{mess}/other'?",
+    "compare {mess}/nowhere": f"there is no directory or file {{mess}}/nowhere; {ONE_MODEL}",
+    "compare ./nowhere": f"there is no directory or file ./nowhere; {ONE_MODEL}",
+    "compare a/b/c": "there is no directory or file a/b/c",
+    "compare https://huggingface.co/owner/name": "there is no directory or file https:",
     "compare 'my model'": "neither a directory here nor a valid hub id; hub ids are owner/name",
     "compare owner/nothing": "owner/nothing is not in the local cache, and HF_HUB_OFFLINE "
     "forbids looking on the hub",
     "compare owner/nothing@v1": "at revision 'v1' is not in the local cache",
     "compare owner/nothing@v1 --revision v2": "two revisions were given",
-    "compare {bert}/config.json": "is a file; give the directory that holds config.json",
+    "compare {bert}/config.json": "is a file; give one GGUF file, or the directory "
+    "that holds config.json",
     "compare {mess}/empty": "has no config.json",
     "compare {mess}/adapter": "/adapter is an adapter of the model that it was trained on, not a "
     "model",
-    "compare {mess}/no-weights": "has a config.json but no weights",
+    "compare {mess}/no-weights": "has no weights (model.safetensors or ",
     "compare {mess}/bad-config": "is not a valid JSON file",
     "compare {mess}/list-config": "could not be loaded: Unrecognized model",
     "compare {mess}/empty-config": "could not be loaded: Unrecognized model",
-    "compare {mess}/unknown-type": "names the model type 'mystery', which this version of "
-    "transformers does not know",
+    "compare {mess}/unknown-type": "has model type `mystery` but ",
     "compare {mess}/odd-heads": "is not a multiple of the number of attention heads",
     "compare {mess}/other-shapes --max-length 12": "its weights have other shapes than "
     "its config.json says",
-    "compare {mess}/truncated --max-length 12": "/truncated/model.safetensors is cut off: "
-    "it has 48,048 bytes and should have at least 49,048",
+    "compare {mess}/truncated --max-length 12": "/truncated/model.safetensors is cut off, "
+    "damaged or no safetensors file (",
     "compare {mess}/no-bytes --max-length 12": "/no-bytes/model.safetensors is empty",
     "compare {mess}/missing --max-length 12": "do not fill its architecture: "
     "16 tensors are missing or of another shape",
@@ -183,14 +184,16 @@ DATA = {
     "{mess}/empty.csv": "No columns to parse from file",
     "{mess}/header.csv": "could not be read, as a file or a hub dataset: it is empty",
     "{mess}/ragged.csv": "Expected 2 fields in line 3, saw 4",
-    "{mess}/numbers.csv": "which column of numbers.csv holds text is not clear; name one of a, b "
+    "{mess}/numbers.csv": "numbers.csv has no column of a usual name for text; name one of a, b "
     "with --column",
     "{mess}/numbers.csv --column a": "column 'a' of numbers.csv holds int, but {bert} takes "
     "text; name another with --column",
-    "{mess}/numbers.csv --column c": "numbers.csv has no column 'c'; its columns are a, b",
-    "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; its columns are 0, 1",
+    "{mess}/numbers.csv --column c": "numbers.csv has no column 'c'; name one of a, b with "
+    "--column",
+    "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; name one of 0, 1 with "
+    "--column",
     "{mess}/two.csv --column ''": "--column is ''; give its name, or leave it out",
-    "{mess}/two.csv --split test": "--split is 'test', but two.csv, one file, has no splits; "
+    "{mess}/two.csv --split test": "--split is 'test', but there is none in two.csv, one file; "
     "leave it out",
     "{mess}/blank.csv": "blank.csv has no text in it",
     "{mess}/broken.parquet": "could not be read, as a file or a hub dataset: Parquet magic bytes "
@@ -199,45 +202,46 @@ DATA = {
     "{mess}/broken.json": "broken.json' could not be read",
     "{mess}/numbers.json": "holds int, but {bert} takes text",
     "{mess}/empty.jsonl": "could not be read, as a file or a hub dataset: it is empty",
-    "{text} --split train": "--split is 'train', but text.txt, one file, has no splits; leave it "
-    "out",
-    "{text} --column text": "--column is 'text', but text.txt, one file, has no columns; leave "
-    "it out",
-    "'the ferry is in a clock' --split train": "but a text has no splits",
+    "{text} --split train": "--split is 'train', but there is none in text.txt; leave it out",
+    "{text} --column text": "--column is 'text', but there is none in text.txt; leave it out",
+    "'the ferry is in a clock' --split train": "but there is none in the text 'the ",
     "{mess}/broken.safetensors": "is not a readable safetensors file",
-    "{mess}/extra.safetensors --split train": "but ready inputs have no splits",
+    "{mess}/extra.safetensors --split train": "but there is none in ready inputs",
     "{mess}/keys.safetensors": "ready inputs of BertModel must have input_ids; given are foo",
-    "{mess}/mask-alone.safetensors": "must have input_ids; given are attention_mask",
+    "{mess}/mask-alone.safetensors": "You must specify exactly one of input_ids",
     "{mess}/vocabulary.safetensors": "input_ids has the number 1400; {bert} knows tokens 0 to "
     "59; are they of its tokenizer?",
     "{mess}/negative.safetensors": "input_ids has the number -6",
-    "{mess}/floats.safetensors": "input_ids is of dtype float32; token numbers must be whole "
-    "(int64)",
+    "{mess}/floats.safetensors": "input_ids is of torch.float32 and of shape (2, 6); it must be "
+    "whole numbers (int64), (samples, tokens)",
     "{mess}/long.safetensors": "inputs of 50 tokens exceed the 40 positions of {bert}; give at "
     "most 40",
-    "{mess}/one-axis.safetensors": "input_ids has shape (5,)",
-    "{mess}/three-axes.safetensors": "input_ids has shape (2, 2, 6); it must be (samples, tokens)",
-    "{mess}/no-tokens.safetensors": "input_ids has shape (2, 0); it must be (samples, tokens)",
+    "{mess}/one-axis.safetensors": "at least one; given are input_ids (5,)",
+    "{mess}/three-axes.safetensors": "of shape (2, 2, 6); it must be whole numbers (int64), "
+    "(samples, tokens)",
+    "{mess}/no-tokens.safetensors": "of shape (2, 0); it must be whole numbers (int64), "
+    "(samples, tokens), with at least one",
     "{mess}/mask.safetensors": "attention_mask has shape (2, 4) but input_ids (2, 6)",
-    "{mess}/unequal.safetensors": "ready inputs disagree about the number of samples",
+    "{mess}/unequal.safetensors": "ready inputs must be named tensors of (samples, ...), all "
+    "with as many samples, at least one; given are ",
     "{mess}/padding.safetensors": "attention_mask marks every token of a sample as padding",
-    "{mess}/types.safetensors": "token_type_ids has the number 14; {bert} knows types 0 to 1",
+    "{mess}/types.safetensors": "BertModel cannot compute with these inputs: index out of range",
 }
 IMAGES = {
     "{text}": "is not an image file, but {vit} takes images",
     "{mess}/empty": "{mess}/empty holds no images",
     "{mess}/no-pictures": "a.png is not a readable image",
     "{mess}/half-a-picture": "a.png is not a readable image",
-    "{mess}/pictures --split train": "but pictures, a folder of images, has no splits",
-    "'a photograph of a cat'": "there is no file, folder or dataset 'a photograph of a cat', and "
-    "{vit} takes images, not text",
+    "{mess}/pictures --split train": "but there is none in pictures",
+    "'a photograph of a cat'": "data 'a photograph of a cat' could not be read, as a file or a "
+    "hub dataset",
     "{mess}/keys.safetensors": "ready inputs of ViTModel must have pixel_values; given are foo",
-    "{mess}/channels.safetensors": "pixel_values has shape (2, 1, 16, 16); {vit} takes (samples, "
-    "3, height, width)",
+    "{mess}/channels.safetensors": "ViTModel cannot compute with these inputs: Make sure that the "
+    "channel dimension",
     "{mess}/size.safetensors": "ViTModel cannot compute with these inputs: Input image size "
     "(32*32) doesn't match model (16*16)",
-    "{mess}/bytes.safetensors": "pixel_values is of dtype uint8",
-    "{mess}/nan.safetensors": "pixel_values has NaN or infinite entries",
+    "{mess}/bytes.safetensors": "pixel_values (torch.uint8) must be finite floating-point",
+    "{mess}/nan.safetensors": "pixel_values (torch.float32) must be finite floating",
 }
 NO_RUN = "is not a run of lipbound"
 RUN_COMMANDS = {
@@ -309,13 +313,13 @@ RUN_COMMANDS = {
     },
     "verify {mess}/run.zarr --places x": "--places must be a whole number, not 'x'",
     "verify {mess}/run.zarr --seed -1": "--seed is -1; it must be a whole number, at least 0",
-    "verify {mess}/run.zarr --model {mess}/nowhere": "there is no directory {mess}/nowhere",
+    "verify {mess}/run.zarr --model {mess}/nowhere": "there is no directory or file {mess}/nowhere",
     "verify {mess}/run.zarr --data {mess}/nowhere.txt": "there is no file or folder "
     "{mess}/nowhere.txt",
     "verify {mess}/run.zarr --data {mess}/picture.png": "is an image, but {bert} reads text",
     "verify {mess}/run.zarr --device gpu": "device 'gpu' cannot be used here",
     "verify {mess}/run.zarr --dtype half": "--dtype is 'half'; allowed are",
-    "verify {mess}/moved.zarr": "there is no directory {mess}/gone",
+    "verify {mess}/moved.zarr": "there is no directory or file {mess}/gone",
     "verify {mess}/memory.zarr": "in memory, which no name leads back to; give it as --model",
 }
 OTHER_COMMANDS = {
@@ -326,7 +330,7 @@ OTHER_COMMANDS = {
     "bounds --layout x": "no such option: --layout",
     "reproduce nothing": "unknown recipe 'nothing'; allowed are castin-1,",
     "reproduce castin-9": "unknown recipe 'castin-9'; did you mean 'castin-",
-    "reproduce castin-1 {mess}/nowhere -o {tmp}/r": "there is no directory {mess}/nowhere",
+    "reproduce castin-1 {mess}/nowhere -o {tmp}/r": "there is no directory or file {mess}/nowhere",
     "reproduce castin-1 builtin:gpt3 -o {tmp}/r": "did you mean 'gpt2'?",
     "reproduce castin-1 {bert} -o {mess}/file": "{mess}/file/castin-1.zarr cannot be written",
     **{
@@ -389,9 +393,9 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No network; good checkpoints are loaded once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    open_checkpoint, companion = loading.load_unless_refused, checkpoint.Checkpoint._companion
+    open_checkpoint, companion = loading.load_checkpoint, checkpoint.Checkpoint._companion
 
-    def load(model: object, refuse: object, **options: object) -> object:
+    def load(model: object, **options: object) -> object:
         good = (
             model in (str(places["bert"]), str(places["vit"]))
             and options["revision"] is None
@@ -399,8 +403,8 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         )
         key = (model, options["dtype"])
         if good and key not in LOADED:
-            LOADED[key] = open_checkpoint(model, refuse, **options)
-        return LOADED[key] if good else open_checkpoint(model, refuse, **options)
+            LOADED[key] = open_checkpoint(model, **options)
+        return LOADED[key] if good else open_checkpoint(model, **options)
 
     def kept(self: checkpoint.Checkpoint, loader: type, *rest: object) -> object:
         if self not in LOADED.values():
@@ -411,7 +415,7 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
             else LOADED[self.source, loader]
         )
 
-    monkeypatch.setattr(plan, "load_unless_refused", load)
+    monkeypatch.setattr(plan, "load_checkpoint", load)
     monkeypatch.setattr(checkpoint.Checkpoint, "_companion", kept)
 
 

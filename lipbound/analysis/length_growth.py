@@ -24,7 +24,6 @@ from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.readers.model_inputs import positions
 from lipbound.models.readers.text import stream
 from lipbound.runs.dataset import versions
 
@@ -121,7 +120,7 @@ def sequence_growth(
         )
     where = resolve_device(device)
     checkpoint = load_checkpoint(model, revision=revision, dtype=dtype, device=where)
-    limit = positions(checkpoint)
+    limit = checkpoint.positions
     if limit is not None and lengths[-1] > limit:
         raise InputsError(
             f"length {lengths[-1]} exceeds the {limit} positions of {checkpoint.name}; give at "

@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from lipbound.errors import CheckpointError
-from lipbound.models import gguf_file
+from lipbound.attention.scoring import zero_one
+from lipbound.errors import CheckpointError, InputsError
 from lipbound.models.quiet import explained, quiet
-from lipbound.models.weight_files import check_fetched
+from lipbound.models.weight_files import gguf_read_once, refuse_pointer
 
 if TYPE_CHECKING:
     from lipbound.models.sources.adapters import Adapter
@@ -30,12 +30,15 @@ TOKENS_INSTEAD = "token numbers, or name another tokenizer with tokenizer="
 IMAGES_INSTEAD = (
     "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor="
 )
-
+ENDS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
+"""Tokens that may begin or end a text."""
 ONLY_FOR = {
     "revision": "revisions are for hub models",
     "gguf_file": "such files are in directories and hub models",
+    "weights": "only safetensors files of directories and hub models are read layer by layer",
+    "adapter": "merge it into the model in memory (peft.PeftModel.from_pretrained)",
 }
-"""Options that few kinds of checkpoints take, and which do."""
+"""Options that few kinds of checkpoints take, and which do, or what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class LoadOptions:
         gguf_file: which GGUF file of a directory or a hub model, or None.
         adapter: what is merged into the weights; "none": not even one that lies beside them; None:
             nothing was said.
-        refuse: is shown the configuration, and may raise before the weights are read.
     """
 
     revision: str | None
@@ -59,21 +61,18 @@ class LoadOptions:
     weights: str
     gguf_file: str | None = None
     adapter: "Adapter | str | None" = None
-    refuse: Callable[[PreTrainedConfig], None] = lambda config: None
 
     def refuse_given(self, what: str, *names: str) -> None:
-        """Refuse options that mean nothing for what is loaded.
+        """Raise CheckpointError for options that mean nothing for what is loaded.
 
         Args:
             what: is loaded, in words.
-            names: of the options, in `ONLY_FOR`.
-
-        Raises:
-            CheckpointError: one of them was given.
+            names: of the options; all in `ONLY_FOR` by default.
         """
-        for name in names:
-            if (value := getattr(self, name)) is not None:
-                raise CheckpointError(f"{name} {value!r} was given for {what}; {ONLY_FOR[name]}")
+        for name in names or ONLY_FOR:
+            if (value := getattr(self, name)) not in (None, "none", "auto", "whole"):
+                said = getattr(value, "name", value)
+                raise CheckpointError(f"{name} {said!r} was given for {what}; {ONLY_FOR[name]}")
 
 
 @dataclass
@@ -124,11 +123,6 @@ class Checkpoint:
         """Names of what the model's forward pass takes."""
         parameters = inspect.signature(self.model.forward).parameters.values()
         return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-
-    def optional(self, name: str) -> bool:
-        """Return whether the forward pass may go without an input that it takes."""
-        given = inspect.signature(self.model.forward).parameters.get(name)
-        return given is not None and given.default is not inspect.Parameter.empty
 
     @property
     def main_input(self) -> str:
@@ -193,23 +187,57 @@ class Checkpoint:
         folder = Path(place).expanduser()
         here = folder.is_dir()
         if here and file is None:
+            found = [one for name in files.split() for one in folder.glob(name) if one.is_file()]
             # without its files transformers makes up a tokenizer that knows no word
-            if not any(any(folder.glob(name)) for name in files.split()):
-                wanted = f"{'a' if given else 'its'} {what} ({files.split()[0]} or the like)"
-                own = f"add them, or give data as {instead}"
-                remedy = "give a directory that has, or a hub id" if given else own
-                raise CheckpointError(f"{given or self.name} has no files of {wanted}; {remedy}")
-            check_fetched(folder, files.split())
+            if not found:
+                own = "" if given else f", or give data as {instead}"
+                raise CheckpointError(
+                    f"{given or self.name} has no files of its {what} ({files.split()[0]} or the "
+                    f"like); name a directory that has, or a hub id{own}"
+                )
+            for one in found:
+                refuse_pointer(one)
         repo, _, revision = (str(folder), "", "") if here else place.partition("@")
         inside = {} if file is None else {"gguf_file": file}
-        none = f"{self.name} has no usable {what}"
-        advice = f"data as {instead}"
-        if given:
-            none, advice = f"there is no usable {what} at {given}", "a directory or a hub id"
-        once = gguf_file.read_once(folder / file if file else None)
-        with explained(CheckpointError, f"{none} (", f"); give {advice}"), quiet(), once:
+        before = f"{given or self.name} has no usable {what} ("
+        after = f"); give {'a directory or a hub id' if given else f'data as {instead}'}"
+        once = gguf_read_once(folder / file if file else None)
+        with explained(CheckpointError, before, after), quiet(), once:
             return loader.from_pretrained(
                 repo, revision=revision or "main", trust_remote_code=False, **inside
+            )
+
+    @property
+    def positions(self) -> int | None:
+        """The longest input of a text model in tokens, or None where it sets no limit."""
+        config = text_part(self.config)
+        found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+        limit = next((count for count in found if count), None)
+        if limit is None or limit < 0:  # below zero is XLNet's word for none
+            return None
+        rope = getattr(config, "rope_parameters", None)
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
+            limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
+        embeddings = getattr(getattr(self.model, "base_model", None), "embeddings", None)
+        padding = getattr(embeddings, "padding_idx", None)
+        if padding and hasattr(embeddings, "position_embeddings"):
+            limit -= int(padding) + 1  # RoBERTa's positions start behind the padding index
+        return int(limit)
+
+    def check_length(self, count: int, said: str = "max_length {} exceeds") -> None:
+        """Check that texts of so many tokens are no longer than the model allows.
+
+        Args:
+            count: of tokens.
+            said: the beginning of the message, with a place for the number.
+
+        Raises:
+            InputsError: they are.
+        """
+        limit = self.positions
+        if limit is not None and count > limit:
+            raise InputsError(
+                f"{said.format(count)} the {limit} positions of {self.name}; give at most {limit}"
             )
 
 
@@ -259,3 +287,45 @@ class Inputs:
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in self.options.items()
         }
+
+
+def text_part(config: Any) -> Any:
+    """Return the part of a configuration that is about text, or all of it."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):  # several are about text
+        return config
+
+
+def odd_masks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
+    """Return sentences about padding without a mask, and masks of 0 and 1 that are added."""
+    return _unmasked(model, batch) + [
+        f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores and mask "
+        "nothing; give a boolean mask, True where a token is seen, or 0 there and -inf elsewhere"
+        for name, mask in batch.items()
+        if name.endswith("attention_mask")
+        and isinstance(mask, Tensor)
+        and mask.ndim == 4
+        and mask.dtype != torch.bool
+        and zero_one(mask)
+    ]
+
+
+def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
+    """Return a sentence on padding tokens at an end of a sample that no mask marks."""
+    ids, config = batch.get("input_ids"), text_part(getattr(model, "config", None))
+    pad = getattr(config, "pad_token_id", None)
+    masked = batch.get("attention_mask") is not None
+    if masked or not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(pad, int):
+        return []
+    is_pad = ids == pad
+    trailing, leading = is_pad.flip(-1).cummin(-1).values.sum(-1), is_pad.cummin(-1).values.sum(-1)
+    ends = [getattr(config, name, None) for name in ENDS]
+    also_an_end = any(pad in end if isinstance(end, list | tuple) else pad == end for end in ends)
+    found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
+    said = (
+        f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad}), and "
+        "there is no attention_mask, so padding is measured as text; give the attention_mask that "
+        "the tokenizer returns"
+    )
+    return [said] if found else []

@@ -11,7 +11,7 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CheckpointError, InputsError, tell
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
-from lipbound.models.sources.weight_checks import state_sha256
+from lipbound.models.sources.loaded_model import state_sha256
 
 SAMPLE = "sample"
 """The one input of given layers: the numbers of samples, which they have inside."""
@@ -61,7 +61,7 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
         return None
     if not all(isinstance(layer, Attention | ModuleAttention) for layer in model):
         return None
-    options.refuse_given("layers", "revision", "gguf_file")
+    options.refuse_given("layers")
     samples = {i: _samples(layer) for i, layer in enumerate(model)}
     if len(set(samples.values())) > 1:
         raise CheckpointError(
@@ -72,15 +72,16 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
     cast = sum(layer.dtype != options.dtype for layer in plain)
     wanted = str(options.dtype).removeprefix("torch.")
     said = f"{cast} of {len(model)} layers are measured in {wanted}, not in their own dtype"
+    if cast:
+        tell(said)
+    made = GivenLayers(
+        [
+            layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
+            for layer in model
+        ]
+    )
+    name = f"{len(model)} layer{'s' * (len(model) > 1)}"
     notes = [said] if cast else []
-    for note in notes:
-        tell(note)
-    found = [
-        layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
-        for layer in model
-    ]
-    made = GivenLayers(found)
-    name = f"{len(found)} layer{'s' * (len(found) > 1)}"
     return Checkpoint(made, name, state_sha256(made), None, loaded=True, notes=notes)
 
 

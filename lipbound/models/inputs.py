@@ -1,42 +1,48 @@
-"""Prepare data as model inputs: texts, images, or inputs that are ready."""
+"""Prepare data as model inputs: texts, images, or inputs that are ready.
+
+Ready inputs are named tensors, and settings of the forward pass. All inputs are checked against the
+model, and remarked on if odd.
+"""
 
 from collections.abc import Mapping
-from copy import deepcopy
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from datasets import DatasetDict, IterableDatasetDict
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lipbound import errors
-from lipbound.errors import CheckpointError, InputsError, name_or_none, tell
-from lipbound.models.checkpoint import Checkpoint, Inputs
-from lipbound.models.given_layers import GivenLayers, inputs_of
-from lipbound.models.offload import without_weights
-from lipbound.models.quiet import quiet
-from lipbound.models.readers.files import is_sentence
-from lipbound.models.readers.images import ImageReader
-from lipbound.models.readers.model_inputs import (
-    add_decoder_inputs,
-    check_length,
-    check_tokens,
-    check_towers,
-    declared_positions,
-    is_ready,
-    ready_inputs,
-    remarks,
+from lipbound.errors import CheckpointError, InputsError, name_or_none, shown, tell
+from lipbound.models.checkpoint import (
+    Checkpoint,
+    Inputs,
+    odd_masks,
     text_part,
 )
+from lipbound.models.given_layers import GivenLayers, inputs_of
+from lipbound.models.quiet import explained
+from lipbound.models.readers.files import is_sentence, there
+from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.text import TextReader, given_tokens
+from lipbound.models.readers.text import TextReader
 from lipbound.models.sources.loaded_model import named_inputs
+from lipbound.models.weight_files import finite
 
 __all__ = ["READERS", "Inputs", "prepare", "token_texts"]
 
 DEFAULT_SAMPLES = 8
 READERS: dict[str, Reader] = {reader.modality: reader for reader in (TextReader(), ImageReader())}
 """The reader of each modality."""
+TEXT_TOWERS = ("text_model", "text_encoder", "language_model", "text_branch")
+"""Names of the part of a model of several towers that reads text."""
+FINITE = {"pixel_values", "inputs_embeds", "input_features", "input_values"}
+"""Inputs that are numbers."""
+SAMPLES = "tensors of (samples, ...), all with as many samples, at least one"
 
 
 def prepare(
@@ -107,10 +113,10 @@ def prepare(
         )
     selection = Selection(count, max_length, split, column, shuffle)
     if isinstance(checkpoint.model, GivenLayers):
-        selection.refuse_table("layers have")
+        selection.refuse_table("layers")
         return inputs_of(checkpoint.model, data, count)
     if isinstance(data, Inputs):
-        selection.refuse_table("ready inputs have")
+        selection.refuse_table("ready inputs")
         return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))
     if not isinstance(checkpoint.model, PreTrainedModel) and data is not None:
         parts = data if isinstance(data, list | tuple) else [data]
@@ -119,14 +125,13 @@ def prepare(
             data = named_inputs(checkpoint.model, data)
     if is_ready(data):
         inputs = ready_inputs(data, checkpoint, selection)
-    else:
-        check_towers(checkpoint, [checkpoint.main_input])
-        if checkpoint.modality not in READERS:
-            raise InputsError(
-                f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a "
-                "dict of ready inputs"
-            )
+    elif checkpoint.modality in READERS:
         inputs = READERS[checkpoint.modality].read(checkpoint, data, selection)
+    else:
+        raise InputsError(
+            f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict "
+            "of ready inputs"
+        )
     add_decoder_inputs(checkpoint, inputs)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
@@ -135,40 +140,10 @@ def prepare(
         inputs.notes.append(
             f"{count} samples were asked for, and {inputs.description} gives only {inputs.samples}"
         )
-    inputs.notes += remarks(checkpoint.model, inputs.batch)
+    inputs.notes += _repeated(inputs.batch) + odd_masks(checkpoint.model, inputs.batch)
     for note in inputs.notes:
         tell(note)
     return inputs
-
-
-def refuse_long(name: str, config: PreTrainedConfig, data: Any, max_length: int) -> None:
-    """Refuse texts that are longer than a model allows before its weights are read.
-
-    `prepare` does the same when they are.
-
-    Args:
-        name: of the model, for messages.
-        config: of the model. What it declares must be too short for the model to be looked at.
-        data, max_length: as of `prepare`.
-
-    Raises:
-        InputsError: the model takes text, which the data may be, and has too few positions; or it
-            has several towers, all of which need inputs.
-    """
-    if isinstance(data, Inputs) or is_ready(data) or given_tokens(data) is not None:
-        return
-    declared = declared_positions(text_part(config))
-    if declared is None or max_length <= declared:
-        return
-    try:
-        with quiet():
-            model = without_weights(deepcopy(config))
-    except Exception:  # what cannot be built is told when it is loaded
-        return
-    checkpoint = Checkpoint(model, name, "", None)
-    if checkpoint.modality == TextReader.modality:
-        check_towers(checkpoint, [checkpoint.main_input])
-        check_length(checkpoint, max_length)
 
 
 def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list[str]:
@@ -197,3 +172,185 @@ def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list
     mask = inputs.batch.get("attention_mask")
     row = ids[sample] if mask is None else ids[sample][mask[sample].bool()]
     return [str(tokenizer.decode([one])) for one in row.tolist()]
+
+
+def is_ready(data: Any) -> bool:
+    """Return whether data are ready inputs: a mapping, or the name of a .safetensors file."""
+    if isinstance(data, str | Path):
+        return str(data).endswith(".safetensors")
+    return isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict)
+
+
+def ready_inputs(
+    data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint, selection: Selection
+) -> Inputs:
+    """Return the tensors that a checkpoint's model takes, and settings of its forward pass.
+
+    Args:
+        data: tensors, arrays or nested lists by name, and settings that are True or False; or a
+            .safetensors file of tensors.
+        checkpoint: whose model they are for.
+        selection: which samples are wanted.
+
+    Returns:
+        Tensors (samples, ...) by name, with notes on what was left out.
+
+    Raises:
+        InputsError: they are no such tensors, disagree about the number of samples, have numbers
+            that the model does not take, or what the model is about is not among them; or a split
+            or a column was named.
+    """
+    selection.refuse_table("ready inputs")
+    given, description = _read_tensors(data)
+    kind, main, names = type(checkpoint.model).__name__, checkpoint.main_input, _taken(checkpoint)
+    known = isinstance(checkpoint.model, PreTrainedModel)
+    least, shared = 2 if known else 1, {}  # other modules take numbers, times, places
+    samples = next((len(t) for t in given.values() if t.ndim > 1), 0)
+    if known and main in given:  # patches of one sample may be packed
+        samples = len(given[main]) if given[main].ndim else 0
+    if not known or samples == 1:
+        apart = [name for name, t in given.items() if not t.ndim or len(t) > samples > 0]
+        shared = {name: given.pop(name) for name in sorted(apart)}
+    wrong = [name for name, t in given.items() if t.ndim < least or not len(t)]
+    if wrong or not given or len({len(t) for t in given.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
+        raise InputsError(f"ready inputs must be named {SAMPLES}; given are {shapes or 'none'}")
+    tensors = {name: t for name, t in given.items() if not names or name in names}
+    if not tensors:
+        raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")
+    for name in FINITE & tensors.keys():
+        pixels = tensors[name] if name == "pixel_values" else None
+        if not finite(tensors[name]) or (pixels is not None and not pixels.is_floating_point()):
+            raise InputsError(
+                f"{name} ({tensors[name].dtype}) must be finite floating-point numbers, such as "
+                "processors return"
+            )
+    left_out = [name for name in given if name not in tensors]
+    notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]
+    items = data.items() if isinstance(data, Mapping) else ()
+    options: dict[str, Any] = {str(name): value for name, value in items if isinstance(value, bool)}
+    if unknown := options.keys() - names:
+        raise InputsError(
+            f"{min(unknown)} is no setting of {kind}'s forward pass; leave it out, or give tensors "
+            "of (samples, ...)"
+        )
+    notes += [
+        f"{name}, of shape {tuple(t.shape)}, is given to {kind} whole with any sample"
+        for name, t in shared.items()
+    ]
+    described = selection.described(description)
+    return Inputs(selection.drawn(tensors), described, notes=notes, options=options | shared)
+
+
+def _read_tensors(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tensor], str]:
+    if not isinstance(data, Mapping):
+        path = there(data)
+        if path is None or not path.is_file():
+            raise InputsError(f"there is no file {data}")
+        with explained(InputsError, f"{path} is not a readable safetensors file: "):
+            return load_file(path), path.name
+    given = {}
+    for name, value in data.items():
+        if value is not None and not isinstance(value, bool):
+            before = f"ready inputs must be named {SAMPLES}; {shown(name)} is {shown(value)}"
+            if not isinstance(name, str):
+                raise InputsError(before)
+            with explained(InputsError, f"{before}: "):
+                given[name] = torch.as_tensor(value)
+    return given, "ready model inputs"
+
+
+def _taken(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of what the model's forward takes; none where they cannot be told."""
+    names = set(checkpoint.accepted)
+    return names if checkpoint.main_input in names else set()
+
+
+def _vocabulary(model: Any) -> int | None:
+    """Return how many tokens a model, or its tower that reads text, has embeddings of."""
+    for part in (model, *(getattr(model, name, None) for name in TEXT_TOWERS)):
+        with suppress(AttributeError, NotImplementedError):
+            return getattr(part.get_input_embeddings(), "num_embeddings", None)
+    return None
+
+
+def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
+    """Check that token numbers are whole, (samples, N), and in the model's vocabulary.
+
+    Args:
+        checkpoint: with the model.
+        batch: its inputs by name.
+
+    Raises:
+        InputsError: they are not, are more than the model's positions, or their mask or types do
+            not fit them.
+    """
+    ids = batch.get("input_ids")
+    if ids is None:
+        return
+    shape, config = tuple(ids.shape), text_part(checkpoint.config)
+    if ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2 or not shape[1]:
+        raise InputsError(
+            f"input_ids is of {ids.dtype} and of shape {shape}; it must be whole numbers (int64), "
+            "(samples, tokens), with at least one token"
+        )
+    if checkpoint.modality == "text":
+        checkpoint.check_length(shape[1], "inputs of {} tokens exceed")
+    low, high = (int(end) for end in ids.aminmax())
+    known = _vocabulary(checkpoint.model) or getattr(config, "vocab_size", None)
+    known = known if isinstance(known, int) and known > 0 else high + 1
+    if low < 0 or high >= known:
+        raise InputsError(
+            f"input_ids has the number {low if low < 0 else high}; {checkpoint.name} knows tokens "
+            f"0 to {known - 1}; are they of its tokenizer?"
+        )
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        if tuple(mask.shape) != shape:
+            raise InputsError(
+                f"attention_mask has shape {tuple(mask.shape)} but input_ids {shape}; they must be "
+                "the same"
+            )
+        if not bool((mask != 0).any(-1).all()):
+            raise InputsError(
+                "attention_mask marks every token of a sample as padding; each sample needs at "
+                "least one token"
+            )
+
+
+def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
+    """Give the decoder of an encoder-decoder the encoder's tokens, shifted by one, and tell it.
+
+    Where the inputs have tokens of its own, or the configuration names no first token, they stay.
+    """
+    batch, start = inputs.batch, getattr(checkpoint.config, "decoder_start_token_id", None)
+    needed = "decoder_input_ids" in _taken(checkpoint) and "decoder_inputs_embeds" not in batch
+    if not needed or start is None or "decoder_input_ids" in batch or "input_ids" not in batch:
+        return
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    batch["decoder_input_ids"] = torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1)
+    if "decoder_attention_mask" in _taken(checkpoint):
+        batch["decoder_attention_mask"] = torch.cat([mask[:, :1], mask[:, :-1]], 1)
+    inputs.notes.append(
+        "the decoder reads the encoder's tokens, shifted by one as in training (give others as "
+        "ready inputs, decoder_input_ids)"
+    )
+
+
+def _repeated(batch: Mapping[str, Tensor]) -> list[str]:
+    """Return a sentence on samples that are the same."""
+
+    def content(k: int) -> int:
+        each = (t[k].detach().cpu().reshape(-1).view(torch.uint8) for t in batch.values())
+        return hash(tuple(t.numpy().tobytes() for t in each))
+
+    count = len(next(iter(batch.values())))
+    first: dict[int, int] = {}
+    again = [k for k in range(count) if first.setdefault(content(k), k) != k]
+    listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
+    said = (
+        f"only {len(first)} of {count} samples are different: samples {listed} repeat earlier "
+        "ones, and means count them again"
+    )
+    return [said] if again else []

@@ -1,41 +1,41 @@
 """Load a model from a hub id, a local directory, a builtin name or a loaded module."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub.errors as hub_errors
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.utils import enable_progress_bars
+from transformers import PreTrainedModel
 
 from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
-from lipbound.errors import CheckpointError, adapter_name, name_or_none, shown, tell
+from lipbound.errors import (
+    CheckpointError,
+    adapter_name,
+    name_or_none,
+    neighbours,
+    shown,
+    tell,
+)
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
-from lipbound.models.sources.adapters import Adapter, open_adapter
-from lipbound.models.sources.catalogue import load_builtin
+from lipbound.models.quiet import first_line, quiet
+from lipbound.models.readers.files import is_path
+from lipbound.models.sources.adapters import open_adapter
+from lipbound.models.sources.catalogue import BUILTINS, PREFIX, load_builtin
+from lipbound.models.sources.folder import load_folder
 from lipbound.models.sources.loaded_model import load_loaded
-from lipbound.models.sources.locations import adapter_folder, load_directory, load_hub
 from lipbound.models.sources.other_packages import load_other
+from lipbound.models.weight_files import GGUF, choose_gguf, is_gguf
 
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
-SOURCES: tuple[Callable[[Any, LoadOptions], Checkpoint | None], ...] = (
-    load_loaded,
-    load_layers,
-    load_builtin,
-    load_other,
-    load_directory,
-    load_hub,
-)
-"""Loaders of the kinds of checkpoints, in the order in which they are asked.
-
-Each takes what the user gave and returns None where that is not of its kind, else the model in
-evaluation mode, with finite weights that fill its architecture; it raises CheckpointError where the
-model is not found or cannot be loaded as the options say.
-"""
-
-COMPANIONS = {"tokenizer": "images", "processor": "text"}
-"""Options that name a companion of a model, and the data of models that have no use for it."""
+ADAPTER = ("adapter_config.json", "adapter_model.*")
+"""Files of an adapter on the hub."""
 
 
 def load_checkpoint(
@@ -89,50 +89,35 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    given = dict(locals())
-    return load_unless_refused(given.pop("model"), lambda config: None, **given)
-
-
-def load_unless_refused(
-    model: str | Path | PreTrainedModel,
-    refuse: Callable[[PreTrainedConfig], None],
-    **given: Any,
-) -> Checkpoint:
-    """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
-
-    Args:
-        model: as `load_checkpoint` takes it.
-        refuse: is shown the configuration of a model that is not in memory yet, and may raise
-            before the weights are read.
-        given: all other options of `load_checkpoint`.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        CheckpointError: as `load_checkpoint` does.
-    """
-    check_weights(given["weights"])
+    check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or a builtin such as "
             "'builtin:minilm'"
         )
+    merged: Any = adapter_name(adapter)
+    if merged not in (None, "none"):
+        merged = open_adapter(merged, adapter_folder(merged))
     options = LoadOptions(
-        name_or_none("revision", given["revision"]),
-        DTYPES[dtype_name(given["dtype"], CheckpointError)],
-        resolve_device(given["device"]),
-        given["weights"],
-        name_or_none("gguf_file", given["gguf_file"]),
-        _adapter(adapter_name(given["adapter"])),
-        refuse,
+        name_or_none("revision", revision),
+        DTYPES[dtype_name(dtype, CheckpointError)],
+        resolve_device(device),
+        weights,
+        name_or_none("gguf_file", gguf_file),
+        merged,
     )
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
-    companions = {name: _companion(name, given[name]) for name in COMPANIONS}
+    companions = {"tokenizer": tokenizer, "processor": processor}
+    for name, value in companions.items():
+        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
+            raise CheckpointError(
+                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
+                "save_pretrained) or a hub id"
+            )
     loaded = (source(model, options) for source in SOURCES)
     checkpoint = next((found for found in loaded if found is not None), None)
     if checkpoint is None:
@@ -140,30 +125,237 @@ def load_unless_refused(
             f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
             "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
-    for name, other in COMPANIONS.items():
-        setattr(checkpoint, f"{name}_from", companions[name])
+    checkpoint.tokenizer_from, checkpoint.processor_from = (
+        None if value is None else str(value) for value in companions.values()
+    )
+    other = {"image": "tokenizer", "text": "processor"}.get(checkpoint.modality, "")
+    if companions.get(other) is not None:
         reads = checkpoint.modality.replace("image", "images")
-        if companions[name] is not None and reads == other:
-            note = f"{name} {companions[name]} is not looked at: {checkpoint.name} reads {reads}"
-            checkpoint.notes.append(note)
-            tell(note)
+        note = f"{other} {companions[other]} is not looked at: {checkpoint.name} reads {reads}"
+        checkpoint.notes.append(note)
+        tell(note)
     return checkpoint
 
 
-def _companion(name: str, value: Any) -> str | None:
-    if value is None:
+def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
+    """Load a checkpoint from a directory of this machine, or from a GGUF file.
+
+    Args:
+        model: a directory with config.json and weights, as save_pretrained writes it, or with a
+            GGUF file; or such a file itself.
+        options: as `load_folder` takes them.
+
+    Returns:
+        The checkpoint; None where nothing is there and the name may be a hub id.
+
+    Raises:
+        CheckpointError: it is no such directory, lacks files, or cannot be loaded.
+    """
+    if not isinstance(model, str | Path):
         return None
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise CheckpointError(
-            f"{name} is {shown(value)}; give a directory or a hub id (of a loaded one, the "
-            "directory of its save_pretrained)"
+    name, path, wanted = str(model), Path(model).expanduser(), options.gguf_file
+    if not path.exists():
+        if not (is_path(name) or name.count("/") > 1 or is_gguf(name)):
+            return None
+        instead = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
+        raise CheckpointError(f"there is no directory or file {name}; {suggestion(name, instead)}")
+    options.refuse_given(f"the directory {name}", "revision")
+    if path.is_dir():
+        found = [file.name for file in path.glob(f"*{GGUF}")]
+        # a directory that has a config.json is what save_pretrained wrote, unless a file is wanted
+        saved = wanted is None and ((path / "config.json").exists() or not found)
+        return load_folder(
+            name, path, None, options, None if saved else choose_gguf(found, wanted, name)
         )
-    return str(value)
+    if not is_gguf(name) or wanted not in (None, path.name):
+        given = "" if wanted is None else f", and gguf_file is {wanted!r}"
+        raise CheckpointError(
+            f"{name} is a file{given}; give one GGUF file, or the directory that holds config.json "
+            "and the weights"
+        )
+    return load_folder(name, path.parent, None, options, path.name)
 
 
-def _adapter(name: str | None) -> Adapter | str | None:
-    """Return the adapter of a directory or of a hub repository; None and "none" stay."""
-    if name is None or name == "none":
-        return name
+def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
+    """Load a checkpoint from the hub, or from its cache when the hub is out of reach.
+
+    Args:
+        model: a hub id, "owner/name" or "name", with "@revision" behind it or without.
+        options: as `load_folder` takes them.
+
+    Returns:
+        The checkpoint; None for what is no name. CheckpointError is raised where it cannot be had.
+    """
+    if not isinstance(model, str | Path):
+        return None
+    name, _, suffix = str(model).partition("@")
+    if suffix and options.revision not in (None, suffix):
+        raise CheckpointError(
+            f"two revisions were given, {suffix!r} in the name and {options.revision!r}; give one"
+        )
+    wanted = options.gguf_file
+    folder = snapshot(name, suffix or options.revision, wanted)
+    if wanted is not None:
+        there = (file.name for file in folder.glob(f"*{GGUF}"))
+        choose_gguf(there, wanted, f"{model} on the hub")
+    return load_folder(str(model), folder, folder.name, options, wanted)
+
+
+def adapter_folder(name: str) -> Path:
+    """Return the folder of an adapter, fetched from the hub where it is no directory here.
+
+    Args:
+        name: a directory, or a hub id.
+
+    Raises:
+        CheckpointError: it is neither, or it cannot be had.
+    """
     folder = Path(name).expanduser()
-    return open_adapter(name, folder if folder.exists() else adapter_folder(name))
+    if folder.exists():
+        return folder
+    if is_path(name):
+        raise CheckpointError(
+            f"there is no directory {name}; adapter= takes the directory that PEFT wrote, or its "
+            "hub id"
+        )
+    repo, _, revision = name.partition("@")
+    return snapshot(repo, revision or None, only=ADAPTER)
+
+
+def snapshot(
+    repo: str, revision: str | None, gguf_file: str | None = None, only: Sequence[str] = ()
+) -> Path:
+    """Fetch a hub model, or find it in the cache when the hub is out of reach.
+
+    Args:
+        repo: its hub id.
+        revision: branch, tag or commit.
+        gguf_file: the one file that is wanted, if it is one.
+        only: the names of an adapter's files, in place of a model's.
+
+    Returns:
+        The folder in the cache, named by the commit.
+
+    Raises:
+        CheckpointError: there is no such model, or it is not accessible.
+    """
+    try:
+        with quiet():
+            if sys.stderr.isatty():
+                enable_progress_bars()
+            names = _wanted(repo, revision, gguf_file, only)
+            return Path(
+                snapshot_download(
+                    repo, revision=revision, allow_patterns=names, local_files_only=names is None
+                )
+            )
+    except (hub_errors.HFValidationError, OSError) as error:
+        at = f"{repo} at revision {revision!r}" if revision else repo
+        raise CheckpointError(_why_not(error, repo, at)) from error
+
+
+def _why_not(error: Exception, repo: str, at: str) -> str:
+    """Return why a hub model cannot be had, and what to do."""
+    if isinstance(error, hub_errors.GatedRepoError):
+        return (
+            f"{repo} is a gated model: accept its conditions on its hub page, then log in with "
+            "`hf auth login` or set HF_TOKEN"
+        )
+    if isinstance(error, hub_errors.RevisionNotFoundError):
+        return f"{at} was not found on the hub; give a branch, a tag or a full commit hash"
+    if isinstance(error, hub_errors.HFValidationError):
+        why, instead = "is neither a directory here nor a valid hub id", "hub ids are owner/name"
+    elif isinstance(error, hub_errors.RepositoryNotFoundError):
+        why = "was not found on the hub, nor is it a directory here"
+        instead = "check the spelling, or log in if it is private"
+    elif isinstance(error, hub_errors.LocalEntryNotFoundError):
+        off = "HF_HUB_OFFLINE forbids looking on the hub"
+        why = off if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        why, instead = f"is not in the local cache, and {why}", "connect, or give a directory"
+    else:
+        return f"{at} could not be fetched from the hub: {first_line(error)}"
+    return f"{at} {why}; {suggestion(repo, instead)}"
+
+
+def _wanted(
+    repo: str, revision: str | None, gguf_file: str | None, only: Sequence[str]
+) -> list[str] | None:
+    """List the files of a hub model that are needed; the arguments are those of `snapshot`.
+
+    Returns:
+        Configuration, tokenizer or processor, and one format of weights; or the GGUF file, which
+        has all. None: the hub is out of reach.
+
+    Raises:
+        CheckpointError: the GGUF file is not there, or there are only such files, and none was
+            named.
+        HfHubHTTPError: the hub has no such model.
+        HFValidationError: the name is no hub id.
+    """
+    try:
+        info = HfApi().model_info(repo, revision=revision, timeout=15)
+    except hub_errors.HFValidationError:
+        raise
+    except Exception as error:  # no connection, in whatever type the HTTP client reports it
+        status = getattr(getattr(error, "response", None), "status_code", 500)
+        if isinstance(error, hub_errors.HfHubHTTPError) and status < 500:
+            raise
+        return None
+    if only:
+        return list(only)
+    names = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
+    packed = [name for name in names if name.endswith(GGUF)]
+    weights = [
+        n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")
+    ] or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
+    if gguf_file is not None:
+        return [choose_gguf(packed, gguf_file, f"{repo} on the hub")]
+    if packed and not weights:
+        raise CheckpointError(
+            f"{repo} on the hub has GGUF files only; name one with gguf_file=, "
+            f"{' or '.join(map(repr, packed[:6]))}"
+        )
+    others = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+    return weights + [name for name in names if name.endswith(others)]
+
+
+def suggestion(name: str, otherwise: str) -> str:
+    """Suggest checkpoints that a mistyped name can mean.
+
+    Args:
+        name: what was given.
+        otherwise: what to do where nothing is like it.
+
+    Returns:
+        The part of a message that names builtins, models in the hub's cache and directories nearby,
+        or ``otherwise``.
+    """
+    wanted = name.partition("@")[0].rstrip("/")
+    cached = (one.name for one in Path(constants.HF_HUB_CACHE).glob("models--*"))
+    known = [PREFIX + one for one in BUILTINS]
+    known += [one.removeprefix("models--").replace("--", "/", 1) for one in cached]
+    parent, beside = Path(wanted).parent, []
+    with suppress(OSError, ValueError, RuntimeError):
+        folders = (file.parent for file in parent.expanduser().glob("*/config.json"))
+        beside = [str(parent / folder.name) for folder in folders]
+    by_end = {one.rpartition("/")[2].removeprefix(PREFIX): one for one in (*known, *beside)}
+    close = neighbours(wanted, known, cutoff=0.75)
+    close += [by_end[one] for one in neighbours(wanted.rpartition("/")[2], by_end, cutoff=0.75)]
+    found = [one for one in dict.fromkeys(close) if one != name][:3]
+    return f"did you mean {' or '.join(map(repr, found))}?" if found else otherwise
+
+
+SOURCES: tuple[Callable[[Any, LoadOptions], Checkpoint | None], ...] = (
+    load_loaded,
+    load_layers,
+    load_builtin,
+    load_other,
+    load_directory,
+    load_hub,
+)
+"""Loaders of the kinds of checkpoints, in the order in which they are asked.
+
+Each takes what the user gave and returns None where that is not of its kind, else the model in
+evaluation mode, with finite weights that fill its architecture; it raises CheckpointError where the
+model is not found or cannot be loaded as the options say.
+"""

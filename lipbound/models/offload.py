@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from lipbound.errors import CheckpointError
 from lipbound.models.weight_files import TensorRef, contents, renames
 
-_OTHER_FORM = (
+OTHER_FORM = (
     "its weights are stored in another form than the model computes with (pieces to join or "
     "split); use weights='whole'"
 )
@@ -180,16 +179,6 @@ def _read_by(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
     return [kept for kept in parts if kept[1] is not module]
 
 
-def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model on the device meta.
-
-    Its attention is eager, whatever the configuration asks for: the package of that need not be
-    here, and its code need not be fetched.
-    """
-    with torch.device("meta"):
-        return AutoModel.from_config(config, trust_remote_code=False, attn_implementation="eager")
-
-
 def load_offloaded(
     folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -209,14 +198,12 @@ def load_offloaded(
         mismatched keys.
 
     Raises:
-        CheckpointError: no safetensors files, quantized weights, or weights that are stored in
-            another form than the model computes with. For broken files transformers raises others.
+        CheckpointError: no safetensors files.
+        ValueError: quantized weights, or weights that are stored in another form than the model
+            computes with. For broken files transformers raises others.
     """
     if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            "its weights are quantized, and weights='layers' reads float weights only; give the "
-            "checkpoint that was quantized"
-        )
+        raise ValueError("its weights are quantized; give the checkpoint that was quantized")
     tensors = contents(folder)
     renamed = renames(tensors, config)
     placeholders = _Placeholders({renamed.get(key, key): ref for key, ref in tensors.items()})
@@ -229,22 +216,21 @@ def load_offloaded(
     expected = model.state_dict().keys() - computed
     away: dict[tuple[Path, str], nn.Parameter] = {}  # tied weights are one parameter, and stay one
     for prefix, module in model.named_modules():
-        here = f"{prefix}." if prefix else ""
-        for name, buffer in module.named_buffers(recurse=False):
-            stored = placeholders.source(buffer, here + name in expected, here + name)
-            value = buffer if stored is None else stored.read().to(buffer.dtype)
-            kind = dtype if value.is_floating_point() else value.dtype
-            setattr(module, name, value.to(device, kind, copy=stored is not None))
         found: dict[str, TensorRef] = {}
-        for name, parameter in module.named_parameters(recurse=False):
-            stored = placeholders.source(parameter, here + name in expected, here + name)
-            if stored is None:
-                value = parameter.detach().to(device, dtype)
-                setattr(module, name, nn.Parameter(value, requires_grad=False))
+        parameters = dict(module.named_parameters(recurse=False))
+        for name, tensor in (*parameters.items(), *module.named_buffers(recurse=False)):
+            path = f"{prefix}.{name}".lstrip(".")
+            stored = placeholders.source(tensor, path in expected, path)
+            if stored is not None and name in parameters:
+                found[name] = stored
+                empty = torch.empty(stored.shape, dtype=dtype, device="meta")
+                away.setdefault((stored.file, stored.key), nn.Parameter(empty, requires_grad=False))
                 continue
-            found[name] = stored
-            empty = torch.empty(stored.shape, dtype=dtype, device="meta")
-            away.setdefault((stored.file, stored.key), nn.Parameter(empty, requires_grad=False))
+            value = tensor.detach() if stored is None else stored.read().to(tensor.dtype)
+            kind = dtype if value.is_floating_point() else value.dtype
+            value = value.to(device, kind, copy=stored is not None)
+            own = name in parameters
+            setattr(module, name, nn.Parameter(value, requires_grad=False) if own else value)
         if found:
             mine = {name: away[stored.file, stored.key] for name, stored in found.items()}
             keeper = WeightOffloader(mine, found, device)
@@ -257,20 +243,23 @@ def load_offloaded(
 def _built(
     config: PreTrainedConfig, placeholders: "_Placeholders"
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    architecture = type(without_weights(config))
+    # eager, whatever is asked for: the package of that need not be here, nor its code be fetched
+    eager: dict[str, Any] = {"attn_implementation": "eager"}
+    with torch.device("meta"):
+        architecture = type(AutoModel.from_config(config, trust_remote_code=False, **eager))
     try:
         with placeholders:
             return architecture.from_pretrained(
                 None,
                 config=config,
                 state_dict=placeholders.tensors,
-                attn_implementation="eager",
                 dtype=torch.float32,
                 output_loading_info=True,
+                **eager,
             )
     except Exception as error:
         if placeholders.joined:
-            raise CheckpointError(_OTHER_FORM) from error
+            raise ValueError(OTHER_FORM) from error
         raise
 
 
@@ -292,7 +281,7 @@ class _Placeholders(TorchFunctionMode):
             tensor.data_ptr() in self.keys for tensor in (args[0] if args else kwargs["tensors"])
         ):
             self.joined = True
-            raise CheckpointError(_OTHER_FORM)
+            raise ValueError(OTHER_FORM)
         return func(*args, **(kwargs or {}))
 
     @staticmethod
@@ -313,7 +302,7 @@ class _Placeholders(TorchFunctionMode):
             Its place; None for what was computed.
 
         Raises:
-            CheckpointError: it was expected, and something else was made of it.
+            ValueError: it was expected, and something else was made of it.
         """
         key = self.keys.get(tensor.data_ptr()) if tensor.numel() else None
         if key is not None:
@@ -321,5 +310,5 @@ class _Placeholders(TorchFunctionMode):
             if tensor.shape == mine.shape and tensor.stride() == mine.stride():
                 return self.stored[key]
         if expected and tensor.numel():
-            raise CheckpointError(f"{_OTHER_FORM}, {name} for one")
+            raise ValueError(f"{OTHER_FORM}, {name} for one")
         return None

@@ -3,17 +3,11 @@
 import logging
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from datasets.utils import logging as datasets_logging
-from huggingface_hub.utils.tqdm import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
 from transformers.utils import logging as transformers_logging
 
 from lipbound.errors import LipboundError
@@ -41,19 +35,6 @@ def quiet() -> Iterator[None]:
         datasets_logging.set_verbosity(logging.CRITICAL)
         retries.setLevel(logging.CRITICAL)
         yield
-
-
-@contextmanager
-def bars() -> Iterator[None]:
-    """Show bars of downloads on terminals only, or where `VERBOSE` is set."""
-    if os.environ.get(VERBOSE) or sys.stderr.isatty() or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
 
 
 @contextmanager

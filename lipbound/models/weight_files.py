@@ -1,10 +1,22 @@
-"""The files that hold the weights of a checkpoint, and single tensors of safetensors files."""
+"""The files that hold the weights of a checkpoint, and single tensors of safetensors files.
 
+A GGUF file, llama.cpp's format, holds weights, configuration and tokenizer together; transformers
+reads it with the package gguf, and turns its mostly quantised weights into the floating-point
+numbers that they stand for, which are what is measured.
+"""
+
+import hashlib
 import json
 import os
+import pickle
 import re
+import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +30,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from lipbound.errors import CheckpointError
+from lipbound import devices
+from lipbound.errors import CheckpointError, nearest
+from lipbound.models.quiet import VERBOSE, explained, first_line
 
 ORDER = (
     "model.safetensors",
@@ -29,14 +43,11 @@ ORDER = (
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
 NAMED = "transformers_weights"
 """Key of a configuration for the file of weights, where it has another name than those."""
-DISTRIBUTED = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+DISTRIBUTED = "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors"
+"""Files of a distributed checkpoint, which transformers would read in place of the others."""
 POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of a file that Git LFS left in the place of a large one."""
-LONGEST_HEADER = 100_000_000
-"""Bytes that a safetensors file may have before its numbers."""
-BLOCK = 1 << 22
-"""Numbers read at once where a tensor is looked at piece by piece."""
-WRAPPERS = ("_orig_mod.", "module.")
+WRAPPERS = re.compile(r"((_orig_mod|module)\.)+")
 """Prefixes that torch.compile and DataParallel give the names of a state dict."""
 HEADS = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -44,6 +55,10 @@ HEADS = (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 """Models with a head whose weights may be those of the table of embeddings, by configuration."""
+HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
+"""Parts of a model that attention does not depend on: weights missing there do not matter."""
+GGUF = ".gguf"
+"""Ending of GGUF files."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +84,8 @@ class TensorRef:
         """Return the tensor that the model computes with where the file has ``tensor``."""
         return tensor if self.change is None else self.change(tensor)
 
-    def read(self, rows: slice | None = None) -> Tensor:
-        """Read the tensor, or rows of it; pages of the file that nobody looks at are never read.
-
-        Args:
-            rows: of the first axis; all by default.
+    def read(self) -> Tensor:
+        """Read the tensor; pages of the file that nobody looks at are never read.
 
         Returns:
             The numbers in the dtype of the file.
@@ -88,24 +100,60 @@ class TensorRef:
                     "load the model again"
                 )
             with safe_open(self.file, framework="pt") as file:
-                return file.get_tensor(self.key) if rows is None else file.get_slice(self.key)[rows]
+                return file.get_tensor(self.key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{self.key} cannot be read from {self.file} any more ({error}); models loaded "
-                "layer by layer need their files, so put it back or load the model again"
+                f"{self.key} cannot be read from {self.file} any more ({error}); put the file "
+                "back, or load the model again"
             ) from error
 
     def finite(self) -> bool:
-        """Return whether all numbers are finite in float32, looked at in blocks."""
-        if not self.floating:
-            return True
-        if not self.shape or self.change is not None:
-            return bool(torch.isfinite(self.changed(self.read().float())).all())
-        step = max(1, BLOCK * self.shape[0] // max(1, torch.Size(self.shape).numel()))
-        return all(
-            bool(torch.isfinite(self.read(slice(i, i + step)).float()).all())
-            for i in range(0, self.shape[0], step)
+        """Return whether all numbers that the model computes with are finite in float32."""
+        tensor = self.read()
+        return finite(tensor if self.change is None else self.changed(tensor.float()))
+
+
+def finite(tensor: Tensor, *, masks: bool = False) -> bool:
+    """Return whether all numbers of a tensor are finite in float32.
+
+    Args:
+        tensor: of any shape and dtype.
+        masks: whether -inf is allowed, as in masks.
+    """
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    # extremes are NaN where one number is: a tenth of the time of a look at each
+    low, high = (float(end) for end in torch.stack(tensor.aminmax()).float())
+    return high < torch.inf and (low > -torch.inf or (masks and low == -torch.inf))
+
+
+def matters(key: str) -> bool:
+    """Return whether a tensor of that name is in a part that attention may depend on."""
+    return not any(part in key for part in HEADS_ONLY)
+
+
+def unreadable(error: Exception) -> str:
+    """Return why weights cannot be loaded, without advice on the arguments of other libraries."""
+    said = str(error)
+    damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
+    if damaged or "weights_only" in said or "Weights only load failed" in said:
+        return (
+            "its file of weights is damaged or holds other things than weights, none of which were "
+            "run; save the model again with save_pretrained"
         )
+    if "ignore_mismatched_sizes" in said:
+        return "its weights have other shapes than its config.json says"
+    return first_line(error)
+
+
+def sha256(paths: Iterable[Path]) -> str:
+    """Return "sha256:" and the hash over the contents of files, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as stream:
+            hashlib.file_digest(stream, lambda: digest)
+    return "sha256:" + digest.hexdigest()
 
 
 def files(folder: Path) -> tuple[list[Path], list[str]]:
@@ -121,43 +169,31 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
         CheckpointError: there are none, an index is empty or names files that are not there, a file
             is cut off or was never fetched.
     """
-    if shards := sorted(file.name for file in folder.iterdir() if DISTRIBUTED.fullmatch(file.name)):
-        raise CheckpointError(
-            f"{folder} holds a distributed checkpoint ({shards[0]}); save the model again, "
-            "whole, with save_pretrained"
-        )
-    named, candidates = _candidates(folder)
-    if named is not None and candidates[:1] != [named]:
-        raise CheckpointError(
-            f"the config.json of {folder} says that its weights are in {named} ({NAMED}), which "
-            "is not there"
-        )
-    if not candidates:
-        raise CheckpointError(
-            f"{folder} has no weights ({' or '.join(ORDER)}); save the model again with "
-            "save_pretrained"
-        )
-    first, *others = dict.fromkeys(candidates)
+    candidates = _candidates(folder)
+    if shards := [file.name for file in folder.glob(DISTRIBUTED)]:
+        problem = f"holds a distributed checkpoint ({shards[0]})"
+    else:
+        problem = "" if candidates else f"has no weights ({' or '.join(ORDER)})"
+    if problem:
+        raise CheckpointError(f"{folder} {problem}; save the model again with save_pretrained")
+    first, *others = candidates
     found = [folder / first] if not first.endswith(".json") else _shards(folder / first)
     for file in found:
         check_file(file)
-    note = (
-        f"the weights are read from {first}; {' and '.join(others)} beside it "
-        f"{'is' if len(others) == 1 else 'are'} not read"
-    )
+    note = f"the weights are read from {first}; {' and '.join(others)} beside it is not read"
     return found, [note] if others else []
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder has a file that weights are read from."""
-    return bool(_candidates(folder)[1])
+    """Return whether a folder has, or names, a file that weights are read from."""
+    return bool(_candidates(folder))
 
 
-def _candidates(folder: Path) -> tuple[str | None, list[str]]:
-    """Return the name of the weights in a configuration, and the names that there are, in order."""
+def _candidates(folder: Path) -> list[str]:
+    """Return the names of files of weights, in order; the first is what the configuration says."""
     named = _read_json(folder / "config.json").get(NAMED)
-    order = ORDER if named is None else (str(named), *ORDER)
-    return named, [name for name in order if (folder / name).is_file()]
+    found = [name for name in ORDER if (folder / name).is_file()]
+    return found if named is None else list(dict.fromkeys((str(named), *found)))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -172,38 +208,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _shards(index: Path) -> list[Path]:
     check_file(index)
     named = _read_json(index).get("weight_map")
-    names = sorted({str(name) for name in named.values()}) if isinstance(named, dict) else []
-    if not names:
-        raise CheckpointError(
-            f"{index} is no index of weights, or an empty one; fetch it again, or save the model "
-            "again with save_pretrained"
-        )
-    if missing := [name for name in names if not (index.parent / name).is_file()]:
-        count = f"{len(missing)} of {len(names)} files" if len(names) > 1 else "a file"
-        raise CheckpointError(
-            f"{index} names {count} of weights that {'is' if len(missing) == 1 else 'are'} not "
-            f"there, {missing[0]} for one"
-        )
-    return [index.parent / name for name in names]
-
-
-def check_fetched(folder: Path, patterns: Iterable[str]) -> None:
-    """Raise CheckpointError where files of a folder are what Git LFS leaves in the place of them.
-
-    Args:
-        folder: where to look, if it is one.
-        patterns: of the names of the files.
-    """
-    for file in (file for pattern in patterns for file in folder.glob(pattern) if file.is_file()):
-        with file.open("rb") as stream:
-            _refuse_pointer(file, stream.read(len(POINTER)))
-
-
-def _refuse_pointer(file: Path, start: bytes) -> None:
-    if start.startswith(POINTER):
-        raise CheckpointError(
-            f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
-        )
+    if not named or not isinstance(named, dict):
+        raise CheckpointError(f"{index} is no index of weights, or an empty one; fetch it again")
+    return sorted({index.parent / str(name) for name in named.values()})
 
 
 def check_file(file: Path) -> None:
@@ -213,34 +220,27 @@ def check_file(file: Path) -> None:
         file: of any kind; of safetensors files the header is read.
 
     Raises:
-        CheckpointError: it is empty, what Git LFS leaves in the place of a file, or a safetensors
-            file that is damaged or cut off.
+        CheckpointError: it is missing or empty, what Git LFS leaves in the place of a file, or a
+            safetensors file that is damaged or cut off.
     """
-    size = file.stat().st_size
+    if not file.is_file():
+        raise CheckpointError(f"{file} is named by the checkpoint and not there; fetch it again")
+    refuse_pointer(file)
+    if not file.stat().st_size:
+        raise CheckpointError(f"{file} is empty; fetch it again")
+    if file.suffix == ".safetensors":
+        before = f"{file} is cut off, damaged or no safetensors file ("
+        with explained(CheckpointError, before, "); fetch it again"):
+            safe_open(file, framework="pt")
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raise CheckpointError where a file is what Git LFS leaves in the place of one."""
     with file.open("rb") as stream:
-        start = stream.read(max(8, len(POINTER)))
-        _refuse_pointer(file, start)
-        if not size:
-            raise CheckpointError(f"{file} is empty; fetch it again")
-        if file.suffix != ".safetensors":
-            return
-        length = int.from_bytes(start[:8], "little")
-        try:
-            stream.seek(8)
-            header = json.loads(stream.read(length)) if 8 + length <= size else {}
-            parts = [part for name, part in header.items() if name != "__metadata__"]
-            end = max((int(part["data_offsets"][1]) for part in parts), default=0)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        if stream.read(len(POINTER)) == POINTER:
             raise CheckpointError(
-                f"{file} is not a safetensors file, or a damaged one; fetch it again"
-            ) from error
-    if length > LONGEST_HEADER:
-        raise CheckpointError(f"{file} is not a safetensors file; fetch it again")
-    if size < 8 + length + end:
-        raise CheckpointError(
-            f"{file} is cut off: it has {size:,} bytes and should have at least "
-            f"{8 + length + end:,}; fetch it again"
-        )
+                f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
+            )
 
 
 def contents(folder: Path) -> dict[str, TensorRef]:
@@ -258,9 +258,8 @@ def contents(folder: Path) -> dict[str, TensorRef]:
     named, _ = files(folder)
     if other := next((file.name for file in named if file.suffix != ".safetensors"), None):
         raise CheckpointError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json, and "
-            f"weights='layers' does not read {other}; use weights='whole', or save the model again "
-            "with save_pretrained"
+            f"{folder} has its weights in {other}, and weights='layers' reads safetensors files "
+            "only; use weights='whole', or save the model again with save_pretrained"
         )
     found = {}
     for file in (one.absolute() for one in named):
@@ -298,10 +297,8 @@ def renames(stored: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
         The model's names by the stored ones, of those that differ.
     """
     new = {name: name for name in stored}
-    while new and (
-        found := next((w for w in WRAPPERS if all(n.startswith(w) for n in new.values())), None)
-    ):
-        new = {name: now.removeprefix(found) for name, now in new.items()}
+    if all(map(WRAPPERS.match, new)):
+        new = {name: WRAPPERS.sub("", name, count=1) for name in new}
     for head, table in _tied(config) if getattr(config, "tie_word_embeddings", False) else ():
         inside = table.partition(".")[2] or table  # as the model without its head calls it
         if not any(now == inside or now.endswith(f".{inside}") for now in new.values()):
@@ -314,3 +311,116 @@ def _tied(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
     for mapping in HEADS:
         tied = getattr(mapping.get(type(config), None), "_tied_weights_keys", None)
         yield from tied.items() if isinstance(tied, dict) else ()
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether a name ends as that of a GGUF file does."""
+    return name.lower().endswith(GGUF)
+
+
+def choose_gguf(there: Iterable[str], wanted: str | None, name: str) -> str:
+    """Choose a GGUF file.
+
+    Args:
+        there: the names of those that there are.
+        wanted: one of them; None for the only one.
+        name: what the user called the place where they are, for messages.
+
+    Returns:
+        The name of the file.
+
+    Raises:
+        CheckpointError: there is no such file, or there are several and none was named.
+    """
+    there = sorted(there)
+    if wanted is None and len(there) == 1:
+        return there[0]
+    if wanted is None:
+        listed = " or ".join(map(repr, there[:6]))
+        raise CheckpointError(f"{name} holds GGUF files; name one with gguf_file=, {listed}")
+    if wanted not in there:
+        instead = nearest(wanted, there) if there else "it holds none"
+        raise CheckpointError(f"{name} has no GGUF file {wanted}; {instead}")
+    return wanted
+
+
+def check_gguf(name: str, file: Path) -> str:
+    """Check that a GGUF file can be read, and describe how it stores its weights.
+
+    Args:
+        name: what the user called it.
+        file: itself.
+
+    Returns:
+        Its file type as llama.cpp calls it, and how many tensors are of which type, such as
+        "GGUF Q4_1 (210 tensors Q4_1, 61 F32, 1 Q8_0)".
+
+    Raises:
+        CheckpointError: a package is missing, or the file is one of several pieces. LipboundError
+            where memory is short. For broken files the package raises others.
+    """
+    if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
+        raise CheckpointError(
+            f"{name} is a GGUF file, and reading it needs the package {' and '.join(missing)}; pip "
+            "install 'lipbound[gguf]'"
+        )
+    import gguf
+
+    reader = _gguf_reader(file)
+    split, kind = (reader.fields.get(key) for key in ("split.count", "general.file_type"))
+    if split is not None and split.contents() > 1:
+        raise CheckpointError(
+            f"{name} is one of {split.contents()} pieces of a model; join them with llama.cpp's "
+            "`llama-gguf-split --merge`"
+        )
+    instead = "give the safetensors checkpoint that it was made from, with weights='layers'"
+    needed, what = 4.0 * sum(int(t.n_elements) for t in reader.tensors), f"the weights of {name}"
+    devices.require(needed, torch.device("cpu"), f"{what} take memory in float32", instead)
+    counts = Counter(tensor.tensor_type.name for tensor in reader.tensors).most_common()
+    said = counts[0][0] if kind is None else gguf.LlamaFileType(kind.contents()).name
+    listed = ", ".join(f"{count} {one}" for one, count in counts).replace(" ", " tensors ", 1)
+    return f"GGUF {said.removeprefix('MOSTLY_').removeprefix('ALL_')} ({listed})"
+
+
+@contextmanager
+def gguf_read_once(file: Path | None) -> Iterator[None]:
+    """Have transformers read a GGUF file once, not for each of configuration, weights, tokenizer.
+
+    Names of tensors are likewise listed once, and no bar is drawn: a third of the time.
+
+    Args:
+        file: itself; None changes nothing.
+
+    Yields:
+        Nothing; while the context lasts, functions of transformers and gguf are replaced.
+    """
+    with ExitStack() as stack:
+        if file is not None:
+            import gguf
+            from transformers import modeling_gguf_pytorch_utils as reader
+
+            changes: tuple[tuple[Any, str, Any], ...] = (
+                (gguf, "GGUFReader", lambda path, mode="r": _gguf_reader(Path(path))),
+                (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
+                (reader, "tqdm", reader.tqdm if os.environ.get(VERBOSE) else _without_bar),
+            )
+            for owner, name, value in changes:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+        yield
+
+
+def _without_bar(items: Iterable[Any], **_: Any) -> Iterable[Any]:
+    return items
+
+
+def _gguf_reader(file: Path) -> Any:
+    """Return ``gguf.GGUFReader`` of a file; the last one is kept while its file does not change."""
+    return _read_gguf(file.resolve(), _stamp(file))
+
+
+@lru_cache(maxsize=1)
+def _read_gguf(file: Path, stamp: tuple[int, int]) -> Any:
+    from gguf.gguf_reader import GGUFReader
+
+    return GGUFReader(file)

@@ -17,8 +17,8 @@ from lipbound.jacobians.maps import WHOLE
 from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.inputs import prepare, refuse_long
-from lipbound.models.loading import Checkpoint, load_unless_refused
+from lipbound.models.inputs import prepare
+from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
@@ -63,11 +63,9 @@ def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
 
     Raises:
         CheckpointError: it cannot be had.
-        InputsError: its configuration says that it has fewer positions than texts have tokens.
     """
-    return load_unless_refused(
+    return load_checkpoint(
         config.model,
-        lambda found: refuse_long(str(config.model), found, config.data, config.max_length),
         revision=config.revision,
         dtype=config.dtype,
         device=device,

@@ -94,7 +94,7 @@ def test_a_kind_of_checkpoint_is_one_function_and_one_entry(
     monkeypatch.setattr(loading, "SOURCES", (bracketed, *loading.SOURCES))
     found, plain = load_checkpoint("[bert]"), load_checkpoint(tmp_path / "bert")
     assert (found.name, found.revision, found.source) == ("[bert]", plain.revision, plain.source)
-    with pytest.raises(CheckpointError, match=r"^\[nowhere\] could not be loaded"):
+    with pytest.raises(CheckpointError, match=r"^\[nowhere\] has no config\.json"):
         load_checkpoint("[nowhere]")
 
 
@@ -127,7 +127,7 @@ def test_errors_of_directories(tmp_path: Path) -> None:
     tf.BertConfig(**TEXT).save_pretrained(empty)
     with pytest.raises(CheckpointError, match="no weights"):
         load_checkpoint(empty)
-    with pytest.raises(CheckpointError, match="there is no directory"):
+    with pytest.raises(CheckpointError, match="there is no directory or file"):
         load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="is a file"):
         load_checkpoint(empty / "config.json")
@@ -157,7 +157,9 @@ def test_weights_that_do_not_fill_the_architecture(tmp_path: Path) -> None:
 def test_broken_files(tmp_path: Path) -> None:
     save_bert(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors is cut off, damaged or no safetensors file"
+    ):
         load_checkpoint(tmp_path)
 
 
@@ -230,16 +232,19 @@ def test_hub(tmp_path: Path) -> None:
             )
             assert answers["owner/bert"] == [COMMIT, COMMIT, [4, 7]]
             assert answers["owner/bert@v1"] == [OLD, OLD, [4, 7]]
-            assert "has no revision 'v9'" in answers["owner/bert@v9"]
+            assert "at revision 'v9' was not found on the hub" in answers["owner/bert@v9"]
             assert "was not found on the hub" in answers["owner/nothing"]
             assert "is a gated model" in answers["owner/gated-model"]
             assert "on the hub has no config.json" in answers["owner/headless"]
             assert "no weights" in answers["owner/weightless"]
             assert (
-                "has its weights in GGUF files only; name one with gguf_file=, 'model.gguf'"
+                "has GGUF files only; name one with gguf_file=, 'model.gguf'"
                 in answers["owner/packed"]
             )
-            assert "has no file x.gguf; did you mean 'model.gguf'" in answers["owner/packed x.gguf"]
+            assert (
+                "has no GGUF file x.gguf; did you mean 'model.gguf'"
+                in answers["owner/packed x.gguf"]
+            )
             commit, revision, ids = answers["owner/packed model.gguf"]
             assert (commit, revision[:7], len(ids)) == (COMMIT, "sha256:", 4)
             downloads = sum(

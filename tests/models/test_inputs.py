@@ -17,8 +17,7 @@ from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import READERS, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
-from lipbound.models.readers.model_inputs import positions
-from lipbound.models.readers.reader import ItemKind, Reader, Selection
+from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.text import DEFAULT_TEXT
 
 
@@ -144,7 +143,7 @@ def test_hub_datasets_are_named_with_split_and_config(
 def test_positions_count_robertas_offset() -> None:
     def of(family: str) -> int | None:
         model = build(AFFINE[family])
-        return positions(Checkpoint(model, family, "", None))
+        return Checkpoint(model, family, "", None).positions
 
     assert (of("bert"), of("roberta"), of("gpt2")) == (40, 38, 40)
 
@@ -153,24 +152,8 @@ def test_positions_without_a_limit() -> None:
     """XLNet declares -1 of them."""
     config = tf.XLNetConfig(vocab_size=60, d_model=24, n_layer=1, n_head=4, d_inner=32)
     checkpoint = Checkpoint(build(lambda: tf.XLNetModel(config)), "xlnet", "", None)
-    assert positions(checkpoint) is None
+    assert checkpoint.positions is None
     assert prepare(checkpoint, {"input_ids": torch.ones(1, 200, dtype=torch.long)}).samples == 1
-
-
-@pytest.mark.parametrize("weights", ["whole", "layers"])
-def test_lengths_are_refused_before_weights_are_read(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Texts are too long for what config.json declares, 40; RoBERTa has two fewer."""
-    build(AFFINE["roberta"]).save_pretrained(tmp_path)
-    monkeypatch.setattr(
-        "lipbound.models.weight_files.files", lambda folder: pytest.fail("weights were looked for")
-    )
-    for data in (None, "the ferry is in a clock", ["the ferry"]):
-        with pytest.raises(
-            InputsError, match=r"max_length 128 exceeds the 38 positions of .*at most 38"
-        ):
-            lb.compare(tmp_path, data, weights=weights, progress=False)
 
 
 def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:
@@ -198,7 +181,7 @@ def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:
         ({"data": {"input_ids": [1, 2]}}, "must be named tensors"),
         (
             {"data": {"input_ids": torch.zeros(2, 3), "attention_mask": torch.zeros(1, 3)}},
-            "disagree about the number",
+            "all with as many samples",
         ),
         ({"data": tmp_path / "no.safetensors"}, "there is no file"),
         ({"samples": 0}, "samples is 0"),
@@ -231,7 +214,7 @@ def test_a_modality_is_one_reader_and_one_entry(
 ) -> None:
     class NumberReader(Reader):
         modality = "image"
-        kind = ItemKind(int, takes="numbers", one="a number", many="numbers", columns=("n",))
+        type, one, many, takes, columns = int, "a number", "numbers", "numbers", ("n",)
 
         def read(self, checkpoint: Checkpoint, data: object, selection: Selection) -> Inputs:
             found = self.items(checkpoint, data, selection)
@@ -284,9 +267,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
         ],
         [{"role": "user", "content": "keeper of the island"}],
     ]
-    with pytest.raises(
-        InputsError, match="has no chat template, and conversations were given; give strings"
-    ):
+    with pytest.raises(InputsError, match="data are conversations, which need a chat template"):
         prepare(plain, chats, max_length=12)
     tokenizer = plain.tokenizer()
     tokenizer.chat_template = "[CLS] {% for m in messages %}{{ m['content'] }} [SEP] {% endfor %}"
@@ -303,7 +284,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     ] == expected
     assert inputs.description == "2 conversations"
     assert prepare(checkpoint, chats, samples=2, max_length=3).batch["input_ids"].shape == (2, 3)
-    with pytest.raises(InputsError, match="some of the conversations are not lists of messages"):
+    with pytest.raises(InputsError, match="each to be a list of messages such as"):
         prepare(checkpoint, [chats[0], "the ferry"], max_length=12)
 
 
@@ -327,5 +308,5 @@ def test_dynamic_rotary_tables_reach_beyond_the_positions_they_were_made_for() -
     config = tf.LlamaConfig(
         **LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     )
-    assert positions(Checkpoint(build(lambda: tf.LlamaModel(config)), "llama", "", None)) == 160
-    assert positions(Checkpoint(build(MODERN["Llama"]), "llama", "", None)) == 40
+    assert Checkpoint(build(lambda: tf.LlamaModel(config)), "llama", "", None).positions == 160
+    assert Checkpoint(build(MODERN["Llama"]), "llama", "", None).positions == 40

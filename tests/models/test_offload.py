@@ -260,7 +260,7 @@ def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "model.safetensors").unlink()
     assert not load_checkpoint(tmp_path).by_layer
     with pytest.raises(
-        CheckpointError, match=r"neither model\.safetensors nor .*use weights='whole'"
+        CheckpointError, match=r"has its weights in pytorch_model\.bin, .*use weights='whole'"
     ):
         load_checkpoint(tmp_path, weights="layers")
 
@@ -269,7 +269,7 @@ def test_errors_of_arguments(tmp_path: Path) -> None:
     save("gpt2", tmp_path)
     with pytest.raises(CheckpointError, match="weights is 'half'; allowed are 'auto', 'whole'"):
         load_checkpoint(tmp_path, weights="half")
-    with pytest.raises(CheckpointError, match="give the checkpoint's directory or hub id"):
+    with pytest.raises(CheckpointError, match="weights 'layers' was given for a model in memory"):
         load_checkpoint(build(AFFINE["gpt2"]), weights="layers")
     with pytest.raises(CheckpointError, match="give the checkpoint's directory or hub id"):
         load_checkpoint(load_checkpoint(tmp_path, weights="layers").model)
@@ -293,21 +293,18 @@ def test_broken_files(tmp_path: Path) -> None:
     for wrong in (b"not weights", content[:-100]):
         shard.write_bytes(wrong)
         with pytest.raises(
-            CheckpointError, match=f"{shard.name} is (not a safetensors file|cut off)"
+            CheckpointError, match=f"{shard.name} is cut off, damaged or no safetensors file"
         ):
             load_checkpoint(tmp_path, weights="layers")
     shard.unlink()
     with pytest.raises(
-        CheckpointError, match=f"names 1 of 5 files of weights that is not there, {shard.name}"
+        CheckpointError, match=f"{shard.name} is named by the checkpoint and not there"
     ):
         load_checkpoint(tmp_path, weights="layers")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers(
-    tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_files, "BLOCK", 100)
+def test_weights_that_are_no_numbers(tmp_path: Path, value: float) -> None:
     model = build(AFFINE["bert"])
     with torch.no_grad():
         model.encoder.layer[1].attention.self.key.weight[-1, -1] = value

@@ -66,7 +66,7 @@ def test_blocks_that_transformers_misreads_are_refused(tmp_path: Path) -> None:
     save_fp8(tmp_path, block=8)  # keys have 12 rows
     with pytest.raises(
         CheckpointError,
-        match=r"k_proj\.weight of .* is 12 x 24, no whole number of quantized blocks of 8 x 8",
+        match=r"k_proj\.weight of .* is no whole number of quantized blocks of 8 x 8",
     ):
         load_checkpoint(tmp_path)
 
@@ -96,6 +96,6 @@ def test_numbers_of_one_byte_in_memory_are_refused() -> None:
         projection.weight.detach().to(torch.float8_e4m3fn), requires_grad=False
     )
     with pytest.raises(
-        CheckpointError, match=r"q_proj\.weight is float8_e4m3fn; .* model\.dequantize\(\)"
+        CheckpointError, match=r"q_proj\.weight is float8_e4m3fn, .* model\.dequantize\(\)"
     ):
         load_checkpoint(model)

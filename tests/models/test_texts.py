@@ -329,7 +329,7 @@ def test_windows_of_a_tokenizer_in_python(tmp_path: Path) -> None:
     assert not inputs.notes
     with pytest.warns(
         Notice,
-        match=r"most tokens of 2 of 2 samples \(\d+% of all\) are <unk>, which stands for what",
+        match=r"most tokens of 2 of 2 samples are <unk>, which stands for what",
     ):
         inputs = prepare(protein, samples=2, max_length=30)
     assert inputs.description == "the story of a lighthouse clock that comes with lipbound"
@@ -398,7 +398,9 @@ def test_a_layer_of_ones_own_and_captures_are_told_of_such_masks(checkpoint: Che
 
 
 def test_embeddings_that_are_no_numbers(checkpoint: Checkpoint) -> None:
-    with pytest.raises(InputsError, match="inputs_embeds has NaN or infinite entries"):
+    with pytest.raises(
+        InputsError, match=r"inputs_embeds \(torch\.float32\) must be finite floating-point numbers"
+    ):
         prepare(checkpoint, {"inputs_embeds": torch.full((1, 3, 24), torch.nan)})
 
 
@@ -483,10 +485,10 @@ def test_another_tokenizer(bert: Path, tmp_path: Path) -> None:
         prepare(load_checkpoint(build(AFFINE["bert"]), tokenizer=str(bert)), SHORT, max_length=20),
         expected,
     )
-    with pytest.raises(CheckpointError, match=r"has no files of a tokenizer"):
+    with pytest.raises(CheckpointError, match=r"has no files of its tokenizer"):
         prepare(load_checkpoint(bert, tokenizer=tmp_path), SHORT, max_length=20)
     with pytest.raises(
-        CheckpointError, match=r"tokenizer is of type .*; give a directory or a hub id"
+        CheckpointError, match=r"tokenizer is of type .*; give a directory .*or a hub id"
     ):
         load_checkpoint(bert, tokenizer=load_checkpoint(bert).tokenizer())
     named = load_checkpoint(build(AFFINE["bert"]), tokenizer=bert)
@@ -557,7 +559,7 @@ def test_lists_of_files_of_which_some_are_missing(checkpoint: Checkpoint, tmp_pa
     (tmp_path / "here.txt").write_text("the ferry")
     for names in (["here.txt", "gone.txt"], ["gone.txt", "lost.txt"]):
         with pytest.raises(
-            InputsError, match=r"there is no file .*gone\.txt|gone\.txt, and there is"
+            InputsError, match=r"there is no file .*gone\.txt|gone\.txt, which is no such file"
         ):
             prepare(checkpoint, [str(tmp_path / name) for name in names], max_length=4)
     texts = ["the clock of a.txt", "keeper of b.txt"]

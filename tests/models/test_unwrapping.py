@@ -237,7 +237,7 @@ def test_dynamic_int8_is_refused_where_derivatives_would_be_wrong() -> None:
     ):
         with pytest.raises(
             CheckpointError,
-            match=r"encoder\.layer\.0\.attention\.self\.query is a quantized Linear, which has "
+            match=r"encoder\.layer\.0\.attention\.self\.query\S* is quantized, and has "
             r"no true derivatives",
         ):
             measure(model, inputs_for(model))

@@ -47,7 +47,7 @@ HARM: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a shard cut off": (
         SHARD,
         lambda f: f.write_bytes(f.read_bytes()[:-200]),
-        r"is cut off: it has [0-9,]+ bytes and should have at least [0-9,]+",
+        r"is cut off, damaged or no safetensors file \(.*file not fully covered",
     ),
     "a header cut off": (SHARD, lambda f: f.write_bytes(f.read_bytes()[:50]), "is cut off"),
     "a pointer": (
@@ -59,7 +59,7 @@ HARM: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "text": (
         SHARD,
         lambda f: f.write_text("<!doctype html> not found"),
-        "is not a safetensors file",
+        "is cut off, damaged or no safetensors file",
     ),
     "an index without bytes": (INDEX, lambda f: f.write_text(""), "is empty"),
     "an index of nothing": (
@@ -94,9 +94,7 @@ def test_the_file_that_is_wrong_is_named(harm: str, weights: str, tmp_path: Path
 def test_a_shard_that_is_not_there_is_named(weights: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / SHARD).unlink()
-    with pytest.raises(
-        CheckpointError, match=f"{INDEX} names 1 of 2 files of weights that is not there, {SHARD}"
-    ):
+    with pytest.raises(CheckpointError, match=f"{SHARD} is named by the checkpoint and not there"):
         load_checkpoint(tmp_path, weights=weights)
 
 
@@ -141,7 +139,9 @@ def test_the_file_that_the_configuration_names_is_read(weights: str, tmp_path: P
     ):
         assert torch.equal(outputs(tmp_path, weights), expected(other))
     says(tmp_path, transformers_weights="nowhere.safetensors")
-    with pytest.raises(CheckpointError, match=r"says that its weights are in nowhere\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"nowhere\.safetensors is named by the checkpoint and not there"
+    ):
         load_checkpoint(tmp_path, weights=weights)
 
 

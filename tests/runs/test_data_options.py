@@ -183,4 +183,4 @@ def test_options_of_the_command_line(
         *options,
     )
     assert status == 2
-    assert "there is no usable tokenizer at" in " ".join(err.split())
+    assert "/none has no usable tokenizer" in " ".join(err.split())

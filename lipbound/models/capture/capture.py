@@ -46,9 +46,8 @@ from lipbound.models.capture.verification import (
     own_outputs,
     verify_outputs,
 )
-from lipbound.models.checkpoint import Checkpoint, Inputs
+from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
 from lipbound.models.offload import by_layer
-from lipbound.models.readers.model_inputs import odd_masks
 from lipbound.models.sources.loaded_model import bare_module, measurable, named_inputs
 from lipbound.schema import INPUT
 

@@ -73,8 +73,7 @@ def is_plain_file(data: Any) -> bool:
 
 def is_saved(path: Path) -> bool:
     """Return whether a folder is one that ``save_to_disk`` of a dataset wrote."""
-    one = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
-    return one or (path / "dataset_dict.json").is_file()
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def is_sentence(data: Any) -> bool:
@@ -97,10 +96,10 @@ def read_text(path: Path) -> str:
     Raises:
         InputsError: the file cannot be read, or is not such a file.
     """
+    packed = path.suffix.lower() == PACKED
     try:
-        if path.suffix.lower() == PACKED:
-            return gzip.decompress(path.read_bytes()).decode("utf-8")
-        return path.read_text(encoding="utf-8")
+        with (gzip.open if packed else open)(path, "rt", encoding="utf-8") as file:
+            return str(file.read())
     except UnicodeDecodeError as error:
         raise InputsError(f"{path} is not a UTF-8 text file") from error
     except (OSError, EOFError) as error:

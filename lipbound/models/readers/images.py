@@ -14,8 +14,8 @@ from torch import Tensor
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import explained, first_line, quiet
-from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible
-from lipbound.models.readers.reader import DataItems, ItemKind, Reader, Selection
+from lipbound.models.readers import files
+from lipbound.models.readers.reader import DataItems, Reader, Selection
 
 PROCESSING = {
     "do_resize": ("size", "resample"),
@@ -35,27 +35,26 @@ FULL = 65535
 """Largest value of 16 bits."""
 
 
-def _as_image(value: Any) -> Path | Image.Image | None:
-    """Return an image for its path or its array, None for anything else.
-
-    Arrays are (height, width), or of 8 bits (height, width, 3 or 4).
-    """
-    if isinstance(value, np.ndarray) and value.size:
-        colours = value.ndim == 3 and value.shape[-1] in (3, 4) and value.dtype == np.uint8
-        grey = value.ndim == 2 and value.dtype in (np.uint8, np.uint16, np.int32, np.float32)
-        return Image.fromarray(value) if colours or grey else None
-    path = there(value)
-    is_image = path is not None and path.is_file() and path.suffix.lower() in IMAGE_FILES
-    return path if is_image else None
-
-
 class ImageReader(Reader):
     """Images, one sample each, through the checkpoint's image processor."""
 
     modality = "image"
-    kind = ItemKind(
-        Image.Image, "images", "an image", "images", ("image", "img", "picture"), _as_image
-    )
+    type, one, many, takes = Image.Image, "an image", "images", "images"
+    columns = ("image", "img", "picture")
+
+    def item(self, value: Any) -> Path | Image.Image | None:
+        """Return an image, or what stands for one: the path of a file, or an array.
+
+        Arrays are (height, width), or of 8 bits (height, width, 3 or 4).
+        """
+        if isinstance(value, np.ndarray) and value.size:
+            colours = value.ndim == 3 and value.shape[-1] in (3, 4) and value.dtype == np.uint8
+            grey = value.ndim == 2 and value.dtype in (np.uint8, np.uint16, np.int32, np.float32)
+            return Image.fromarray(value) if colours or grey else None
+        path = files.there(value)
+        if path is not None and path.is_file() and path.suffix.lower() in files.IMAGE_FILES:
+            return path
+        return value if isinstance(value, Image.Image) else None
 
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
         """Return the first images, upright and in RGB, as the image processor makes them.
@@ -64,7 +63,7 @@ class ImageReader(Reader):
             InputsError: there are no images, or the processor does not take them.
         """
         found = self.items(checkpoint, data, selection)
-        items, notes = found.take(selection, self.kind.many)
+        items, notes = found.take(selection, self.many)
         where, told = found.description, Counter[str]()
         if not items:
             raise InputsError(f"{where} has no images in it")
@@ -100,7 +99,7 @@ class ImageReader(Reader):
         Raises:
             InputsError: it is no image.
         """
-        if path.suffix.lower() not in IMAGE_FILES:
+        if path.suffix.lower() not in files.IMAGE_FILES:
             raise InputsError(
                 f"{path} is not an image file, but {checkpoint.name} takes images; give a folder "
                 "of images, a dataset or a table"
@@ -113,13 +112,13 @@ class ImageReader(Reader):
         Raises:
             InputsError: there are none.
         """
-        files = [file for file in visible(path) if file.suffix.lower() in IMAGE_FILES]
-        tables = {ending(file) for file in path.iterdir()} & TABLES.keys()
-        if tables - ({".tsv"} if files else set()):
+        images = [file for file in files.visible(path) if file.suffix.lower() in files.IMAGE_FILES]
+        tables = {files.ending(file) for file in path.iterdir()} & files.TABLES.keys()
+        if tables - ({".tsv"} if images else set()):
             return None
-        if not files:
-            raise InputsError(f"{path} holds no images ({', '.join(IMAGE_FILES)})")
-        return DataItems.of_files(path, files)
+        if not images:
+            raise InputsError(f"{path} holds no images ({', '.join(files.IMAGE_FILES)})")
+        return DataItems.of_files(path, images)
 
 
 def _processing(processor: Any) -> str:
@@ -197,22 +196,16 @@ def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
     values = np.asarray(image).astype(np.float64)
     low, high, integers = float(values.min()), float(values.max()), image.mode != "F"
     sort = "32-bit integers" if integers else "floating-point numbers"
-    factor, to_8 = 255 / FULL, "brought to 8 (0 to 65535 became 0 to 255)"
-    if image.mode in SIXTEEN:
-        said = f"have 16 bits, which were {to_8}"
-    elif not np.isfinite(values).all():
-        raise InputsError("it has NaN or infinite values")
-    elif low >= 0 and high <= 1 and not integers:
-        factor, said = 255.0, f"hold {sort} from 0 to 1, which were brought to 8 bits"
-    elif low >= 0 and high <= 255:
-        factor, said = 1.0, f"hold {sort} below 256, which were taken for those of 8 bits"
-    elif low >= 0 and high <= FULL and integers:
-        said = f"hold {sort}, which were taken for those of 16 bits and {to_8}"
-    else:
-        ranges = "0 to 255 or 0 to 65535" if integers else "0 to 1 or 0 to 255"
-        raise InputsError(
-            f"it has values from {low:g} to {high:g} (mode {image.mode}), whose range is not "
-            f"known; scale them to {ranges}"
-        )
-    told[said] += 1
-    return Image.fromarray(np.floor(values * factor + 0.5).astype(np.uint8))
+    for factor, fits, said in (
+        (255 / FULL, image.mode in SIXTEEN, "have 16 bits, which were brought to 8"),
+        (255.0, high <= 1 and not integers, f"hold {sort} from 0 to 1, brought to 8 bits"),
+        (1.0, high <= 255, f"hold {sort} below 256, which were taken for those of 8 bits"),
+        (255 / FULL, high <= FULL and integers, f"hold {sort}, taken for those of 16 bits"),
+    ):
+        if low >= 0 and fits:
+            told[said] += 1
+            return Image.fromarray(np.floor(values * factor + 0.5).astype(np.uint8))
+    raise InputsError(
+        f"it has values from {low:g} to {high:g} (mode {image.mode}), whose range is not known; "
+        f"scale them to {'0 to 255 or 0 to 65535' if integers else '0 to 1 or 0 to 255'}"
+    )

@@ -3,8 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,31 +22,6 @@ CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coar
 """Usual names of the column that says of what class a row is."""
 
 
-@dataclass(frozen=True)
-class ItemKind:
-    """One item of a modality: its type, its names in sentences, its usual columns.
-
-    Attributes:
-        type: its Python type.
-        takes: what models of the modality take, in messages.
-        one, many: an item and several, in descriptions.
-        columns: usual names of the column of a table, the likeliest first.
-        convert: what else stands for an item, such as the path of a file, as an item; None for what
-            does not.
-    """
-
-    type: type
-    takes: str
-    one: str
-    many: str
-    columns: tuple[str, ...]
-    convert: Callable[[Any], Any] = lambda value: None
-
-    def item(self, value: Any) -> Any:
-        """Return the item that a value is or stands for, or None."""
-        return value if isinstance(value, self.type) else self.convert(value)
-
-
 @dataclass
 class DataItems:
     """The items of some data.
@@ -62,7 +36,7 @@ class DataItems:
 
     given: Iterable[Any]
     description: str
-    groups: Callable[[], Sequence[Any] | None] = field(default=lambda: None)
+    groups: Sequence[Any] | None = None
     at: tuple[str, str] = ("class", "classes")
     made: Callable[[Any], Any] = lambda item: item
 
@@ -71,10 +45,7 @@ class DataItems:
         folder: Path, paths: Sequence[Path], made: Callable[[Path], Any] = lambda path: path
     ) -> "DataItems":
         """Return the items that the files of a folder hold, their classes those of its folders."""
-
-        def folders() -> list[str]:
-            return [str(file.parent.relative_to(folder)) for file in paths]
-
+        folders = [str(file.parent.relative_to(folder)) for file in paths]
         return DataItems(paths, folder.name, folders, ("folder", "folders"), made)
 
     def __iter__(self) -> Iterator[Any]:
@@ -99,36 +70,32 @@ class DataItems:
                 )
             chosen = (self.given[i] for i in order(len(self.given), shuffle))
         taken: list[Any] = []
-        blank, notes = 0, []
+        blank = 0
         for item in map(self.made, chosen):
             if _is_blank(item):
                 blank += 1
-            else:
-                taken.append(item)
+                continue
+            taken.append(item)
             if len(taken) == count:
                 break
-        if blank:
-            notes.append(f"blank {many} of {self.description} were passed over: {blank}")
-        if shuffle is None and count is not None and (said := self._sorted(count, many)):
-            notes.append(said)
-        return taken, notes
+        notes = [f"blank {many} of {self.description} were passed over: {blank}"] if blank else []
+        return taken, notes + (self._sorted(count, many) if shuffle is None and count else [])
 
-    def _sorted(self, count: int, many: str) -> str:
+    def _sorted(self, count: int, many: str) -> list[str]:
         """Return a sentence where the first of items sorted by class are of few of the classes."""
-        groups = self.groups()
-        if groups is None or count < 2 or count >= len(groups):
-            return ""
+        groups = self.groups or ()
         seen, every = dict.fromkeys(groups[:count]), dict.fromkeys(groups)
         changes = sum(a != b for a, b in itertools.pairwise(groups))
-        if changes != len(every) - 1 or len(seen) >= min(count, len(every)):
-            return ""
-        names = ", ".join(map(str, list(seen)[:3])) + (", ..." if len(seen) > 3 else "")
-        one, several = self.at
-        return (
-            f"the {many} of {self.description} are sorted by {one}, and the first {count} are of "
-            f"{len(seen)} of {len(every)} {several} ({names}); shuffle=0, or another seed, draws "
-            "from all"
-        )
+        if not 1 < count < len(groups) or changes != len(every) - 1:
+            return []
+        if len(seen) >= min(count, len(every)):
+            return []
+        names = ", ".join(list(seen)[:3]) + (", ..." if len(seen) > 3 else "")
+        return [
+            f"the {many} of {self.description} are sorted by {self.at[0]}, and the first {count} "
+            f"are of {len(seen)} of {len(every)} {self.at[1]} ({names}); shuffle=0, or another "
+            "seed, draws from all"
+        ]
 
 
 def order(count: int, seed: int) -> list[int]:
@@ -164,18 +131,17 @@ class Selection:
         return description + shuffled
 
     def refuse_table(self, what: str, *names: str) -> None:
-        """Refuse a split or a column of something that has none.
+        """Raise InputsError where a split or a column of something was named that has none.
 
         Args:
-            what: the thing, with its verb.
+            what: the thing.
             names: "split" or "column"; both by default.
-
-        Raises:
-            InputsError: one was asked for.
         """
         for name in names or ("split", "column"):
             if (value := getattr(self, name)) is not None:
-                raise InputsError(f"{name} is {shown(value)}, but {what} no {name}s; leave it out")
+                raise InputsError(
+                    f"{name} is {shown(value)}, but there is none in {what}; leave it out"
+                )
 
     def drawn(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the first samples of a batch, or random ones; all where no number is given."""
@@ -193,18 +159,22 @@ class Reader(ABC):
 
     Attributes:
         modality: as `Checkpoint.modality` has it.
-        kind: what one item is, and the columns where tables have such items.
+        type: the Python type of an item.
+        one, many: an item and several, in descriptions.
+        takes: what models of the modality take, in messages.
+        columns: usual names of the column of a table that has items, the likeliest first.
     """
 
     modality: ClassVar[str]
-    kind: ClassVar[ItemKind]
+    type: ClassVar[type]
+    one: ClassVar[str]
+    many: ClassVar[str]
+    takes: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-        """Return the first items of some data as tensors that the checkpoint's model takes.
-
-        Where there are none, it raises InputsError.
-        """
+        """Return the first items of some data as tensors; raise InputsError if there are none."""
 
     @abstractmethod
     def default(self) -> tuple[Iterable[Any], str]:
@@ -218,6 +188,10 @@ class Reader(ABC):
         """Return the items of a folder, or None where `datasets` is to read it."""
         return None
 
+    def item(self, value: Any) -> Any:
+        """Return the item that a value is or stands for, such as the path of a file, or None."""
+        return value if isinstance(value, self.type) else None
+
     def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
         """Return the items of some data one by one.
 
@@ -229,118 +203,114 @@ class Reader(ABC):
         """
         if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype.kind in "UO":
             data = data.tolist()  # of strings, or of whatever objects
-        path, many = files.there(data), self.kind.many
+        path, takes = files.there(data), f"but {checkpoint.name} takes {self.takes}"
         folder = path if path is not None and path.is_dir() and not files.is_saved(path) else None
         if data is None:
-            found, what = DataItems(*self.default()), f"the default {many} have"
+            found = DataItems(*self.default())
         elif path is not None and files.is_plain_file(data):
             found = DataItems(self.open_file(path, checkpoint), path.name)
-            what = f"{path.name}, one file, has"
         elif folder is not None and (inside := self.open_folder(folder)) is not None:
-            found, what = inside, f"{folder.name}, a folder of {many}, has"
-        elif files.is_sentence(data):
-            if self.kind.type is not str:
-                raise InputsError(
-                    f"there is no file, folder or dataset {shown(data)}, and {checkpoint.name} "
-                    f"takes {self.kind.takes}, not text"
-                )
+            found = inside
+        elif self.type is str and files.is_sentence(data):
             start = data[:40] + "..." if len(data) > 40 else data
-            found, what = DataItems([data], f"the text {shown(start)}"), "a text has"
-        elif isinstance(data, pd.Series):
-            whole = Selection(None, 0, column=many)
-            found = _rows(data.to_frame(many), whole, self.kind, checkpoint.name)
-            found, what = replace(found, description="a series"), "a series has"
+            found = DataItems([data], f"the text {shown(start)}")
+        elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
+            found = self._listed(data, takes)
+        elif isinstance(data, self.type) and not isinstance(data, str):
+            found = DataItems([data], self.one)
+        elif isinstance(data, Image.Image):
+            raise InputsError(f"data is an image, {takes}")
         else:
-            return _rows(data, selection, self.kind, checkpoint.name)
-        selection.refuse_table(what)
+            return self._rows(data, selection, takes)
+        selection.refuse_table(found.description)
         return found
 
+    def _listed(self, data: Sequence[Any], takes: str) -> DataItems:
+        """Return the items of a list; where all of it names text files, their contents."""
+        if not len(data):
+            raise InputsError("data is an empty list; give at least one sample")
 
-class _Frame:
-    """A data frame of pandas as a table: rows by number, their missing values None."""
+        def named(item: Any, endings: tuple[str, ...]) -> bool:
+            return isinstance(item, str) and files.ending(Path(item[-20:])) in endings
 
-    def __init__(self, frame: pd.DataFrame):
-        self._frame, self.column_names = frame, [str(name) for name in frame.columns]
+        if self.type is str and all(named(item, files.TEXT_FILES) for item in data):
+            if any(files.there(item) for item in data):
+                data = [Path(item) for item in data]
+            elif not any(len(item.split()) > 1 for item in data):
+                raise InputsError(f"data is a list of files, and there is no file {data[0]}")
+        found = [self.item(item) for item in data]
+        if None in found:
+            other = data[found.index(None)]
+            if isinstance(other, Path) or named(other, files.IMAGE_FILES):
+                raise InputsError(f"data holds {other}, which is no such file, {takes}")
+            raise InputsError(f"data holds items of type {type(other).__name__}, {takes}")
+        several = self.many if len(data) > 1 else self.many.removesuffix("s")
+        return DataItems(found, f"{len(data)} given {several}")
 
-    def __len__(self) -> int:
-        return len(self._frame)
+    def _rows(self, data: Any, selection: Selection, takes: str) -> DataItems:
+        """Return the items of a dataset, data frame, table file or hub dataset as they come."""
+        if isinstance(data, pd.Series):
+            selection.refuse_table("a series")
+            selection, data = replace(selection, column=self.many), data.to_frame(self.many)
+        table, said = _table_of(data, selection)
+        if isinstance(table, pd.DataFrame):
+            table = table.set_axis([str(one) for one in table.columns], axis=1)
+        names, column = self._columns(table, selection.column, said)
+        tokens = column == "input_ids"
+        keep = [one for one in names if one == column or (tokens and one == "attention_mask")]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        values = (
-            None if pd.api.types.is_scalar(v) and pd.isna(v) else v
-            for v in self._frame.iloc[index].tolist()
-        )
-        return dict(zip(self.column_names, values, strict=True))
+        def item(row: Any) -> Any:
+            value = row[column]
+            found = None if value is None else self.item(row if tokens else value)
+            if value is not None and found is None:
+                raise InputsError(
+                    f"column {column!r} of {said} holds {type(value).__name__}, {takes}; name "
+                    "another with column="
+                )
+            return found
 
-    def column(self, name: str) -> list[Any]:
-        """Return all values of a column."""
-        return list(self._frame.iloc[:, self.column_names.index(name)].astype(object))
+        def at(index: int) -> Any:
+            # what a row holds is decoded now, by whatever its format needs
+            with explained(InputsError, f"row {index} of {said} cannot be read: ", why=cause):
+                return item(rows[index])
+
+        if isinstance(table, datasets.Dataset):
+            rows: Any = table.select_columns(keep)
+        elif isinstance(table, pd.DataFrame):
+            part = table[keep].astype(object)
+            rows = part.where(part.notna(), None).to_dict("records")
+        else:
+            return DataItems(_streamed(table, said), said, made=item)
+        return DataItems(range(len(rows)), said, _classes(table, names), made=at)
+
+    def _columns(self, table: Any, column: str | None, said: str) -> tuple[list[str], str]:
+        """Return the names of all columns of a table, and of the one that holds the items."""
+        with explained(InputsError, f"{said} cannot be read: ", why=cause):
+            frame = isinstance(table, pd.DataFrame)
+            names = list(table.columns if frame else table.column_names or next(iter(table), {}))
+        usual = column or next((name for name in self.columns if name in names), None)
+        if usual is not None and usual in names:
+            return names, usual
+        if not names:
+            raise InputsError(f"{said} is empty")
+        has = f"no column {column!r}" if column else f"no column of a usual name for {self.takes}"
+        raise InputsError(f"{said} has {has}; name one of {', '.join(names)} with column=")
 
 
-def _rows(data: Any, selection: Selection, kind: ItemKind, name: str) -> DataItems:
-    """Return the items of a list, dataset, data frame, table file or hub dataset, or the one item.
-
-    Those of a table are looked at as they come.
-
-    Args:
-        data: any of these.
-        selection: the split and the column.
-        kind: what the items must be.
-        name: of the checkpoint they are for, in messages.
-
-    Raises:
-        InputsError: no such data, no clear column, or items of another kind.
-    """
-    listed = isinstance(data, Sequence) and not isinstance(data, str | bytes)
-    if listed or (isinstance(data, kind.type) and not isinstance(data, str)):
-        selection.refuse_table(f"{kind.many} in memory have")
-        return _listed(data, kind, name) if listed else DataItems([data], kind.one)
-    if isinstance(data, Image.Image):
-        raise InputsError(f"data is an image, but {name} takes {kind.takes}")
-    table, said = _table_of(data, selection)
-    given, made = _values(table, _column(table, selection.column, kind, said), kind, said, name)
-    return DataItems(given, said, partial(_classes, table), made=made)
-
-
-def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
-    """Return the items of a list; where all of it names text files, their contents.
-
-    Raises:
-        InputsError: the list is empty, or has something else in it.
-    """
-    if not len(data):
-        raise InputsError("data is an empty list; give at least one sample")
-
-    def named(item: Any, endings: tuple[str, ...]) -> bool:
-        return isinstance(item, str) and files.ending(Path(item[-20:])) in endings
-
-    if kind.type is str and all(named(item, files.TEXT_FILES) for item in data):
-        if any(files.there(item) for item in data):
-            data = [Path(item) for item in data]
-        elif not any(len(item.split()) > 1 for item in data):
-            raise InputsError(f"data is a list of names of files, and there is no file {data[0]}")
-    items = [kind.item(item) for item in data]
-    if None in items:
-        other = data[items.index(None)]
-        if isinstance(other, Path) or named(other, files.IMAGE_FILES):
-            raise InputsError(
-                f"data holds {other}, and there is no file of {kind.takes} of that name; {name} "
-                f"takes {kind.takes}"
-            )
-        raise InputsError(
-            f"data holds items of type {type(other).__name__}, but {name} takes {kind.takes}; "
-            f"give a list of {kind.many}"
-        )
-    several = kind.many if len(data) > 1 else kind.many.removesuffix("s")
-    return DataItems(items, f"{len(data)} given {several}")
+def _classes(table: Any, names: Sequence[str]) -> Sequence[Any] | None:
+    """Return the class of every row of a dataset or a data frame, where a column says it."""
+    name = next((name for name in CLASSES if name in names), None)
+    if name is None:
+        return None
+    if isinstance(table, pd.DataFrame):
+        return list(map(str, table[name].tolist()))
+    known = dict(enumerate(getattr(table.features[name], "names", None) or ()))
+    values = table.with_format(None)[name][:]
+    return [known.get(v, str(v)) if isinstance(v, int) else str(v) for v in values]
 
 
 def _table_of(data: Any, selection: Selection) -> tuple[Any, str]:
-    """Return data as something with column names and rows, and its description.
-
-    Raises:
-        InputsError: it is no table, or has no such split.
-    """
+    """Return data as a dataset or a data frame, and its description."""
     if isinstance(data, datasets.DatasetDict | datasets.IterableDatasetDict):
         if (chosen := selection.split or _usual(list(data))) not in data:
             raise InputsError(f"split is {shown(chosen)}; the given dataset has {', '.join(data)}")
@@ -350,65 +320,19 @@ def _table_of(data: Any, selection: Selection) -> tuple[Any, str]:
         with explained(InputsError, before, why=_why), quiet():
             return _read_table(str(data), files.there(data) or Path(data), selection)
     if isinstance(data, datasets.Dataset | datasets.IterableDataset):
-        selection.refuse_table("a dataset in memory has", "split")
+        selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
     if isinstance(data, pd.DataFrame):
-        selection.refuse_table("a data frame has", "split")
-        return _Frame(data), "a data frame"
+        selection.refuse_table("a data frame", "split")
+        return data, "a data frame"
     raise InputsError(
         f"data is {shown(data)}; give a path, a hub dataset id, a datasets.Dataset, a data "
         "frame, a list, token numbers or a dict of ready inputs"
     )
 
 
-def _classes(table: Any) -> Sequence[Any] | None:
-    """Return the class of every row of a dataset or a data frame, where a column says it."""
-    columns = table.column_names if isinstance(table, datasets.Dataset | _Frame) else ()
-    name = next((name for name in CLASSES if name in columns), None)
-    if name is None:
-        return None
-    if isinstance(table, _Frame):
-        return table.column(name)
-    values, feature = table.with_format(None)[name][:], table.features[name]
-    if isinstance(feature, datasets.ClassLabel) and feature.names:
-        names = dict(enumerate(feature.names))
-        return [names.get(value, value) for value in values]
-    return values if all(isinstance(value, str | int) for value in values) else None
-
-
-def _values(
-    table: Any, column: str, kind: ItemKind, said: str, name: str
-) -> tuple[Iterable[Any], Callable[[Any], Any]]:
-    """Return the rows of a table, by number where it knows its length, and what makes items."""
-    tokens = column == "input_ids"
-
-    def item(row: Any) -> Any:
-        value = row[column]
-        found = None if value is None else kind.item(row if tokens else value)
-        if value is not None and found is None:
-            raise InputsError(
-                f"column {column!r} of {said} holds {type(value).__name__}, but {name} takes "
-                f"{kind.takes}; name another with column="
-            )
-        return found
-
-    def at(index: int) -> Any:
-        # what a row holds is decoded now, by whatever its format needs
-        with explained(InputsError, f"row {index} of {said} cannot be read: ", why=cause):
-            return item(table[index])
-
-    if isinstance(table, datasets.Dataset):
-        masked = tokens and "attention_mask" in table.column_names
-        table = table.select_columns([column, "attention_mask"] if masked else [column])
-    return (range(len(table)), at) if hasattr(table, "__len__") else (_streamed(table, said), item)
-
-
 def _streamed(table: Iterable[Any], said: str) -> Iterator[Any]:
-    """Yield the rows of a table that comes row by row.
-
-    Raises:
-        InputsError: it breaks off.
-    """
+    """Yield the rows of a table that comes row by row, and may break off."""
     rows, advice = iter(table), "; ask for fewer samples, or try again"
     for done in itertools.count():
         with explained(InputsError, f"{said} breaks off after {done} rows: ", advice, why=cause):
@@ -416,26 +340,6 @@ def _streamed(table: Iterable[Any], said: str) -> Iterator[Any]:
         if row is None:
             return
         yield row
-
-
-def _column(table: Any, column: str | None, kind: ItemKind, said: str) -> str:
-    with explained(InputsError, f"{said} cannot be read: ", why=cause):
-        names = list(table.column_names or next(iter(table), {}).keys())
-    if column is not None:
-        if column not in names:
-            raise InputsError(
-                f"{said} has no column {column!r}; its columns are {', '.join(names)}"
-            )
-        return column
-    usual = next((name for name in kind.columns if name in names), None)
-    if usual is None and not names:
-        raise InputsError(f"{said} is empty")
-    if usual is None:
-        raise InputsError(
-            f"which column of {said} holds {kind.takes} is not clear; name "
-            f"{'one of ' if len(names) > 1 else ''}{', '.join(names)} with column="
-        )
-    return usual
 
 
 def _why(error: Exception) -> str:
@@ -450,7 +354,7 @@ def _why(error: Exception) -> str:
 def _read_table(name: str, path: Path, selection: Selection) -> tuple[Any, str]:
     kind = files.ending(path)
     if kind in files.TABLES and path.is_file():
-        selection.refuse_table(f"{path.name}, one file, has", "split")
+        selection.refuse_table(f"{path.name}, one file", "split")
         loader = files.TABLES[kind]
         options: dict[str, Any] = {"sep": "\t"} if kind == ".tsv" else {}
         if loader == "csv" and (selection.column or "").isdigit():
@@ -465,7 +369,7 @@ def _read_table(name: str, path: Path, selection: Selection) -> tuple[Any, str]:
         if isinstance(saved, datasets.DatasetDict):
             table, description = _table_of(saved, selection)
             return table, description.replace("a dataset", path.name, 1)
-        selection.refuse_table(f"{path.name}, one dataset, has", "split")
+        selection.refuse_table(f"{path.name}, one dataset", "split")
         return saved, path.name
     meant = files.is_path(name) or kind in (*files.TABLES, *files.TEXT_FILES, *files.IMAGE_FILES)
     if meant and not path.exists():

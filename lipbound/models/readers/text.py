@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lipbound.errors import InputsError
-from lipbound.models.checkpoint import Checkpoint, Inputs
+from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers import files
-from lipbound.models.readers.files import ending, is_plain_file, read_text
-from lipbound.models.readers.model_inputs import check_length, positions, text_part
-from lipbound.models.readers.reader import DataItems, ItemKind, Reader, Selection, order
+from lipbound.models.readers.reader import DataItems, Reader, Selection, order
 
-TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
 GENERIC = "TokenizersBackend PythonBackend PreTrainedTokenizerFast PreTrainedTokenizer None"
@@ -74,72 +72,60 @@ def tokens_of(value: Any) -> TokenizedText | None:
 def given_tokens(data: Any) -> list[TokenizedText] | None:
     """Return the tokens of each sample of one row, or several, of token numbers; else None."""
     if isinstance(data, Tensor | np.ndarray):
-        if data.ndim == 0 or not _integer(data):
-            return None
-        data = [data] if data.ndim == 1 else list(data)
-    elif not isinstance(data, list | tuple) or not data or isinstance(data[0], str):
+        rows = list(data) if data.ndim > 1 else [data]
+    elif isinstance(data, list | tuple) and data and not isinstance(data[0], str):
+        rows = list(data) if _whole(data) is None else [data]
+    else:
         return None
-    elif _whole(data) is not None:
-        data = [data]
-    rows = [item for item in data if not isinstance(item, list | tuple) or len(item)]
-    if not all(isinstance(item, list | tuple | Tensor | np.ndarray) for item in rows):
+    if not all(isinstance(row, list | tuple | Tensor | np.ndarray) for row in rows):
         return None
-    found = [tokens for item in rows if (tokens := tokens_of(item)) is not None]
-    if not found or len(found) < len(rows):
-        return None
-    return found + [TokenizedText([], [])] * (len(data) - len(rows))
+    found = [tokens_of(row) if len(row) else TokenizedText([], []) for row in rows]
+    return found if None not in found and any(found) else None  # type: ignore[return-value]
 
 
-def batch_of(
+def _whole(value: Any) -> list[int] | None:
+    """Return a row of whole numbers as a list, or None."""
+    if not isinstance(value, list | tuple | Tensor | np.ndarray):
+        return None
+    try:
+        row = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, OverflowError):  # rows of unequal lengths, or odd dtypes
+        return None
+    whole = row.ndim == 1 and row.dtype.kind in "iu" and np.can_cast(row.dtype, np.int64)
+    return list(row.tolist()) if whole else None
+
+
+def _batch_of(
     rows: Sequence[TokenizedText], checkpoint: Checkpoint, max_length: int
 ) -> dict[str, Tensor]:
     """Return ``input_ids``, cut and padded on the right, and the ``attention_mask`` that says so.
 
     Both are int64, (samples, N) with N at most ``max_length``.
     """
-    length = min(max_length, max(len(row.ids) for row in rows))
     config = text_part(checkpoint.config)
     pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
     pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
-    ids = torch.full((len(rows), length), pad)
-    mask = torch.zeros_like(ids)
-    for k, row in enumerate(rows):
-        count = min(length, len(row.ids))
-        ids[k, :count] = torch.tensor(row.ids[:count])
-        mask[k, :count] = torch.tensor(row.kept[:count])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def _integer(data: Tensor | np.ndarray) -> bool:
-    if isinstance(data, Tensor):
-        return not data.is_floating_point() and not data.is_complex() and data.dtype != torch.bool
-    return data.dtype.kind in "iu"
-
-
-def _whole(value: Any) -> list[int] | None:
-    """Return a row of whole numbers as a list, or None."""
-    if isinstance(value, Tensor | np.ndarray):
-        return [int(v) for v in value.tolist()] if value.ndim == 1 and _integer(value) else None
-    if not isinstance(value, list | tuple) or not value:
-        return None
-    numbers = all(isinstance(v, int | np.integer) and abs(int(v)) < 2**63 for v in value)
-    whole = numbers and not any(isinstance(v, bool) for v in value)
-    return [int(v) for v in value] if whole else None
-
-
-def _as_text(value: Any) -> str | TokenizedText | None:
-    """Return the text of a file, or the tokens, that a value stands for."""
-    if not isinstance(value, Path):
-        return tokens_of(value)
-    is_text = is_plain_file(value) and ending(value) not in files.IMAGE_FILES
-    return read_text(value) if is_text else None
+    ids = [torch.tensor(row.ids[:max_length]) for row in rows]
+    kept = [torch.tensor(row.kept[:max_length], dtype=torch.int64) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence(kept, batch_first=True),
+    }
 
 
 class TextReader(Reader):
     """Text through the checkpoint's tokenizer: one sample a text, or a window of the only one."""
 
     modality = "text"
-    kind = ItemKind(str, "text", "a text", "texts", TEXT_COLUMNS, _as_text)
+    type, one, many, takes = str, "a text", "texts", "text"
+    columns = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
+
+    def item(self, value: Any) -> str | TokenizedText | None:
+        """Return a text, that of a file, or the tokens that a value stands for."""
+        if not isinstance(value, Path):
+            return value if isinstance(value, str) else tokens_of(value)
+        is_text = files.is_plain_file(value) and files.ending(value) not in files.IMAGE_FILES
+        return files.read_text(value) if is_text else None
 
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
         """Return the first windows of a text, or the first of several texts or conversations.
@@ -149,18 +135,18 @@ class TextReader(Reader):
         """
         max_length = selection.max_length
         if given_tokens(data) is None:
-            check_length(checkpoint, max_length)
-        if is_plain_file(data) and ending(Path(data)) in files.IMAGE_FILES:
+            checkpoint.check_length(max_length)
+        if files.is_plain_file(data) and files.ending(Path(data)) in files.IMAGE_FILES:
             raise InputsError(f"{data} is an image, but {checkpoint.name} reads text")
-        chats = _are_chats(data)
+        chats = isinstance(data, list | tuple) and len(data) > 0 and _is_chat(data[0])
         if chats:
-            selection.refuse_table("conversations in memory have")
+            selection.refuse_table("conversations in memory")
             found, many = DataItems(list(data), "conversations"), "conversations"
         else:
             found, many = self.items(checkpoint, data, selection), "texts"
         texts, notes = found.take(selection, many)
         if not texts:
-            empty = f"{data} is empty" if is_plain_file(data) else ""
+            empty = f"{data} is empty" if files.is_plain_file(data) else ""
             raise InputsError(empty or f"{found.description} has no text in it")
         if len({isinstance(text, TokenizedText) for text in texts}) > 1:
             raise InputsError(
@@ -169,8 +155,8 @@ class TextReader(Reader):
         description = f"{len(texts)} conversations" if chats else found.description
         description = selection.described(description)
         if isinstance(texts[0], TokenizedText):
-            max_length = min(max_length, positions(checkpoint) or max_length)
-            batch = batch_of(texts, checkpoint, max_length)
+            max_length = min(max_length, checkpoint.positions or max_length)
+            batch = _batch_of(texts, checkpoint, max_length)
             notes += _cut([len(text.ids) for text in texts], max_length)
             made = f"token numbers as given, each text cut at {max_length}"
             return Inputs(batch, description, made, notes)
@@ -195,25 +181,27 @@ class TextReader(Reader):
         given = given_tokens(data)
         if given is None:
             return super().items(checkpoint, data, selection)
-        selection.refuse_table("token numbers in memory have")
+        selection.refuse_table("token numbers in memory")
         many = "texts" if len(given) > 1 else "text"
         return DataItems(given, f"{len(given)} given {many} of token numbers")
 
     def default(self) -> tuple[list[str], str]:
         """Return `DEFAULT_TEXT` and its description."""
-        return [read_text(DEFAULT_TEXT)], "the story of a lighthouse clock that comes with lipbound"
+        return [
+            files.read_text(DEFAULT_TEXT)
+        ], "the story of a lighthouse clock that comes with lipbound"
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[str]:
         """Return the whole of a UTF-8 file as one text."""
-        return [read_text(path)]
+        return [files.read_text(path)]
 
     def open_folder(self, path: Path) -> DataItems | None:
         """Return the texts of a folder and its subfolders; None where there are none, or tables."""
         names = files.visible(path)
-        found = [file for file in names if ending(file) in files.PROSE]
-        if not found or any(ending(file) in files.TABLES for file in names):
+        found = [file for file in names if files.ending(file) in files.PROSE]
+        if not found or any(files.ending(file) in files.TABLES for file in names):
             return None
-        return DataItems.of_files(path, found, read_text)
+        return DataItems.of_files(path, found, files.read_text)
 
 
 def stream(
@@ -265,39 +253,24 @@ def stream(
 def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
     """Return the class of a tokenizer, loaded or named in its files, or else whose it is."""
     named = type(tokenizer).__name__, str(tokenizer.init_kwargs.get("tokenizer_class"))
-    if kind := next((name for name in named if name not in GENERIC.split()), None):
-        return kind
     other = checkpoint.tokenizer_from
-    return "the model's tokenizer" if other is None else f"the tokenizer of {Path(other).name}"
-
-
-def _are_chats(data: Any) -> bool:
-    listed = isinstance(data, Sequence) and not isinstance(data, str) and len(data) > 0
-    return listed and _is_chat(data[0])
+    whose = f"the tokenizer of {Path(other).name}" if other else "the model's tokenizer"
+    return next((name for name in named if name not in GENERIC.split()), whose)
 
 
 def _is_chat(item: Any) -> bool:
     """Return whether something is a list of messages, each with role and content."""
-    if not isinstance(item, list | tuple) or not item:
-        return False
-    return all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in item)
+    listed = isinstance(item, list | tuple) and len(item) > 0
+    return listed and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in item)
 
 
 def _written_out(tokenizer: Any, chats: Sequence[Any], name: str) -> list[str]:
-    """Return conversations as the tokenizer's chat template writes them.
-
-    Raises:
-        InputsError: it has no template, or that does not take them.
-    """
-    if getattr(tokenizer, "chat_template", None) is None:
+    """Return conversations as the tokenizer's chat template writes them."""
+    if getattr(tokenizer, "chat_template", None) is None or not all(map(_is_chat, chats)):
         raise InputsError(
-            f"the tokenizer of {name} has no chat template, and conversations were given; give "
+            f"data are conversations, which need a chat template in the tokenizer of {name}, and "
+            "each to be a list of messages such as {'role': 'user', 'content': 'hello'}; give "
             "strings"
-        )
-    if not all(map(_is_chat, chats)):
-        raise InputsError(
-            "some of the conversations are not lists of messages such as {'role': 'user', "
-            "'content': 'hello'}"
         )
     before = f"the chat template of {name} does not take these conversations: "
     with explained(InputsError, before, why=str):  # templates are programs of their own
@@ -305,11 +278,7 @@ def _written_out(tokenizer: Any, chats: Sequence[Any], name: str) -> list[str]:
 
 
 def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Encoded:
-    """Return consecutive windows of ``max_length`` tokens, or one that is shorter where all is.
-
-    Raises:
-        InputsError: the text has no token.
-    """
+    """Return consecutive windows of ``max_length`` tokens, or one that is shorter where all is."""
     samples, max_length = selection.samples, selection.max_length
     special = _special(tokenizer, max_length)
     size = len(text)
@@ -317,31 +286,28 @@ def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Enco
         size = samples * max_length * 12  # characters read; more only where tokens are longer
     while True:
         encoded = _in_windows(tokenizer, text[:size], max_length, special, name)
-        full = [k for k, ids in enumerate(encoded["input_ids"]) if len(ids) == max_length]
+        windows = encoded["input_ids"]
+        full = [k for k, ids in enumerate(windows) if len(ids) == max_length]
         if (samples is not None and len(full) >= samples) or size >= len(text):
             break
         size *= 4
+    if not windows[0]:
+        raise InputsError(f"the text has no token for the tokenizer of {name}")
     notes = []
-    if samples is None and full and len(full) < len(encoded["input_ids"]):
+    if samples is None and full and len(full) < len(windows):
         notes.append(
-            f"the last {len(encoded['input_ids'][-1]) - special} tokens of the text do not fill a "
-            f"window of {max_length} and were left out"
+            f"the last {len(windows[-1]) - special} tokens of the text do not fill a window of "
+            f"{max_length} and were left out"
         )
     if selection.shuffle is not None:
         full = [full[k] for k in order(len(full), selection.shuffle)]
-    if not encoded["input_ids"][0]:
-        raise InputsError(f"the text has no token for the tokenizer of {name}")
     keys = [key for key in tokenizer.model_input_names if key in encoded]
     keep = full[:samples] or [0]
     return {key: torch.tensor([encoded[key][k] for k in keep]) for key in keys}, notes
 
 
 def _special(tokenizer: Any, max_length: int) -> int:
-    """Return how many special tokens a text gets.
-
-    Raises:
-        InputsError: no others would fit.
-    """
+    """Return how many special tokens a text gets, beside which others must fit."""
     special = int(tokenizer.num_special_tokens_to_add())
     if special >= max_length:
         raise InputsError(
@@ -375,11 +341,7 @@ def _encoded(tokenizer: Any, text: str | list[str], name: str, **options: Any) -
 def _tokens(
     tokenizer: Any, texts: Sequence[str], max_length: int, name: str, *, special: bool = True
 ) -> Encoded:
-    """Return the beginnings of texts, padded on the right.
-
-    Raises:
-        InputsError: no text has a token.
-    """
+    """Return the beginnings of texts, padded on the right."""
     if special:
         _special(tokenizer, max_length)
     every = _encoded(tokenizer, list(texts), name, add_special_tokens=special)["input_ids"]
@@ -414,16 +376,17 @@ def _cut(lengths: Sequence[int], max_length: int) -> list[str]:
 def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return a note where most tokens stand for what the tokenizer does not know."""
     unknown, ids = tokenizer.unk_token_id, batch["input_ids"]
-    others = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
-    if unknown is None or unknown in others:
+    if unknown is None or unknown in (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.bos_token_id,
+    ):
         return []
-    special = torch.tensor(sorted({int(i) for i in tokenizer.all_special_ids} - {unknown}))
+    special = torch.tensor([i for i in tokenizer.all_special_ids if i != unknown])
     words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown
     strange = int((lost.sum(-1) > UNKNOWN * words.sum(-1)).sum())
-    share = float(lost.sum() / words.sum().clamp_min(1))
     said = (
-        f"most tokens of {strange} of {len(ids)} samples ({share:.0%} of all) are "
-        f"{tokenizer.unk_token}, which stands for what the tokenizer does not know; give data in "
-        "the model's language"
+        f"most tokens of {strange} of {len(ids)} samples are {tokenizer.unk_token}, which stands "
+        "for what the tokenizer does not know; give data in the model's language"
     )
     return [said] if strange else []

@@ -1,20 +1,31 @@
-"""Load a model from a folder with its configuration and weights, or from a GGUF file in it."""
+"""Load a model from a folder with its configuration and weights, or from a GGUF file in it.
 
+Quantised weights are turned back into floating-point numbers, or refused by name.
+"""
+
+import inspect
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, tell
-from lipbound.models import gguf_file, offload, weight_files
+from lipbound.models import offload, weight_files
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
-from lipbound.models.quiet import first_line, quiet
-from lipbound.models.sources import adapters, weight_checks
+from lipbound.models.quiet import explained, quiet
+from lipbound.models.sources import adapters
+from lipbound.models.sources.loaded_model import check_finite, check_floating
+from lipbound.models.weight_files import TensorRef, matters
+
+AFTERWARDS = ("bitsandbytes", "higgs")
+"""Methods whose models transformers turns back once they are loaded (``model.dequantize()``)."""
+INSTEAD = "give the checkpoint that was quantized"
 
 
 def load_folder(
@@ -34,115 +45,79 @@ def load_folder(
         for files that transformers cannot load, weights that do not fill the architecture or are
         not finite; LipboundError for a GGUF file that is larger than the memory.
     """
-    notes = adapters.refuse_unasked(name, folder, options.adapter)
-    if gguf is None:
-        config, how = _config(name, folder), None
-        options.refuse(config)
+    file = None if gguf is None else folder / gguf
+    notes = adapters.notes_beside(name, folder, options.adapter, alone=file is None)
+    if file is None and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{name} has no config.json; give a directory written by save_pretrained, or the hub "
+            "id of a transformers model"
+        )
+    weight_files.check_file(file or folder / "config.json")
+    how = None
+    if file is not None:
+        options.refuse_given(f"the GGUF file {file}", "weights")
+        with _loading(name):
+            how = weight_files.check_gguf(name, file)
+    with _loading(name, file):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    files = [file] if file else []
+    if file is None:
         files, unread = weight_files.files(folder)
+        notes += unread
         for note in unread:
             tell(note)
-        notes += unread
-        by_layer = options.weights == "layers" or (
-            options.weights == "auto" and _large(folder, options)
-        )
+    layers = file is None and _by_layer(folder, options)
+    if layers:
+        with _loading(name):
+            model, report = offload.load_offloaded(
+                folder, config, dtype=options.dtype, device=torch.device(options.device)
+            )
+        check_filled(report, name)
     else:
-        files, by_layer = [folder / gguf], False
-        how = _check_gguf(name, files[0], options)
-        config = _config(name, folder, gguf)
-        options.refuse(config)
-    if by_layer:
-        model = _load_by_layer(name, folder, config, options)
-    else:
-        how = how or weight_checks.ask_for_floats(config, name, folder)
+        how = how or ask_for_floats(config, name, folder)
         model = _load_whole(name, folder, config, how, gguf)
-        weight_checks.check_floating(model, name)
+        check_floating(model, name)
         if how is None:
-            weight_checks.check_stored(folder, model, name)
-        model = model.to(dtype=options.dtype)
-        adapters.merge(model, options.adapter)
-        model = model.to(device=options.device)
-    weight_checks.check_finite(model, name)
+            check_stored(folder, model, name)
+        model = model.to(device=options.device, dtype=options.dtype)
+    adapters.merge(model, options.adapter)
+    check_finite(model, name)
     checkpoint = Checkpoint(
         model.eval(),
         name,
-        weight_checks.sha256(files) if commit is None or gguf else commit,
+        weight_files.sha256(files) if commit is None or gguf else commit,
         str(folder),
         commit,
-        by_layer=by_layer,
+        by_layer=layers,
         notes=notes,
         gguf_file=gguf,
         quantization=how,
-        configuration=None if commit or gguf else weight_checks.sha256([folder / "config.json"]),
+        configuration=None if commit or gguf else weight_files.sha256([folder / "config.json"]),
     )
     return adapters.named(checkpoint, options.adapter)
 
 
-def _check_gguf(name: str, file: Path, options: LoadOptions) -> str:
-    weight_files.check_file(file)
-    gguf_file.check_installed(name)
-    if options.weights == "layers":
-        raise CheckpointError(
-            f"{name} is a GGUF file, and weights='layers' reads safetensors files only; use "
-            "weights='whole'"
-        )
-    with _explained(name):
-        how = gguf_file.quantization(file)
-    gguf_file.check_whole(name, file)
-    return how
-
-
-@contextmanager
-def _explained(name: str, way: str = "", gguf: Path | None = None) -> Iterator[None]:
+def _loading(name: str, gguf: Path | None = None) -> ExitStack:
     """Silence transformers, and raise CheckpointError in place of whatever it raises.
 
     Args:
         name: what the user called the checkpoint.
-        way: how it is loaded, in words.
         gguf: a GGUF file that is then read once.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        CheckpointError: files that cannot be loaded.
     """
-    try:
-        with quiet(), gguf_file.read_once(gguf):
-            yield
-    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
-        raise CheckpointError(f"{name} could not be loaded{way}: {_why(error)}") from error
+    stack = ExitStack()
+    why = weight_files.unreadable
+    stack.enter_context(explained(CheckpointError, f"{name} could not be loaded: ", why=why))
+    stack.enter_context(quiet())
+    stack.enter_context(weight_files.gguf_read_once(gguf))
+    return stack
 
 
-def _why(error: Exception) -> str:
-    """Return why files cannot be loaded, without advice on the arguments of other libraries."""
-    message = first_line(error)
-    if "ignore_mismatched_sizes" in message:
-        return "its weights have other shapes than its config.json says"
-    if unknown := re.search(r"has model type `([^`]*)` but", message):
-        return (
-            f"its config.json names the model type {unknown[1]!r}, which this version of "
-            "transformers does not know"
-        )
-    if unknown := re.search(r"GGUF model with architecture (\S+) is not supported", message):
-        return (
-            "this version of transformers reads no GGUF files of the architecture "
-            f"{unknown[1]!r}; give the checkpoint that it was made from"
-        )
-    if "GGUF magic" in message:
-        return "it is not a GGUF file, or a damaged one"
-    if weight_checks.refused_pickle(error):
-        return (
-            "its file of weights is damaged or holds other things than weights, none of which "
-            "were run; save the model again with save_pretrained"
-        )
-    return message
-
-
-def _config(name: str, folder: Path, gguf: str | None = None) -> PreTrainedConfig:
-    if gguf is None and (folder / "config.json").is_file():
-        weight_files.check_file(folder / "config.json")
-    with _explained(name, gguf=folder / gguf if gguf else None):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+def _by_layer(folder: Path, options: LoadOptions) -> bool:
+    """Return whether weights stay on disk: where it was asked for, or they fill half the memory."""
+    if options.weights != "auto":
+        return options.weights == "layers"
+    numbers = sum(torch.Size(tensor.shape).numel() for tensor in _stored(folder).values())
+    return numbers * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
 
 
 def _load_whole(
@@ -151,7 +126,7 @@ def _load_whole(
     """Return the model with its weights in memory; ``how``: what quantised them."""
 
     def load(names: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-        with _explained(name, gguf=folder / gguf if gguf else None):
+        with _loading(name, folder / gguf if gguf else None):
             model, report = AutoModel.from_pretrained(
                 folder,
                 config=config,
@@ -163,58 +138,113 @@ def _load_whole(
                 adapter_kwargs={"subfolder": adapters.ELSEWHERE},
                 gguf_file=gguf,
             )
-            return weight_checks.in_floats(model, how), report
+            return model.dequantize() if how in AFTERWARDS else model, report
 
     model, report = load(None)
     if report["missing_keys"] and (
         renamed := weight_files.renames(report["unexpected_keys"], config)
     ):
         model, report = load({f"^{re.escape(old)}$": new for old, new in renamed.items()})
-    weight_checks.check_filled(report, name)
-    if gguf is None:
-        weight_checks.check_used(report, how, name)
-    assert isinstance(model, PreTrainedModel)
-    return model
-
-
-def _load_by_layer(
-    name: str, folder: Path, config: PreTrainedConfig, options: LoadOptions
-) -> PreTrainedModel:
-    with _explained(name, " layer by layer"):
-        model, report = offload.load_offloaded(
-            folder, config, dtype=options.dtype, device=torch.device(options.device)
+    check_filled(report, name)
+    unused = sorted(filter(matters, report["unexpected_keys"]))
+    if how is not None and gguf is None and unused:
+        raise CheckpointError(
+            f"transformers left {len(unused)} tensors of {name} unused when it turned back what "
+            f"{how} quantized, {unused[0]} among them; {INSTEAD}"
         )
-    weight_checks.check_filled(report, name)
-    adapters.merge(model, options.adapter)
     return model
 
 
-def _large(folder: Path, options: LoadOptions) -> bool:
-    """Return whether the weights would fill more than half of the free memory."""
-    try:
-        count = weight_files.numbers(folder)
-    except Exception:  # no safetensors files, or broken ones, which loading has sentences for
-        return False
-    return count * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
-
-
-def check_directory(path: Path, name: str) -> None:
-    """Refuse a directory without a configuration or without weights.
+def check_filled(report: dict[str, Any], name: str) -> None:
+    """Refuse weights that leave tensors of the model random.
 
     Args:
-        path: of the directory.
+        report: of transformers, on loading: missing, mismatched and unexpected tensors.
+        name: what the user called the checkpoint.
+
+    Raises:
+        CheckpointError: tensors that attention may depend on are missing or of another shape.
+    """
+    missing = [key for key in report["missing_keys"] if matters(key)]
+    wrong = missing + [
+        str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]
+    ]
+    if wrong:
+        others = sorted(str(key) for key in report["unexpected_keys"])
+        instead = f"; what is there instead is {', '.join(others[:2])}" if others else ""
+        raise CheckpointError(
+            f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are "
+            f"missing or of another shape, {sorted(wrong)[0]} among them, and would be random "
+            f"numbers{instead}"
+        )
+
+
+def ask_for_floats(config: PreTrainedConfig, name: str, folder: Path) -> str | None:
+    """Have transformers turn weights back while it loads them, where it can.
+
+    Args:
+        config: of the checkpoint; what it says of quantisation is changed.
+        name: what the user called the checkpoint, for messages.
+        folder: with its files of weights.
+
+    Returns:
+        What quantised the weights, as the configuration calls it; None where nothing did.
+
+    Raises:
+        CheckpointError: weights that transformers does not turn back, or misreads.
+    """
+    said: Any = getattr(config, "quantization_config", None)
+    if said is None:
+        return None
+    said = dict(said if isinstance(said, Mapping) else said.to_dict())
+    method = said.get("quant_method")
+    how = str(getattr(method, "value", method) or "an unnamed method")
+    if how not in AFTERWARDS:
+        kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(how)
+        if kind is None or "dequantize" not in inspect.signature(kind.__init__).parameters:
+            raise CheckpointError(
+                f"the weights of {name} were quantized with {how}, which transformers does not "
+                f"turn back into floating-point numbers; {INSTEAD}"
+            )
+        config.quantization_config = said | {"dequantize": True}
+    block = said.get("weight_block_size")
+    stored = _stored(folder)
+    for key, tensor in stored.items() if block else ():
+        # of such blocks transformers would take the scales of others
+        if f"{key}_scale_inv" in stored and any(
+            size % part for size, part in zip(tensor.shape[-2:], block, strict=True)
+        ):
+            raise CheckpointError(
+                f"{key} of {name} is no whole number of quantized blocks of {block[0]} x "
+                f"{block[1]}, and transformers misreads such; {INSTEAD}"
+            )
+    return how
+
+
+def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
+    """Refuse safetensors files that hold whole numbers in the place of weights.
+
+    Args:
+        folder: of the checkpoint.
+        model: as it was loaded from there.
         name: what the user called it.
 
     Raises:
-        CheckpointError: one of them is missing, or there is an adapter alone.
+        CheckpointError: there is such a tensor.
     """
-    adapters.refuse_alone(name, path)
-    if not (path / "config.json").exists():
-        raise CheckpointError(
-            f"{name} has no config.json; give a directory written by save_pretrained, or the hub "
-            "id of a transformers model"
-        )
-    if not any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
-        raise CheckpointError(
-            f"{name} has a config.json but no weights (model.safetensors or pytorch_model.bin)"
-        )
+    floating = {key for key, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    for key, tensor in _stored(folder).items():
+        bare = key.partition(".")[2]  # without the prefix of the task's model
+        if not tensor.floating and (key in floating or bare in floating):
+            raise CheckpointError(
+                f"the weights of {name} are not all floating-point numbers, {key} for one; give "
+                "the checkpoint before quantization"
+            )
+
+
+def _stored(folder: Path) -> dict[str, TensorRef]:
+    """Return the tensors of a checkpoint; none where it has no safetensors files."""
+    try:
+        return weight_files.contents(folder)
+    except CheckpointError:
+        return {}

@@ -1,31 +1,36 @@
 """Models that the user has loaded: the transformers model inside wrappers, its dtype, its source.
 
-Wrappers are checkpoints of ours, those of torch and PEFT, pipelines and sentence encoders.
+Wrappers are checkpoints of ours, those of torch and PEFT, pipelines and sentence encoders. Weights
+in memory are checked here, wherever they come from, and hashes tell them apart.
 """
 
 import copy
 import hashlib
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Pipeline, PreTrainedModel
+from transformers import Pipeline, PreTrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
-from lipbound.models.sources.weight_checks import (
-    check_finite,
-    check_floating,
-    config_sha256,
-    state_sha256,
-)
+from lipbound.models.weight_files import finite
 
 DEPTH = 8
 """Wrappers around wrappers that are taken off."""
+WITHOUT_EFFECT = (
+    "transformers_version dtype torch_dtype architectures use_cache output_attentions "
+    "output_hidden_states return_dict id2label label2id problem_type finetuning_task "
+    "task_specific_params quantization_config"
+)
+"""Keys of a configuration that do not change a forward pass without a cache."""
+PACKED = ("qweight", "weight_packed", "W_q", "qzeros")
+"""Buffers of layers that keep their weights in a form of their own."""
 
 
 def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
@@ -45,7 +50,11 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     if not isinstance(inner, nn.Module):
         return None
     kind = type(inner).__name__
-    _check_options(inner, kind, options)
+    options.refuse_given("a model in memory")
+    if offload.by_layer(inner):
+        raise CheckpointError(
+            f"the weights of the {kind} are on disk; give the checkpoint's directory or hub id"
+        )
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
@@ -55,44 +64,18 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     check_finite(loaded, kind)
     if isinstance(model, Checkpoint):
         return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
-    if not isinstance(inner, PreTrainedModel):
-        shape = f"sha256:{hashlib.sha256(repr(inner).encode()).hexdigest()}"
-        return Checkpoint(
-            loaded.eval(),
-            kind,
-            state_sha256(loaded),
-            None,
-            None,
-            loaded=True,
-            notes=notes,
-            configuration=shape,
-        )
-    source = str(inner.name_or_path) or None
+    known = isinstance(inner, PreTrainedModel)
+    source = (str(inner.name_or_path) or None) if known else None
     return Checkpoint(
-        loaded,
+        loaded if known else loaded.eval(),
         source or kind,
         state_sha256(loaded),
         source,
-        getattr(inner.config, "_commit_hash", None),
+        getattr(inner.config, "_commit_hash", None) if known else None,
         loaded=True,
         notes=notes,
-        configuration=config_sha256(inner.config),
+        configuration=config_sha256(inner.config) if known else _sha256(repr(inner)),
     )
-
-
-def _check_options(model: nn.Module, kind: str, options: LoadOptions) -> None:
-    if options.weights == "layers" or offload.by_layer(model):
-        raise CheckpointError(
-            f"model is a loaded {kind}, but reading weights layer by layer starts from files; "
-            "give the checkpoint's directory or hub id with weights='layers'"
-        )
-    options.refuse_given("a model in memory", "revision", "gguf_file")
-    if options.adapter not in (None, "none"):
-        raise CheckpointError(
-            "adapter= is for checkpoints that are loaded by name; a model in memory is measured "
-            "with the adapters in its layers (merge it there: "
-            "peft.PeftModel.from_pretrained(model, adapter))"
-        )
 
 
 def unwrapped(given: object) -> tuple[object, list[str]]:
@@ -116,34 +99,18 @@ def unwrapped(given: object) -> tuple[object, list[str]]:
     return given, notes + _adapters(given)
 
 
-def bare_model(given: object, tells: bool = True) -> PreTrainedModel:
-    """Return the transformers model inside what a public function was given.
-
-    Args:
-        given: a model, a wrapper of one, or a checkpoint.
-        tells: whether notices tell what was left out, which may have been told before.
-
-    Returns:
-        The model itself.
-
-    Raises:
-        CaptureError: there is none.
-    """
-    model = bare_module(given, tells)
-    if not isinstance(model, PreTrainedModel):
-        raise CaptureError(
-            f"model is {shown(given)}; give a loaded transformers model, or what "
-            "lipbound.load_checkpoint returns"
-        )
-    return model
+def bare_model(given: object, tells: bool = True) -> Any:
+    """Return what `bare_module` does, where it is a transformers model; else raise CaptureError."""
+    return bare_module(given, tells, PreTrainedModel)
 
 
-def bare_module(given: object, tells: bool = True) -> nn.Module:
+def bare_module(given: object, tells: bool = True, kind: type = nn.Module) -> Any:
     """Return the transformers model, or else the module, inside what a public function was given.
 
     Args:
         given: a module, a wrapper of one, or a checkpoint.
         tells: whether notices tell what was left out, which may have been told before.
+        kind: of module that is wanted.
 
     Returns:
         The module itself.
@@ -152,23 +119,15 @@ def bare_module(given: object, tells: bool = True) -> nn.Module:
         CaptureError: there is none.
     """
     model, notes = unwrapped(given)
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, kind):
+        other = ", any torch.nn.Module," if kind is nn.Module else ""
         raise CaptureError(
-            f"model is {shown(given)}; give a loaded transformers model, any torch.nn.Module, or "
-            "what lipbound.load_checkpoint returns"
+            f"model is {shown(given)}; give a loaded transformers model{other} or what "
+            "lipbound.load_checkpoint returns"
         )
     for note in notes if tells else ():
         tell(note)
     return model
-
-
-def bare_inputs(inputs: Any, model: nn.Module) -> Any:
-    """Return the tensors of `Inputs`, on the device of a model; anything else as it is."""
-    if not isinstance(inputs, Inputs):
-        return inputs
-    tensors = (*model.parameters(), *model.buffers())
-    device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
-    return dict(inputs.batch) if device is None else inputs.block(0, inputs.samples, str(device))
 
 
 def named_inputs(model: nn.Module, inputs: object) -> dict[str, Tensor]:
@@ -180,25 +139,22 @@ def named_inputs(model: nn.Module, inputs: object) -> dict[str, Tensor]:
     Raises:
         CaptureError: there are no tensors among them, or more than ``forward`` has names for.
     """
-    inputs = bare_inputs(inputs, model)
+    if isinstance(inputs, Inputs):
+        tensors = (*model.parameters(), *model.buffers())
+        device = next((tensor.device for tensor in tensors if not tensor.is_meta), "cpu")
+        inputs = inputs.block(0, inputs.samples, str(device))
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if isinstance(inputs, tuple | list) and any(isinstance(t, Tensor) for t in inputs):
+        parameters = inspect.signature(model.forward).parameters.values()
         names = [
-            p.name
-            for p in inspect.signature(model.forward).parameters.values()
-            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
         ]
-        if len(names) < len(inputs):
-            raise CaptureError(
-                f"inputs are {len(inputs)} tensors, and the forward of {type(model).__name__} has "
-                f"names for {len(names)}; give a dict of named tensors"
-            )
-        inputs = dict(zip(names, inputs, strict=False))
+        inputs = dict(zip(names, inputs, strict=False)) if len(names) >= len(inputs) else inputs
     if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
-        kind = "without tensors" if isinstance(inputs, Mapping) else shown(inputs)
         raise CaptureError(
-            f"inputs is {kind}; give named tensors, such as tokenizer(text, return_tensors='pt')"
+            f"inputs is {shown(inputs)}; give named tensors, such as "
+            "tokenizer(text, return_tensors='pt'), or no more than the model's forward takes"
         )
     return {str(name): value for name, value in inputs.items()}
 
@@ -225,10 +181,7 @@ def _inside(given: Any) -> tuple[object | None, str]:
     if hasattr(given, "get_base_model") and isinstance(configs, Mapping):
         prompts = [one for one in configs.values() if getattr(one, "is_prompt_learning", False)]
         learned = ", ".join(str(one.peft_type).rpartition(".")[2] for one in prompts)
-        left_out = (
-            f"the tokens that {kind} learned in front of its inputs ({learned}) are left out; its "
-            "base model is measured"
-        )
+        left_out = f"the tokens that {kind} learned in front of its inputs ({learned}) are left out"
         return given.get_base_model(), left_out if learned else ""
     parts = list(given) if isinstance(given, nn.Sequential) else []
     inner = getattr(parts[0], "auto_model", None) if parts else None
@@ -297,3 +250,107 @@ def measurable(model: nn.Module) -> Any:
     for note in notes:
         tell(note)
     return model
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Refuse weights and buffers, in memory or on disk, that are NaN or infinite.
+
+    A buffer in memory may hold -inf, as masks do.
+
+    Args:
+        model: as it was loaded.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: one of them is not finite; the message names it. Or a file is gone.
+    """
+    stored, buffers = offload.on_disk(model), {key for key, _ in model.named_buffers()}
+    for key, tensor in model.state_dict().items():
+        if key in stored:
+            passed = stored[key].finite()
+        else:
+            plain = isinstance(tensor, Tensor) and not tensor.is_meta
+            passed = not plain or finite(tensor, masks=key in buffers)
+        if not passed:
+            raise CheckpointError(
+                f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is "
+                "defined there"
+            )
+
+
+def check_floating(model: nn.Module, name: str) -> None:
+    """Refuse a model whose weights are not all floating-point numbers in memory or on disk.
+
+    Numbers of one byte are taken for none: what they stand for depends on scales that are kept
+    beside them. Layers that keep packed weights have no derivatives, or wrong ones, however right
+    their outputs are.
+
+    Args:
+        model: as it was loaded.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: quantised layers, whole numbers, or weights that were never loaded.
+    """
+    for key, value in model.state_dict(keep_vars=True).items():
+        packed, weight = _packed(key, value), isinstance(value, nn.Parameter)
+        if packed or (weight and (not value.is_floating_point() or value.dtype.itemsize == 1)):
+            kind = "quantized" if packed else str(value.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"the weights of {name} are not all floating-point numbers: {key} is {kind}, and "
+                "has no true derivatives; give the model before quantization, or what "
+                "model.dequantize() makes of it"
+            )
+        if weight and value.is_meta and not offload.by_layer(model):
+            raise CheckpointError(
+                f"the weights of {name} are not in memory ({key} is on the device meta); load "
+                "the model with its weights"
+            )
+
+
+def _packed(key: str, value: object) -> bool:
+    """Return whether an entry of a state dict holds packed weights of a quantised layer.
+
+    That is one of torch's int8 layers, GPTQ, AWQ, compressed-tensors or HQQ.
+    """
+    if not isinstance(value, torch.Tensor):
+        return "packed" in key and value is not None
+    named = key.rpartition(".")[2] in PACKED
+    return value.is_quantized or (named and not value.is_floating_point())
+
+
+def config_sha256(config: PreTrainedConfig) -> str:
+    """Hash what a configuration says beyond the defaults of its class.
+
+    That is positions, windows, epsilons and the like, which weights do not tell.
+
+    Args:
+        config: of a model in memory.
+
+    Returns:
+        "sha256:" and the hexadecimal digest.
+    """
+
+    def kept(said: Any) -> Any:
+        if not isinstance(said, dict):
+            return said
+        return {
+            str(key): kept(value)
+            for key, value in said.items()
+            if key not in WITHOUT_EFFECT.split() and not str(key).startswith("_")
+        }
+
+    return _sha256(json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str))
+
+
+def _sha256(text: str) -> str:
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def state_sha256(model: nn.Module) -> str:
+    """Return "sha256:" and the hash over names and float32 values of a model in memory."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.detach().cpu().contiguous().float().numpy().tobytes())
+    return "sha256:" + digest.hexdigest()

@@ -10,11 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lipbound.errors import CheckpointError, neighbours
+from lipbound.errors import CheckpointError
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import explained, first_line, quiet
-from lipbound.models.sources.loaded_model import in_dtype
-from lipbound.models.sources.weight_checks import check_finite, check_floating, state_sha256
+from lipbound.models.sources.loaded_model import (
+    check_finite,
+    check_floating,
+    in_dtype,
+    state_sha256,
+)
 
 Made = tuple[nn.Module, Callable[[Any], Tensor]]
 """A model, and the transform that makes its tensor of an image."""
@@ -79,12 +83,11 @@ def _open_clip(package: Any, name: str, weights: str) -> Made:
             f"open_clip:{name} has several sets of weights; name one, open_clip:{name}@TAG "
             f"({', '.join(known) or 'none is published'}), or a file"
         )
-    local = Path(weights).expanduser()
-    tag = None if local.exists() else weights
-    model, _, transform = package.create_model_and_transforms(name, pretrained=tag)
-    if tag is None:
-        _fill(model, weights)
-    return OpenClipModel(model), transform
+    local = Path(weights).expanduser().exists()
+    made = package.create_model_and_transforms(name, pretrained=None if local else weights)
+    if local:
+        _fill(made[0], weights)
+    return OpenClipModel(made[0]), made[2]
 
 
 MAKERS: Mapping[str, Callable[[Any, str, str], Made]] = {"timm": _timm, "open_clip": _open_clip}
@@ -110,36 +113,22 @@ def load_other(model: object, options: LoadOptions) -> Checkpoint | None:
     kind, colon, rest = str(model).partition(":")
     if not isinstance(model, str) or not colon or kind not in MAKERS:
         return None
-    options.refuse_given(f"a model of {kind}", "revision", "gguf_file")
-    if options.weights == "layers":
-        raise CheckpointError(f"models of {kind} are loaded whole; leave out weights='layers'")
+    options.refuse_given(f"a model of {kind}")
     name, _, weights = rest.partition("@")
     try:
         package = importlib.import_module(kind)
-        importlib.import_module("timm.data" if kind == "timm" else kind)
     except ImportError as error:
         raise CheckpointError(
             f"{model} needs the package {kind}, which cannot be imported ({first_line(error)}); "
             f"install it, with the torchvision that fits torch {torch.__version__}"
         ) from error
-    known = package.list_models()
-    if name.partition(".")[0] not in known:
-        close = " or ".join(map(repr, neighbours(name, known)))
-        advice = f"did you mean {close}?" if close else f"{kind}.list_models() names them"
-        raise CheckpointError(f"{kind} has no model {name!r}; {advice}")
     with explained(CheckpointError, f"{model} cannot be loaded: "), quiet():
         made, transform = MAKERS[kind](package, name, weights)
     check_floating(made, name)
     loaded = in_dtype(made, options.dtype)[0].to(device=options.device).eval()
     check_finite(loaded, name)
-    described = " ".join(str(transform).split())
-    return Checkpoint(
-        loaded,
-        model,
-        state_sha256(loaded),
-        None,
-        processor=ImageTransform(transform, f"{kind}'s transform, {described}"),
-    )
+    processor = ImageTransform(transform, f"{kind}'s transform, {' '.join(str(transform).split())}")
+    return Checkpoint(loaded, model, state_sha256(loaded), None, processor=processor)
 
 
 def _fill(model: nn.Module, weights: str) -> None:
