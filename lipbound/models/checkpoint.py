@@ -178,31 +178,27 @@ class Checkpoint:
     def _companion(
         self, loader: Any, what: str, given: str | None, files: str, instead: str
     ) -> Any:
-        place = given or self.source
+        place, who = given or self.source, given or self.name
+        advice = "a directory or a hub id that has one" if given else f"data as {instead}"
         if place is None:
-            raise CheckpointError(
-                f"the loaded model does not say where its {what} is; give data as {instead}"
-            )
+            raise CheckpointError(f"{who} does not say where its {what} is; give {advice}")
         file = None if given or loader is not AutoTokenizer else self.gguf_file
         folder = Path(place).expanduser()
         here = folder.is_dir()
         if here and file is None:
             found = [one for name in files.split() for one in folder.glob(name) if one.is_file()]
-            # without its files transformers makes up a tokenizer that knows no word
-            if not found:
-                own = "" if given else f", or give data as {instead}"
-                raise CheckpointError(
-                    f"{given or self.name} has no files of its {what} ({files.split()[0]} or the "
-                    f"like); name a directory that has, or a hub id{own}"
-                )
+            if not found:  # without them transformers makes up a tokenizer that knows no word
+                missing = f"{what} ({files.split()[0]} or the like)"
+                raise CheckpointError(f"{who} has no files of its {missing}; give {advice}")
             for one in found:
                 refuse_pointer(one)
         repo, _, revision = (str(folder), "", "") if here else place.partition("@")
         inside = {} if file is None else {"gguf_file": file}
-        before = f"{given or self.name} has no usable {what} ("
-        after = f"); give {'a directory or a hub id' if given else f'data as {instead}'}"
-        once = gguf_read_once(folder / file if file else None)
-        with explained(CheckpointError, before, after), quiet(), once:
+        before, once = (
+            f"{who} has no usable {what} (",
+            gguf_read_once(folder / file if file else None),
+        )
+        with explained(CheckpointError, before, f"); give {advice}"), quiet(), once:
             return loader.from_pretrained(
                 repo, revision=revision or "main", trust_remote_code=False, **inside
             )

@@ -62,26 +62,19 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
     if not all(isinstance(layer, Attention | ModuleAttention) for layer in model):
         return None
     options.refuse_given("layers")
-    samples = {i: _samples(layer) for i, layer in enumerate(model)}
-    if len(set(samples.values())) > 1:
-        raise CheckpointError(
-            f"layers have different numbers of samples: {', '.join(map(str, samples.values()))}; "
-            "give a list of those with as many"
-        )
-    plain = [layer for layer in model if isinstance(layer, Attention)]
-    cast = sum(layer.dtype != options.dtype for layer in plain)
-    wanted = str(options.dtype).removeprefix("torch.")
-    said = f"{cast} of {len(model)} layers are measured in {wanted}, not in their own dtype"
-    if cast:
-        tell(said)
-    made = GivenLayers(
-        [
-            layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
-            for layer in model
-        ]
+    samples = [_samples(layer) for layer in model]
+    if len(set(samples)) > 1:
+        raise CheckpointError(f"layers must have as many samples each; these have {samples}")
+    notes = []
+    if cast := sum(isinstance(one, Attention) and one.dtype != options.dtype for one in model):
+        wanted = str(options.dtype).removeprefix("torch.")
+        notes = [f"{cast} of {len(model)} layers are measured in {wanted}, not in their own dtype"]
+        tell(notes[0])
+    brought = (
+        layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
+        for layer in model
     )
-    name = f"{len(model)} layer{'s' * (len(model) > 1)}"
-    notes = [said] if cast else []
+    made, name = GivenLayers(tuple(brought)), f"{len(model)} layer{'s' * (len(model) > 1)}"
     return Checkpoint(made, name, state_sha256(made), None, loaded=True, notes=notes)
 
 

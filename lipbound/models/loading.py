@@ -257,10 +257,7 @@ def snapshot(
 def _why_not(error: Exception, repo: str, at: str) -> str:
     """Return why a hub model cannot be had, and what to do."""
     if isinstance(error, hub_errors.GatedRepoError):
-        return (
-            f"{repo} is a gated model: accept its conditions on its hub page, then log in with "
-            "`hf auth login` or set HF_TOKEN"
-        )
+        return f"{repo} is a gated model; accept its conditions on the hub, then `hf auth login`"
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return f"{at} was not found on the hub; give a branch, a tag or a full commit hash"
     if isinstance(error, hub_errors.HFValidationError):
@@ -270,8 +267,8 @@ def _why_not(error: Exception, repo: str, at: str) -> str:
         instead = "check the spelling, or log in if it is private"
     elif isinstance(error, hub_errors.LocalEntryNotFoundError):
         off = "HF_HUB_OFFLINE forbids looking on the hub"
-        why = off if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        why, instead = f"is not in the local cache, and {why}", "connect, or give a directory"
+        reason = off if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        why, instead = f"is not in the local cache, and {reason}", "connect, or give a directory"
     else:
         return f"{at} could not be fetched from the hub: {first_line(error)}"
     return f"{at} {why}; {suggestion(repo, instead)}"

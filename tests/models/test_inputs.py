@@ -267,7 +267,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
         ],
         [{"role": "user", "content": "keeper of the island"}],
     ]
-    with pytest.raises(InputsError, match="data are conversations, which need a chat template"):
+    with pytest.raises(InputsError, match="conversations need a chat template"):
         prepare(plain, chats, max_length=12)
     tokenizer = plain.tokenizer()
     tokenizer.chat_template = "[CLS] {% for m in messages %}{{ m['content'] }} [SEP] {% endfor %}"
@@ -284,7 +284,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     ] == expected
     assert inputs.description == "2 conversations"
     assert prepare(checkpoint, chats, samples=2, max_length=3).batch["input_ids"].shape == (2, 3)
-    with pytest.raises(InputsError, match="each to be a list of messages such as"):
+    with pytest.raises(InputsError, match="and messages such as"):
         prepare(checkpoint, [chats[0], "the ferry"], max_length=12)
 
 

@@ -72,7 +72,7 @@ def test_ranges_that_are_not_known_are_refused(
     checkpoint: Checkpoint, picture: Image.Image, message: str
 ) -> None:
     with pytest.raises(
-        InputsError, match=f"image 0 of 1 given image is not taken: it has .*{message}"
+        InputsError, match=f"image 0 of 1 given image is not a readable image: it has .*{message}"
     ):
         prepare(checkpoint, [picture])
 
@@ -123,7 +123,7 @@ def test_the_camera_was_held_upright(checkpoint: Checkpoint, tmp_path: Path) -> 
 def test_later_frames_are_told(checkpoint: Checkpoint, ending: str, tmp_path: Path) -> None:
     frames = [grey(RAMP, np.uint8), grey(255 - RAMP, np.uint8)]
     frames[0].save(tmp_path / f"moving.{ending}", save_all=True, append_images=frames[1:])
-    with pytest.warns(Notice, match="1 of 1 images has further frames, which were left out"):
+    with pytest.warns(Notice, match="1 of 1 images have further frames, which were left out"):
         pixels = prepare(checkpoint, tmp_path / f"moving.{ending}", samples=1).batch["pixel_values"]
     assert torch.allclose(pixels, prepare(checkpoint, frames[0]).batch["pixel_values"], atol=0.02)
 

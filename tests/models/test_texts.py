@@ -448,7 +448,7 @@ def test_folders_of_tables_are_named_without_their_path(
 
 
 def test_texts_and_tokens_do_not_mix(checkpoint: Checkpoint) -> None:
-    with pytest.raises(InputsError, match="holds both texts and token numbers; give one kind"):
+    with pytest.raises(InputsError, match="holds texts and token numbers; give one kind"):
         prepare(checkpoint, ["w1", [4, 5]], max_length=8)
 
 

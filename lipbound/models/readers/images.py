@@ -13,17 +13,19 @@ from torch import Tensor
 
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs
-from lipbound.models.quiet import explained, first_line, quiet
+from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers import files
 from lipbound.models.readers.reader import DataItems, Reader, Selection
 
 PROCESSING = {
-    "do_resize": ("size", "resample"),
-    "do_center_crop": ("crop_size",),
-    "do_rescale": ("rescale_factor",),
-    "do_normalize": ("image_mean", "image_std"),
+    "size": "do_resize",
+    "resample": "do_resize",
+    "crop_size": "do_center_crop",
+    "rescale_factor": "do_rescale",
+    "image_mean": "do_normalize",
+    "image_std": "do_normalize",
 }
-"""Steps of image processors, and the settings of each that go into a run's provenance."""
+"""Settings of image processors that go into a run's provenance, and the step that each is of."""
 PHOTOGRAPHS = (
     "astronaut.png chelsea.png coffee.png motorcycle_left.png rocket.jpg camera.png coins.png "
     "grass.png"
@@ -73,9 +75,7 @@ class ImageReader(Reader):
         with explained(InputsError, before), quiet():  # processors are programs of their own
             batch = processor(images=images, return_tensors="pt")
         tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
-        for said, n in told.items():
-            one = said.replace("have ", "has ", 1).replace("hold ", "holds ", 1)
-            notes.append(f"{n} of {len(images)} images {said if n > 1 else one}")
+        notes += [f"{n} of {len(images)} images {said}" for said, n in told.items()]
         return Inputs(tensors, selection.described(where), _processing(processor), notes)
 
     def default(self) -> tuple[list[Path], str]:
@@ -131,13 +131,15 @@ def _processing(processor: Any) -> str:
     """
     if described := getattr(processor, "described", None):
         return str(described)
-    steps = [names for step, names in PROCESSING.items() if getattr(processor, step, None)]
-    values = {name: getattr(processor, name, None) for names in steps for name in names}
-    said = [f"{n.replace('_', ' ')} {_plain(n, v)}" for n, v in values.items() if v is not None]
+    said = [
+        f"{name.replace('_', ' ')} {_plain(value, name)}"
+        for name, step in PROCESSING.items()
+        if getattr(processor, step, None) and (value := getattr(processor, name, None)) is not None
+    ]
     return type(processor).__name__ + (f": {', '.join(said)}" if said else "")
 
 
-def _plain(name: str, value: Any) -> str:
+def _plain(value: Any, name: str = "") -> str:
     """Return a setting of a processor in words and numbers."""
     if name == "resample":
         return Image.Resampling(value).name.lower()
@@ -149,21 +151,18 @@ def _plain(name: str, value: Any) -> str:
             return f"{given['height']} x {given['width']}"
         return " and ".join(f"{key.replace('_', ' ')} {number}" for key, number in given.items())
     if isinstance(value, list | tuple):
-        return "(" + ", ".join(_plain("", one) for one in value) + ")"
+        return "(" + ", ".join(map(_plain, value)) + ")"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _opened(item: Image.Image | Path, told: Counter[str], what: str) -> Image.Image:
     name = str(item) if isinstance(item, Path) else what
-    try:
+    # broken files raise whatever their format's reader does
+    with explained(InputsError, f"{name} is not a readable image: "):
         if not isinstance(item, Path):
             return rgb(item, told)
         with Image.open(item) as image:
             return rgb(image, told)
-    except InputsError as error:
-        raise InputsError(f"{name} is not taken: {error}") from error
-    except Exception as error:  # broken files raise whatever their format's reader does
-        raise InputsError(f"{name} is not a readable image: {first_line(error)}") from error
 
 
 def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
@@ -191,7 +190,7 @@ def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
     """Return a grey image in 8 bits, from the range that its mode, or else its values, must have.
 
     Raises:
-        InputsError: its numbers are of no known range.
+        ValueError: its numbers are of no known range.
     """
     values = np.asarray(image).astype(np.float64)
     low, high, integers = float(values.min()), float(values.max()), image.mode != "F"
@@ -205,7 +204,7 @@ def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
         if low >= 0 and fits:
             told[said] += 1
             return Image.fromarray(np.floor(values * factor + 0.5).astype(np.uint8))
-    raise InputsError(
+    raise ValueError(
         f"it has values from {low:g} to {high:g} (mode {image.mode}), whose range is not known; "
         f"scale them to {'0 to 255 or 0 to 65535' if integers else '0 to 1 or 0 to 255'}"
     )

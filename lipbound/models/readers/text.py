@@ -149,9 +149,7 @@ class TextReader(Reader):
             empty = f"{data} is empty" if files.is_plain_file(data) else ""
             raise InputsError(empty or f"{found.description} has no text in it")
         if len({isinstance(text, TokenizedText) for text in texts}) > 1:
-            raise InputsError(
-                f"{found.description} holds both texts and token numbers; give one kind"
-            )
+            raise InputsError(f"{found.description} holds texts and token numbers; give one kind")
         description = f"{len(texts)} conversations" if chats else found.description
         description = selection.described(description)
         if isinstance(texts[0], TokenizedText):
@@ -268,9 +266,8 @@ def _written_out(tokenizer: Any, chats: Sequence[Any], name: str) -> list[str]:
     """Return conversations as the tokenizer's chat template writes them."""
     if getattr(tokenizer, "chat_template", None) is None or not all(map(_is_chat, chats)):
         raise InputsError(
-            f"data are conversations, which need a chat template in the tokenizer of {name}, and "
-            "each to be a list of messages such as {'role': 'user', 'content': 'hello'}; give "
-            "strings"
+            f"conversations need a chat template in the tokenizer of {name}, and messages such as "
+            "{'role': 'user', 'content': 'hello'}; give strings"
         )
     before = f"the chat template of {name} does not take these conversations: "
     with explained(InputsError, before, why=str):  # templates are programs of their own
@@ -311,8 +308,7 @@ def _special(tokenizer: Any, max_length: int) -> int:
     special = int(tokenizer.num_special_tokens_to_add())
     if special >= max_length:
         raise InputsError(
-            f"max_length {max_length} leaves no room beside the tokenizer's {special} special "
-            "tokens"
+            f"max_length {max_length} leaves no room beside the tokenizer's {special} special ones"
         )
     return special
 
@@ -376,11 +372,8 @@ def _cut(lengths: Sequence[int], max_length: int) -> list[str]:
 def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return a note where most tokens stand for what the tokenizer does not know."""
     unknown, ids = tokenizer.unk_token_id, batch["input_ids"]
-    if unknown is None or unknown in (
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.bos_token_id,
-    ):
+    others = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    if unknown is None or unknown in others:
         return []
     special = torch.tensor([i for i in tokenizer.all_special_ids if i != unknown])
     words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown

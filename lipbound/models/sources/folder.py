@@ -5,8 +5,8 @@ Quantised weights are turned back into floating-point numbers, or refused by nam
 
 import inspect
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.sources import adapters
 from lipbound.models.sources.loaded_model import check_finite, check_floating
-from lipbound.models.weight_files import TensorRef, matters
+from lipbound.models.weight_files import TensorRef, gguf_read_once, matters
 
 AFTERWARDS = ("bitsandbytes", "higgs")
 """Methods whose models transformers turns back once they are loaded (``model.dequantize()``)."""
@@ -97,19 +97,12 @@ def load_folder(
     return adapters.named(checkpoint, options.adapter)
 
 
-def _loading(name: str, gguf: Path | None = None) -> ExitStack:
-    """Silence transformers, and raise CheckpointError in place of whatever it raises.
-
-    Args:
-        name: what the user called the checkpoint.
-        gguf: a GGUF file that is then read once.
-    """
-    stack = ExitStack()
-    why = weight_files.unreadable
-    stack.enter_context(explained(CheckpointError, f"{name} could not be loaded: ", why=why))
-    stack.enter_context(quiet())
-    stack.enter_context(weight_files.gguf_read_once(gguf))
-    return stack
+@contextmanager
+def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
+    """Silence transformers, and raise CheckpointError in place of whatever it raises."""
+    before, why = f"{name} could not be loaded: ", weight_files.unreadable
+    with explained(CheckpointError, before, why=why), quiet(), gguf_read_once(gguf):
+        yield
 
 
 def _by_layer(folder: Path, options: LoadOptions) -> bool:

@@ -89,8 +89,6 @@ def unwrapped(given: object) -> tuple[object, list[str]]:
     """
     notes: list[str] = []
     for _ in range(DEPTH):
-        if isinstance(given, PreTrainedModel):
-            break
         inner, note = _inside(given)
         if inner is None:
             break
@@ -99,9 +97,10 @@ def unwrapped(given: object) -> tuple[object, list[str]]:
     return given, notes + _adapters(given)
 
 
-def bare_model(given: object, tells: bool = True) -> Any:
+def bare_model(given: object, tells: bool = True) -> PreTrainedModel:
     """Return what `bare_module` does, where it is a transformers model; else raise CaptureError."""
-    return bare_module(given, tells, PreTrainedModel)
+    model: PreTrainedModel = bare_module(given, tells, PreTrainedModel)
+    return model
 
 
 def bare_module(given: object, tells: bool = True, kind: type = nn.Module) -> Any:
@@ -171,7 +170,7 @@ def _inside(given: Any) -> tuple[object | None, str]:
     """
     if isinstance(given, Checkpoint | Pipeline):
         return given.model, ""
-    if isinstance(given, type):
+    if isinstance(given, type | PreTrainedModel):
         return None, ""
     if isinstance(inner := getattr(given, "_orig_mod", None), nn.Module):  # torch.compile
         return inner, ""
