@@ -63,11 +63,14 @@ class LoadOptions:
     adapter: "Adapter | str | None" = None
 
     def refuse_given(self, what: str, *names: str) -> None:
-        """Raise CheckpointError for options that mean nothing for what is loaded.
+        """Refuse options that mean nothing for what is loaded.
 
         Args:
             what: is loaded, in words.
             names: of the options; all in `ONLY_FOR` by default.
+
+        Raises:
+            CheckpointError: one of them was given.
         """
         for name in names or ONLY_FOR:
             if (value := getattr(self, name)) not in (None, "none", "auto", "whole"):

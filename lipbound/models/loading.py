@@ -184,7 +184,10 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
         options: as `load_folder` takes them.
 
     Returns:
-        The checkpoint; None for what is no name. CheckpointError is raised where it cannot be had.
+        The checkpoint; None for what is no name.
+
+    Raises:
+        CheckpointError: it cannot be had.
     """
     if not isinstance(model, str | Path):
         return None

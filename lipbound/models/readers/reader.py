@@ -131,11 +131,14 @@ class Selection:
         return description + shuffled
 
     def refuse_table(self, what: str, *names: str) -> None:
-        """Raise InputsError where a split or a column of something was named that has none.
+        """Refuse a split or a column of something that has none.
 
         Args:
             what: the thing.
             names: "split" or "column"; both by default.
+
+        Raises:
+            InputsError: one was named.
         """
         for name in names or ("split", "column"):
             if (value := getattr(self, name)) is not None:

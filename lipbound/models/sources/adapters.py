@@ -65,7 +65,11 @@ class Adapter:
 
     @cached_property
     def file(self) -> Path:
-        """The file of its weights; CheckpointError is raised where it is missing or damaged."""
+        """The file of its weights.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
         for file in (self.folder / name for name in WEIGHTS):
             if file.is_file():
                 check_file(file)

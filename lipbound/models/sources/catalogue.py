@@ -114,7 +114,17 @@ class Builtin:
         )
 
     def folder(self, name: str) -> Path:
-        """Return `place`; CheckpointError is also raised where other weights are there."""
+        """Return the folder of its weights, which are checked where they are in another package.
+
+        Args:
+            name: in `BUILTINS`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: as `place` does, and for other weights.
+        """
         folder = self.place(name)
         if self.sha256:
             with (folder / self.weights).open("rb") as file:

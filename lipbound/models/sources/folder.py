@@ -41,9 +41,11 @@ def load_folder(
         gguf: the name of a GGUF file that has configuration, weights and tokenizer.
 
     Returns:
-        The model in evaluation mode, with the adapter that was asked for. CheckpointError is raised
-        for files that transformers cannot load, weights that do not fill the architecture or are
-        not finite; LipboundError for a GGUF file that is larger than the memory.
+        The model in evaluation mode, with the adapter that was asked for.
+
+    Raises:
+        CheckpointError: files that transformers cannot load, weights that do not fill the
+            architecture or are not finite. LipboundError for a GGUF file larger than the memory.
     """
     file = None if gguf is None else folder / gguf
     notes = adapters.notes_beside(name, folder, options.adapter, alone=file is None)

@@ -43,8 +43,10 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
         options: dtype and device.
 
     Returns:
-        The checkpoint; None where there is no module. CheckpointError is raised for
-        weights that are, or should be, on disk, quantised or not finite.
+        The checkpoint; None where there is no module.
+
+    Raises:
+        CheckpointError: weights that are, or should be, on disk, quantised or not finite.
     """
     inner, notes = unwrapped(model)
     if not isinstance(inner, nn.Module):
