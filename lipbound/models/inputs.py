@@ -108,8 +108,7 @@ def prepare(
         )
     if isinstance(data, str) and not data.strip():
         raise InputsError(
-            "data is empty; give a file, a folder, a hub dataset or a text, or leave it out for "
-            "the default"
+            "data is empty; give a file, a folder, a hub dataset or a text, or leave it out"
         )
     selection = Selection(count, max_length, split, column, shuffle)
     if isinstance(checkpoint.model, GivenLayers):
@@ -128,10 +127,7 @@ def prepare(
     elif checkpoint.modality in READERS:
         inputs = READERS[checkpoint.modality].read(checkpoint, data, selection)
     else:
-        raise InputsError(
-            f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict "
-            "of ready inputs"
-        )
+        raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images")
     add_decoder_inputs(checkpoint, inputs)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
@@ -230,10 +226,7 @@ def ready_inputs(
     items = data.items() if isinstance(data, Mapping) else ()
     options: dict[str, Any] = {str(name): value for name, value in items if isinstance(value, bool)}
     if unknown := options.keys() - names:
-        raise InputsError(
-            f"{min(unknown)} is no setting of {kind}'s forward pass; leave it out, or give tensors "
-            "of (samples, ...)"
-        )
+        raise InputsError(f"{min(unknown)} is no setting of {kind}'s forward pass; leave it out")
     notes += [
         f"{name}, of shape {tuple(t.shape)}, is given to {kind} whole with any sample"
         for name, t in shared.items()
@@ -307,14 +300,10 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
     mask = batch.get("attention_mask")
     if mask is not None and mask.ndim == 2:
         if tuple(mask.shape) != shape:
-            raise InputsError(
-                f"attention_mask has shape {tuple(mask.shape)} but input_ids {shape}; they must be "
-                "the same"
-            )
+            raise InputsError(f"attention_mask has shape {tuple(mask.shape)} but input_ids {shape}")
         if not bool((mask != 0).any(-1).all()):
             raise InputsError(
-                "attention_mask marks every token of a sample as padding; each sample needs at "
-                "least one token"
+                "attention_mask marks every token of a sample as padding; leave that sample out"
             )
 
 

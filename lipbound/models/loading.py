@@ -92,8 +92,7 @@ def load_checkpoint(
     check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
-            "model is empty; give a hub id, a checkpoint directory or a builtin such as "
-            "'builtin:minilm'"
+            "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
         )
     merged: Any = adapter_name(adapter)
     if merged not in (None, "none"):
@@ -170,8 +169,7 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
     if not is_gguf(name) or wanted not in (None, path.name):
         given = "" if wanted is None else f", and gguf_file is {wanted!r}"
         raise CheckpointError(
-            f"{name} is a file{given}; give one GGUF file, or the directory that holds config.json "
-            "and the weights"
+            f"{name} is a file{given}; give one GGUF file, or the directory that holds config.json"
         )
     return load_folder(name, path.parent, None, options, path.name)
 
@@ -218,8 +216,7 @@ def adapter_folder(name: str) -> Path:
         return folder
     if is_path(name):
         raise CheckpointError(
-            f"there is no directory {name}; adapter= takes the directory that PEFT wrote, or its "
-            "hub id"
+            f"there is no directory {name}; adapter= takes what PEFT wrote, or its hub id"
         )
     repo, _, revision = name.partition("@")
     return snapshot(repo, revision or None, only=ADAPTER)

@@ -96,8 +96,7 @@ class TensorRef:
         try:
             if _stamp(self.file) != self.stamp:
                 raise CheckpointError(
-                    f"{self.file} has changed since the model was loaded from it layer by layer; "
-                    "load the model again"
+                    f"{self.file} has changed since the model was loaded from it; load it again"
                 )
             with safe_open(self.file, framework="pt") as file:
                 return file.get_tensor(self.key)

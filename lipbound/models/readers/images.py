@@ -100,10 +100,7 @@ class ImageReader(Reader):
             InputsError: it is no image.
         """
         if path.suffix.lower() not in files.IMAGE_FILES:
-            raise InputsError(
-                f"{path} is not an image file, but {checkpoint.name} takes images; give a folder "
-                "of images, a dataset or a table"
-            )
+            raise InputsError(f"{path} is not an image file, but {checkpoint.name} takes images")
         return [path]
 
     def open_folder(self, path: Path) -> DataItems | None:

@@ -65,8 +65,7 @@ class DataItems:
         if shuffle is not None:
             if not isinstance(self.given, Sequence):
                 raise InputsError(
-                    f"shuffle is {shuffle}, but {self.description} is read as a stream, whose "
-                    "end is not known; leave it out"
+                    f"{self.description} is read as a stream, whose end is not known; drop shuffle"
                 )
             chosen = (self.given[i] for i in order(len(self.given), shuffle))
         taken: list[Any] = []

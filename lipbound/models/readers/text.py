@@ -59,10 +59,7 @@ def tokens_of(value: Any) -> TokenizedText | None:
     mask = row.get("attention_mask")
     kept = [True] * len(ids) if mask is None else [bool(k) for k in np.asarray(mask).tolist()]
     if len(kept) != len(ids):
-        raise InputsError(
-            f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}; they must be "
-            "of the same length"
-        )
+        raise InputsError(f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}")
     if True not in kept:
         return TokenizedText([], [])
     first, last = kept.index(True), len(kept) - kept[::-1].index(True)
@@ -243,8 +240,7 @@ def stream(
         if len(ids) >= count:
             return torch.tensor(ids[:count]), found.description
     raise InputsError(
-        f"{found.description} has {len(ids)} tokens, and {count} are needed; give more text, "
-        "fewer sequences or shorter ones"
+        f"{found.description} has {len(ids)} tokens, and {count} are needed; give more text"
     )
 
 

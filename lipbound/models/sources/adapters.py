@@ -216,8 +216,7 @@ def open_adapter(name: str, folder: Path) -> Adapter:
     file = folder / CONFIG
     if not file.is_file():
         raise CheckpointError(
-            f"adapter is {name!r}, and there is no {CONFIG} in it; give the directory that PEFT "
-            "wrote, or its hub id"
+            f"adapter is {name!r}, and there is no {CONFIG} in it; give what PEFT wrote"
         )
     check_file(file)
     with explained(CheckpointError, f"{file} is no configuration of an adapter: "):

@@ -109,8 +109,7 @@ class Builtin:
             if file.name == self.weights and (found := Path(str(file.locate()))).exists():
                 return found.parent
         raise CheckpointError(
-            f"the installed package {self.package} has no {self.weights}; reinstall it, version "
-            f"{self.version}"
+            f"{self.package} has no {self.weights}; reinstall version {self.version}"
         )
 
     def folder(self, name: str) -> Path:

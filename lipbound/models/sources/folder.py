@@ -51,8 +51,7 @@ def load_folder(
     notes = adapters.notes_beside(name, folder, options.adapter, alone=file is None)
     if file is None and not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{name} has no config.json; give a directory written by save_pretrained, or the hub "
-            "id of a transformers model"
+            f"{name} has no config.json; give a transformers model, as save_pretrained writes it"
         )
     weight_files.check_file(file or folder / "config.json")
     how = None
@@ -232,8 +231,8 @@ def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
         bare = key.partition(".")[2]  # without the prefix of the task's model
         if not tensor.floating and (key in floating or bare in floating):
             raise CheckpointError(
-                f"the weights of {name} are not all floating-point numbers, {key} for one; give "
-                "the checkpoint before quantization"
+                f"the weights of {name} are not all floating-point numbers, {key} for one; "
+                f"{INSTEAD}"
             )
 
 

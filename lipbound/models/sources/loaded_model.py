@@ -274,8 +274,7 @@ def check_finite(model: nn.Module, name: str) -> None:
             passed = not plain or finite(tensor, masks=key in buffers)
         if not passed:
             raise CheckpointError(
-                f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is "
-                "defined there"
+                f"the weights of {name} contain NaN or infinite numbers, in {key}"
             )
 
 
@@ -304,8 +303,7 @@ def check_floating(model: nn.Module, name: str) -> None:
             )
         if weight and value.is_meta and not offload.by_layer(model):
             raise CheckpointError(
-                f"the weights of {name} are not in memory ({key} is on the device meta); load "
-                "the model with its weights"
+                f"the weights of {name} are not in memory ({key} is on the device meta); load them"
             )
 
 

@@ -164,8 +164,7 @@ def _attention(
     fused = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kw)
     if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
         raise CaptureError(
-            f"{type(module).__name__} uses {', '.join(extras)} in its attention, which penalties "
-            "do not support"
+            f"{type(module).__name__} uses {', '.join(extras)}, which penalties do not support"
         )
     explicit = partial(_explicit, module, query, key, value, attention_mask, kw)
     if replay.script is not None:
@@ -309,8 +308,7 @@ def watching(
     chosen = None if layers is None else frozenset(indices("layers", layers))
     if chosen is not None and min(chosen, default=0) < 0:
         raise CaptureError(
-            f"layers is {shown(layers)}; count attention layers from 0, in the order of the "
-            "forward pass"
+            f"layers is {shown(layers)}; count attention layers from 0, in the order they run in"
         )
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
     watch = ProbabilityCollector(frozenset(map(id, modules)), chosen, inputs_of is not None)
@@ -328,8 +326,7 @@ def watching(
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
     if missing and watch.layers:
         raise CaptureError(
-            f"layers {missing} do not exist: the model ran {len(watch.layers)} attention layers, "
-            "numbered from 0"
+            f"layers {missing} do not exist: the model ran {len(watch.layers)}, numbered from 0"
         )
 
 
@@ -420,8 +417,7 @@ def _checkpoint(configs: Sequence[Any], func: Callable[..., Any], *args: Any, **
     keywords = {**getattr(func, "keywords", {}), **kwargs}
     if keywords.get("use_reentrant"):
         raise CaptureError(
-            "reentrant gradient checkpointing computes the layers without gradients at first, so "
-            "a penalty on them would have none; pass "
+            "a penalty would have no gradient where checkpointing is reentrant; pass "
             "gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
     own = keywords.get("context_fn")
