@@ -235,7 +235,7 @@ def test_hub(tmp_path: Path) -> None:
             assert "at revision 'v9' was not found on the hub" in answers["owner/bert@v9"]
             assert "was not found on the hub" in answers["owner/nothing"]
             assert "is a gated model" in answers["owner/gated-model"]
-            assert "on the hub has no config.json" in answers["owner/headless"]
+            assert "has no config.json" in answers["owner/headless"]
             assert "no weights" in answers["owner/weightless"]
             assert (
                 "has GGUF files only; name one with gguf_file=, 'model.gguf'"
