@@ -99,7 +99,7 @@ def blocks_in(out: Path) -> str:
         return f"{out} was there already, and nothing was written"
     if not partial.exists():
         return "nothing was measured yet"
-    done = sum(1 for mark in (partial / ".done" / "c").rglob("*") if mark.is_file())
+    done = sum(1 for _ in partial.glob("[!.]*.npz"))
     blocks = f"{done} measured blocks of one layer each are"
     blocks = "1 measured block of one layer is" if done == 1 else blocks
     return f"{blocks} kept in {partial}; the same command with --resume goes on from there"

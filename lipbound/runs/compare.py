@@ -7,14 +7,19 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import xarray as xr
 
 from lipbound.devices import in_own_modes, resolve_device
 from lipbound.errors import LipboundError, StoreError, flag
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import allocate, assemble, versions
-from lipbound.runs.execute import DaskExecutor, Executor, SerialExecutor, fill, progress_bar
+from lipbound.runs.execute import (
+    check_client,
+    fill,
+    measured_by,
+    measured_here,
+    progress_bar,
+)
 from lipbound.runs.partial_store import PartialRun, check_free, same_configuration
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.store import check_target, save
@@ -140,7 +145,8 @@ def compare(
 @in_own_modes
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
-    executor = SerialExecutor() if client is None else DaskExecutor(client, config)
+    if client is not None:
+        check_client(client, config)
     device = resolve_device(config.device)
     memory = memory_bytes(config.memory, device)
     target = config.target
@@ -151,20 +157,22 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     sources = open_sources(config, device)
     if finished is not None:
         return _finished(finished, identity(config, sources), config.chosen_layers)
-    planned = plan(config, sources, memory, executor.parts())
-    tables = allocate(planned)
-    with _partial_run(config, sources, planned, tables, executor) as partial:
-        done = planned.nothing_done() if partial is None else partial.done
-        with progress_bar(
-            progress, f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers)
-        ) as advance:
-            advance(planned.count(done))
-            lengths, error = fill(
-                tables,
-                executor.results(config, sources, planned, planned.blocks(done)),
-                partial,
-                advance,
-            )
+    parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
+    planned = plan(config, sources, memory, parts)
+    spec, tables = planned.spec, allocate(planned)
+    where = device if client is None else str(config.device)  # "auto" may be several on workers
+    with _partial_run(config, sources, planned, where) as kept:
+        blocks = planned.blocks(() if kept is None else kept.found)
+        results = (
+            measured_here(sources, spec, blocks)
+            if client is None
+            else measured_by(client, config, sources, spec, blocks)
+        )
+        if kept is not None:
+            results = kept.keeping(results)
+        title = f"{sources.checkpoint.name}: layers"
+        with progress_bar(progress, title, planned.samples * len(planned.layers)) as advance:
+            lengths, error = fill(tables, results, advance)
         ds = assemble(config, sources, planned, tables, lengths, error)
         if target is not None:
             _save(ds, target)
@@ -172,22 +180,18 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
 
 
 def _partial_run(
-    config: RunConfig,
-    sources: Sources,
-    planned: Plan,
-    tables: dict[str, np.ndarray],
-    executor: Executor,
+    config: RunConfig, sources: Sources, planned: Plan, device: str
 ) -> AbstractContextManager[PartialRun | None]:
     """Keep finished blocks while the run is computed, where it is saved at all."""
     if config.target is None:
         return nullcontext()
     asked = identity(config, sources) | {
         "layers": [layer.index for layer in planned.layers],
-        "device": executor.device(config, sources),
+        "device": device,
         "versions": versions(),
         "block": planned.block,
     }
-    return PartialRun(config.target, asked, tables, planned.block, resume=config.resume)
+    return PartialRun(config.target, asked)
 
 
 def _save(ds: xr.Dataset, target: Path) -> None:

@@ -299,6 +299,11 @@ class RunConfig:
         return dict(drawn) if self.norm == "frobenius" else {}
 
     @property
+    def loading(self) -> dict[str, Any]:
+        """Options of `lipbound.load_checkpoint`, but for the device."""
+        return {name: getattr(self, name) for name in LOADING}
+
+    @property
     def chosen_layers(self) -> tuple[int, ...] | None:
         """Numbers of the layers, those from the end below zero; None for all."""
         return None if self.layers is None else tuple(indices("layers", self.layers))
@@ -318,6 +323,7 @@ class RunConfig:
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
 
 
+LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor", "adapter")
 RECORDED = ("map", "norm", "samples", "exact_samples", "tol")
 RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""

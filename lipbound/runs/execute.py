@@ -2,9 +2,9 @@
 
 import os
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,32 +25,23 @@ from lipbound.devices import resolve_device
 from lipbound.errors import CheckpointError, LipboundError, shown, tell
 from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer, capturer_of
-from lipbound.runs.partial_store import PartialRun
-from lipbound.runs.plan import Plan, SampleBlock, Sources
+from lipbound.runs.measure import MeasurementSpec, Measurer, capturer_of
+from lipbound.runs.partial_store import LayerResult
+from lipbound.runs.plan import SampleBlock, Sources
 
 
 class WorkerSpec(NamedTuple):
     """Everything with which another process makes the same `Measurer`.
 
     Attributes:
-        model, revision, dtype, device, gguf_file, adapter: as in `lipbound.compare`.
-        weights: the ``revision`` of the checkpoint that must be found.
-        layers: numbers of the layers; None for all.
+        config: of the run, which says how the model is loaded, without its data.
+        revision: of the checkpoint that must be found.
         spec: what is measured.
-        loading: how weights are loaded, the argument ``weights`` of `lipbound.compare`.
     """
 
-    model: str
-    revision: str | None
-    weights: str
-    dtype: str
-    device: str
-    layers: tuple[int, ...] | None
+    config: RunConfig
+    revision: str
     spec: MeasurementSpec
-    loading: str = "auto"
-    gguf_file: str | None = None
-    adapter: str | None = None
 
 
 TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
@@ -83,115 +74,102 @@ def work(
     Raises:
         CheckpointError: the checkpoint found here is another one.
     """
-    device = resolve_device(worker.device)
+    config = worker.config
+    device = resolve_device(config.device)
     with _TURN:
         if worker not in _MEASURERS:
             _MEASURERS.clear()
-            checkpoint = load_checkpoint(
-                worker.model,
-                revision=worker.revision,
-                dtype=worker.dtype,
-                device=device,
-                weights=worker.loading,
-                gguf_file=worker.gguf_file,
-                adapter=worker.adapter,
-            )
-            if checkpoint.revision != worker.weights:
+            checkpoint = load_checkpoint(config.model, device=device, **config.loading)
+            if checkpoint.revision != worker.revision:
                 raise CheckpointError(
-                    f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} "
+                    f"{config.model} is {checkpoint.revision} on a worker but {worker.revision} "
                     "here; give all the same checkpoint"
                 )
-            _MEASURERS[worker] = Measurer(
-                capturer_of(checkpoint.model, worker.layers, worker.spec.map), worker.spec
-            )
+            capturer = capturer_of(checkpoint.model, config.chosen_layers, worker.spec.map)
+            _MEASURERS[worker] = Measurer(capturer, worker.spec)
         here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
         return list(_MEASURERS[worker].block(here, start, skip))
 
 
-class Executor(ABC):
-    """Who measures the blocks of a plan, and where."""
-
-    @abstractmethod
-    def parts(self) -> int:
-        """Least number of blocks that keeps it busy."""
-
-    @abstractmethod
-    def device(self, config: RunConfig, sources: Sources) -> str:
-        """Name the device that identifies an unfinished run, which is continued on the same one."""
-
-    @abstractmethod
-    def results(
-        self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]
-    ) -> Iterator[tuple[int, LayerResult]]:
-        """Measure blocks.
-
-        Yields:
-            First sample of a block and one of its layers, in the order in which they are measured.
-        """
-
-
-class SerialExecutor(Executor):
-    """Measurement in this process, on the model that is loaded already."""
-
-    def parts(self) -> int:
-        return 1
-
-    def device(self, config: RunConfig, sources: Sources) -> str:
-        return sources.device
-
-    def results(
-        self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]
-    ) -> Iterator[tuple[int, LayerResult]]:
-        measurer = Measurer(sources.capturer, plan.spec)
-        for start, stop, skip in blocks:
-            inputs = sources.inputs.block(start, stop, sources.device)
-            for measured in measurer.block(inputs, start, skip):
-                yield start, measured
-
-
-class DaskExecutor(Executor):
-    """Measurement by dask workers, each of which loads the checkpoint by its name.
+def check_client(client: Any, config: RunConfig) -> None:
+    """Check that the workers of a client can load the model by its name.
 
     Raises:
         LipboundError: the model has no name, or the client is none.
     """
-
-    def __init__(self, client: Any, config: RunConfig):
-        if not isinstance(config.model, (str, Path)):
-            raise LipboundError(
-                "with a client, model must be a name that every worker can load (hub id, "
-                "directory or builtin), not a loaded model"
-            )
-        if not hasattr(client, "submit") or not hasattr(client, "ncores"):
-            raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
-        self._client = client
-
-    def parts(self) -> int:
-        return 4 * max(1, len(self._client.ncores()))
-
-    def device(self, config: RunConfig, sources: Sources) -> str:
-        return config.device  # as it was asked for: "auto" may be another one on every worker
-
-    def results(
-        self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]
-    ) -> Iterator[tuple[int, LayerResult]]:
-        _tell_of_trimming(self._client)
-        revision = sources.checkpoint.revision
-        sources.capturer.release()  # workers read the layers themselves
-        worker = WorkerSpec(
-            str(config.model),
-            config.revision,
-            revision,
-            config.dtype,
-            config.device,
-            config.chosen_layers,
-            plan.spec,
-            config.weights,
-            config.gguf_file,
-            None if config.adapter is None else str(config.adapter),
+    if not isinstance(config.model, str | Path):
+        raise LipboundError(
+            "with a client, model must be a name that every worker can load (hub id, "
+            "directory or builtin), not a loaded model"
         )
-        tasks = [(sources.inputs.block(a, b, "cpu"), a, skip) for a, b, skip in blocks]
-        return distribute(self._client, worker, tasks)
+    if not hasattr(client, "submit") or not hasattr(client, "ncores"):
+        raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
+
+
+def measured_here(
+    sources: Sources, spec: MeasurementSpec, blocks: Sequence[SampleBlock]
+) -> Iterator[LayerResult]:
+    """Measure blocks in this process, on the model that is loaded already.
+
+    Args:
+        sources: model and inputs.
+        spec: what is measured.
+        blocks: of samples.
+
+    Yields:
+        Layer by layer.
+    """
+    measurer = Measurer(sources.capturer, spec)
+    for start, stop, skip in blocks:
+        yield from measurer.block(sources.inputs.block(start, stop, sources.device), start, skip)
+
+
+def measured_by(
+    client: Any,
+    config: RunConfig,
+    sources: Sources,
+    spec: MeasurementSpec,
+    blocks: Sequence[SampleBlock],
+) -> Iterator[LayerResult]:
+    """Have blocks measured by the workers of a dask.distributed client, which load the model.
+
+    Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is
+    given up).
+
+    Args:
+        client: of dask.
+        config: of the run.
+        sources: model, whose layers are let go, and inputs.
+        spec: what is measured.
+        blocks: of samples.
+
+    Yields:
+        Layer by layer, in the order in which blocks end.
+
+    Raises:
+        LipboundError: workers died again and again.
+    """
+    from dask.distributed import KilledWorker, as_completed
+
+    _tell_of_trimming(client)
+    sources.capturer.release()
+    alone = replace(config, data=None, out=None, resume=False)
+    worker = WorkerSpec(alone, sources.checkpoint.revision, spec)
+    futures = [
+        client.submit(work, worker, sources.inputs.block(a, b, "cpu"), a, skip, pure=False)
+        for a, b, skip in blocks
+    ]
+    try:
+        for future in as_completed(futures):
+            yield from future.result()
+            future.release()
+    except KilledWorker as error:
+        raise LipboundError(
+            f"workers of the cluster died again and again ({error.args[0]}); give them more "
+            "memory, or a smaller memory="
+        ) from error
+    finally:
+        client.cancel(futures)
 
 
 def _tell_of_trimming(client: Any) -> None:
@@ -211,71 +189,27 @@ def _tell_of_trimming(client: Any) -> None:
 
 
 def fill(
-    tables: dict[str, np.ndarray],
-    results: Iterator[tuple[int, LayerResult]],
-    partial: PartialRun | None,
-    advance: Callable[[int], None],
+    tables: dict[str, np.ndarray], results: Iterable[LayerResult], advance: Callable[[int], None]
 ) -> tuple[np.ndarray, float]:
-    """Put results where they belong, in the tables and in the partial run.
+    """Put results where they belong in the tables.
 
     Args:
         tables: (samples, layers, heads) each.
-        results: first sample of a block, and one of its layers.
-        partial: where results are kept meanwhile, if at all.
+        results: of layers at blocks of samples.
         advance: is told how many samples were measured.
 
     Returns:
         Lengths of all samples, and the largest error of their captures.
     """
     lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
-    for start, measured in results:
-        for name, value in measured.values.items():
-            tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
-        if partial is not None:
-            partial.write(start, measured)
-        rows = slice(start, start + len(measured.lengths))  # streams may differ in length
-        lengths[rows] = np.maximum(lengths[rows], measured.lengths)
-        error = max(error, measured.error)
-        advance(len(measured.lengths))
-    return (lengths, error) if partial is None else (partial.lengths, partial.error)
-
-
-def distribute(
-    client: Any, worker: WorkerSpec, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]
-) -> Iterator[tuple[int, LayerResult]]:
-    """Have blocks measured by the workers of a dask.distributed client.
-
-    Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is
-    given up).
-
-    Args:
-        client: of dask.
-        worker: what workers load and measure.
-        blocks: inputs, first sample and layers to skip.
-
-    Yields:
-        First sample of a block and one of its layers, in the order in which blocks end.
-
-    Raises:
-        LipboundError: workers died again and again.
-    """
-    from dask.distributed import KilledWorker, as_completed
-
-    futures = {
-        client.submit(work, worker, x, start, skip, pure=False): start for x, start, skip in blocks
-    }
-    try:
-        for future in as_completed(futures):
-            for measured in future.result():
-                yield futures[future], measured
-            future.release()
-    except KilledWorker as error:
-        raise LipboundError(
-            f"workers of the cluster died again and again ({error.args[0]}); give them more "
-            "memory, or a smaller memory="
-        ) from error
-    finally:
-        client.cancel(list(futures))
+    for one in results:
+        rows = slice(one.start, one.start + len(one.lengths))
+        for name, value in one.values.items():
+            tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
+        lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
+        error = max(error, one.error)
+        advance(len(one.lengths))
+    return lengths, error
 
 
 @contextmanager

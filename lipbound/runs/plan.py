@@ -1,11 +1,11 @@
 """Decisions before anything is computed: sources, bounds that apply, blocks, shares of delta."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
@@ -21,7 +21,7 @@ from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
-from lipbound.runs.partial_store import partial_path, stored_block
+from lipbound.runs.partial_store import LayerResult, configuration, partial_path
 from lipbound.schema import CLOSED_FORM, TOKEN_NORMS
 
 BLOCK_BYTES = 1.5e9
@@ -66,14 +66,8 @@ def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
     """
     return load_checkpoint(
         config.model,
-        revision=config.revision,
-        dtype=config.dtype,
         device=device,
-        weights=config.weights,
-        gguf_file=config.gguf_file,
-        tokenizer=config.tokenizer,
-        processor=config.processor,
-        adapter=config.adapter,
+        **config.loading,
     )
 
 
@@ -155,27 +149,16 @@ class Plan:
         """Those of `lipbound.attention.variants.VARIANTS` that the layers have."""
         return all_variants(self.layers)
 
-    def blocks(self, done: np.ndarray) -> list[SampleBlock]:
-        """List the blocks with layers not measured yet; ``done`` is (blocks, layers) bool."""
+    def blocks(self, found: Iterable[LayerResult]) -> list[SampleBlock]:
+        """List the blocks with layers that are not found."""
+        done: defaultdict[int, set[int]] = defaultdict(set)
+        for one in found:
+            done[one.start].add(one.layer)
         return [
-            SampleBlock(start, stop, frozenset(np.flatnonzero(row).tolist()))
-            for (start, stop), row in zip(self._extents(), done, strict=True)
-            if not row.all()
+            SampleBlock(start, min(self.samples, start + self.block), frozenset(done[start]))
+            for start in range(0, self.samples, self.block)
+            if len(done[start]) < len(self.layers)
         ]
-
-    def _extents(self) -> list[tuple[int, int]]:
-        """Start and end of every block."""
-        starts = range(0, self.samples, self.block)
-        return [(start, min(self.samples, start + self.block)) for start in starts]
-
-    def nothing_done(self) -> np.ndarray:
-        """(blocks, layers) bool, all False."""
-        return np.zeros((len(self._extents()), len(self.layers)), dtype=bool)
-
-    def count(self, done: np.ndarray) -> int:
-        """Count the pairs of sample and layer that are measured already."""
-        pairs = zip(self._extents(), done, strict=True)
-        return int(sum((stop - start) * row.sum() for (start, stop), row in pairs))
 
 
 def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
@@ -197,18 +180,16 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     for sample in telling_samples(sources.inputs.batch):
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
-        measured = (
-            f"layers {', '.join(str(one.index) for one in layers)} are"
-            if len(layers) > 1
-            else f"layer {layers[0].index} is"
+        measured = ", ".join(str(one.index) for one in layers)
+        sources.inputs.notes.append(
+            f"layers below zero count from the end: layers {measured} are measured"
         )
-        sources.inputs.notes.append(f"layers below zero count from the end: {measured} measured")
         tell(sources.inputs.notes[-1])
     check_norm(config.norm, layers)
     names, not_applicable = about(config.names, layers, everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits
-        block = stored_block(partial_path(config.target), default=block)
+        block = configuration(partial_path(config.target)).get("block", block)
     spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
