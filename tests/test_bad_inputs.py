@@ -458,8 +458,7 @@ def test_one_sentence_and_status_two(
 TOLD = {
     "compare {bert} --data {text} --max-length 11 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked "  # noqa: E501
     "for, and text.txt gives",
-    f"compare {{bert}} {QUICK} --layers=-1": "note: layers below zero count from the end: layers "
-    "1 is measured",
+    f"compare {{bert}} {QUICK} --layers=-1": "note: layers below zero count from the end: here 1",
     f"compare {{bert}} {QUICK} --exact-samples 5": "note: exact norms of 5 samples were asked for",
     "compare {bert} --data {mess}/extra.safetensors --samples 2 --bounds castin": "note: colour is not an input "  # noqa: E501
     "of BertModel and was left out",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import xarray as xr
 
 from lipbound.bounds.audit import audit
@@ -174,21 +175,17 @@ def _words(layers: Sequence[LayerInfo], word: str) -> np.ndarray:
     return np.array([getattr(layer, name) for layer in layers], dtype=object)
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that numbers can depend on."""
-    return {name: package_version(name) for name in PACKAGES}
-
-
-def package_version(name: str) -> str:
-    """Version of a package; torch's with what it was built for, which metadata may leave out.
-
-    ``importlib.metadata.PackageNotFoundError`` is raised where it is not installed.
-    """
-    if name != "torch":
-        return importlib.metadata.version(name)
-    import torch
-
-    return str(torch.__version__)
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of packages, by default of those that numbers can depend on."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if "torch" in found:
+        found["torch"] = str(torch.__version__)  # with what it was built for
+    return found
 
 
 def source(config: RunConfig) -> dict[str, Any]:

@@ -181,9 +181,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
         measured = ", ".join(str(one.index) for one in layers)
-        sources.inputs.notes.append(
-            f"layers below zero count from the end: layers {measured} are measured"
-        )
+        sources.inputs.notes.append(f"layers below zero count from the end: here {measured}")
         tell(sources.inputs.notes[-1])
     check_norm(config.norm, layers)
     names, not_applicable = about(config.names, layers, everything=config.everything)

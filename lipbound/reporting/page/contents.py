@@ -14,7 +14,7 @@ from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.page.details import RADII, SIDE, Details, details
 from lipbound.reporting.scales import log10, scales
 from lipbound.reporting.statistics import across
-from lipbound.runs.replay import replay
+from lipbound.runs.verify import replay
 from lipbound.schema import AXES, Contents, bounds_there, compared_with, norm_of
 
 SINGLE = 16
