@@ -265,7 +265,7 @@ RUN_COMMANDS = {
             ("heatmap", "-o {tmp}/x.png"),
         )
     },
-    "table {mess}/foreign.zarr": "{mess}/foreign.zarr is a Zarr store but not a run of lipbound",
+    "table {mess}/foreign.zarr": "{mess}/foreign.zarr is not a run of lipbound",
     "table": "missing argument 'run'; see lipbound table --help",
     "cite": "missing argument 'run'",
     "verify": "missing argument 'run'",

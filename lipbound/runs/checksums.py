@@ -19,12 +19,10 @@ import xarray as xr
 from lipbound.schema import (
     AXES,
     CHECKSUM,
-    COORDINATES,
     IDENTITY,
     LAYER_WORDS,
     RUN,
     RUN_SAMPLE,
-    Extent,
     RunInfo,
     flags,
     lacks_variables,
@@ -144,51 +142,14 @@ def damage(ds: xr.Dataset) -> str:
     if CHECKSUM not in ds.variables:
         said.append("the checksums of its numbers are missing")
     if places := altered(ds):
-        wrong = impossible(ds)
-        what = f"its coordinates {', '.join(wrong)}, and with them its numbers" * bool(wrong)
-        empty = [name for name in own(ds) if all(_empty(ds, name, *place) for place in places)]
-        lost = f" (no value of {', '.join(empty)} is there)" if empty else ""
-        said.append(
-            f"{what or 'its numbers'} {_where(ds, places)} are not those that were computed{lost}"
-        )
+        where = "every sample and layer"
+        if len(places) < ds.sizes["sample"] * ds.sizes["layer"]:
+            first = [
+                f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places
+            ]
+            where = ", ".join(first[:3]) + f" and {len(first) - 3} more" * (len(first) > 3)
+        said.append(f"its numbers at {where} are not those that were computed")
     return " and ".join(said)
-
-
-def _where(ds: xr.Dataset, places: list[tuple[int, int]]) -> str:
-    """Places in words, up to three of them by their numbers."""
-    if len(places) == ds.sizes["sample"] * ds.sizes["layer"]:
-        return "at every sample and layer"
-    first = ", ".join(
-        f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places[:3]
-    )
-    return f"at {first}" if len(places) <= 3 else f"at {len(places)} places ({first}, ...)"
-
-
-def impossible(ds: xr.Dataset) -> list[str]:
-    """List coordinates with values that the run cannot have had.
-
-    Numbers that are there twice or were not measured, empty names, no length.
-    """
-    made = Extent(**ds.attrs["made"])
-    known = dict(zip(AXES, (range(made.samples), made.layers, range(made.heads or 0)), strict=True))
-    wrong = {
-        name
-        for name, numbers in known.items()
-        if name in ds.variables and not set(ds[name].values.tolist()) <= set(numbers)
-    } | set(repeated(ds))
-    if "layer_name" not in ds.variables or not all(map(str, ds["layer_name"].values)):
-        wrong.add("layer_name")
-    if "length" not in ds.variables or bool((ds["length"] < 1).any()):
-        wrong.add("length")
-    return [name for name in COORDINATES if name in wrong]
-
-
-def _empty(ds: xr.Dataset, name: str, sample: int, layer: int) -> bool:
-    """Tell whether a variable has no value at a place where it should have one."""
-    inexact = name.startswith("exact") and sample >= int(ds.attrs["exact_samples"])
-    if ds[name].dtype.kind != "f" or inexact:
-        return False
-    return bool(ds[name].isel(sample=sample, layer=layer).isnull().all())
 
 
 def again(attrs: Mapping[str, Any]) -> str:

@@ -19,14 +19,23 @@ from lipbound.errors import AlteredRunError, CaptureError, InputsError, flag, wh
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
-from lipbound.runs.checksums import altered, impossible, settings_altered
+from lipbound.runs.checksums import altered, settings_altered
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import versions
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
-from lipbound.runs.store import whole_run
-from lipbound.schema import AXES, Extent, RunInfo, lacks_variables, norm_of, own, with_exact
+from lipbound.runs.store import run_of
+from lipbound.schema import (
+    AXES,
+    Extent,
+    RunInfo,
+    lacks_variables,
+    norm_of,
+    own,
+    repeated,
+    with_exact,
+)
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in
@@ -305,7 +314,7 @@ def verify(
     Raises:
         LipboundError: places below 1; the model or the data is no longer to be found.
     """
-    ds = whole_run(ds)
+    ds = run_of(ds)
     places, seed = whole("places", places, least=1), whole("seed", seed, least=0)
     automatic = flag("automatic", automatic)
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
@@ -356,7 +365,7 @@ def _verify_one(
     except AlteredRunError as error:  # nothing can be computed with those
         return replace(found, faults=(str(error),), judged=True)
     broken = None if lacks_variables(ds) else altered(ds)
-    wrong = impossible(ds) if broken else []
+    wrong = _impossible(ds)
     faults, remarks = [*rerun.differences, *_own_faults(ds)], []
     if broken is None:
         remarks.append(
@@ -379,7 +388,7 @@ def _verify_one(
     if rerun.inputs.samples != samples:
         faults.append(f"the data now has {rerun.inputs.samples} samples, the run {samples}")
     found = replace(found, remarks=tuple(remarks))
-    if rerun.inputs.samples != samples or {*AXES} & {*wrong}:
+    if rerun.inputs.samples != samples or wrong:
         return replace(found, faults=tuple(faults))
     chosen = _choose(ds, places, seed, broken or [])
     compared: list[Comparison] = []
@@ -395,6 +404,17 @@ def _verify_one(
         return replace(found, faults=tuple(faults), judged=True)
     where = tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen)
     return replace(found, faults=tuple(faults), compared=tuple(compared), places=where)
+
+
+def _impossible(ds: xr.Dataset) -> list[str]:
+    """List the axes with numbers that the run did not have, or that are there twice."""
+    made = Extent(**ds.attrs["made"])
+    known = zip(AXES, (range(made.samples), made.layers, range(made.heads or 0)), strict=True)
+    return repeated(ds) + [
+        axis
+        for axis, numbers in known
+        if axis in ds.dims and not set(ds[axis].values.tolist()) <= set(numbers)
+    ]
 
 
 def _choose(
