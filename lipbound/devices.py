@@ -1,7 +1,8 @@
-"""Devices, dtypes, memory and threads to compute with."""
+"""Devices, dtypes, memory, threads and packages to compute with."""
 
+import importlib.metadata
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import wraps
@@ -118,6 +119,26 @@ def device_name(device: str) -> str:
     """Return a device as provenance names it, with the name of the GPU."""
     gpu = device.startswith("cuda")
     return f"{device} ({torch.cuda.get_device_name(device)})" if gpu else device
+
+
+PACKAGES = (
+    *("lipbound", "torch", "transformers", "numpy"),
+    *("scipy", "xarray", "tokenizers", "datasets"),
+)
+"""Packages that the numbers of a run can depend on."""
+
+
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of packages, by default of those that numbers can depend on."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if "torch" in found:
+        found["torch"] = str(torch.__version__)  # with what it was built for
+    return found
 
 
 LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)

@@ -94,7 +94,7 @@ class RunInfo:
         loaded: whether the model was an object in memory. commit: on the hub, where it is known.
         configuration: hash of the model's configuration.
         data, data_fingerprint, preprocessing: the inputs.
-        source: where model and data are found again (see `lipbound.runs.dataset.source`).
+        source: where model and data are found again (see `lipbound.runs.config.RunConfig.source`).
         bounds, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
         method, delta, seed: of exact norms that are found from random vectors.
         python, date, command: when and how.
@@ -103,7 +103,7 @@ class RunInfo:
         block: samples measured at a time. variants: what its attention has besides softmax.
         not_applicable: bounds left out, and why. notes: what is not as it was asked for.
         made: extent of the whole run. runs: attributes of each run that was put together.
-        settings_checksum: see `lipbound.runs.checksums`.
+        settings_checksum: see `lipbound.runs.dataset`.
     """
 
     lipbound: str

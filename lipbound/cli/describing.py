@@ -88,7 +88,7 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
     """Contents and settings of a run, by names in words."""
     from lipbound.bounds.audit import audit
     from lipbound.reporting.labels import model_name, norm_words
-    from lipbound.runs.checksums import damage
+    from lipbound.runs.dataset import damage
 
     a, exact, there = ds.attrs, ds["exact"], Contents.of(ds)
     entries = audit(ds)

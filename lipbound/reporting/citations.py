@@ -13,7 +13,7 @@ from lipbound.formatting import joined
 from lipbound.reporting import labels as said
 from lipbound.reporting.formats import FORMATTERS, Prose
 from lipbound.reporting.labels import relabelled
-from lipbound.runs.checksums import edited
+from lipbound.runs.dataset import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
     Contents,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import xarray as xr
 
-from lipbound.devices import in_own_modes, resolve_device
+from lipbound.devices import device_name, in_own_modes, resolve_device, versions
 from lipbound.errors import LipboundError, StoreError, flag
+from lipbound.jacobians.maps import MAPS, WHOLE
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import allocate, assemble, versions
+from lipbound.runs.dataset import dataset, sealed
 from lipbound.runs.execute import (
     check_client,
     fill,
@@ -24,7 +29,7 @@ from lipbound.runs.partial_store import PartialRun, check_free, same_configurati
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
-from lipbound.schema import norm_of
+from lipbound.schema import Extent, RunInfo, norm_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,7 +164,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         return _finished(finished, identity(config, sources), config.chosen_layers)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     planned = plan(config, sources, memory, parts)
-    spec, tables = planned.spec, allocate(planned)
+    spec, tables = planned.spec, planned.tables()
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with _partial_run(config, sources, planned, where) as kept:
         blocks = planned.blocks(() if kept is None else kept.found)
@@ -173,7 +178,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         title = f"{sources.checkpoint.name}: layers"
         with progress_bar(progress, title, planned.samples * len(planned.layers)) as advance:
             lengths, error = fill(tables, results, advance)
-        ds = assemble(config, sources, planned, tables, lengths, error)
+        ds = _assembled(config, sources, planned, tables, lengths, error)
         if target is not None:
             _save(ds, target)
     return ds
@@ -192,6 +197,65 @@ def _partial_run(
         "block": planned.block,
     }
     return PartialRun(config.target, asked)
+
+
+def _assembled(
+    config: RunConfig,
+    sources: Sources,
+    plan: Plan,
+    tables: dict[str, np.ndarray],
+    lengths: np.ndarray,
+    error: float,
+) -> xr.Dataset:
+    """Make the finished run of filled tables, lengths of inputs and the largest capture error."""
+    ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm)
+    if config.map in WHOLE:
+        ds = ds.isel(head=0, drop=True)
+    checkpoint, inputs = sources.checkpoint, sources.inputs
+    packages = versions()
+    made = Extent(
+        samples=plan.samples,
+        exact_samples=plan.spec.exact_samples,
+        layers=[layer.index for layer in plan.layers],
+        heads=None if config.map in WHOLE else plan.shape[2],
+        model_layers=plan.model_layers,
+    )
+    info = RunInfo(
+        lipbound=packages["lipbound"],
+        model=checkpoint.name,
+        revision=checkpoint.revision,
+        loaded=checkpoint.loaded,
+        commit=checkpoint.commit,
+        architecture=type(checkpoint.model).__name__,
+        data=inputs.description,
+        data_fingerprint=inputs.fingerprint,
+        source=config.source,
+        preprocessing=inputs.preprocessing,
+        bounds=list(plan.spec.names),
+        map=config.map,
+        map_description=MAPS[config.map],
+        norm=config.norm,
+        tol=config.tol,
+        **config.drawn,
+        dtype=config.dtype,
+        device=device_name(sources.device),
+        versions=packages,
+        python=sys.version.split()[0],
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        samples=plan.samples,
+        exact_samples=plan.spec.exact_samples,
+        tokens=int(lengths.max()),
+        capture_error=error,
+        block=plan.block,
+        variants=sorted(plan.variants),
+        not_applicable=plan.not_applicable,
+        notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
+        quantization=checkpoint.quantization,
+        configuration=checkpoint.configuration,
+        made=made,
+    )
+    return sealed(ds, info)
 
 
 def _save(ds: xr.Dataset, target: Path) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import xarray as xr
 
 from lipbound.errors import StoreError, shown
-from lipbound.runs.checksums import altered, damage, sealed
-from lipbound.runs.dataset import audited
+from lipbound.runs.dataset import altered, damage, sealed
 from lipbound.runs.store import run_of
 from lipbound.schema import (
     AGREE,
@@ -63,7 +62,7 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
     # parts of one run are from one run
     origins = {str(part.attrs["settings_checksum"]): part.attrs for part in parts}
     ds = _filled(parts, samples, layers, list(origins))
-    return audited(sealed(ds, _together(ds, list(origins.values()))))
+    return sealed(ds, _together(ds, list(origins.values())))
 
 
 def split(ds: xr.Dataset) -> list[xr.Dataset]:

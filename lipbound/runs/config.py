@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -282,6 +283,19 @@ class RunConfig:
             ) from error
 
     @property
+    def source(self) -> dict[str, Any]:
+        """Where model and data are found again, paths absolute.
+
+        ``model`` is None for one in memory; ``data`` is None for the default, False for objects in
+        memory.
+        """
+        found = {name: getattr(self, name) for name in (*RECORDED_SOURCE, "gguf_file")}
+        for name in ("model", "data", "tokenizer", "processor", "adapter"):
+            value = getattr(self, name)
+            found[name] = absolute(value) if isinstance(value, str | Path) else None
+        return found if found["data"] or self.data is None else found | {"data": False}
+
+    @property
     def names(self) -> list[str]:
         """Registry names of the bounds that are asked for.
 
@@ -327,6 +341,17 @@ LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor"
 RECORDED = ("map", "norm", "samples", "exact_samples", "tol")
 RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""
+
+
+def absolute(name: str | Path) -> str:
+    """Resolve a path that is there, so that it leads to the same files from elsewhere.
+
+    Any other name, or text, stays as it is.
+    """
+    with suppress(OSError, ValueError, RuntimeError):
+        if name != "none" and (path := Path(name).expanduser()).exists():
+            return str(path.resolve())
+    return str(name)
 
 
 def check_run_name(out: Any, argument: str = "out") -> None:

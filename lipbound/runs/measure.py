@@ -69,7 +69,7 @@ class LayerInfo:
     """A layer as one sample shows it, with its `lipbound.attention.variants.VARIANTS`."""
 
     index: int
-    name: str
+    layer_name: str
     heads: int
     tokens: int
     variants: frozenset[str]

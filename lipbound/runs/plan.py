@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
@@ -22,7 +23,7 @@ from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import LayerResult, configuration, partial_path
-from lipbound.schema import CLOSED_FORM, TOKEN_NORMS
+from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -144,6 +145,16 @@ class Plan:
         """Shape of the tables: samples, layers, heads (1 for maps of whole layers)."""
         return (self.samples, *norms_shape(self.layers, self.spec.map))
 
+    def tables(self) -> dict[str, np.ndarray]:
+        """Make the tables (samples, layers, heads) of a run, of NaN, 0 or False."""
+        spec, shape = self.spec, self.shape
+        l2 = any(get(name).exact == "exact_l2" for name in spec.names)
+        ends = ["exact", *["exact_upper"] * spec.encloses, *["exact_l2"] * l2]
+        tables = {name: np.full(shape, np.nan) for name in (*ends, *spec.names)}
+        tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
+        flags = ("exact_converged", *map(sound, spec.names))
+        return tables | {name: np.zeros(shape, dtype=bool) for name in flags}
+
     @property
     def variants(self) -> frozenset[str]:
         """Those of `lipbound.attention.variants.VARIANTS` that the layers have."""
@@ -208,8 +219,8 @@ def check_norm(norm: str, layers: Sequence[LayerInfo]) -> None:
             continue
         what = titles(without) or "layers that are measured by automatic differentiation"
         raise LipboundError(
-            f"norm {norm!r} does not cover {what}, such as layer {layer.index} ({layer.name}); "
-            "choose others by layers=, or take norm='frobenius'"
+            f"norm {norm!r} does not cover {what}, such as layer {layer.index} "
+            f"({layer.layer_name}); choose others by layers=, or take norm='frobenius'"
         )
 
 

@@ -25,8 +25,8 @@ from lipbound.errors import (
     shown,
     warn,
 )
-from lipbound.runs.checksums import again, damage
 from lipbound.runs.config import check_run_name
+from lipbound.runs.dataset import again, damage
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
 from lipbound.schema import (
     AXES,

@@ -14,15 +14,14 @@ import torch
 import xarray as xr
 
 from lipbound.bounds.audit import audit
-from lipbound.devices import dtype_name, resolve_device
+from lipbound.devices import dtype_name, resolve_device, versions
 from lipbound.errors import AlteredRunError, CaptureError, InputsError, flag, whole
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
-from lipbound.runs.checksums import altered, settings_altered
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import versions
+from lipbound.runs.dataset import altered, settings_altered
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
 from lipbound.runs.store import run_of
@@ -441,8 +440,7 @@ def _place(ds: xr.Dataset, s: int, i: int, head: int | None = None) -> str:
 def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
     """Compare every number of a place with the one that is computed now."""
     new = measure_again(rerun, ds, s, i)
-    dtypes = (ds.attrs["dtype"], str(rerun.checkpoint.dtype).removeprefix("torch."))
-    slack = max(ALLOWED[dtype] for dtype in dtypes)
+    slack = max(ALLOWED[dtype] for dtype in (ds.attrs["dtype"], rerun.config.dtype))
     for name in own(ds):
         if name == "exact_steps":  # depends on the machine
             continue

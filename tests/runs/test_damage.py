@@ -19,7 +19,7 @@ from lipbound.bounds.audit import audit, missing
 from lipbound.cli import main
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs import store
-from lipbound.runs.checksums import again, settings_checksum
+from lipbound.runs.dataset import again, settings_checksum
 
 
 @pytest.fixture(scope="module")
