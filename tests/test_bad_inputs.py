@@ -19,7 +19,7 @@ SHORT = "--max-length 12"
 COUNT = "it must be a whole number, at least 1"
 NUMBERS = "give numbers from 0, such as 3, or 0-3,7"
 PROBABILITY = "it must be a probability between 0 and 1, or 0 for plain estimates"
-SIZE = "give a size such as '4GB', a number of bytes, or 'auto'"
+SIZE = "it must be a size such as '4GB', a number of bytes, or 'auto'"
 ONE_MODEL = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
 
 MODELS = {
@@ -120,11 +120,11 @@ NUMBERS_OF_COMPARE = {
     },
     **{
         f"--memory {value}": f"--memory is '{value}'; {SIZE}"
-        for value in ("0", "-1", "much", "4XB", "nan", "inf", "50%", "1e999")
+        for value in ("-1", "much", "4XB", "nan", "inf", "50%")
     },
     "--memory ''": f"--memory is ''; {SIZE}",
-    "--memory 4": "--memory is '4', which is 4 bytes; give it with its unit, such as '4GB', or "
-    "'auto'",
+    "--memory 0": f"--memory is 0.0; {SIZE}",
+    "--memory 1e999": f"--memory is inf; {SIZE}",
 }
 NAMES_OF_COMPARE = {
     "--bounds ''": "--bounds is '', which names none; give 'default', 'all', a name",
@@ -350,8 +350,9 @@ OTHER_COMMANDS = {
     "constructor",
     **{
         f"sweep {{mess}}/{name}.yaml": "is not a sweep; give a mapping with at least a model"
-        for name in ("list", "nothing", "no-model")
+        for name in ("list", "nothing")
     },
+    "sweep {mess}/no-model.yaml": "has no model for its runs; give at least a model",
     "sweep {mess}/key.yaml": "has an unknown key 'sampels'; did you mean 'samples'",
     **{
         f"sweep {{mess}}/{name}.yaml --out {{tmp}}/s": "1 run of the sweep failed; "

@@ -34,6 +34,9 @@ from lipbound.schema import Extent, RunInfo, norm_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
+"""What a run says about its checkpoint, under the same names."""
+
 
 @in_own_modes
 def compare(
@@ -213,31 +216,21 @@ def _assembled(
         ds = ds.isel(head=0, drop=True)
     checkpoint, inputs = sources.checkpoint, sources.inputs
     packages = versions()
-    made = Extent(
-        samples=plan.samples,
-        exact_samples=plan.spec.exact_samples,
-        layers=[layer.index for layer in plan.layers],
-        heads=None if config.map in WHOLE else plan.shape[2],
-        model_layers=plan.model_layers,
-    )
+    heads = None if config.map in WHOLE else plan.shape[2]
+    numbers = [layer.index for layer in plan.layers]
     info = RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
-        revision=checkpoint.revision,
-        loaded=checkpoint.loaded,
-        commit=checkpoint.commit,
+        **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
         architecture=type(checkpoint.model).__name__,
         data=inputs.description,
         data_fingerprint=inputs.fingerprint,
         source=config.source,
         preprocessing=inputs.preprocessing,
         bounds=list(plan.spec.names),
-        map=config.map,
         map_description=MAPS[config.map],
-        norm=config.norm,
-        tol=config.tol,
+        **config.options("map", "norm", "tol", "dtype"),
         **config.drawn,
-        dtype=config.dtype,
         device=device_name(sources.device),
         versions=packages,
         python=sys.version.split()[0],
@@ -251,9 +244,9 @@ def _assembled(
         variants=sorted(plan.variants),
         not_applicable=plan.not_applicable,
         notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
-        quantization=checkpoint.quantization,
-        configuration=checkpoint.configuration,
-        made=made,
+        made=Extent(
+            plan.samples, plan.spec.exact_samples, numbers, heads, model_layers=plan.model_layers
+        ),
     )
     return sealed(ds, info)
 

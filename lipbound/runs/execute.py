@@ -10,21 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch import Tensor
 
 from lipbound.devices import resolve_device
 from lipbound.errors import CheckpointError, LipboundError, shown, tell
 from lipbound.models.loading import load_checkpoint
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.measure import MeasurementSpec, Measurer, capturer_of
 from lipbound.runs.partial_store import LayerResult
 from lipbound.runs.plan import SampleBlock, Sources
@@ -79,7 +71,7 @@ def work(
     with _TURN:
         if worker not in _MEASURERS:
             _MEASURERS.clear()
-            checkpoint = load_checkpoint(config.model, device=device, **config.loading)
+            checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
             if checkpoint.revision != worker.revision:
                 raise CheckpointError(
                     f"{config.model} is {checkpoint.revision} on a worker but {worker.revision} "
@@ -219,14 +211,7 @@ def progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
     Yields:
         Function to call with the number of layers that were measured.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TaskProgressColumn(show_speed=True),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     silent = not (show and (console.is_terminal or console.is_jupyter))
     with Progress(*columns, console=console, transient=True, disable=silent) as bar:

@@ -20,7 +20,7 @@ from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
-from lipbound.runs.config import LEAST_MEMORY, RunConfig
+from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import LayerResult, configuration, partial_path
 from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
@@ -68,21 +68,13 @@ def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
     return load_checkpoint(
         config.model,
         device=device,
-        **config.loading,
+        **config.options(*LOADING),
     )
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
     """Prepare the inputs."""
-    inputs = prepare(
-        checkpoint,
-        config.data,
-        samples=config.samples,
-        max_length=config.max_length,
-        split=config.split,
-        column=config.column,
-        shuffle=config.shuffle,
-    )
+    inputs = prepare(checkpoint, config.data, **config.options(*READING))
     if config.exact_samples is not None and config.exact_samples > inputs.samples:
         inputs.notes.append(
             f"exact norms of {config.exact_samples} samples were asked for, and there are "
@@ -102,11 +94,8 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
         "data_fingerprint": inputs.fingerprint,
         "samples": inputs.samples,
         "bounds": config.names,
-        "map": config.map,
-        "norm": config.norm,
         "exact_samples": config.exact_count(inputs.samples),
-        "tol": config.tol,
-        "dtype": config.dtype,
+        **config.options("map", "norm", "tol", "dtype"),
         **{name: value for name, value in config.drawn.items() if name != "method"},
     }
 
