@@ -200,17 +200,14 @@ def check_norm(norm: str, layers: Sequence[LayerInfo]) -> None:
     Raises:
         LipboundError: one has not.
     """
-    if norm not in TOKEN_NORMS:
-        return
-    for layer in layers:
+    for layer in layers if norm in TOKEN_NORMS else ():
         without = layer.variants - set(WITH_TOKEN_NORMS)
-        if layer.measured == CLOSED_FORM and not without:
-            continue
-        what = titles(without) or "layers that are measured by automatic differentiation"
-        raise LipboundError(
-            f"norm {norm!r} does not cover {what}, such as layer {layer.index} "
-            f"({layer.layer_name}); choose others by layers=, or take norm='frobenius'"
-        )
+        if layer.measured != CLOSED_FORM or without:
+            what = titles(without) or "layers that are measured by automatic differentiation"
+            raise LipboundError(
+                f"norm {norm!r} does not cover {what}, such as layer {layer.index} "
+                f"({layer.layer_name}); choose others by layers=, or take norm='frobenius'"
+            )
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
@@ -255,33 +252,23 @@ def about(
     Raises:
         LipboundError: when one of the others was asked for by name.
     """
-    layers = [layer for layer in layers if layer.measured == CLOSED_FORM]
-    if not layers:
-        silent = dict.fromkeys(names, "does not cover layers without a closed form")
-        if names and not everything:
-            raise LipboundError(
-                f"bound {names[0]!r} needs layers in closed form, and all of these are measured by "
-                "automatic differentiation; take bounds='none'"
-            )
-        return [], silent
-    variants = all_variants(layers)
-    silent = {}
+    closed = [layer for layer in layers if layer.measured == CLOSED_FORM]
+    variants, silent = all_variants(closed), {}
     for name in names:
-        if other := variants - get(name).covers:
+        bound = get(name)
+        if not closed:
+            silent[name] = "does not cover layers without a closed form"
+        elif other := variants - bound.covers:
             silent[name] = "does not cover " + titles(other)
         else:
-            said = (get(name).too_long(one.tokens, one.heads, one.variants) for one in layers)
+            said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
             if why := next(filter(None, said), None):
                 silent[name] = why
     if silent and not everything:
-        name, why_not = next(iter(silent.items()))
-        if not variants <= get(name).covers:
-            fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers]
-            why_not += (
-                ", which this model has; leave it out, or take bounds='default' or some "
-                f"of {', '.join(fitting)}"
-            )
-        raise LipboundError(f"bound {name!r} {why_not}")
+        name, why = next(iter(silent.items()))
+        fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers and closed]
+        instead = f", or take some of {', '.join(fitting)}" if fitting else ""
+        raise LipboundError(f"bound {name!r} {why}; leave it out{instead}")
     return [name for name in names if name not in silent], silent
 
 
@@ -298,7 +285,7 @@ def memory_bytes(memory: str | float, device: str) -> float:
         return min(BLOCK_BYTES, quarter) if device == "cpu" else quarter
     if float(memory) < LEAST_MEMORY:
         tell(
-            f"memory is {float(memory):g} byte{'s' * (memory != 1)}, so that samples are "
-            "measured one at a time; write '4GB' for gigabytes"
+            f"memory is {float(memory):g} bytes, so that samples are measured one at a time; write "
+            "'4GB' for gigabytes"
         )
     return float(memory)

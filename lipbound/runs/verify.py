@@ -97,18 +97,16 @@ def replay(
             f"the weights of {checkpoint.name} were found another way than the run's, so only "
             "the numbers tell whether they are the same"
         )
-    elif checkpoint.revision != info.revision:
-        differences.append(
-            f"not the recorded {'weights' if model is None else 'model'}: the run is of "
-            f"{info.model} ({info.architecture}, {info.revision}), {named} has "
-            f"{checkpoint.revision}"
-        )
-    configurations = (info.configuration, checkpoint.configuration)
-    if not notes and None not in configurations and len({*configurations}) > 1:
-        differences.append(
-            f"not the recorded configuration of the model: the run has {configurations[0]}, "
-            f"{named} has {configurations[1]}"
-        )
+    else:
+        differences += [
+            f"not the recorded {what}: the run is of {info.model} ({info.architecture}, {then}), "
+            f"{named} has {now}"
+            for what, then, now in (
+                ("weights" if model is None else "model", info.revision, checkpoint.revision),
+                ("configuration", info.configuration, checkpoint.configuration),
+            )
+            if None not in (then, now) and then != now
+        ]
     try:
         inputs = open_inputs(config, checkpoint)
     except InputsError as error:
@@ -205,9 +203,8 @@ class Verification:
     @property
     def table(self) -> pd.DataFrame:
         """Per variable: ``values`` compared, the ``largest`` relative difference, the ``off``."""
-        groups = pd.DataFrame(self.compared, columns=Comparison._fields).groupby(
-            "variable", sort=False
-        )
+        rows = pd.DataFrame(self.compared, columns=Comparison._fields)
+        groups = rows.groupby("variable", sort=False)
         return groups.agg(values=("off", "size"), largest=("relative", "max"), off=("off", "sum"))
 
     @property
@@ -240,15 +237,12 @@ class Verification:
                 lines.append(f"{words}: {names} ({count} values){most}")
         lines += [f"note: {remark}" for remark in self.remarks]
         lines += [f"DIFFERS: {fault}" for fault in self.faults]
+        word = "DIFFERS" if self.judged else "note"
         for name, row in table[table["off"] > 0].iterrows():
-            worst = max(
-                (one for one in self.numbers if one.variable == name),
-                key=lambda one: one.relative,
-            )
+            worst = max(self.numbers, key=lambda one: (one.variable == name, one.relative))
             lines.append(
-                f"{'DIFFERS' if self.judged else 'note'}: {name}, {row['off']:.0f} of "
-                f"{row['values']:.0f} values, most at {worst.place}: stored {worst.stored}, now "
-                f"{worst.now}"
+                f"{word}: {name}, {row['off']:.0f} of {row['values']:.0f} values, most at "
+                f"{worst.place}: stored {worst.stored}, now {worst.now}"
             )
         if not self.ok:
             lines.append("the run does not hold")
@@ -358,39 +352,36 @@ def _verify_one(
     ds: xr.Dataset, places: int, seed: int, automatic: bool, how: dict[str, Any]
 ) -> Verification:
     """Verify one run; ``how`` it is found again are the arguments of `replay`."""
-    found = Verification(how["dtype"], norm_of(ds), judged=how["dtype"] == ds.attrs["dtype"])
+    judged = how["dtype"] == ds.attrs["dtype"]
     try:
         rerun = replay(ds, **how)
     except AlteredRunError as error:  # nothing can be computed with those
-        return replace(found, faults=(str(error),), judged=True)
+        return Verification(how["dtype"], norm_of(ds), judged=True, faults=(str(error),))
     broken = None if lacks_variables(ds) else altered(ds)
-    wrong = _impossible(ds)
-    faults, remarks = [*rerun.differences, *_own_faults(ds)], []
+    faults, remarks = [*rerun.differences, *_own_faults(ds)], [*rerun.notes]
+    compared: list[Comparison] = []
     if broken is None:
         remarks.append(
             "the run has no checksums of all its variables, so numbers that were changed by hand "
             "show only where they are computed again"
         )
+    wrong = _impossible(ds)
     if wrong:
         faults.append(f"the coordinates {', '.join(wrong)} cannot be those of the run")
     faults += [
         f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)"
         for s, i in broken or []
     ]
-    then = ds.attrs["versions"]
-    now = versions(then)
+    now = versions(ds.attrs["versions"])
     remarks += [
-        f"{name} was {then[name]}, is {now[name]}" for name in then if then[name] != now[name]
+        f"{name} was {then}, is {now[name]}"
+        for name, then in ds.attrs["versions"].items()
+        if then != now[name]
     ]
-    remarks += rerun.notes
-    samples = int(ds.attrs["samples"])
-    if rerun.inputs.samples != samples:
-        faults.append(f"the data now has {rerun.inputs.samples} samples, the run {samples}")
-    found = replace(found, remarks=tuple(remarks))
-    if rerun.inputs.samples != samples or wrong:
-        return replace(found, faults=tuple(faults))
-    chosen = _choose(ds, places, seed, broken or [])
-    compared: list[Comparison] = []
+    samples, there = int(ds.attrs["samples"]), rerun.inputs.samples
+    if there != samples:
+        faults.append(f"the data now has {there} samples, the run {samples}")
+    chosen = [] if wrong or there != samples else _choose(ds, places, seed, broken or [])
     try:
         for s, i in chosen:
             compared += _compared(ds, rerun, s, i)
@@ -400,9 +391,16 @@ def _verify_one(
         if not rerun.differences:
             raise
         faults.append(f"with it nothing can be computed again: {error}")
-        return replace(found, faults=tuple(faults), judged=True)
-    where = tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen)
-    return replace(found, faults=tuple(faults), compared=tuple(compared), places=where)
+        judged, chosen, compared = True, [], []
+    return Verification(
+        how["dtype"],
+        norm_of(ds),
+        judged,
+        faults=tuple(faults),
+        remarks=tuple(remarks),
+        compared=tuple(compared),
+        places=tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen),
+    )
 
 
 def _impossible(ds: xr.Dataset) -> list[str]:
