@@ -4,7 +4,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -37,10 +37,7 @@ def check_weights(weights: object) -> str:
         CheckpointError: anything else.
     """
     if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise CheckpointError(
-            f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and "
-            "'layers' (on disk, read layer by layer)"
-        )
+        raise CheckpointError(f"weights is {shown(weights)}; allowed are {', '.join(WEIGHTS)}")
     return weights
 
 
@@ -63,11 +60,10 @@ def resolve_device(device: str | torch.device) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        works = float(torch.ones(1, device=device)) == 1
-    except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError):
-        works = False
-    if not works:
-        raise LipboundError(f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'")
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError) as error:
+        what = f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'"
+        raise LipboundError(what) from error
     return device
 
 
@@ -99,19 +95,9 @@ def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> 
     >>> dtype_name("float32"), dtype_name(torch.float64)
     ('float32', 'float64')
     """
-    name: object = None
-    if isinstance(dtype, str | torch.dtype):
-        name = str(dtype)
-    elif isinstance(dtype, type):
-        name = dtype.__name__
-    elif hasattr(dtype, "itemsize"):  # a dtype of numpy
-        name = getattr(dtype, "name", None)
-    name = name.removeprefix("torch.") if isinstance(name, str) else None
+    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
     if name not in DTYPES:
-        raise error(
-            f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64' (half-precision "
-            "checkpoints are cast up)"
-        )
+        raise error(f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64'")
     return name
 
 
@@ -130,12 +116,10 @@ PACKAGES = (
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of packages, by default of those that numbers can depend on."""
-    found = {}
-    for name in names:
-        try:
+    found = dict.fromkeys(names, "not installed")
+    for name in found:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
     if "torch" in found:
         found["torch"] = str(torch.__version__)  # with what it was built for
     return found
@@ -170,10 +154,8 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
     """
     free = available(device)
     if needed > 0.9 * free:
-        raise LipboundError(
-            f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; "
-            f"{instead}"
-        )
+        sizes = f"about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
+        raise LipboundError(f"{what}, {sizes}; {instead}")
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:

@@ -79,7 +79,7 @@ MODELS = {
     "compare {bert} --revision v1": "revisions are for hub models",
     "compare builtin:gpt2 --revision v1": "revisions are for hub models",
     "compare {bert} --revision ''": "--revision is ''; give its name, or leave it out",
-    "compare {bert} --weights disk": "--weights is 'disk'; allowed are 'auto', 'whole'",
+    "compare {bert} --weights disk": "--weights is 'disk'; allowed are auto, whole, layers",
     "compare {bert} --weights ''": "--weights is ''; allowed are",
 }
 NUMBERS_OF_COMPARE = {
@@ -352,7 +352,7 @@ OTHER_COMMANDS = {
         f"sweep {{mess}}/{name}.yaml": "is not a sweep; give a mapping with at least a model"
         for name in ("list", "nothing")
     },
-    "sweep {mess}/no-model.yaml": "has no model for its runs; give at least a model",
+    "sweep {mess}/no-model.yaml": "has no model for its runs; give one at least",
     "sweep {mess}/key.yaml": "has an unknown key 'sampels'; did you mean 'samples'",
     **{
         f"sweep {{mess}}/{name}.yaml --out {{tmp}}/s": "1 run of the sweep failed; "

@@ -129,8 +129,7 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
         for key, known in zip(_keys(part), with_exact(part).values.tolist(), strict=True):
             if exact.setdefault(key, known) != known:
                 raise StoreError(
-                    f"sample {key[1]} of {data} has exact norms in some of the runs only; take "
-                    "the same exact_samples"
+                    f"sample {key[1]} of {data} has exact norms in some of the runs alone"
                 )
             for layer in map(int, part["layer"].values):
                 if (other := owner.setdefault((key, layer), number)) != number:
@@ -142,10 +141,8 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
     layers = sorted({layer for _, layer in owner})
     for key in samples:
         if missing := [str(layer) for layer in layers if (key, layer) not in owner]:
-            raise StoreError(
-                f"sample {key[1]} of the data {key[0]} has no layer {', '.join(missing)}, which "
-                "other samples have; all need the same layers"
-            )
+            words = f"sample {key[1]} of the data {key[0]} has no layer {', '.join(missing)}"
+            raise StoreError(f"{words}, which other samples have; all need the same layers")
     return samples, layers
 
 

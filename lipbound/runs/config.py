@@ -213,19 +213,14 @@ class RunConfig:
         info = RunInfo.of(ds)
         source = {"model": None, "data": False} | (info.source or {})
         if info.runs:
+            raise StoreError("runs put together cannot be computed again as one; give one of them")
+        lost = [f"a {info.architecture}", "model"] if model is None and info.loaded else []
+        if not lost and data is None and source["data"] is False:
+            lost = [f"data ({info.data})", "data"]
+        if lost:
             raise StoreError(
-                f"the run was put together from {len(info.runs)} runs, which cannot be computed "
-                "again as one; give one of them"
-            )
-        if model is None and info.loaded:
-            raise StoreError(
-                f"the run was made from a {info.architecture} in memory, which no name leads "
-                "back to; give it as model="
-            )
-        if data is None and source["data"] is False:
-            raise StoreError(
-                f"the run was made from data in memory ({info.data}), which no name leads back "
-                "to; give it as data="
+                f"the run was made from {lost[0]} in memory, which no name leads back to; give it "
+                f"as {lost[1]}="
             )
         recorded = source["model"] or info.model
         if model is None and info.commit is not None:
@@ -248,9 +243,8 @@ class RunConfig:
                 adapter=source.get("adapter") if named else None,
             )
         except LipboundError as error:
-            raise AlteredRunError(
-                f"the run's settings (attributes) were changed, no run can have them: {error}"
-            ) from error
+            what = "the run's settings (attributes) were changed, no run can have them"
+            raise AlteredRunError(f"{what}: {error}") from error
 
     @property
     def source(self) -> dict[str, Any]:
@@ -331,10 +325,7 @@ def check_run_name(out: Any, argument: str = "out") -> None:
     if out is None:
         return
     if not isinstance(out, str | Path) or not str(out).strip():
-        raise LipboundError(
-            f"{argument} is {shown(out)}; give the name of a run that does not exist yet, such as "
-            "'run.zarr'"
-        )
+        raise LipboundError(f"{argument} is {shown(out)}; give the name of a run, as 'run.zarr'")
     if Path(out).suffix.lower() in EXPORTS:
         run = shlex.quote(str(Path(out).with_suffix(".zarr")))
         raise LipboundError(

@@ -48,6 +48,10 @@ LABELS = {
     ),
 }
 """Labels and long names of exact norms."""
+OF_BOUND = (
+    *("label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"),
+)
+"""What a bound's variable says about it."""
 
 
 def dataset(
@@ -85,16 +89,8 @@ def dataset(
             ds[name].attrs = {"label": label, "long_name": long_name.format(norm=kind)}
     for name in names:
         bound = get(name)
-        ds[name].attrs = {
-            "label": bound.label,
-            "citation": bound.citation,
-            "statement": bound.statement,
-            "statement_latex": bound.statement_latex,
-            "source": bound.source,
-            "assumptions": bound.assumptions,
-            "compared_with": bound.exact,
-            "caveat": bound.caveat,
-        }
+        ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
+        ds[name].attrs["compared_with"] = bound.exact
     return ds.set_coords([name for name in tables if tables[name].dtype == bool])
 
 

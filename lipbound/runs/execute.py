@@ -73,10 +73,8 @@ def work(
             _MEASURERS.clear()
             checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
             if checkpoint.revision != worker.revision:
-                raise CheckpointError(
-                    f"{config.model} is {checkpoint.revision} on a worker but {worker.revision} "
-                    "here; give all the same checkpoint"
-                )
+                found = f"{config.model} is {checkpoint.revision} on a worker"
+                raise CheckpointError(f"{found} but {worker.revision} here; give all the same")
             capturer = capturer_of(checkpoint.model, config.chosen_layers, worker.spec.map)
             _MEASURERS[worker] = Measurer(capturer, worker.spec)
         here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
@@ -90,10 +88,7 @@ def check_client(client: Any, config: RunConfig) -> None:
         LipboundError: the model has no name, or the client is none.
     """
     if not isinstance(config.model, str | Path):
-        raise LipboundError(
-            "with a client, model must be a name that every worker can load (hub id, "
-            "directory or builtin), not a loaded model"
-        )
+        raise LipboundError("with a client, model must be a name that every worker can load")
     if not hasattr(client, "submit") or not hasattr(client, "ncores"):
         raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
 
@@ -156,10 +151,8 @@ def measured_by(
             yield from future.result()
             future.release()
     except KilledWorker as error:
-        raise LipboundError(
-            f"workers of the cluster died again and again ({error.args[0]}); give them more "
-            "memory, or a smaller memory="
-        ) from error
+        what = f"workers of the cluster died again and again ({error.args[0]})"
+        raise LipboundError(f"{what}; give them more memory, or a smaller memory=") from error
     finally:
         client.cancel(futures)
 
@@ -174,9 +167,8 @@ def _tell_of_trimming(client: Any) -> None:
     }
     if found:
         tell(
-            f"workers give freed memory back to the system at once ({name}={min(found)}, dask's "
-            "default), which can make them several times slower; "
-            f"dask.config.set({{{TRIMMING!r}: None}}) before they start leaves it off"
+            f"workers free memory at once ({name}={min(found)}, dask's default), which can make "
+            f"them several times slower; set {{{TRIMMING!r}: None}} by dask.config.set before"
         )
 
 

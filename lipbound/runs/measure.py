@@ -160,9 +160,8 @@ class Measurer:
             count = next(len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
             if attention.samples != windows * count:
                 raise CaptureError(
-                    f"layer {layer.name}: its attention has {attention.samples} samples where the "
-                    f"inputs have {count}: their first axis counts something else (codebooks, "
-                    "patches); lipbound.capture takes such inputs"
+                    f"layer {layer.name} has {attention.samples} samples where the inputs have "
+                    f"{count} on their first axis; lipbound.capture takes such inputs"
                 )
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
             lengths = lengths.reshape(-1, windows).sum(-1)

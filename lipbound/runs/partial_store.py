@@ -52,10 +52,8 @@ def _hold(path: Path) -> FileLock:
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise StoreError(
-            f"another process is filling {path} at this moment; wait for it to end, or choose "
-            "another name"
-        ) from error
+        what = f"another process is filling {path} at this moment"
+        raise StoreError(f"{what}; wait for it to end, or choose another name") from error
     except OSError as error:
         raise StoreError(f"{folder} cannot be written: {one_line(error)}") from error
     return lock
@@ -70,10 +68,8 @@ def check_free(path: Path, *, resume: bool) -> None:
     if partial_path(path).exists():
         _hold(path).release()
         if not resume:
-            raise StoreError(
-                f"{partial_path(path)} holds an unfinished run; continue it with resume "
-                "(--resume), or remove it first"
-            )
+            what = f"{partial_path(path)} holds an unfinished run"
+            raise StoreError(f"{what}; continue it with resume (--resume), or remove it first")
 
 
 class PartialRun:
@@ -111,10 +107,8 @@ class PartialRun:
         files = sorted(self._path.glob("[!.]*.npz"))
         found = [one for one in map(self._read, files) if one is not None]
         if files and not stored and not found:
-            raise StoreError(
-                f"the description of {self._path} is lost, and nothing in it fits this run; "
-                "remove it, or choose another name"
-            )
+            what = f"the description of {self._path} is lost"
+            raise StoreError(f"{what}, and nothing in it fits this run; choose another name")
         if lost := len(files) - len(found):
             tell(
                 f"{lost} of the {len(files)} measured blocks of one layer each in {self._path} "
@@ -168,10 +162,8 @@ class PartialRun:
             unfinished.write_bytes(content)
             unfinished.replace(self._path / name)
         except OSError as error:
-            raise StoreError(
-                f"{self._path} could not be written: {one_line(error)}; run again with resume "
-                "once it can"
-            ) from error
+            what = f"{self._path} could not be written: {one_line(error)}"
+            raise StoreError(f"{what}; run again with resume once it can") from error
 
     def keeping(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
         """Store results as they come.
@@ -201,15 +193,6 @@ def configuration(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) else {}
-
-
-def measured_blocks(folder: Path) -> tuple[int, int]:
-    """Count measured blocks of one layer each, and all, in an unfinished run; 0 for unknown."""
-    stored = configuration(folder)
-    done = sum(1 for _ in folder.glob("[!.]*.npz"))
-    if not {"samples", "block", "layers"} <= {*stored}:
-        return done, 0
-    return done, -(-stored["samples"] // stored["block"]) * len(stored["layers"])
 
 
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:

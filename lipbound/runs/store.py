@@ -27,7 +27,7 @@ from lipbound.errors import (
 )
 from lipbound.runs.config import check_run_name
 from lipbound.runs.dataset import again, damage
-from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
+from lipbound.runs.partial_store import PARTIAL, partial_path
 from lipbound.schema import (
     AXES,
     LAYER_WORDS,
@@ -56,9 +56,7 @@ def check_target(path: str | Path) -> Path:
     """
     path = Path(path).expanduser()
     if path.name.endswith(PARTIAL):
-        raise StoreError(
-            f"{path} is named as unfinished runs are; choose a name that does not end in {PARTIAL}"
-        )
+        raise StoreError(f"choose a name that does not end in {PARTIAL}, as {path} does")
     if path.exists():
         raise StoreError(f"{path} exists already; choose another name, or remove it first")
     try:
@@ -90,15 +88,9 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
         LipboundError: its name is that of a file of another kind, such as ``run.csv``.
     """
     if not isinstance(ds, xr.Dataset):
-        raise StoreError(
-            f"a run is wanted, not {shown(ds)}; give the Dataset of lipbound.compare or "
-            "lipbound.load"
-        )
+        raise _no_dataset(ds)
     if "bounds" in ds.attrs and (lacking := lacking_variables(ds)):
-        raise StoreError(
-            f"the Dataset could not be loaded as a run again: {lacking}; keep the run's axes and "
-            "variables, or save it with its own to_zarr"
-        )
+        raise StoreError(f"{lacking}; keep the run's axes and variables, or save it by to_zarr")
     path = check_target(path)
     if path.suffix != NETCDF:
         check_run_name(path, "path")
@@ -173,18 +165,14 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
     ds = read(path)
     if "recipe" in ds.attrs and "bounds" not in ds.attrs:
         if damaged == "refuse":
-            raise StoreError(
-                f"{path} holds the data of the figure {ds.attrs['recipe']!r}, not a run of "
-                "`lipbound compare`"
-            )
+            what = f"the data of the figure {ds.attrs['recipe']!r}"
+            raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
     if lacking := lacking_settings(ds) or lacking_variables(ds):
         raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; {again(ds.attrs)}")
     if damaged != "accept" and (what := damage(ds)):
-        message = (
-            f"{path} is damaged or was edited: {what}; `lipbound verify "
-            f"{shlex.quote(str(path))}` tells what differs; {again(ds.attrs)}"
-        )
+        verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs"
+        message = f"{path} is damaged or was edited: {what}; {verify}; {again(ds.attrs)}"
         if damaged == "refuse":
             raise AlteredRunError(message)
         warn(message, DamagedRunWarning)
@@ -204,10 +192,9 @@ def _check_there(path: Path) -> None:
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {one_line(error)}") from error
     if unfinished and (path != finished or not there):
-        done, count = measured_blocks(partial_path(finished))
         raise StoreError(
-            f"{partial_path(finished)} is an unfinished run ({done} of {count} blocks of one layer "
-            f"each are measured); the command that began it, with --out {out} --resume, finishes it"
+            f"{partial_path(finished)} is an unfinished run; the command that began it, with "
+            f"--out {out} --resume, finishes it"
         )
     if not there:
         raise StoreError(f"there is no run {path}; `lipbound compare MODEL --out {out}` makes one")
@@ -234,10 +221,8 @@ def read(path: Path) -> xr.Dataset:
             attrs = {}
             with suppress(Exception):  # how it was made, if that can be read
                 attrs = dict(zarr.open_group(path, mode="r").attrs)
-            raise AlteredRunError(
-                f"{path} is damaged: a part of it cannot be read ({one_line(error)}); "
-                f"{again(attrs)}"
-            ) from error
+            what = f"a part of it cannot be read ({one_line(error)}); {again(attrs)}"
+            raise AlteredRunError(f"{path} is damaged: {what}") from error
         runs = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
         why = "it is a file of another kind" if netcdf else one_line(error)
         if runs:
@@ -273,15 +258,11 @@ def run_of(given: object) -> xr.Dataset:
     if isinstance(given, str | Path):
         return load(given)
     if not isinstance(given, xr.Dataset):
-        raise StoreError(
-            f"a run is wanted, not {shown(given)}; give the Dataset of lipbound.compare or "
-            "lipbound.load, or its path"
-        )
+        raise _no_dataset(given)
     if what := _lost(given):
         raise StoreError(
             f"the Dataset is no run, or no longer one: {what}; give the run itself (arithmetic on "
-            "two runs drops what differs, and keeps attributes with "
-            "xarray.set_options(keep_attrs=True))"
+            "two runs drops what differs, or all attributes unless keep_attrs is set)"
         )
     ds = given
     for axis in AXES:
@@ -293,6 +274,12 @@ def run_of(given: object) -> xr.Dataset:
             ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name in along})
     order = [axis for axis in AXES if axis in ds.dims]
     return ds if ds["exact"].dims == tuple(order) else ds.transpose(*order, ...)
+
+
+def _no_dataset(given: object) -> StoreError:
+    """Describe what is no Dataset."""
+    what = f"a run is wanted, not {shown(given)}"
+    return StoreError(f"{what}; give the Dataset of lipbound.compare or lipbound.load")
 
 
 def _lost(ds: xr.Dataset) -> str:

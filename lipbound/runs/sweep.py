@@ -55,16 +55,11 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
     if not isinstance(content, dict):
-        raise LipboundError(
-            f"{path} is not a sweep; give a mapping with at least a model, such as 'model: "
-            "[builtin:minilm, builtin:gpt2]'"
-        )
+        raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model")
     pairs = content.pop(PAIRS, [{}])
     if not isinstance(pairs, list) or not pairs or not all(isinstance(one, dict) for one in pairs):
-        raise LipboundError(
-            f"{path} has pairs that are no list of mappings; give for each run such as '- "
-            "{model: builtin:gpt2, data: words.txt}'"
-        )
+        what = f"{path} has pairs that are no list of mappings"
+        raise LipboundError(f"{what} such as '- {{model: builtin:gpt2, data: words.txt}}'")
     known = (*AXES, *OPTIONS)
     runs: dict[str, SweepRun] = {}
     for pair in pairs:
@@ -76,9 +71,7 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
                     f"{path} has an unknown key {key!r}; {nearest(str(key), names)}"
                 )
         if not merged.get("model"):
-            raise LipboundError(
-                f"{path} has no model for {pair or 'its runs'}; give at least a model"
-            )
+            raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
         options = {key: value for key, value in merged.items() if key in OPTIONS}
         values = [merged.get(key, getattr(RunConfig, key, None)) for key in AXES]
         several = [one if isinstance(one, list) else [one] for one in values]
