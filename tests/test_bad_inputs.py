@@ -344,7 +344,7 @@ OTHER_COMMANDS = {
     "sweep {mess}/nowhere.yaml": "{mess}/nowhere.yaml cannot be read as YAML: No such file or "
     "directory",
     "sweep {mess}/empty": "cannot be read as YAML: Is a directory",
-    "sweep {mess}/binary.bin": "cannot be read as YAML: it is not UTF-8 text",
+    "sweep {mess}/binary.bin": "cannot be read as YAML: 'utf-8' codec can't decode",
     "sweep {mess}/broken.yaml": "{mess}/broken.yaml cannot be read as YAML: line 1, ",
     "sweep {mess}/program.yaml": "cannot be read as YAML: line 1, could not determine a "
     "constructor",

@@ -223,7 +223,7 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
             f"--scheduler is {scheduler!r}; the number of local processes must be at least 1, "
             "such as local:2"
         )
-    from lipbound.runs.execute import TRIMMING
+    from lipbound.runs.measure import TRIMMING
 
     with (
         dask.config.set({TRIMMING: None}),

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from lipbound.devices import device_name, in_own_modes, resolve_device, versions
 from lipbound.errors import LipboundError, StoreError, flag
 from lipbound.jacobians.maps import MAPS, WHOLE
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import dataset, sealed
-from lipbound.runs.execute import (
-    check_client,
-    fill,
-    measured_by,
-    measured_here,
-    progress_bar,
+from lipbound.runs.measure import check_client, measured_by, measured_here
+from lipbound.runs.partial_store import (
+    LayerResult,
+    PartialRun,
+    check_free,
+    same_configuration,
 )
-from lipbound.runs.partial_store import PartialRun, check_free, same_configuration
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
@@ -179,8 +180,8 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         if kept is not None:
             results = kept.keeping(results)
         title = f"{sources.checkpoint.name}: layers"
-        with progress_bar(progress, title, planned.samples * len(planned.layers)) as advance:
-            lengths, error = fill(tables, results, advance)
+        with _progress_bar(progress, title, planned.samples * len(planned.layers)) as advance:
+            lengths, error = _fill(tables, results, advance)
         ds = _assembled(config, sources, planned, tables, lengths, error)
         if target is not None:
             _save(ds, target)
@@ -200,6 +201,45 @@ def _partial_run(
         "block": planned.block,
     }
     return PartialRun(config.target, asked)
+
+
+def _fill(
+    tables: dict[str, np.ndarray], results: Iterable[LayerResult], advance: Callable[[int], None]
+) -> tuple[np.ndarray, float]:
+    """Put results where they belong in the tables.
+
+    Args:
+        tables: (samples, layers, heads) each.
+        results: of layers at blocks of samples.
+        advance: is told how many samples were measured.
+
+    Returns:
+        Lengths of all samples, and the largest error of their captures.
+    """
+    lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
+    for one in results:
+        rows = slice(one.start, one.start + len(one.lengths))
+        for name, value in one.values.items():
+            tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
+        lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
+        error = max(error, one.error)
+        advance(len(one.lengths))
+    return lengths, error
+
+
+@contextmanager
+def _progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
+    """Show a progress bar over samples x layers.
+
+    Yields:
+        Function to call with the number of layers that were measured.
+    """
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    silent = not (show and (console.is_terminal or console.is_jupyter))
+    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda layers: bar.update(task, advance=layers)
 
 
 def _assembled(

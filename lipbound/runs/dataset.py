@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -211,14 +210,3 @@ def damage(ds: xr.Dataset) -> str:
             where = ", ".join(first[:3]) + f" and {len(first) - 3} more" * (len(first) > 3)
         said.append(f"its numbers at {where} are not those that were computed")
     return " and ".join(said)
-
-
-def again(attrs: Mapping[str, Any]) -> str:
-    """Say how to compute a run again: by its own command, quoted, where that was one of ours."""
-    try:
-        words = shlex.split(str(attrs.get("command", "")))
-    except ValueError:
-        words = []
-    if words[:2] in (["lipbound", "compare"], ["lipbound", "demo"]):
-        return f"move it away, and `{shlex.join(words)}` computes it again"
-    return "compute it again with the arguments that it was made with"

@@ -1,11 +1,16 @@
-"""Exact norms and bounds of every layer at a block of samples: the unit of work of a run."""
+"""Exact norms and bounds of every layer at blocks of samples, here or by workers of a cluster."""
+
+from __future__ import annotations
 
 import hashlib
 import itertools
+import os
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,8 +19,15 @@ from torch import Tensor, nn
 from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
-from lipbound.devices import side_by_side
-from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
+from lipbound.devices import resolve_device, side_by_side
+from lipbound.errors import (
+    CaptureError,
+    CheckpointError,
+    DifferentPositionsError,
+    LipboundError,
+    shown,
+    tell,
+)
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
@@ -23,12 +35,27 @@ from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.verification import one_sample
 from lipbound.models.given_layers import GivenCapturer, GivenLayers
+from lipbound.models.loading import load_checkpoint
+from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.partial_store import LayerResult
 from lipbound.schema import CLOSED_FORM, INPUT, TOKEN_NORMS, sound
+
+if TYPE_CHECKING:
+    from lipbound.runs.plan import SampleBlock, Sources
 
 SMALL = 1024
 """Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's
 own threads busy."""
+
+TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
+"""Setting of dask for what its workers' allocators do with freed memory.
+
+By default they give all of it back to the system, and fresh memory costs more than the arithmetic
+on it; None leaves them as they are.
+"""
+
+_MEASURERS: dict[tuple[RunConfig, str, MeasurementSpec], Measurer] = {}
+_TURN = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -266,3 +293,134 @@ def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
 def _seed(seed: int, layer: int, sample: int) -> int:
     """Seed of a layer and sample, whatever block the sample is in."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")
+
+
+def work(
+    config: RunConfig,
+    revision: str,
+    spec: MeasurementSpec,
+    inputs: Mapping[str, Tensor],
+    start: int,
+    skip: Collection[int] = (),
+) -> list[LayerResult]:
+    """Run `Measurer.block` in a process of its own, which loads the checkpoint once.
+
+    Threads of one process take turns, since they share the model.
+
+    Args:
+        config: of the run, which says how the model is loaded, without its data.
+        revision: of the checkpoint that must be found.
+        spec: what is measured.
+        inputs: of the model, for the samples of the block.
+        start: number of the first of them.
+        skip: positions of layers that are measured already.
+
+    Returns:
+        Layer by layer.
+
+    Raises:
+        CheckpointError: the checkpoint found here is another one.
+    """
+    device, worker = resolve_device(config.device), (config, revision, spec)
+    with _TURN:
+        if worker not in _MEASURERS:
+            _MEASURERS.clear()
+            checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
+            if checkpoint.revision != revision:
+                found = f"{config.model} is {checkpoint.revision} on a worker"
+                raise CheckpointError(f"{found} but {revision} here; give all the same")
+            capturer = capturer_of(checkpoint.model, config.chosen_layers, spec.map)
+            _MEASURERS[worker] = Measurer(capturer, spec)
+        here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+        return list(_MEASURERS[worker].block(here, start, skip))
+
+
+def check_client(client: Any, config: RunConfig) -> None:
+    """Check that the workers of a client can load the model by its name.
+
+    Raises:
+        LipboundError: the model has no name, or the client is none.
+    """
+    if not isinstance(config.model, str | Path):
+        raise LipboundError("with a client, model must be a name that every worker can load")
+    if not hasattr(client, "submit") or not hasattr(client, "ncores"):
+        raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
+
+
+def measured_here(
+    sources: Sources, spec: MeasurementSpec, blocks: Sequence[SampleBlock]
+) -> Iterator[LayerResult]:
+    """Measure blocks in this process, on the model that is loaded already.
+
+    Args:
+        sources: model and inputs.
+        spec: what is measured.
+        blocks: of samples.
+
+    Yields:
+        Layer by layer.
+    """
+    measurer = Measurer(sources.capturer, spec)
+    for start, stop, skip in blocks:
+        yield from measurer.block(sources.inputs.block(start, stop, sources.device), start, skip)
+
+
+def measured_by(
+    client: Any,
+    config: RunConfig,
+    sources: Sources,
+    spec: MeasurementSpec,
+    blocks: Sequence[SampleBlock],
+) -> Iterator[LayerResult]:
+    """Have blocks measured by the workers of a dask.distributed client, which load the model.
+
+    Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is
+    given up).
+
+    Args:
+        client: of dask.
+        config: of the run.
+        sources: model, whose layers are let go, and inputs.
+        spec: what is measured.
+        blocks: of samples.
+
+    Yields:
+        Layer by layer, in the order in which blocks end.
+
+    Raises:
+        LipboundError: workers died again and again.
+    """
+    from dask.distributed import KilledWorker, as_completed
+
+    _tell_of_trimming(client)
+    sources.capturer.release()
+    alone = replace(config, data=None, out=None, resume=False)
+    worker = (alone, sources.checkpoint.revision, spec)
+    futures = [
+        client.submit(work, *worker, sources.inputs.block(a, b, "cpu"), a, skip, pure=False)
+        for a, b, skip in blocks
+    ]
+    try:
+        for future in as_completed(futures):
+            yield from future.result()
+            future.release()
+    except KilledWorker as error:
+        what = f"workers of the cluster died again and again ({error.args[0]})"
+        raise LipboundError(f"{what}; give them more memory, or a smaller memory=") from error
+    finally:
+        client.cancel(futures)
+
+
+def _tell_of_trimming(client: Any) -> None:
+    """Warn where workers have dask's own setting of `TRIMMING`."""
+    name = TRIMMING.rpartition(".")[2]
+    found = {
+        value
+        for value in client.run(os.environ.get, name).values()
+        if value is not None and value.isdigit() and int(value) < 2**20
+    }
+    if found:
+        tell(
+            f"workers free memory at once ({name}={min(found)}, dask's default), which can make "
+            f"them several times slower; set {{{TRIMMING!r}: None}} by dask.config.set before"
+        )

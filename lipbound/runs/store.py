@@ -7,14 +7,12 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import xarray as xr
-import zarr
 
 from lipbound.errors import (
     AlteredRunError,
@@ -26,7 +24,7 @@ from lipbound.errors import (
     warn,
 )
 from lipbound.runs.config import check_run_name
-from lipbound.runs.dataset import again, damage
+from lipbound.runs.dataset import damage
 from lipbound.runs.partial_store import PARTIAL, partial_path
 from lipbound.schema import (
     AXES,
@@ -64,7 +62,7 @@ def check_target(path: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise StoreError(f"{path} cannot be written: {one_line(error)}") from error
     return path
 
 
@@ -97,50 +95,40 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.suffix == NETCDF:
-            _plain_attributes(ds).to_netcdf(unfinished)
+            _with_attributes(ds, _for_netcdf).to_netcdf(unfinished)
         else:
             ds.to_zarr(unfinished, mode="w", consolidated=False)
         unfinished.rename(path)
     except OSError as error:
-        _remove(unfinished)
-        raise StoreError(f"{path} could not be written: {error.strerror or error}") from error
-    except BaseException:  # interrupted; what it is made of is still there
-        _remove(unfinished)
-        raise
+        raise StoreError(f"{path} could not be written: {one_line(error)}") from error
+    finally:  # what is left where it failed or was interrupted, a store or a file
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
     return path
 
 
-def _remove(path: Path) -> None:
-    """Delete a store, a file, or nothing."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _with_attributes(ds: xr.Dataset, change: Callable[[Any], Any]) -> xr.Dataset:
+    """Copy a Dataset with the values of all attributes, also of its variables, changed."""
+    ds = ds.copy()
+    holders: list[Any] = [ds, *ds.variables.values()]
+    for one in holders:
+        one.attrs = {name: change(value) for name, value in one.attrs.items()}
+    return ds
 
 
-def _plain_attributes(ds: xr.Dataset) -> xr.Dataset:
-    """Copy a Dataset with attributes that netCDF can hold; a word before them marks JSON."""
-    plain = ds.copy()
-    for attrs in _attributes(plain):
-        for name, value in attrs.items():
-            if not isinstance(value, str | int | float) or isinstance(value, bool):
-                attrs[name] = JSON + json.dumps(value)
-    return plain
+def _for_netcdf(value: Any) -> Any:
+    """Write a value that netCDF cannot hold as JSON, marked by a word before it."""
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return value if plain else JSON + json.dumps(value)
 
 
-def _own_attributes(ds: xr.Dataset) -> None:
-    """Undo `_plain_attributes`, and the types of numbers that netCDF gives."""
-    for attrs in _attributes(ds):
-        for name, value in attrs.items():
-            if isinstance(value, str) and value.startswith(JSON):
-                attrs[name] = json.loads(value.removeprefix(JSON))
-            elif isinstance(value, np.generic):
-                attrs[name] = value.item()
-
-
-def _attributes(ds: xr.Dataset) -> list[dict[Any, Any]]:
-    """Attributes of a Dataset, and of each of its variables."""
-    return [ds.attrs, *(variable.attrs for variable in ds.variables.values())]
+def _from_netcdf(value: Any) -> Any:
+    """Undo `_for_netcdf`, and the types of numbers that netCDF gives."""
+    if isinstance(value, str) and value.startswith(JSON):
+        return json.loads(value.removeprefix(JSON))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
@@ -169,10 +157,10 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
     if lacking := lacking_settings(ds) or lacking_variables(ds):
-        raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; {again(ds.attrs)}")
+        raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; compute it again")
     if damaged != "accept" and (what := damage(ds)):
         verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs"
-        message = f"{path} is damaged or was edited: {what}; {verify}; {again(ds.attrs)}"
+        message = f"{path} is damaged or was edited: {what}; {verify}; compute it again"
         if damaged == "refuse":
             raise AlteredRunError(message)
         warn(message, DamagedRunWarning)
@@ -218,19 +206,14 @@ def read(path: Path) -> xr.Dataset:
             raise StoreError("it has no settings of one")
     except Exception as error:  # zarr and xarray raise a zoo of types for what they cannot read
         if (path / "exact").is_dir():
-            attrs = {}
-            with suppress(Exception):  # how it was made, if that can be read
-                attrs = dict(zarr.open_group(path, mode="r").attrs)
-            what = f"a part of it cannot be read ({one_line(error)}); {again(attrs)}"
+            what = f"a part of it cannot be read ({one_line(error)}); compute it again"
             raise AlteredRunError(f"{path} is damaged: {what}") from error
         runs = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
         why = "it is a file of another kind" if netcdf else one_line(error)
         if runs:
             why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
-    if netcdf:
-        _own_attributes(ds)
-    return ds
+    return _with_attributes(ds, _from_netcdf) if netcdf else ds
 
 
 def takes_run(function: F) -> F:

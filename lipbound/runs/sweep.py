@@ -13,7 +13,7 @@ import xarray as xr
 import yaml
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, nearest
+from lipbound.errors import LipboundError, nearest, one_line
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_folder_name
 from lipbound.schema import Contents, compared_with
@@ -121,7 +121,7 @@ def rows(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LipboundError(f"{folder} cannot be written: {error.strerror or error}") from error
+        raise LipboundError(f"{folder} cannot be written: {one_line(error)}") from error
     ended: list[dict[str, Any]] = []
     for one in planned:
         store = folder / f"{one.name}.zarr"
@@ -175,13 +175,9 @@ def _geomean(values: np.ndarray) -> float:
 
 
 def _why(error: Exception) -> str:
-    """Say why a file cannot be read, and in which line."""
-    if isinstance(error, OSError):
-        return str(error.strerror or error)
-    if isinstance(error, UnicodeDecodeError):
-        return "it is not UTF-8 text"
+    """Say why a file cannot be read, and in which line of YAML."""
+    what = str(getattr(error, "problem", None) or one_line(error))
     mark = getattr(error, "problem_mark", None)
-    what = str(getattr(error, "problem", None) or error).splitlines()[0]
     return what if mark is None else f"line {mark.line + 1}, {what}"
 
 
@@ -202,7 +198,5 @@ def _index(path: Path, rows: list[dict[str, Any]]) -> None:
             writer.writerows(rows)
         new.replace(path)
     except OSError as error:
-        what = f"{path} could not be written: {error.strerror or error}"
-        raise LipboundError(
-            f"{what}; the runs beside it are kept, and the same command goes on from there"
-        ) from error
+        what = f"{path} could not be written: {one_line(error)}; the runs beside it are kept"
+        raise LipboundError(what) from error

@@ -18,7 +18,7 @@ import lipbound as lb
 from lipbound.cli.measuring import cluster
 from lipbound.errors import Notice
 from lipbound.runs import store
-from lipbound.runs.execute import TRIMMING
+from lipbound.runs.measure import TRIMMING
 from lipbound.runs.partial_store import LayerResult, PartialRun, partial_path
 
 

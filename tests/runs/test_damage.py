@@ -19,17 +19,12 @@ from lipbound.bounds.audit import audit, missing
 from lipbound.cli import main
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs import store
-from lipbound.runs.dataset import again, settings_checksum
 
 
 @pytest.fixture(scope="module")
 def sound(whole: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of `support.runs`; copy it to damage it."""
-    path = tmp_path_factory.mktemp("sound") / "run.zarr"
-    ds = whole.copy()
-    ds.attrs = ds.attrs | {"command": "lipbound compare 'my model' --out run.zarr"}
-    ds.attrs["settings_checksum"] = settings_checksum(ds.attrs)
-    return store.save(ds, path)
+    return store.save(whole, tmp_path_factory.mktemp("sound") / "run.zarr")
 
 
 def chunk(run: Path, name: str) -> Path:
@@ -166,8 +161,7 @@ def test_a_damaged_run_is_refused_in_one_sentence(
     assert (end.value.code, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
     assert sentence in err
-    again = "move it away, and `lipbound compare 'my model' --out run.zarr` computes it again"
-    assert again in err
+    assert "compute it again" in err
     if "are not those" in sentence:
         with pytest.warns(DamagedRunWarning, match="damaged or was edited"):
             ds = lb.load(run)
@@ -260,13 +254,3 @@ def test_figures_are_no_runs(tmp_path: Path) -> None:
     assert lb.load(path).identical(ds)
     with pytest.raises(StoreError, match="holds the data of the figure 'castin-1', not a run"):
         store.load(path, damaged="refuse")
-
-
-def test_the_command_of_a_run_is_quoted() -> None:
-    attrs = {"command": "lipbound compare a; rm -rf '~' `id`"}
-    assert "`lipbound compare 'a;' rm -rf '~' '`id`'`" in again(attrs)
-    for command in ("python study.py", "rm -rf ~", "lipbound compare 'a", "lipbound", ""):
-        assert (
-            again({"command": command})
-            == "compute it again with the arguments that it was made with"
-        )

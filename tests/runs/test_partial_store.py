@@ -17,8 +17,7 @@ from lipbound.errors import CheckpointError, LipboundError, Notice, StoreError
 from lipbound.models.loading import load_checkpoint
 from lipbound.runs import store
 from lipbound.runs.config import RunConfig
-from lipbound.runs.execute import WorkerSpec, work
-from lipbound.runs.measure import MeasurementSpec
+from lipbound.runs.measure import MeasurementSpec, work
 from lipbound.runs.partial_store import (
     CONFIGURATION,
     LayerResult,
@@ -169,11 +168,11 @@ def test_workers_measure_what_one_process_measures(
 def test_workers_refuse_other_weights(bert: Path) -> None:
     checkpoint = load_checkpoint(bert)
     job = MeasurementSpec(("yudin",), "head", 1e-3, None, 0, 1)
-    recipe = WorkerSpec(RunConfig(str(bert), device="cpu"), checkpoint.revision, job)
+    config = RunConfig(str(bert), device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
-    assert [m.layer for m in work(recipe, inputs, 0, {0})] == [1]
+    assert [m.layer for m in work(config, checkpoint.revision, job, inputs, 0, {0})] == [1]
     with pytest.raises(CheckpointError, match="on a worker"):
-        work(recipe._replace(revision="sha256:other"), inputs, 0)
+        work(config, "sha256:other", job, inputs, 0)
 
 
 @pytest.mark.parametrize("memory", ["much", 0, -1, "4XB"])
