@@ -202,21 +202,13 @@ class Room:
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
-        self._views: dict[tuple[int, ...], Tensor] = {}
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
         """Return a tensor of a shape, arbitrary entries, dtype and device of ``like``."""
-        size, kept = math.prod(shape), self._kept
-        if (
-            kept is None
-            or kept.numel() < size
-            or (kept.dtype, kept.device) != (like.dtype, like.device)
-        ):
+        size, kept, kind = math.prod(shape), self._kept, (like.dtype, like.device)
+        if kept is None or kept.numel() < size or (kept.dtype, kept.device) != kind:
             kept = self._kept = like.new_empty(size)
-            self._views = {}
-        if shape not in self._views:
-            self._views[shape] = kept[:size].view(shape)
-        return self._views[shape]
+        return kept[:size].view(shape)
 
 
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:

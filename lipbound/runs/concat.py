@@ -201,14 +201,9 @@ def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> RunInfo:
     said |= {name: joined(str(run[name]) for run in runs) for name in JOINED}
     if first.get("delta") is not None:
         said["delta"] = min(1.0, sum(run["delta"] for run in runs))
-    exact_samples, layers = int(with_exact(ds).sum()), ds["layer"].values.tolist()
-    made = Extent(
-        ds.sizes["sample"],
-        exact_samples,
-        layers,
-        ds.sizes.get("head"),
-        first["made"]["model_layers"],
-    )
+    sizes, layers = ds.sizes, ds["layer"].values.tolist()
+    exact_samples, of_model = int(with_exact(ds).sum()), first["made"]["model_layers"]
+    made = Extent(sizes["sample"], exact_samples, layers, sizes.get("head"), of_model)
     return RunInfo(
         **said,
         source=None,

@@ -93,10 +93,8 @@ def replay(
     # the hash of a model in memory is that of its numbers, rounded
     rounded = checkpoint.loaded and dtype not in (None, info.dtype)
     if len(kinds) > 1 or checkpoint.loaded != info.loaded or rounded:
-        notes.append(
-            f"the weights of {checkpoint.name} were found another way than the run's, so only "
-            "the numbers tell whether they are the same"
-        )
+        how = f"the weights of {checkpoint.name} were found another way than the run's"
+        notes.append(f"{how}, so only the numbers tell whether they are the same")
     else:
         differences += [
             f"not the recorded {what}: the run is of {info.model} ({info.architecture}, {then}), "
@@ -114,10 +112,8 @@ def replay(
             raise AlteredRunError(differences[0]) from error
         raise
     if inputs.fingerprint != info.data_fingerprint:
-        differences.append(
-            f"not the recorded data: the run has {info.data_fingerprint}, {inputs.description} "
-            f"now gives {inputs.fingerprint}"
-        )
+        now = f"{inputs.description} now gives {inputs.fingerprint}"
+        differences.append(f"not the recorded data: the run has {info.data_fingerprint}, {now}")
     return Replay(config, checkpoint, inputs, where, differences, notes)
 
 
@@ -335,10 +331,7 @@ def _own_faults(ds: xr.Dataset) -> list[str]:
     """Sentences on settings and audit that a run records and that do not hold."""
     faults = []
     if settings_altered(ds):
-        faults.append(
-            "the run's settings (attributes) are not those that were recorded when it was "
-            "computed (checksum)"
-        )
+        faults.append("the run's settings (attributes) are not those recorded (checksum)")
     # as text, since NaN differs from itself
     now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs["audit"]))
     made = Extent(**ds.attrs["made"])
@@ -362,8 +355,7 @@ def _verify_one(
     compared: list[Comparison] = []
     if broken is None:
         remarks.append(
-            "the run has no checksums of all its variables, so numbers that were changed by hand "
-            "show only where they are computed again"
+            "the run has no checksums of all that is there, so a few numbers are checked"
         )
     wrong = _impossible(ds)
     if wrong:
@@ -373,11 +365,8 @@ def _verify_one(
         for s, i in broken or []
     ]
     now = versions(ds.attrs["versions"])
-    remarks += [
-        f"{name} was {then}, is {now[name]}"
-        for name, then in ds.attrs["versions"].items()
-        if then != now[name]
-    ]
+    was = ds.attrs["versions"]
+    remarks += [f"{name} was {was[name]}, is {now[name]}" for name in was if was[name] != now[name]]
     samples, there = int(ds.attrs["samples"]), rerun.inputs.samples
     if there != samples:
         faults.append(f"the data now has {there} samples, the run {samples}")
