@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lipbound.errors import CheckpointError, LipboundError, UnknownNameError, shown
+from lipbound.errors import LipboundError, UnknownNameError, shown
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -22,23 +22,6 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """Dtypes that numbers are computed in, by name."""
 WEIGHTS = ("auto", "whole", "layers")
 """Places of a model's weights, as `lipbound.models.loading.load_checkpoint` explains them."""
-
-
-def check_weights(weights: object) -> str:
-    """Check an argument that says where weights are.
-
-    Args:
-        weights: what was given.
-
-    Returns:
-        One of `WEIGHTS`.
-
-    Raises:
-        CheckpointError: anything else.
-    """
-    if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise CheckpointError(f"weights is {shown(weights)}; allowed are {', '.join(WEIGHTS)}")
-    return weights
 
 
 def resolve_device(device: str | torch.device) -> str:

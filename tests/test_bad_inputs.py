@@ -79,8 +79,8 @@ MODELS = {
     "compare {bert} --revision v1": "revisions are for hub models",
     "compare builtin:gpt2 --revision v1": "revisions are for hub models",
     "compare {bert} --revision ''": "--revision is ''; give its name, or leave it out",
-    "compare {bert} --weights disk": "--weights is 'disk'; allowed are auto, whole, layers",
-    "compare {bert} --weights ''": "--weights is ''; allowed are",
+    "compare {bert} --weights disk": "unknown weights 'disk'; allowed are auto, layers, whole",
+    "compare {bert} --weights ''": "unknown weights ''; allowed are",
 }
 NUMBERS_OF_COMPARE = {
     **{f"--samples {value}": f"--samples is {value}; {COUNT}" for value in (0, -1, -99)},

@@ -191,7 +191,7 @@ def test_layers_from_the_end_are_told(layers: object) -> None:
     [
         ("--device gpu", "device 'gpu' cannot be used here"),
         ("--dtype half", "--dtype is 'half'; allowed are 'float32' and 'float64'"),
-        ("--weights ram", "--weights is 'ram'; allowed are auto, whole, layers"),
+        ("--weights ram", "unknown weights 'ram'; allowed are auto, layers, whole"),
         ("--max-length 0", "--max-length is 0; it must be a whole number"),
         ("--max-length x", "--max-length must be a whole number, not 'x'"),
         ("--norm l2", "unknown norm 'l2'"),

@@ -136,7 +136,7 @@ class RunConfig:
 
     def _checked(self) -> dict[str, Any]:
         """The arguments in the types that everything behind relies on."""
-        from lipbound.devices import check_weights, dtype_name
+        from lipbound.devices import WEIGHTS, dtype_name
 
         check_run_name(self.out)
         for name in ("split", "column", "revision", "gguf_file"):
@@ -155,7 +155,7 @@ class RunConfig:
             "layers": optional("layers", lambda *layers: tuple(indices(*layers))),
             "tol": real("tol", self.tol, TOL, above=0, below=1),
             "delta": optional("delta", real, DELTA, above=0, below=1),
-            "weights": check_weights(self.weights),
+            "weights": choice("weights", self.weights, WEIGHTS),
             "dtype": dtype_name(self.dtype),
             "resume": flag("resume", self.resume),
             "memory": _memory(self.memory),

@@ -354,9 +354,7 @@ def _verify_one(
     faults, remarks = [*rerun.differences, *_own_faults(ds)], [*rerun.notes]
     compared: list[Comparison] = []
     if broken is None:
-        remarks.append(
-            "the run has no checksums of all that is there, so a few numbers are checked"
-        )
+        remarks.append("the run has no checksums of all its variables, so a few are checked alone")
     wrong = _impossible(ds)
     if wrong:
         faults.append(f"the coordinates {', '.join(wrong)} cannot be those of the run")
