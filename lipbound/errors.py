@@ -293,7 +293,9 @@ def adapter_name(value: Any) -> str | None:
         return "none"
     if name:
         return str(value)
-    raise LipboundError(f"adapter is {shown(value)}; give a directory, a hub id, or 'none'")
+    raise LipboundError(
+        f"adapter is {shown(value)}; give the directory of PEFT, a hub id, or 'none'"
+    )
 
 
 def indices(name: str, value: Any) -> list[int]:
@@ -346,7 +348,7 @@ def check_layer(att: object, what: str) -> None:
         instead = "this one is measured by automatic differentiation, by spectral_norm alone"
         raise LipboundError(f"{what} needs a layer in closed form; {instead}: {reason}")
     if not hasattr(att, "only") or not hasattr(att, "scoring"):
-        raise LipboundError(f"{what} takes one Attention of lipbound.capture, not {shown(att)}")
+        raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention (lb.capture)")
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
