@@ -8,6 +8,7 @@ without it they take the text that comes with lipbound.
 """
 
 import argparse
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def main() -> None:
             HERE,
         )
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
-    gpt2 = replace(RECIPES["castin-1"], name="castin-4-gpt2", run="")
+    gpt2 = copy(RECIPES["castin-1"])
+    gpt2.name = gpt2.run = "castin-4-gpt2"
     first = growth.data[:1]
     column = None if first and Path(first[0]).suffix == ".txt" else growth.column
     gpt2.render(

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lipbound import bounds as bounds
     from lipbound import regularizers as regularizers
-    from lipbound.analysis.adversary import attack as attack
-    from lipbound.analysis.adversary import radius_curve as radius_curve
+    from lipbound.analysis.adversarial_inputs import attack as attack
+    from lipbound.analysis.adversarial_inputs import radius_curve as radius_curve
     from lipbound.analysis.network import network_norm as network_norm
     from lipbound.attention.cross import cross_attention as cross_attention
     from lipbound.attention.layer import Attention as Attention
@@ -57,7 +57,7 @@ _HOME = {
     "Norm": "linalg.solution",
     "Notice": "errors",
     "TokenProfile": "jacobians.token_norms.profile",
-    "attack": "analysis.adversary",
+    "attack": "analysis.adversarial_inputs",
     "attention_probabilities": "models.training.differentiable",
     "capture": "models.capture.capture",
     "cite": "reporting.citations",
@@ -68,7 +68,7 @@ _HOME = {
     "load_checkpoint": "models.loading",
     "network_norm": "analysis.network",
     "prepare": "models.inputs",
-    "radius_curve": "analysis.adversary",
+    "radius_curve": "analysis.adversarial_inputs",
     "report": "reporting.page.render",
     "save": "runs.store",
     "spectral_norm": "jacobians.spectral_norm",

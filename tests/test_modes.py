@@ -13,7 +13,7 @@ from support.models import TEXT, build
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.analysis.robustness import embedding_accuracy, first_order_radius
+from lipbound.analysis.robustness import embedding_accuracy
 
 TENSORS = [
     torch.randn(s, generator=torch.Generator().manual_seed(0))
@@ -63,7 +63,6 @@ OF_LAYERS: dict[str, Callable[[lb.Attention], Any]] = {
 OF_MODELS: dict[str, Callable[[Any, Any], Any]] = {
     "network_norm": lambda m, x: ends(lb.network_norm(m, x, end="logits")),
     "block": lambda m, x: ends(lb.network_norm(m, x, start=1, end=1, tol=1e-2)),
-    "radius": first_order_radius,
     "accuracy": lambda m, x: list(
         embedding_accuracy(m, x, x["input_ids"].sum(1) % 3, 0.5, steps=2).values()
     ),

@@ -14,9 +14,7 @@ from transformers import ViTForImageClassification
 
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.bound_penalty import SoundPenalty
-from lipbound.regularizers.jasmin import JaSMin
-from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
 
 REPEATS = 9
 

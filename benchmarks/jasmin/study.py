@@ -41,9 +41,7 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.bound_penalty import SoundPenalty
-from lipbound.regularizers.jasmin import JaSMin
-from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from common import save

@@ -23,7 +23,7 @@ import lipbound as lb
 from lipbound.bounds.factors import norm_m
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.training.differentiable import attention_probabilities
-from lipbound.regularizers.jasmin import JaSMin
+from lipbound.regularizers.penalties import JaSMin
 
 STRENGTHS = (0.0, 1e-4, 1e-3, 1e-2)
 SEEDS = (0, 1, 2)

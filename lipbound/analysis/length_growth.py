@@ -6,69 +6,48 @@ Castin, Ablin and Peyré 2024, section 5 and Figures 1, 4 and 6.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
 from scipy import stats
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from lipbound.analysis import adversarial_inputs
+from lipbound.analysis import adversarial_inputs, by_layer, provenance
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer
-from lipbound.devices import device_name, resolve_device, versions
+from lipbound.devices import resolve_device
 from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.text import stream
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 LENGTHS = tuple(range(2, 101, 2))
 BOUND = "castin_bias"
 VARIABLES = {
-    "head_exact": (("sequence", "length", "layer", "head"), "exact local constant of a head"),
-    "layer_exact": (
-        ("sequence", "length", "layer"),
-        "exact local constant of the whole layer, with its output projection",
-    ),
-    "head_bound": (
-        ("sequence", "length", "layer", "head"),
-        f"{BOUND}: Theorem 3.3 (4.3 with a causal mask), with biases",
-    ),
-    "layer_bound": (
-        ("sequence", "length", "layer"),
-        f"{BOUND} of the heads, put together for the whole layer",
-    ),
-    "magnitude": (
-        ("sequence", "length", "layer"),
-        "mean length of the tokens that enter the layer",
-    ),
-    "adversarial_head": (
-        ("length", "layer", "head"),
-        "exact local constant of a head without biases at its adversarial input",
-    ),
-    "adversarial_lower": (("length", "layer", "head"), "lower bound of Proposition 3.4 there"),
-    "adversarial_upper": (("length", "layer", "head"), "Theorem 3.3 there"),
-    "adversarial_layer": (
-        ("length", "layer"),
-        "exact local constant of the whole layer at the adversarial input of its steepest head",
-    ),
-    "adversarial_layer_bound": (
-        ("length", "layer"),
-        f"{BOUND} of the heads there, put together for the whole layer",
-    ),
-    "radius": (("layer",), "length of adversarial tokens: the mean magnitude of real ones"),
+    "head_exact": "exact local constant of a head",
+    "layer_exact": "exact local constant of the whole layer, with its output projection",
+    "head_bound": f"{BOUND}: Theorem 3.3 (4.3 with a causal mask), with biases",
+    "layer_bound": f"{BOUND} of the heads, put together for the whole layer",
+    "magnitude": "mean length of the tokens that enter the layer",
+    "adversarial_head": "exact local constant of a head without biases at its adversarial input",
+    "adversarial_lower": "lower bound of Proposition 3.4 there",
+    "adversarial_upper": "Theorem 3.3 there",
+    "adversarial_layer": "exact local constant of the whole layer at the adversarial input of its "
+    "steepest head",
+    "adversarial_layer_bound": f"{BOUND} of the heads there, put together for the whole layer",
+    "radius": "length of adversarial tokens: the mean magnitude of real ones",
 }
+"""Variables of a study, and what they are."""
 
 
 def sequence_growth(
-    model: "str | Path | PreTrainedModel",
+    model: str | Path | PreTrainedModel,
     data: Any = None,
     *,
     lengths: Sequence[int] = LENGTHS,
@@ -129,7 +108,7 @@ def sequence_growth(
         checkpoint, data, sequences * sum(lengths), split=split, column=column
     )
     capturer = Capturer(checkpoint.model, layers)
-    parts: dict[str, list[Any]] = {}
+    real: list[xr.Dataset] = []
     start, last, captured = 0, [], []
     with decoder(checkpoint.model, causal):
         for n in lengths:
@@ -141,88 +120,53 @@ def sequence_growth(
                 att.only("the study of growth, which has inputs without biases and positions,")
             if causal and n > 1:
                 _check_causal(last, checkpoint.name)
-            for name, values in _real(last, tol, seed).items():
-                parts.setdefault(name, []).append(values)
-    radii = (
-        np.full(len(last), float(radius))
-        if radius is not None
-        else np.mean(parts["magnitude"], axis=(0, 1))
-    )
-    plain = [att.at(att.x[:1], mask=None, valid=None).without_biases() for att in last]
-    for n in lengths:
-        for name, values in _adversarial(last, plain, n, radii, tol, seed).items():
-            parts.setdefault(name, []).append(values)
-    tables = {
-        name: np.stack(rows, axis=VARIABLES[name][0].index("length"))
-        for name, rows in parts.items()
-    } | {"radius": radii}
-    ds = xr.Dataset(
-        {
-            name: (dims, tables[name], {"description": text})
-            for name, (dims, text) in VARIABLES.items()
-        },
-        coords={"length": lengths, "layer": [layer.index for layer in captured]},
-    )
-    ds.attrs = {
-        "model": checkpoint.name,
-        "revision": checkpoint.revision,
-        "data": description,
-        "causal": int(_masked(last)),
-        "tol": tol,
-        "seed": seed,
-        "dtype": dtype,
-        "device": device_name(where),
-        "versions": versions(),
-        "lipbound": versions()["lipbound"],
-    }
+            real.append(by_layer([_real(att, tol, seed) for att in last], "sequence", "head"))
+    ds = xr.concat(real, "length")
+    ds["radius"] = ds["magnitude"].mean(("sequence", "length"))
+    if radius is not None:
+        ds["radius"][:] = radius
+    pairs = list(zip(last, ds["radius"].values.tolist(), strict=True))
+    adversarial = [
+        by_layer([_adversarial(att, n, r, tol, seed) for att, r in pairs], "head") for n in lengths
+    ]
+    ds = ds.merge(xr.concat(adversarial, "length"))
+    ds = ds.transpose("sequence", "length", "layer", "head")[list(VARIABLES)]
+    ds = ds.assign_coords({"length": lengths, "layer": [layer.index for layer in captured]})
+    for name, text in VARIABLES.items():
+        ds[name].attrs["description"] = text
+    how = {"causal": int(last[0].mask is not None), "tol": tol}
+    ds.attrs = provenance(checkpoint, description, where, dtype, seed) | how
     return ds
 
 
-def _real(layers: list[Attention], tol: float, seed: int) -> dict[str, np.ndarray]:
-    """Constants at the sequences of one length, each with the axis of sequences first."""
-    seeds = [seed + s for s in range(layers[0].samples)]
-    rows: dict[str, list[Tensor]] = {
-        name: [] for name in ("head_exact", "layer_exact", "head_bound", "layer_bound", "magnitude")
+def _real(att: Attention, tol: float, seed: int) -> dict[str, Tensor]:
+    """Constants of a layer at the sequences of one length."""
+    seeds = [seed + s for s in range(att.samples)]
+    return {
+        "head_exact": spectral_norm(att, tol=tol, seed=seeds).lower,
+        "layer_exact": spectral_norm(att, map="layer", tol=tol, seed=seeds).lower,
+        "head_bound": get(BOUND)(att),
+        "layer_bound": whole_layer(att, BOUND, map="layer"),
+        "magnitude": att.x.norm(dim=-1).mean(-1).double(),
     }
-    for att in layers:
-        rows["head_exact"].append(spectral_norm(att, tol=tol, seed=seeds).lower)
-        rows["layer_exact"].append(spectral_norm(att, map="layer", tol=tol, seed=seeds).lower)
-        rows["head_bound"].append(get(BOUND)(att))
-        rows["layer_bound"].append(whole_layer(att, BOUND, map="layer"))
-        rows["magnitude"].append(att.x.norm(dim=-1).mean(-1))
-    return {name: torch.stack(values, 1).cpu().double().numpy() for name, values in rows.items()}
 
 
-def _adversarial(
-    layers: list[Attention],
-    without_biases: list[Attention],
-    n: int,
-    radii: np.ndarray,
-    tol: float,
-    seed: int,
-) -> dict[str, np.ndarray]:
-    """Constants at the adversarial inputs of one length, each with the axis of layers first."""
-    rows: dict[str, list[Tensor]] = {
-        name: [] for name in VARIABLES if name.startswith("adversarial")
+def _adversarial(att: Attention, n: int, radius: float, tol: float, seed: int) -> dict[str, Tensor]:
+    """Constants of a layer at the adversarial inputs of one length."""
+    plain = att.at(att.x[:1], mask=None, valid=None).without_biases()
+    mask = None if att.mask is None else causal_mask(n, att)
+    x = adversarial_inputs.adversarial_inputs(plain, n, radius)
+    heads = [plain.select(heads=slice(h, h + 1)).at(x[h][None], mask=mask) for h in range(len(x))]
+    steepest = int(adversarial_inputs.steepness(plain).gamma.argmax())
+    whole = att.at(x[steepest][None], mask=mask, valid=None)
+    norms = [spectral_norm(one, tol=tol, seed=seed).lower[0, 0] for one in heads]
+    return {
+        "adversarial_head": torch.stack(norms),
+        "adversarial_lower": adversarial_inputs.lower_bound(plain, n, radius),
+        "adversarial_upper": torch.stack([get("castin")(one)[0, 0] for one in heads]),
+        "adversarial_layer": spectral_norm(whole, map="layer", tol=tol, seed=seed).lower[0],
+        "adversarial_layer_bound": whole_layer(whole, BOUND, map="layer")[0],
     }
-    for real, plain, r in zip(layers, without_biases, radii.tolist(), strict=True):
-        mask = None if real.mask is None else causal_mask(n, real)
-        x = adversarial_inputs.adversarial_inputs(plain, n, r)
-        heads = [
-            plain.select(heads=slice(h, h + 1)).at(x[h][None], mask=mask) for h in range(len(x))
-        ]
-        rows["adversarial_head"].append(
-            torch.stack([spectral_norm(one, tol=tol, seed=seed).lower[0, 0] for one in heads])
-        )
-        rows["adversarial_lower"].append(adversarial_inputs.lower_bound(plain, n, r))
-        rows["adversarial_upper"].append(torch.stack([get("castin")(one)[0, 0] for one in heads]))
-        steepest = int(adversarial_inputs.steepness(plain).gamma.argmax())
-        whole = real.at(x[steepest][None], mask=mask, valid=None)
-        rows["adversarial_layer"].append(
-            spectral_norm(whole, map="layer", tol=tol, seed=seed).lower[0]
-        )
-        rows["adversarial_layer_bound"].append(whole_layer(whole, BOUND, map="layer")[0])
-    return {name: torch.stack(values).cpu().double().numpy() for name, values in rows.items()}
 
 
 def causal_mask(n: int, att: Attention) -> Tensor:
@@ -230,12 +174,8 @@ def causal_mask(n: int, att: Attention) -> Tensor:
     return torch.full((n, n), -torch.inf, dtype=att.dtype, device=att.device).triu(1)
 
 
-def _masked(layers: list[Attention]) -> bool:
-    return layers[0].mask is not None
-
-
 @contextmanager
-def decoder(model: "PreTrainedModel", causal: bool) -> Iterator[None]:
+def decoder(model: PreTrainedModel, causal: bool) -> Iterator[None]:
     """The model with a causal mask, where its class (BERT and its kin) makes one for decoders."""
     if not causal or not hasattr(model.config, "is_decoder"):
         yield  # models that are decoders anyway; `_check_causal` says where this is not so
@@ -250,11 +190,8 @@ def decoder(model: "PreTrainedModel", causal: bool) -> Iterator[None]:
 
 def _check_causal(layers: list[Attention], name: str) -> None:
     for att in layers:
-        n = att.tokens
-        blocked = (
-            att.forbid(torch.zeros(1, 1, n, n, dtype=att.dtype, device=att.device)) == -torch.inf
-        )
-        if not bool((blocked == torch.ones(n, n, device=att.device).triu(1).bool()).all()):
+        mask = causal_mask(att.tokens, att)
+        if not bool((att.forbid(torch.zeros_like(mask)[None, None]) == mask).all()):
             raise LipboundError(
                 f"{name} cannot be run with a causal mask: its attention is not causal even as a "
                 "decoder"
@@ -281,22 +218,15 @@ def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0
             f"a slope needs at least three lengths of {shortest} and more; the study has "
             f"{kept.sizes['length']}"
         )
-    points = [d for d in ("sequence", "length") if d in kept.dims]
-    others = [d for d in kept.dims if d not in points]
-    x = np.log(np.broadcast_to(kept["length"].values, [kept.sizes[d] for d in points])).ravel()
+    kept = kept.stack(point=[d for d in ("sequence", "length") if d in kept.dims])
+    x = np.log(kept["length"].values)
 
-    def fit(y: np.ndarray) -> np.ndarray:
-        line = stats.linregress(x, np.log(y.ravel()))
+    def fit(y: np.ndarray) -> tuple[float, float, float]:
+        line = stats.linregress(x, np.log(y))
         half = stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr
-        return np.array([line.slope, line.slope - half, line.slope + half])
+        return line.slope, line.slope - half, line.slope + half
 
     found = xr.apply_ufunc(
-        fit,
-        kept.transpose(*others, *points),
-        input_core_dims=[points],
-        output_core_dims=[["end"]],
-        vectorize=True,
+        fit, kept, input_core_dims=[["point"]], output_core_dims=[[], [], []], vectorize=True
     )
-    return xr.Dataset(
-        {name: found.isel(end=i) for i, name in enumerate(("exponent", "low", "high"))}
-    )
+    return xr.Dataset(dict(zip(("exponent", "low", "high"), found, strict=True)))

@@ -8,24 +8,27 @@ weights give back attention and its norm: Lemma 62 (docs/theory/inputs.md).
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lipbound.analysis.adversarial_inputs import growth_rate
 from lipbound.attention.layer import Attention
-from lipbound.errors import AttentionError, LipboundError
+from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.operator_norm import operator_norm
-from lipbound.linalg.operators import JacobianOperator
+from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 from lipbound.linalg.solution import Norm, sample_seeds
 
 CHUNK = 2**24
 """Bytes of the d_v x d matrices of some tokens that are decomposed at a time."""
 
 
-class WeightedJacobian(JacobianOperator):
+@dataclass(init=False, eq=False, repr=False)
+class WeightedJacobian(TensorOperator):
     r"""Jacobians of weighted self-attention in its weighted norm.
 
     They are :math:`D^{1/2} J D^{-1/2}`, D the diagonal matrix of the weights.
@@ -36,27 +39,27 @@ class WeightedJacobian(JacobianOperator):
         weights: (batch, N), positive.
     """
 
+    op: PerEntry[JacobianOperator]
+    root: PerEntry[Tensor]
+
     def __init__(self, op: JacobianOperator, weights: Tensor):
-        self._op, self._root = op, weights.sqrt().to(op.dtype)[..., None]
-        self.batch, self.in_shape, self.out_shape, self.dtype, self.device = (
-            op.batch,
-            op.in_shape,
-            op.out_shape,
-            op.dtype,
-            op.device,
-        )
+        self.op, self.root = op, weights.sqrt().to(op.dtype)[..., None]
+        self.batch, self.in_shape, self.out_shape = op.batch, op.in_shape, op.out_shape
+        self.dtype, self.device = op.dtype, op.device
 
     def jvp(self, x: Tensor) -> Tensor:
-        return self._root * self._op.jvp(x / self._root)
+        return self.root * self.op.jvp(x / self.root)
 
     def vjp(self, y: Tensor) -> Tensor:
-        return self._op.vjp(self._root * y) / self._root
+        return self.op.vjp(self.root * y) / self.root
 
-    def select(self, index: Tensor) -> "WeightedJacobian":
-        return WeightedJacobian(self._op.select(index), self._root[index, :, 0] ** 2)
 
-    def double(self) -> "WeightedJacobian":
-        return WeightedJacobian(self._op.double(), self._root[..., 0].double() ** 2)
+def _check_unpadded(att: Attention) -> None:
+    if att.valid is not None:
+        raise AttentionError(
+            "mean-field attention and its searches take inputs without padding; give one sample "
+            "at a time, Attention.unpadded(i)"
+        )
 
 
 def weighted(att: Attention, weights: Tensor) -> Attention:
@@ -73,28 +76,13 @@ def weighted(att: Attention, weights: Tensor) -> Attention:
             f"weights have shape {tuple(weights.shape)}; they must be (samples, N), here "
             f"{(att.samples, att.tokens)}"
         )
-    if att.valid is not None:
-        raise AttentionError(
-            "weighted attention takes inputs without padding; give one sample at a time, "
-            "Attention.unpadded(i)"
-        )
+    _check_unpadded(att)
     weights = weights.double()
     if not bool((weights > 0).all()) or float((weights.sum(-1) - 1).abs().max()) > 1e-6:
         raise AttentionError("weights must be positive and add up to one for every sample")
     logs = weights.log()[:, None, None, :]
     mask = logs if att.mask is None else att.mask.double() + logs
-    return Attention(
-        att.x,
-        att.w_q,
-        att.w_k,
-        att.w_v,
-        b_q=att.b_q,
-        b_k=att.b_k,
-        b_v=att.b_v,
-        w_o=att.w_o,
-        scale=att.scale,
-        mask=mask.to(att.dtype),
-    )
+    return att.at(att.x, mask=mask.to(att.dtype))
 
 
 def weighted_norm(
@@ -112,12 +100,10 @@ def weighted_norm(
     Arguments as in `lipbound.spectral_norm`; weights (samples, N), positive, adding up to one. Norm
     of shape (samples, heads).
     """
-    op = WeightedJacobian(
-        HeadJacobian(weighted(att, weights)), weights.repeat_interleave(att.heads, 0)
-    )
-    return operator_norm(op, tol=tol, delta=delta, seed=sample_seeds(att.samples, seed)).view(
-        att.samples, att.heads
-    )
+    each = weights.repeat_interleave(att.heads, 0)
+    op = WeightedJacobian(HeadJacobian(weighted(att, weights)), each)
+    seeds = sample_seeds(att.samples, seed)
+    return operator_norm(op, tol=tol, delta=delta, seed=seeds).view(att.samples, att.heads)
 
 
 def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Tensor]:
@@ -130,11 +116,10 @@ def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Ten
     :math:`a/(1-a) = e^{-2\gamma R^2}`, :math:`\gamma` of
     `lipbound.analysis.adversarial_inputs.steepness`.
     """
-    gamma = -eigenvalue if eigenvalue < 0 else eigenvalue / 8
-    u = u.double()
+    gamma, u = growth_rate(eigenvalue), u.double()
     x = radius * torch.stack([-u, u] if eigenvalue < 0 else [u, u / 2])
-    log_odds = torch.tensor(-2 * gamma * radius**2, dtype=torch.float64, device=u.device)
-    return x, torch.stack([torch.sigmoid(log_odds), torch.sigmoid(-log_odds)])
+    log_odds = 2 * gamma * radius**2
+    return x, u.new_tensor([-log_odds, log_odds]).sigmoid()
 
 
 def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image: Tensor) -> float:
@@ -150,13 +135,11 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
     which for symmetric A is :math:`\tfrac12 e^{\gamma R^2} (1 + \gamma R^2)`. It is what the heavy
     token sees of the light one: Lemma 63 (docs/theory/inputs.md).
     """
-    negative = eigenvalue < 0
-    gamma = -eigenvalue if negative else eigenvalue / 8
     u, w = direction.double(), image.double()
-    matrix = torch.eye(len(u), dtype=torch.float64, device=u.device) + (
-        -1 if negative else 1 / 8
-    ) * radius**2 * torch.outer(u, w)
-    return math.exp(gamma * radius**2) / 2 * float(torch.linalg.matrix_norm(matrix, 2))
+    factor = (-1 if eigenvalue < 0 else 1 / 8) * radius**2
+    eye = torch.eye(len(u), dtype=torch.float64, device=u.device)
+    size = float(torch.linalg.matrix_norm(eye + factor * torch.outer(u, w), 2))
+    return math.exp(growth_rate(eigenvalue) * radius**2) / 2 * size
 
 
 def query_block_norms(att: Attention) -> Tensor:
@@ -225,16 +208,10 @@ def search_split(att: Attention, *, steps: int = 60, rate: float = 0.05) -> Spli
         LipboundError: padded inputs.
     """
     att.only("search_split")
-    if att.valid is not None:
-        raise LipboundError(
-            "the search takes inputs without padding; give one sample at a time, "
-            "Attention.unpadded(i)"
-        )
+    _check_unpadded(att)
     att = att.double()
     found = [_search(att.select(heads=slice(h, h + 1)), steps, rate) for h in range(att.heads)]
-    return SplitSearch(
-        torch.stack([ratio for ratio, _ in found]), torch.stack([x for _, x in found])
-    )
+    return SplitSearch(*(torch.stack(part) for part in zip(*found, strict=True)))
 
 
 def _search(att: Attention, steps: int, rate: float) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,11 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, real, shown, whole
@@ -17,9 +18,6 @@ from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm, sample_seeds
 from lipbound.models.capture.seeing.interface import computing, implementation, taken
 from lipbound.models.sources.loaded_model import bare_model, measurable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Inputs = Mapping[str, Tensor]
 FEW = 16
@@ -33,7 +31,8 @@ class NetworkJacobian(JacobianOperator):
     At a batch of inputs: one batch entry per sample.
 
     Products with J^T by reverse mode; with J by forward mode, or where some operation has none, by
-    differentiating products with J^T.
+    differentiating products with J^T. Selected samples are computed with all others, which get
+    zeros.
 
     Args:
         f: (samples, *in_shape) -> (samples, *out_shape), each sample of the result depending on the
@@ -43,79 +42,47 @@ class NetworkJacobian(JacobianOperator):
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None = None):
-        self._f, self._x, self._real = f, x, real
+        self._f, self._real = f, real
         with torch.enable_grad():
-            self._leaf = x.detach().clone().requires_grad_()
-            self._value = f(self._leaf)
-        self.batch, self.in_shape, self.out_shape = (
-            len(x),
-            tuple(x.shape[1:]),
-            tuple(self._value.shape[1:]),
-        )
+            self._x = x.detach().clone().requires_grad_()
+            self._value = f(self._x)
+        self.in_shape, self.out_shape = tuple(x.shape[1:]), tuple(self._value.shape[1:])
         self.dtype, self.device = x.dtype, x.device
+        self.batch, self._chosen = len(x), torch.arange(len(x), device=x.device)
         self._forward = True
 
+    def _whole(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(self._x), *x.shape[1:]).index_copy(0, self._chosen, x)
+
     def jvp(self, x: Tensor) -> Tensor:
-        x = x if self._real is None else x * self._real
-        return self._pushed(x)
+        x = self._whole(x)
+        return self._pushed(x if self._real is None else x * self._real)[self._chosen]
 
     def _pushed(self, x: Tensor) -> Tensor:
         if self._forward:
             try:
                 with torch.no_grad():
-                    return torch.func.jvp(self._f, (self._x,), (x,))[1]
+                    return torch.func.jvp(self._f, (self._x.detach(),), (x,))[1]
             except (NotImplementedError, RuntimeError):
                 self._forward = False
         with torch.enable_grad():
             y = torch.zeros_like(self._value).requires_grad_()
-            (back,) = torch.autograd.grad(
-                self._value, self._leaf, y, create_graph=True, retain_graph=True
-            )
+            (back,) = torch.autograd.grad(self._value, self._x, y, create_graph=True)
             (product,) = torch.autograd.grad(back, y, x, retain_graph=True)
         return product.detach()
 
     def vjp(self, y: Tensor) -> Tensor:
-        (product,) = torch.autograd.grad(self._value, self._leaf, y, retain_graph=True)
-        return product if self._real is None else product * self._real
+        (product,) = torch.autograd.grad(self._value, self._x, self._whole(y), retain_graph=True)
+        return (product if self._real is None else product * self._real)[self._chosen]
 
     def dense(self) -> Tensor:
-        rows, columns = math.prod(self.out_shape), math.prod(self.in_shape)
-        if columns <= rows:
-            return super().dense()
-        unit = torch.eye(rows, dtype=self.dtype, device=self.device)
-        found = [
-            self.vjp(e.view(1, *self.out_shape).expand(self.batch, *self.out_shape)).flatten(1)
-            for e in unit
-        ]
-        return torch.stack(found, 1)
+        few = math.prod(self.out_shape) < math.prod(self.in_shape)
+        return Transposed(self).dense().mT if few else super().dense()
 
     def select(self, index: Tensor) -> "NetworkJacobian":
-        if torch.equal(index.cpu(), torch.arange(self.batch)):
-            return self
-        return _Part(self, index.to(self.device))
-
-
-class _Part(NetworkJacobian):
-    """Some samples of a batch that is computed whole: other samples get zeros."""
-
-    def __init__(self, whole: NetworkJacobian, index: Tensor):
-        self._whole, self._index = whole, index
-        self.batch, self.in_shape, self.out_shape = len(index), whole.in_shape, whole.out_shape
-        self.dtype, self.device = whole.dtype, whole.device
-
-    def _spread(self, x: Tensor) -> Tensor:
-        full = x.new_zeros(self._whole.batch, *x.shape[1:])
-        full[self._index] = x
-        return full
-
-    def jvp(self, x: Tensor) -> Tensor:
-        return self._whole.jvp(self._spread(x))[self._index]
-
-    def vjp(self, y: Tensor) -> Tensor:
-        return self._whole.vjp(self._spread(y))[self._index]
-
-    def select(self, index: Tensor) -> "NetworkJacobian":
-        return _Part(self._whole, self._index[index.to(self.device)])
+        other = copy.copy(self)
+        other._chosen, other.batch = self._chosen[index.to(self.device)], len(index)
+        return other
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -142,7 +109,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 @in_own_modes
 def network_norm(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     inputs: Inputs,
     *,
     start: str | int = "embeddings",
@@ -179,43 +146,38 @@ def network_norm(
     Raises:
         LipboundError: no such block, end or output; an end before the start.
     """
-    model = measurable(bare_model(model))
-    inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
-    if isinstance(start, int):
-        _number(start, len(blocks(model)), "start")
-    share = (
-        None
-        if delta is None
-        else real("delta", delta, "a probability between 0 and 1, or None", above=0, below=1)
-    )
-    return _norm(model, inputs, start, end, tol, share, seed, whole("batch", batch, least=1))
-
-
-def _norm(
-    model: "PreTrainedModel",
-    inputs: Inputs,
-    start: str | int,
-    end: str | int,
-    tol: float,
-    delta: float | None,
-    seed: int | Sequence[int],
-    batch: int,
-) -> Norm:
-    parts: list[Norm] = []
-    count = len(next(iter(inputs.values())))
+    if delta is not None:
+        delta = real("delta", delta, "a probability between 0 and 1, or None", above=0, below=1)
+    batch = whole("batch", batch, least=1)
+    model, inputs, count = networks_inputs(model, inputs)
     seeds = sample_seeds(count, seed)
-    for i in range(0, count, batch):
-        piece = {name: t[i : i + batch] if len(t) == count else t for name, t in inputs.items()}
-        with chain(model, piece, start, end) as (f, x, real):
-            op: JacobianOperator = NetworkJacobian(f, x, real)
+    parts: list[Norm] = []
+    for piece, samples in batches(inputs, count, batch):
+        with chain(model, piece, start, end) as (f, x, held):
+            op: JacobianOperator = NetworkJacobian(f, x, held)
             if math.prod(op.out_shape) <= FEW:
                 parts.append(_from_gradients(op))
                 continue
             op = Transposed(op) if math.prod(op.out_shape) > math.prod(op.in_shape) else op
             share = None if delta is None else delta * op.batch / count
-            parts.append(operator_norm(op, tol=tol, delta=share, seed=seeds[i : i + batch]))
-    names = ("lower", "upper", "steps", "converged", "error")
-    return Norm(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+            parts.append(operator_norm(op, tol=tol, delta=share, seed=seeds[samples]))
+    return Norm.cat(parts)
+
+
+def networks_inputs(
+    model: PreTrainedModel, inputs: Inputs
+) -> tuple[PreTrainedModel, dict[str, Tensor], int]:
+    """A model without its wrappers, the tensors its forward takes, and the number of samples."""
+    model = measurable(bare_model(model))
+    tensors = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
+    return model, tensors, len(next(iter(tensors.values())))
+
+
+def batches(inputs: Inputs, count: int, batch: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
+    """Inputs of so many samples at a time, and which samples these are."""
+    for i in range(0, count, batch):
+        part = slice(i, i + batch)
+        yield {name: t[part] if len(t) == count else t for name, t in inputs.items()}, part
 
 
 def _from_gradients(op: JacobianOperator) -> Norm:
@@ -236,67 +198,48 @@ class _Reached(Exception):
         self.value = value
 
 
-def _differentiable(
-    model: "PreTrainedModel", inputs: Inputs
-) -> tuple["PreTrainedModel", Mapping[str, Tensor]]:
-    """Copies of tensors made in inference mode, which take part in no derivative."""
-    inputs = {name: t.clone() if t.is_inference() else t for name, t in inputs.items()}
-    if any(p.is_inference() for p in model.parameters()):
-        model = copy.deepcopy(model)
-    return model, inputs
-
-
-def _ends(start: str | int, end: str | int, count: int) -> tuple[int, str | int]:
-    """Number of the first block, ``count`` for the output of the last one, and the checked end."""
-    embeddings = isinstance(start, str) and start == "embeddings"
-    first = 0 if embeddings else _number(start, count + 1, "start")
-    if not isinstance(end, int):
-        if not isinstance(end, str) or end not in ("logits", "last_hidden_state"):
-            raise LipboundError(
-                f"end is {shown(end)}; give 'logits', 'last_hidden_state' or the number of a block"
-            )
-        return first, end
-    last = _number(end, count, "end")
-    if last < first:
+def _place(value: Any, name: str, words: Sequence[str], count: int) -> str | int:
+    """An end of a map, one of some words or the number of a block."""
+    if isinstance(value, str) and value in words:
+        return value
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
         raise LipboundError(
-            f"end is block {last} but start is block {first}; end at {first} or later"
+            f"{name} is {shown(value)}; give {' or '.join(map(repr, words))} or the number of a "
+            f"block, of which this model has {count}"
         )
-    return first, last
+    return value
 
 
 @contextmanager
 def chain(
-    model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int
+    model: PreTrainedModel, inputs: Inputs, start: str | int, end: str | int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
     """Map from ``start`` to ``end`` of a model, its input here, and the entries that may move.
 
     The map is a function of (samples, N, D), zero for padding.
-
-    ``start`` may also be the number of blocks: what leaves the last one.
     """
-    model, inputs = _differentiable(model, inputs)
+    # tensors made in inference mode take part in no derivative
+    inputs = {name: t.clone() if t.is_inference() else t for name, t in inputs.items()}
+    if any(p.is_inference() for p in model.parameters()):
+        model = copy.deepcopy(model)
     parts = blocks(model)
-    first, last = _ends(start, end, len(parts))
+    first = _place(start, "start", ("embeddings",), len(parts))
+    first = 0 if isinstance(first, str) else first
+    last = _place(end, "end", ("logits", "last_hidden_state"), len(parts))
+    if isinstance(last, int) and last < first:
+        raise LipboundError(
+            f"end is block {last} but start is block {first}; end at {first} or later"
+        )
     given: list[Tensor] = []
     replacement: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = args[0] if args else kwargs["hidden_states"]
-        given.append(value)
+        given.append(args[0] if args else kwargs["hidden_states"])
         if not replacement:
             return None
-        return (
-            ((replacement[0], *args[1:]), kwargs)
-            if args
-            else (args, kwargs | {"hidden_states": replacement[0]})
-        )
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        value = output[0] if isinstance(output, tuple) else output
-        given.append(value)
-        if not replacement:
-            return None
-        return (replacement[0], *output[1:]) if isinstance(output, tuple) else replacement[0]
+        if args:
+            return (replacement[0], *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": replacement[0]}
 
     def stop(module: nn.Module, args: Any, output: Any) -> None:
         raise _Reached(output[0] if isinstance(output, tuple) else output)
@@ -307,29 +250,23 @@ def chain(
             outputs = model(**inputs, **extra)
         except _Reached as reached:
             return reached.value
-        if not hasattr(outputs, str(last)) or not isinstance(getattr(outputs, str(last)), Tensor):
+        value = getattr(outputs, str(last), None)
+        if not isinstance(value, Tensor):
             raise LipboundError(
                 f"{type(model).__name__} has no {last}; its outputs are {', '.join(outputs.keys())}"
             )
-        value: Tensor = getattr(outputs, str(last))
         return value
 
     def f(x: Tensor) -> Tensor:
         replacement[:] = [x]
         try:
             value = run()
-            counted = _real_tokens(
-                model, inputs, value, parts[0] if isinstance(last, int) else None
-            )
-            return value if counted is None else value.masked_fill(~counted, 0)
         finally:
             replacement.clear()
+        counted = _real_tokens(model, inputs, value, parts[0] if isinstance(last, int) else None)
+        return value if counted is None else value.masked_fill(~counted, 0)
 
-    hooks = [
-        parts[first].register_forward_pre_hook(before, with_kwargs=True)
-        if first < len(parts)
-        else parts[-1].register_forward_hook(after)
-    ]
+    hooks = [parts[first].register_forward_pre_hook(before, with_kwargs=True)]
     if isinstance(last, int):
         hooks.append(parts[last].register_forward_hook(stop))
     try:
@@ -345,7 +282,7 @@ def chain(
 
 
 def _real_tokens(
-    model: "PreTrainedModel", inputs: Inputs, value: Tensor, block: nn.Module | None
+    model: PreTrainedModel, inputs: Inputs, value: Tensor, block: nn.Module | None
 ) -> Tensor | None:
     """Tokens of (samples, N, ...) that are no padding, (samples, N, 1) bool; None for all.
 
@@ -361,12 +298,3 @@ def _real_tokens(
     mask = inputs.get(name)
     fits = mask is not None and value.ndim == 3 and tuple(mask.shape) == tuple(value.shape[:2])
     return (mask != 0)[..., None] if fits and mask is not None else None
-
-
-def _number(value: Any, count: int, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
-        raise LipboundError(
-            f"{name} is {shown(value)}; it must be the number of a block, and this model has "
-            f"{count}"
-        )
-    return value

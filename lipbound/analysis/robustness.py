@@ -3,23 +3,19 @@
 Pixels through adversarial-robustness-toolbox, token vectors through our own steps.
 """
 
-import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from lipbound.analysis.network import NetworkJacobian, chain
+from lipbound.analysis.network import NetworkJacobian, batches, chain, networks_inputs
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
-from lipbound.models.capture.seeing.interface import taken
-from lipbound.models.sources.loaded_model import bare_model, measurable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ATTACKS = ("clean", "fgsm-2", "fgsm-4", "pgd-2", "pgd-4", "autoattack-2")
 """The columns of Tables 1-4 of Yudin et al. 2025: attack, and L-infinity budget in 1/255."""
@@ -33,15 +29,12 @@ class _Pixels(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: "PreTrainedModel", mean: Sequence[float], std: Sequence[float]):
+    def __init__(self, model: PreTrainedModel, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.model = model
-        device = next(model.parameters()).device
-        for name, values in {
-            "mean": mean,
-            "std": std,
-        }.items():  # buffers, which move with the model
-            self.register_buffer(name, torch.tensor(list(values), device=device).view(1, -1, 1, 1))
+        for name, values in (("mean", mean), ("std", std)):  # buffers, which move with the model
+            self.register_buffer(name, torch.tensor(list(values)).view(1, -1, 1, 1))
+        self.to(next(model.parameters()).device)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(pixel_values=(x - self.mean) / self.std).logits
@@ -50,7 +43,7 @@ class _Pixels(nn.Module):
 
 @in_own_modes
 def robust_accuracy(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     images: Tensor,
     labels: Tensor,
     *,
@@ -99,52 +92,42 @@ def robust_accuracy(
             "attacks in pixel space need adversarial-robustness-toolbox; pip install "
             "'lipbound[robustness]'"
         ) from error
+    device, training = next(model.parameters()).device, model.training
     state = np.random.get_state()  # noqa: NPY002  (what the toolbox draws from)
-    np.random.seed(seed)  # noqa: NPY002
-    before, training, device = (
-        torch.random.get_rng_state(),
-        model.training,
-        next(model.parameters()).device,
-    )
-    torch.manual_seed(seed)
-    model.eval()
-    try:
-        classifier = PyTorchClassifier(
-            _Pixels(model, mean, std),
-            loss=nn.CrossEntropyLoss(),
-            input_shape=tuple(images.shape[1:]),
-            nb_classes=model.config.num_labels,
-            clip_values=(0.0, 1.0),
-            device_type="cpu" if device.type == "cpu" else "gpu",
-        )
-        pixels, targets = images.float().cpu().numpy(), labels.cpu().numpy()
-        results = {}
-        for name, (solver, budget) in parsed.items():
-            size = budget / 255 if norm == "linf" else budget
-            found = (
-                pixels
-                if solver is None
-                else _generate(classifier, solver, size, norm, batch)(pixels, targets)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        np.random.seed(seed)  # noqa: NPY002
+        torch.manual_seed(seed)
+        try:
+            classifier = PyTorchClassifier(
+                _Pixels(model.eval(), mean, std),
+                loss=nn.CrossEntropyLoss(),
+                input_shape=tuple(images.shape[1:]),
+                nb_classes=model.config.num_labels,
+                clip_values=(0.0, 1.0),
+                device_type="cpu" if device.type == "cpu" else "gpu",
             )
-            guesses = np.concatenate(
-                [
-                    classifier.predict(part, batch_size=batch).argmax(-1)
-                    for part in np.array_split(found, max(1, len(found) // 512))
-                ]
-            )
-            results[name] = 100 * float((guesses == targets).mean())
-    finally:
-        np.random.set_state(state)  # noqa: NPY002
-        torch.random.set_rng_state(before)
-        model.to(device).train(training)  # the toolbox takes it to the first GPU
+            pixels, targets = images.float().cpu().numpy(), labels.cpu().numpy()
+            results = {}
+            for name, (solver, budget) in parsed.items():
+                found = pixels
+                if solver is not None:
+                    size = budget / 255 if norm == "linf" else budget
+                    attack = _attack(classifier, solver, size, norm, batch)
+                    classes = np.eye(classifier.nb_classes, dtype=np.float32)
+                    found = attack.generate(x=pixels, y=classes[targets])
+                guesses = classifier.predict(found, batch_size=batch).argmax(-1)
+                results[name] = 100 * float((guesses == targets).mean())
+        finally:
+            np.random.set_state(state)  # noqa: NPY002
+            model.to(device).train(training)  # the toolbox takes it to the first GPU
     return results
 
 
 def _parse(name: str) -> tuple[str | None, float]:
     if name == "clean":
         return None, 0.0
-    match = re.fullmatch(r"([a-z]+)-([0-9.]+)", name)
-    if not match or match[1] not in SOLVERS:
+    match = re.fullmatch(rf"({'|'.join(SOLVERS)})-([0-9.]+)", name)
+    if not match:
         raise LipboundError(
             f"unknown attack {name!r}; give 'clean' or one of {', '.join(SOLVERS)} with its "
             "budget, such as 'pgd-2'"
@@ -152,63 +135,31 @@ def _parse(name: str) -> tuple[str | None, float]:
     return match[1], float(match[2])
 
 
-def _generate(
-    classifier: Any, solver: str, size: float, norm: str, batch: int
-) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    from art.attacks.evasion import (
-        AutoAttack,
-        AutoProjectedGradientDescent,
-        FastGradientMethod,
-        ProjectedGradientDescentPyTorch,
-    )
+def _attack(classifier: Any, solver: str, size: float, norm: str, batch: int) -> Any:
+    from art.attacks import evasion
 
-    order: Any = np.inf if norm == "linf" else 2
+    ball: dict[str, Any] = {"norm": np.inf if norm == "linf" else 2, "eps": size}
+    ball["batch_size"] = batch
     if solver == "fgsm":
-        attack: Any = FastGradientMethod(classifier, norm=order, eps=size, batch_size=batch)
-    elif solver == "pgd":
-        attack = ProjectedGradientDescentPyTorch(
-            classifier,
-            norm=order,
-            eps=size,
-            eps_step=size / 2,
-            max_iter=PGD_STEPS,
-            num_random_init=1,
-            batch_size=batch,
-            verbose=False,
+        return evasion.FastGradientMethod(classifier, **ball)
+    step = ball | {"eps_step": size / 2}
+    if solver == "pgd":
+        return evasion.ProjectedGradientDescentPyTorch(
+            classifier, max_iter=PGD_STEPS, num_random_init=1, verbose=False, **step
         )
-    else:
-        parts = [
-            AutoProjectedGradientDescent(
-                classifier,
-                norm=order,
-                eps=size,
-                eps_step=size / 2,
-                max_iter=AUTO_STEPS,
-                nb_random_init=1,
-                batch_size=batch,
-                loss_type=loss,
-                verbose=False,
-            )
-            for loss in ("cross_entropy", "difference_logits_ratio")[
-                : 1 if classifier.nb_classes < 3 else 2
-            ]  # the latter needs three logits
-        ]
-        attack = AutoAttack(
-            classifier, norm=order, eps=size, eps_step=size / 2, attacks=parts, batch_size=batch
+    losses = ["cross_entropy", "difference_logits_ratio"]
+    parts = [
+        evasion.AutoProjectedGradientDescent(
+            classifier, max_iter=AUTO_STEPS, nb_random_init=1, loss_type=loss, verbose=False, **step
         )
-
-    def run(pixels: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        found: np.ndarray = attack.generate(
-            x=pixels, y=np.eye(classifier.nb_classes, dtype=np.float32)[targets]
-        )
-        return found
-
-    return run
+        for loss in losses[: min(2, classifier.nb_classes - 1)]  # the latter needs three logits
+    ]
+    return evasion.AutoAttack(classifier, attacks=parts, **step)
 
 
 @in_own_modes
 def embedding_accuracy(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     inputs: Mapping[str, Tensor],
     labels: Tensor,
     radius: float,
@@ -238,20 +189,15 @@ def embedding_accuracy(
     """
     if not radius > 0:
         raise LipboundError(f"radius is {radius}; it must be positive")
-    model = measurable(bare_model(model))
-    inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     generator = torch.Generator().manual_seed(seed)
-    right: dict[str, int] = {}
-    for i in range(0, len(labels), batch):
-        piece = {
-            name: t[i : i + batch] if len(t) == len(labels) else t for name, t in inputs.items()
-        }
+    right: Counter[str] = Counter()
+    model, inputs, count = networks_inputs(model, inputs)
+    for piece, samples in batches(inputs, count, batch):
         with chain(model, piece, "embeddings", "logits") as (f, x, real):
-            for name, good in _attacked(
-                f, x, real, labels[i : i + batch].to(x.device).clone(), radius, steps, generator
-            ).items():
-                right[name] = right.get(name, 0) + int(good.sum())
-    return {name: 100 * count / len(labels) for name, count in right.items()}
+            targets = labels[samples].to(x.device).clone()
+            for name, good in _attacked(f, x, real, targets, radius, steps, generator).items():
+                right[name] += int(good.sum())
+    return {name: 100 * found / count for name, found in right.items()}
 
 
 def _attacked(
@@ -301,41 +247,8 @@ def _attacked(
         length = torch.linalg.vector_norm(move.flatten(1), dim=1).view(-1, 1, 1)
         move = move * (radius / length.clamp_min(1e-30)).clamp(max=1.0)
     results["pgd"] = good(move)
-    margin = logits.gather(1, labels[:, None]) - logits
     own = rows.gather(1, labels[:, None, None].expand(-1, 1, rows.shape[2]))
     slope = torch.linalg.vector_norm(own - rows, dim=-1)
-    other = torch.ones_like(margin, dtype=torch.bool).scatter(1, labels[:, None], False)
-    results["first_order"] = ((margin > radius * slope) | ~other).all(-1)
+    margin = logits.gather(1, labels[:, None]) - logits
+    results["first_order"] = (margin > radius * slope).scatter(1, labels[:, None], True).all(-1)
     return results
-
-
-@in_own_modes
-def first_order_radius(
-    model: "PreTrainedModel", inputs: Mapping[str, Tensor], *, batch: int = 32
-) -> Tensor:
-    r"""Distance a sample's token vectors must move to change its linearised prediction.
-
-    Frobenius norm, (samples,), float64.
-
-    :math:`\min_j (z_y - z_j) / |\nabla (z_y - z_j)|` over the other classes j, y the predicted one;
-    infinite where a difference has no gradient. A reading of the Jacobian at one point, not a
-    certificate: the network is not linear.
-    """
-    model = measurable(bare_model(model))
-    inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
-    found = []
-    count = len(next(iter(inputs.values())))
-    for i in range(0, count, batch):
-        piece = {name: t[i : i + batch] if len(t) == count else t for name, t in inputs.items()}
-        with chain(model, piece, "embeddings", "logits") as (f, x, real):
-            with torch.no_grad():
-                logits = f(x).double()
-            rows = NetworkJacobian(f, x, real).dense().double()
-            label = logits.argmax(-1, keepdim=True)
-            margin = logits.gather(1, label) - logits
-            slope = torch.linalg.vector_norm(
-                rows.gather(1, label[..., None].expand(-1, 1, rows.shape[2])) - rows, dim=-1
-            )
-            ratio = (margin / slope.clamp_min(1e-300)).scatter(1, label, math.inf)
-            found.append(ratio.amin(-1).cpu())
-    return torch.cat(found)

@@ -134,7 +134,8 @@ def reproduce(
         )
     )
     for one in chosen:
-        ds = one.reproduce(setting, output)
+        ds = one.saved(setting, output)
+        one.render(ds, output)
         typer.echo(
             f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, "
             f".png, .txt and .tex, from {output / one.stored}\n"

@@ -10,9 +10,7 @@ With ``transformers.Trainer``: ``class MyTrainer(PenaltyMixin, Trainer)``, then
 ``trainer.penalty = JaSMin(); trainer.strength = 1e-3``.
 """
 
-from lipbound.regularizers.bound_penalty import SoundPenalty
-from lipbound.regularizers.jasmin import JaSMin
-from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
 from lipbound.regularizers.trainer import PenaltyMixin
 
 __all__ = ["JaSMin", "PenaltyMixin", "SoundPenalty", "Specformer"]

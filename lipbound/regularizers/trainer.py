@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, real, shown, tell
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.bound_penalty import SoundPenalty
-from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.penalties import SoundPenalty, Specformer
 
 
 class PenaltyMixin:
@@ -82,15 +81,11 @@ class PenaltyMixin:
             )
         must = "a finite number, the factor of the penalty, such as 1e-3"
         strength = real("strength", self.strength, must)
-        if strength and self.penalty is None:
-            raise LipboundError(
-                f"{name} has strength {strength:g} but no penalty; set penalty, such as "
-                "lipbound.regularizers.JaSMin()"
-            )
         if strength and (not callable(self.penalty) or isinstance(self.penalty, type)):
             raise LipboundError(
-                f"penalty is {shown(self.penalty)}; give JaSMin(), Specformer(...), "
-                "SoundPenalty() or a function of attention probabilities"
+                f"{name} has strength {strength:g} but no penalty: penalty is "
+                f"{shown(self.penalty)}; give JaSMin(), Specformer(...), SoundPenalty() or a "
+                "function of attention probabilities"
             )
         return strength
 
@@ -105,14 +100,12 @@ class PenaltyMixin:
         assert self.penalty is not None
         if isinstance(self.penalty, Specformer):
             result, extra = loss(), self.penalty(model)
-        elif isinstance(self.penalty, SoundPenalty):
-            with attention_layers(model, self.layers) as found:
+        else:
+            bound = isinstance(self.penalty, SoundPenalty)
+            finding: Any = attention_layers if bound else attention_probabilities
+            with finding(model, self.layers) as found:
                 result = loss()
             extra = self.penalty(found)
-        else:
-            with attention_probabilities(model, self.layers) as attentions:
-                result = loss()
-            extra = self.penalty(attentions)
         if not isinstance(extra, Tensor) or extra.numel() != 1:
             shape = f"a tensor of shape {tuple(extra.shape)}" if isinstance(extra, Tensor) else ""
             raise LipboundError(

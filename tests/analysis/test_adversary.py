@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lipbound.analysis.adversary import attack
+from lipbound.analysis.adversarial_inputs import attack
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.spectral_norm import spectral_norm
 

@@ -165,8 +165,8 @@ def test_bad_ends() -> None:
     model = build(MODELS["vit"])
     inputs = inputs_for(model)
     for options, message in (
-        ({"start": 2}, "must be the number of a block, and this model has 2"),
-        ({"end": 2}, "must be the number of a block"),
+        ({"start": 2}, "or the number of a block, of which this model has 2"),
+        ({"end": 2}, "or the number of a block"),
         ({"start": 1, "end": 0}, "end at 1 or later"),
         ({"end": "pooler"}, "give 'logits'"),
         ({"end": "last_hidden_state"}, "has no last_hidden_state"),

@@ -1,4 +1,4 @@
-"""Bounds over balls against an adversary, against samples of the ball, and at radius 0."""
+"""Bounds over balls against an adversarial_inputs, against samples of the ball, and at radius 0."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from support.oracles import oracle
 from support.strategies import part
 
 from lipbound import bounds
-from lipbound.analysis import adversary
+from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import jacobian_norm
 from lipbound.bounds.ball.over_ball import CERTIFIED_TOL, _sample
@@ -33,7 +33,7 @@ def test_no_bound_is_below_the_adversary(kind: str, ball: str) -> None:
     )
     values = bounds.over_ball(att, radii, ball=ball)
     for radius, value in zip(radii, values.unbind(-1), strict=True):
-        found = adversary.attack(att, radius, ball=ball, steps=8, starts=2).norm
+        found = adversarial_inputs.attack(att, radius, ball=ball, steps=8, starts=2).norm
         assert bool((found >= exact * (1 - 1e-6)).all())
         assert bool((value >= found * (1 - 1e-9)).all())
         for name in WITH_RADIUS:
@@ -51,7 +51,7 @@ def test_no_bound_is_below_the_adversary(kind: str, ball: str) -> None:
 @pytest.mark.parametrize("ball", BALLS)
 def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, ball: str) -> None:
     radius = 0.5
-    found = adversary.attack(att, radius, ball=ball, steps=6, starts=2)
+    found = adversarial_inputs.attack(att, radius, ball=ball, steps=6, starts=2)
     move = (found.x - att.x[:, None]).norm(dim=-1)
     assert float((move if ball == "token" else move.norm(dim=-1)).max()) <= radius
     for h in range(att.heads):
@@ -72,7 +72,7 @@ def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, ba
 
 def test_the_adversary_climbs() -> None:
     att = random_attention("plain")
-    assert bool((adversary.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
+    assert bool((adversarial_inputs.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
 
 
 @pytest.mark.parametrize(("ball", "seed", "head"), [("frobenius", 0, (1, 0)), ("token", 1, (1, 1))])
@@ -84,7 +84,8 @@ def test_the_adversary_turns_sharp_queries_to_other_keys(
     att = random_attention("sharp", seed=seed)
     radius = 0.03 * float(att.x.norm(dim=-1).mean())
     found, without = (
-        adversary.attack(att, radius, ball=ball, steps=4, starts=starts).norm for starts in (7, 6)
+        adversarial_inputs.attack(att, radius, ball=ball, steps=4, starts=starts).norm
+        for starts in (7, 6)
     )
     assert bool((found >= without).all())
     assert float(found[head]) > 1.7 * float(without[head])
@@ -189,7 +190,7 @@ def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
 def test_float32_attacks_stay_in_the_ball(ball: str, relative: float) -> None:
     att = random_attention("biases", dtype=torch.float32)
     radius = relative * float(att.x.norm(dim=-1).mean())
-    found = adversary.attack(att, radius, ball=ball, steps=6, starts=2)
+    found = adversarial_inputs.attack(att, radius, ball=ball, steps=6, starts=2)
     move = found.x.double() - att.x[:, None].double()
     size = move.norm(dim=-1).amax() if ball == "token" else move.flatten(2).norm(dim=-1).amax()
     assert float(size) <= radius
@@ -209,7 +210,7 @@ def test_radii_come_as_any_number_that_is_in_range() -> None:
 
 def test_the_curve_brackets() -> None:
     att = random_attention("biases")
-    ds = adversary.radius_curve(att, [0.0, 0.1, 1.0], steps=4, starts=2)
+    ds = adversarial_inputs.radius_curve(att, [0.0, 0.1, 1.0], steps=4, starts=2)
     assert ds["over_ball"].dims == ("sample", "head", "radius")
     assert bool((ds["adversary"] <= ds["over_ball"]).all())
     assert bool((ds["adversary"].diff("radius") >= 0).all())
@@ -235,7 +236,7 @@ def test_bounds_without_a_radius_say_so() -> None:
     with pytest.raises(LipboundError, match="without a radius"):
         bounds.get("yudin_g1").over_ball(random_attention("plain"), 1.0)
     with pytest.raises(LipboundError, match="at least one of each"):
-        adversary.attack(random_attention("plain"), 1.0, starts=0)
+        adversarial_inputs.attack(random_attention("plain"), 1.0, starts=0)
 
 
 @pytest.mark.each_value(kind=("biases", "padded", "sharp"))

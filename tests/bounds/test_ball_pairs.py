@@ -10,7 +10,7 @@ from support.variants import MASKS, layer
 from torch import Tensor
 
 from lipbound import bounds
-from lipbound.analysis import adversary
+from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.centre_entries import CentreErrors
 from lipbound.bounds.ball.centre_pairs import (
@@ -214,7 +214,7 @@ def test_no_attack_on_rotary_and_sink_heads_gets_above(has: str, mask: str, ball
     )
     values = bounds.over_ball(att, radii, ball=ball)
     for radius, value in zip(radii, values.unbind(-1), strict=True):
-        found = adversary.attack(att, radius, ball=ball, steps=3, starts=1, seed=1).norm
+        found = adversarial_inputs.attack(att, radius, ball=ball, steps=3, starts=1, seed=1).norm
         assert bool((value * HOLDS >= found).all())
     assert bool((values <= by_entries(att, radii, ball) * (1 + 1e-12)).all())
 

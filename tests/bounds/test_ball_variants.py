@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound import bounds
-from lipbound.analysis import adversary
+from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.attention.variants.qk_norm import QKNorm
@@ -39,7 +39,7 @@ def moves(att: Attention, ball: str, radius: float, count: int, seed: int) -> Te
     move[-1, 1:] = 0
     part = torch.rand(count, 1, 1, generator=g, dtype=torch.float64)
     part[::2] = 1 - 1e-12
-    return att.x + part * radius * adversary._unit(move, ball)
+    return att.x + part * radius * adversarial_inputs._unit(move, ball)
 
 
 def norms_at(att: Attention, h: int, points: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def test_no_point_of_the_ball_is_above(
         )
         # gradients at one-hot rows are so small that their squares vanish
         up = up / up.abs().amax().clamp_min(1e-300)
-        step = radius * (1 - 1e-12) * adversary._unit(up, ball)
+        step = radius * (1 - 1e-12) * adversarial_inputs._unit(up, ball)
         found = norms_at(one, h, torch.cat([one.x, one.x + step, one.x - step, points]))
         assert bool((bound[h] >= found * (1 - 1e-9)).all())
 
@@ -139,7 +139,7 @@ def test_the_adversary_on_every_variant(has: set[str], ball: str) -> None:
     # one head of each would leave their order untested
     att = layer(7, frozenset(has), mask="padded", scale=0.7).select(heads=slice(0, 2))
     radius = 0.2
-    found = adversary.attack(att, radius, ball=ball, steps=3, starts=1)
+    found = adversarial_inputs.attack(att, radius, ball=ball, steps=3, starts=1)
     move = (found.x - att.x[:, None]).norm(dim=-1)
     assert float((move if ball == "token" else move.norm(dim=-1)).max()) <= radius
     assert bool((found.norm >= oracle(att) * (1 - 1e-6)).all())

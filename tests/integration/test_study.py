@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from lipbound.regularizers.bound_penalty import SoundPenalty
+from lipbound.regularizers.penalties import SoundPenalty
 
 STUDY = Path(__file__).parents[2] / "benchmarks" / "jasmin"
 

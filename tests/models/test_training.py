@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipbound.errors import CaptureError
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.jasmin import JaSMin
+from lipbound.regularizers.penalties import JaSMin
 
 DOCUMENTS = torch.block_diag(torch.ones(5, 5), torch.ones(4, 4)).bool()[None, None]
 """Two documents in one text of nine tokens."""

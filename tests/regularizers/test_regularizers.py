@@ -23,9 +23,7 @@ from lipbound.models.training.differentiable import (
     attention_probabilities,
     projections,
 )
-from lipbound.regularizers.bound_penalty import SoundPenalty
-from lipbound.regularizers.jasmin import JaSMin
-from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
 from lipbound.regularizers.trainer import PenaltyMixin
 
 

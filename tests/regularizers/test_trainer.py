@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, Notice
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.bound_penalty import SoundPenalty
-from lipbound.regularizers.jasmin import JaSMin
-from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
 from lipbound.regularizers.trainer import PenaltyMixin
 
 LENGTHS = (9, 6, 4, 9)

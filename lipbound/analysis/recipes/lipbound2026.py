@@ -6,11 +6,13 @@ import numpy as np
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 from scipy.stats import spearmanr
+from torch import Tensor
 
+from lipbound.analysis import by_layer
 from lipbound.analysis.mean_field import duplicated_norm, query_block_norms
-from lipbound.analysis.recipes.registry import Setting, of, register, sheet
+from lipbound.analysis.recipes.registry import Recipe, Setting, of, plain_ticks, sheet
+from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import spectral_norm
@@ -20,203 +22,177 @@ from lipbound.models.inputs import token_texts
 from lipbound.reporting.charts import token_profile as draw_profile
 from lipbound.schema import NORMS
 
-
-def which_map(setting: Setting) -> xr.Dataset:
-    """Compute the exact norm of every map a layer has.
-
-    And the sum over heads with their slices of the projection.
-    """
-    checkpoint, layers, data = setting.capture(setting.count(4, 100))
-    tables: dict[str, list[torch.Tensor]] = {}
-    for att in layers:
-        heads = {
-            name: spectral_norm(att, map=name, tol=1e-4).lower for name in ("head", "head_out")
-        }
-        for name, values in heads.items():
-            tables.setdefault(f"{name}, largest", []).append(values.amax(-1))
-        tables.setdefault("head_out, sum over heads", []).append(heads["head_out"].sum(-1))
-        for name in WHOLE:
-            try:
-                tables.setdefault(name, []).append(spectral_norm(att, map=name, tol=1e-4).lower)
-            except LipboundError:
-                if name not in BLOCKS:
-                    raise
-                tables[name].append(torch.full((att.samples,), torch.nan, dtype=torch.float64))
-    kept = {name: torch.stack(values).numpy() for name, values in tables.items()}
-    kept = {name: values for name, values in kept.items() if not np.isnan(values).all()}
-    ds = xr.Dataset(
-        {"norm": (("map", "layer", "sample"), np.stack(list(kept.values())))},
-        coords={"map": np.array(list(kept), dtype=object)},
-    )
-    ds.attrs = setting.attributes(checkpoint, data)
-    return ds
+OF_MAPS = ("head, largest", "head_out, largest", "head_out, sum over heads", *WHOLE)
+"""What `WhichMap` shows of a layer."""
+ENDS = {"moved": "lower", "moved_upper": "upper"}
+ENDS |= {"output": "output_lower", "output_upper": "output_upper"}
+"""Names in a Dataset of the fields of a `TokenProfile`."""
 
 
-def draw_which_map(ds: xr.Dataset) -> Figure:
-    """A line for each map over layers."""
-    with sheet(1, 1, width=4.8, height=2.8) as (figure, (axes,)):
-        for name, values in zip(ds["map"].values, ds["norm"].mean("sample").values, strict=True):
-            axes.plot(range(len(values)), values, "o-", markersize=2.5, linewidth=0.8, label=name)
-        axes.set(xlabel="layer", ylabel="exact local Lipschitz constant", yscale="log")
-        axes.legend(ncols=2)
-    return figure
+class WhichMap(Recipe):
+    """Exact constants of the maps that papers call attention."""
 
+    name, cost = "which-map", "20 s"
+    source = "definitions in lipbound.jacobians.spectral_norm and lipbound.jacobians.whole_layer"
 
-def caption_which_map(ds: xr.Dataset) -> str:
-    """Sentences on the names of the maps, and how far apart their norms are."""
-    ratio = ds["norm"].sel(map="head_out, sum over heads") / ds["norm"].sel(map="layer")
-    names = ds["map"].values.tolist()
-    meaning = "; ".join(
-        f"{name}: {text}"
-        for name, text in MAPS.items()
-        if name in names or f"{name}, largest" in names
-    )
-    return (
-        f"{of(ds)}, exact norms, mean over samples. {meaning}. The sum over heads is "
-        f"{float(ratio.min()):.3g} to {float(ratio.max()):.3g} times the exact norm of the layer."
-    )
+    def compute(self, setting: Setting) -> xr.Dataset:
+        """Compute the exact norm of every map a layer has.
 
+        And the sum over heads with their slices of the projection.
+        """
+        ds = setting.measured(setting.count(4, 100), _norms_of_maps, "map", "sample")
+        ds = ds.assign_coords(map=np.array(OF_MAPS, dtype=object))
+        return ds.dropna("map", how="all").transpose("map", "layer", "sample")
 
-register(
-    name="which-map",
-    title="Exact constants of the maps that papers call attention",
-    source="definitions in lipbound.jacobians.spectral_norm and lipbound.jacobians.whole_layer",
-    compute=which_map,
-    draw=draw_which_map,
-    caption=caption_which_map,
-    cost="20 s",
-)
+    def draw(self, ds: xr.Dataset) -> Figure:
+        """A line for each map over layers."""
+        mean = ds["norm"].mean("sample").transpose("layer", "map")
+        with sheet(1, 1, width=4.8, height=2.8) as (figure, (axes,)):
+            names = ds["map"].values.tolist()
+            axes.plot(mean, "o-", markersize=2.5, linewidth=0.8, label=names)
+            axes.set(xlabel="layer", ylabel="exact local Lipschitz constant", yscale="log")
+            axes.legend(ncols=2)
+        return figure
 
-
-def three_norms(setting: Setting) -> xr.Dataset:
-    """Compute the exact norm of every head for three kinds of perturbation.
-
-    Tokens moved together, each by up to one, or one alone; lower ends of enclosures 1e-3 wide.
-    """
-    checkpoint, layers, data = setting.capture(setting.count(2, 20))
-    tables = {
-        "frobenius": [spectral_norm(att, tol=1e-4).lower for att in layers],
-        "every-token": [token_norm(att, "every-token").lower for att in layers],
-        "one-token": [token_norm(att, "one-token").lower for att in layers],
-    }
-    stacked = np.stack([torch.stack(values).cpu().numpy() for values in tables.values()])
-    ds = xr.Dataset(
-        {
-            "exact": (("norm", "layer", "sample", "head"), stacked),
-            "length": ("sample", layers[0].lengths.cpu().numpy()),
-        },
-        coords={"norm": np.array(list(tables), dtype=object)},
-    )
-    ds.attrs = setting.attributes(checkpoint, data)
-    return ds
-
-
-def draw_three_norms(ds: xr.Dataset) -> Figure:
-    """A point for each head and sample, in two norms; colours are layers."""
-    layer = np.broadcast_to(
-        np.arange(ds.sizes["layer"])[:, None, None], ds["exact"][0].shape
-    ).ravel()
-    with sheet(1, 2, width=5.4, height=2.6) as (figure, axes):
-        x = ds["exact"].sel(norm="frobenius").values.ravel()
-        for panel, norm in zip(axes, ("every-token", "one-token"), strict=True):
-            points = panel.scatter(
-                x,
-                ds["exact"].sel(norm=norm).values.ravel(),
-                c=layer,
-                s=4,
-                linewidths=0,
-                cmap="viridis",
-            )
-            panel.plot([x.min(), x.max()], [x.min(), x.max()], "k:", linewidth=0.8)
-            panel.set(
-                xlabel="exact, Frobenius norm",
-                ylabel=f"exact, {norm} norm",
-                xscale="log",
-                yscale="log",
-            )
-            for axis in (panel.xaxis, panel.yaxis):  # 2 and 5 too, as plain numbers
-                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_locator(NullLocator())
-        figure.colorbar(points, ax=axes, label="layer")
-    return figure
-
-
-def caption_three_norms(ds: xr.Dataset) -> str:
-    """Sentences on how far the norms are apart and how they rank the heads.
-
-    They name the head that is the steepest in each.
-    """
-    base = ds["exact"].sel(norm="frobenius")
-    said, heads = [], []
-    for norm in ds["norm"].values.tolist():
-        values = ds["exact"].sel(norm=norm)
-        layer, head = np.unravel_index(
-            int(values.mean("sample").values.argmax()), (ds.sizes["layer"], ds.sizes["head"])
+    def caption(self, ds: xr.Dataset) -> str:
+        """Sentences on the names of the maps, and how far apart their norms are."""
+        ratio = ds["norm"].sel(map="head_out, sum over heads") / ds["norm"].sel(map="layer")
+        names = {name.removesuffix(", largest") for name in ds["map"].values}
+        meaning = "; ".join(f"{name}: {text}" for name, text in MAPS.items() if name in names)
+        return (
+            f"{of(ds)}, exact norms, mean over samples. {meaning}. The sum over heads is "
+            f"{float(ratio.min()):.3g} to {float(ratio.max()):.3g} times the exact norm of the "
+            "layer."
         )
-        heads.append(f"head {head} of layer {layer} ({norm})")
-        if norm != "frobenius":
-            ratio = (values / base).values
-            rank = float(spearmanr(values.values.ravel(), base.values.ravel()).statistic)
-            far = f"{np.nanmin(ratio):.3g} to {np.nanmax(ratio):.3g} times the Frobenius norm"
-            said.append(f"{norm}: {NORMS[norm]}; {far}, rank correlation with it {rank:.2f}")
-    return (
-        f"{of(ds)}, {int(ds['length'].max())} tokens at most, one point for each head and "
-        "sample; on the dotted line both norms are equal. "
-        f"{'. '.join(said)}. Steepest, mean over samples: {', '.join(heads)}."
-    )
 
 
-register(
-    name="three-norms",
-    title="The same heads in three norms",
-    source="lipbound.token_norm and docs/theory/token_norms.md",
-    compute=three_norms,
-    draw=draw_three_norms,
-    caption=caption_three_norms,
-    cost="1 min",
-)
+def _norms_of_maps(att: Attention) -> dict[str, Tensor]:
+    """Norms that `OF_MAPS` names, (maps, samples); NaN where the layer has no such map."""
+    head, out = (spectral_norm(att, map=name, tol=1e-4).lower for name in ("head", "head_out"))
+    found = [head.amax(-1), out.amax(-1), out.sum(-1)]
+    for name in WHOLE:
+        try:
+            found.append(spectral_norm(att, map=name, tol=1e-4).lower)
+        except LipboundError:
+            if name not in BLOCKS:
+                raise
+            found.append(torch.full_like(found[0], torch.nan))
+    return {"norm": torch.stack(found)}
 
 
-def token_profiles(setting: Setting) -> xr.Dataset:
-    """Compute the effect of each token alone on all outputs, and of all on each output.
+class ThreeNorms(Recipe):
+    """The same heads in three norms."""
 
-    For every head; both ends, with the text of the tokens.
-    """
-    samples = setting.count(1, 1)
-    checkpoint, inputs = setting.read(samples, max_length=128 if setting.full else 48)
-    layers = setting.layers(checkpoint, inputs, samples)
-    found = [token_profile(att) for att in layers]
-    ends = {
-        "moved": "lower",
-        "moved_upper": "upper",
-        "output": "output_lower",
-        "output_upper": "output_upper",
-    }
-    ds = xr.Dataset(
-        {
-            name: (
-                ("layer", "sample", "head", "token"),
-                torch.stack([getattr(one, end) for one in found]).numpy(),
-            )
-            for name, end in ends.items()
-        }
-    )
-    valid = layers[0].valid
-    real = (
-        np.ones((ds.sizes["sample"], ds.sizes["token"]), dtype=bool)
-        if valid is None
-        else valid.cpu().numpy()
-    )
-    texts = np.full(real.shape, "", dtype=object)
-    for sample, kept in enumerate(real):
-        words = token_texts(checkpoint, inputs, sample)
-        texts[sample, kept] = (
-            words if len(words) == kept.sum() else [str(j) for j in np.flatnonzero(kept)]
+    name, cost = "three-norms", "1 min"
+    source = "lipbound.token_norm and docs/theory/token_norms.md"
+
+    def compute(self, setting: Setting) -> xr.Dataset:
+        """Compute the exact norm of every head for three kinds of perturbation.
+
+        Tokens moved together, each by up to one, or one alone; lower ends of enclosures 1e-3 wide.
+        """
+
+        def measure(att: Attention) -> dict[str, Tensor]:
+            found = {"frobenius": spectral_norm(att, tol=1e-4).lower}
+            found |= {name: token_norm(att, name).lower for name in ("every-token", "one-token")}
+            return found | {"length": att.lengths}
+
+        ds = setting.measured(setting.count(2, 20), measure, "sample", "head")
+        exact = ds.drop_vars("length").to_dataarray("norm", name="exact")
+        exact = exact.assign_coords(norm=exact["norm"].astype(object))
+        return xr.Dataset({"exact": exact, "length": ds["length"].isel(layer=0)}, attrs=ds.attrs)
+
+    def draw(self, ds: xr.Dataset) -> Figure:
+        """A point for each head and sample, in two norms; colours are layers."""
+        exact = {name: ds["exact"].sel(norm=name).values for name in ds["norm"].values}
+        x = exact.pop("frobenius")
+        layer = np.indices(x.shape)[0]
+        with sheet(1, 2, width=5.4, height=2.6) as (figure, axes):
+            for panel, (norm, y) in zip(axes, exact.items(), strict=True):
+                points = panel.scatter(x, y, c=layer, s=4, linewidths=0, cmap="viridis")
+                panel.plot([x.min(), x.max()], [x.min(), x.max()], "k:", linewidth=0.8)
+                panel.set(xlabel="exact, Frobenius norm", ylabel=f"exact, {norm} norm")
+                panel.set(xscale="log", yscale="log")
+                for axis in (panel.xaxis, panel.yaxis):
+                    plain_ticks(axis)
+            figure.colorbar(points, ax=axes, label="layer")
+        return figure
+
+    def caption(self, ds: xr.Dataset) -> str:
+        """Sentences on how far the norms are apart and how they rank the heads.
+
+        They name the head that is the steepest in each.
+        """
+        base = ds["exact"].sel(norm="frobenius")
+        said, heads = [], []
+        for norm in ds["norm"].values.tolist():
+            values = ds["exact"].sel(norm=norm)
+            mean = values.mean("sample").values
+            layer, head = np.unravel_index(int(mean.argmax()), mean.shape)
+            heads.append(f"head {head} of layer {layer} ({norm})")
+            if norm != "frobenius":
+                ratio = (values / base).values
+                rank = float(spearmanr(values.values.ravel(), base.values.ravel()).statistic)
+                far = f"{np.nanmin(ratio):.3g} to {np.nanmax(ratio):.3g} times the Frobenius norm"
+                said.append(f"{norm}: {NORMS[norm]}; {far}, rank correlation with it {rank:.2f}")
+        return (
+            f"{of(ds)}, {int(ds['length'].max())} tokens at most, one point for each head and "
+            "sample; on the dotted line both norms are equal. "
+            f"{'. '.join(said)}. Steepest, mean over samples: {', '.join(heads)}."
         )
-    ds["text"], ds["real"] = (("sample", "token"), texts), (("sample", "token"), real)
-    ds.attrs = setting.attributes(checkpoint, inputs.description)
-    return ds
+
+
+class TokenProfiles(Recipe):
+    """Which tokens a head is sensitive to."""
+
+    name, cost = "token-profile", "20 s"
+    source = "lipbound.token_profile and Lemma 92 of docs/theory/token_norms.md"
+
+    def compute(self, setting: Setting) -> xr.Dataset:
+        """Compute the effect of each token alone on all outputs, and of all on each output.
+
+        For every head; both ends, with the text of the tokens.
+        """
+        samples = setting.count(1, 1)
+        checkpoint, layers, inputs = setting.capture(samples, 128 if setting.full else 48)
+        profiles = [token_profile(att) for att in layers]
+        found = [{name: getattr(one, end) for name, end in ENDS.items()} for one in profiles]
+        ds = by_layer(found, "sample", "head", "token")
+        shape, valid = (ds.sizes["sample"], ds.sizes["token"]), layers[0].valid
+        real = np.ones(shape, dtype=bool) if valid is None else valid.cpu().numpy()
+        texts = np.full(shape, "", dtype=object)
+        for sample, kept in enumerate(real):
+            words = token_texts(checkpoint, inputs, sample)
+            numbers = [str(j) for j in np.flatnonzero(kept)]
+            texts[sample, kept] = words if len(words) == kept.sum() else numbers
+        ds["text"], ds["real"] = (("sample", "token"), texts), (("sample", "token"), real)
+        return ds.assign_attrs(setting.attributes(checkpoint, inputs))
+
+    def draw(self, ds: xr.Dataset) -> Figure:
+        """All heads of the layer with the steepest one, at the first sample."""
+        layer, real = _steepest(ds)[0], ds["real"].values[0]
+        one = ds.isel(layer=layer, sample=slice(0, 1), token=real)
+        lower, upper, *output = (torch.from_numpy(one[name].values) for name in ENDS)
+        profile = TokenProfile(lower, upper, output[0], output[1])
+        title = f"{ds.attrs['model']}, layer {layer}"
+        return draw_profile(profile, one["text"].values[0].tolist(), title=title)
+
+    def caption(self, ds: xr.Dataset) -> str:
+        """Sentences on the profiles shown, and the tokens that do most in how many heads."""
+        layer, head, token = _steepest(ds)
+        words = ds["text"].values[0].tolist()
+        first = ds["moved"].isel(sample=0)
+        loudest = Counter(first.argmax("token").values.ravel().tolist()).most_common(3)
+        most = ", ".join(f'"{words[j]}" (token {j}) in {count}' for j, count in loudest)
+        return (
+            f"{of(ds)}, first sample, {int(ds['real'][0].sum())} tokens, all heads of layer "
+            f"{layer}. Above, how far all outputs of a head move "
+            "(Frobenius norm) when one token alone moves by 1; below, how far an output moves when "
+            "all tokens move, by 1 in all (Frobenius norm). "
+            f'The steepest is head {head} at "{words[token]}", '
+            f"{float(first[layer, head, token]):.3g}. The token that does most, of the "
+            f"{ds.sizes['layer'] * ds.sizes['head']} heads of all layers, is {most}."
+        )
 
 
 def _steepest(ds: xr.Dataset) -> tuple[int, int, int]:
@@ -226,104 +202,38 @@ def _steepest(ds: xr.Dataset) -> tuple[int, int, int]:
     return int(layer), int(head), int(token)
 
 
-def draw_token_profiles(ds: xr.Dataset) -> Figure:
-    """All heads of the layer with the steepest one, at the first sample."""
-    layer = _steepest(ds)[0]
-    one = ds.isel(layer=layer, sample=slice(0, 1))
-    real = one["real"].values[0]
-    moved, above, output, over = (
-        torch.from_numpy(one[name].values[..., real])
-        for name in ("moved", "moved_upper", "output", "output_upper")
-    )
-    return draw_profile(
-        TokenProfile(moved, above, output, over),
-        one["text"].values[0][real].tolist(),
-        title=f"{ds.attrs['model']}, layer {layer}",
-    )
+class MassSplitting(Recipe):
+    """When copies of tokens make attention steeper."""
 
+    name, cost = "mass-splitting", "20 s"
+    source = "Lemma 64 (docs/theory/inputs.md)"
 
-def caption_token_profiles(ds: xr.Dataset) -> str:
-    """Sentences on the profiles shown, and the tokens that do most in how many heads."""
-    layer, head, token = _steepest(ds)
-    words = ds["text"].values[0].tolist()
-    loudest = Counter(
-        ds["moved"].isel(sample=0).argmax("token").values.ravel().tolist()
-    ).most_common(3)
-    most = ", ".join(f'"{words[j]}" (token {j}) in {count}' for j, count in loudest)
-    return (
-        f"{of(ds)}, first sample, {int(ds['real'][0].sum())} tokens, all heads of layer {layer}. "
-        "Above, how far all outputs of a head move "
-        "(Frobenius norm) when one token alone moves by 1; below, how far an output moves when "
-        "all tokens move, by 1 in all (Frobenius norm). "
-        f'The steepest is head {head} at "{words[token]}", '
-        f"{float(ds['moved'][layer, 0, head, token]):.3g}. The token that does most, of the "
-        f"{ds.sizes['layer'] * ds.sizes['head']} heads of all layers, is {most}."
-    )
+    def compute(self, setting: Setting) -> xr.Dataset:
+        """Compute max_i ||B_i|| beside the exact norm, head by head.
 
+        Where the former is larger, copies of tokens make the head steeper.
+        """
 
-register(
-    name="token-profile",
-    title="Which tokens a head is sensitive to",
-    source="lipbound.token_profile and Lemma 92 of docs/theory/token_norms.md",
-    compute=token_profiles,
-    draw=draw_token_profiles,
-    caption=caption_token_profiles,
-    cost="20 s",
-)
+        def measure(att: Attention) -> dict[str, Tensor]:
+            exact, own = spectral_norm(att, tol=1e-4).lower, query_block_norms(att).amax(-1)
+            return {"exact": exact, "own_query": own, "duplicated": duplicated_norm(att, exact)}
 
+        return setting.measured(setting.count(4, 100), measure, "sample", "head")
 
-def splitting(setting: Setting) -> xr.Dataset:
-    """Compute max_i ||B_i|| beside the exact norm, head by head.
+    def draw(self, ds: xr.Dataset) -> Figure:
+        """A point for each head."""
+        x, y = ds["exact"].values.ravel(), ds["own_query"].values.ravel()
+        with sheet(1, 1, width=3.45, height=2.8) as (figure, (axes,)):
+            axes.loglog(x, y, "o", markersize=1.8, color="#4477aa")
+            axes.loglog([x.min(), x.max()], [x.min(), x.max()], "k:", linewidth=0.8)
+            axes.set(xlabel=r"exact $\|J\|$", ylabel=r"$\max_i \|B_i\|$")
+        return figure
 
-    Where the former is larger, copies of tokens make the head steeper.
-    """
-    checkpoint, layers, data = setting.capture(setting.count(4, 100))
-    exact = [spectral_norm(att, tol=1e-4).lower for att in layers]
-    own = [query_block_norms(att).amax(-1) for att in layers]
-    copies = [duplicated_norm(att, norm) for att, norm in zip(layers, exact, strict=True)]
-    names = {"exact": exact, "own_query": own, "duplicated": copies}
-    ds = xr.Dataset(
-        {
-            name: (("layer", "sample", "head"), torch.stack(values).cpu().numpy())
-            for name, values in names.items()
-        }
-    )
-    ds.attrs = setting.attributes(checkpoint, data)
-    return ds
-
-
-def draw_splitting(ds: xr.Dataset) -> Figure:
-    """A point for each head."""
-    with sheet(1, 1, width=3.45, height=2.8) as (figure, (axes,)):
-        axes.loglog(
-            ds["exact"].values.ravel(),
-            ds["own_query"].values.ravel(),
-            "o",
-            markersize=1.8,
-            color="#4477aa",
+    def caption(self, ds: xr.Dataset) -> str:
+        """Sentence on the number of heads that split."""
+        ratio = ds["own_query"] / ds["exact"]
+        return (
+            f"{of(ds)}. Above the dotted line a head splits: with every token doubled its local "
+            f"constant is max_i ||B_i||. {int((ratio > 1).sum())} of "
+            f"{ratio.size} heads and samples do; the largest ratio is {float(ratio.max()):.3g}."
         )
-        ends = [float(ds["exact"].min()), float(ds["exact"].max())]
-        axes.loglog(ends, ends, "k:", linewidth=0.8)
-        axes.set(xlabel=r"exact $\|J\|$", ylabel=r"$\max_i \|B_i\|$")
-    return figure
-
-
-def caption_splitting(ds: xr.Dataset) -> str:
-    """Sentence on the number of heads that split."""
-    ratio = ds["own_query"] / ds["exact"]
-    return (
-        f"{of(ds)}. Above the dotted line a head splits: with every token doubled its local "
-        f"constant is max_i ||B_i||. {int((ratio > 1).sum())} of "
-        f"{ratio.size} heads and samples do; the largest ratio is {float(ratio.max()):.3g}."
-    )
-
-
-register(
-    name="mass-splitting",
-    title="When copies of tokens make attention steeper",
-    source="Lemma 64 (docs/theory/inputs.md)",
-    compute=splitting,
-    draw=draw_splitting,
-    caption=caption_splitting,
-    cost="20 s",
-)

@@ -6,7 +6,8 @@ A recipe is one figure or claim of a paper, computed and drawn for any checkpoin
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,13 +17,16 @@ from typing import Any
 import matplotlib
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+from torch import Tensor
 
+from lipbound.analysis import by_layer, provenance
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
-from lipbound.devices import device_name, resolve_device, versions
-from lipbound.errors import StoreError, UnknownNameError, nearest, shown, tell
+from lipbound.devices import resolve_device
+from lipbound.errors import StoreError, choice, shown, tell
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import Inputs, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
@@ -63,98 +67,95 @@ class Setting:
         """The data, at least the default one."""
         return self.data or (None,)
 
+    def options(self) -> dict[str, Any]:
+        """Those that `lipbound.compare` and `sequence_growth` take under the same name."""
+        names = ("column", "split", "device", "dtype", "seed")
+        return {name: getattr(self, name) for name in names}
+
     def asked(self) -> dict[str, Any]:
         """Settings asked for, in JSON's types; objects in memory by their types."""
-        named = [
+        model, *data = (
             str(one) if isinstance(one, str | Path) else type(one).__name__
             for one in (self.model, *self.data)
-        ]
-        rest = {
-            "column": self.column,
-            "split": self.split,
-            "samples": self.samples,
-            "full": self.full,
-            "dtype": str(self.dtype),
-            "seed": self.seed,
-        }
-        return {"model": named[0], "data": named[1:]} | rest
-
-    def read(self, samples: int, max_length: int = 128) -> tuple[Checkpoint, Inputs]:
-        """The checkpoint, and some samples."""
-        checkpoint = load_checkpoint(
-            self.model, dtype=self.dtype, device=resolve_device(self.device)
         )
-        return checkpoint, prepare(
-            checkpoint,
-            self.texts[0],
-            samples=samples,
-            max_length=max_length,
-            column=self.column,
-            split=self.split,
-        )
-
-    def layers(self, checkpoint: Checkpoint, inputs: Inputs, samples: int) -> list[Attention]:
-        """The checkpoint's layers at the first samples."""
-        found = Capturer(checkpoint.model, around=True).run(
-            inputs.block(0, samples, resolve_device(self.device))
-        )
-        return in_closed_form((layer.attention for layer in found), "this recipe")
+        kept = ("column", "split", "samples", "full", "seed")
+        rest = {name: getattr(self, name) for name in kept}
+        return {"model": model, "data": data, "dtype": str(self.dtype)} | rest
 
     def capture(
         self, samples: int, max_length: int = 128
-    ) -> tuple[Checkpoint, list[Attention], str]:
-        """The checkpoint, its layers at some samples, and what the samples are."""
-        checkpoint, inputs = self.read(samples, max_length)
-        return checkpoint, self.layers(checkpoint, inputs, samples), inputs.description
+    ) -> tuple[Checkpoint, list[Attention], Inputs]:
+        """The checkpoint, its layers at some samples, and the samples."""
+        device = resolve_device(self.device)
+        checkpoint = load_checkpoint(self.model, dtype=self.dtype, device=device)
+        options: dict[str, Any] = {"samples": samples, "max_length": max_length}
+        options |= {"column": self.column, "split": self.split}
+        inputs = prepare(checkpoint, self.texts[0], **options)
+        found = Capturer(checkpoint.model, around=True).run(inputs.block(0, samples, device))
+        layers = in_closed_form((layer.attention for layer in found), "this recipe")
+        return checkpoint, layers, inputs
 
-    def attributes(self, checkpoint: Checkpoint | None, data: str) -> dict[str, Any]:
+    def measured(
+        self, samples: int, measure: Callable[[Attention], dict[str, Tensor]], *axes: str
+    ) -> xr.Dataset:
+        """What is measured in each layer at some samples, by `by_layer`, with provenance."""
+        checkpoint, layers, inputs = self.capture(samples)
+        ds = by_layer([measure(att) for att in layers], *axes)
+        return ds.assign_attrs(self.attributes(checkpoint, inputs))
+
+    def attributes(
+        self, checkpoint: Checkpoint | None = None, inputs: Inputs | None = None
+    ) -> dict[str, Any]:
         """Provenance."""
-        found = versions()
-        return {
-            "lipbound": found["lipbound"],
-            "versions": found,
-            "data": data,
-            "dtype": self.dtype,
-            "device": device_name(resolve_device(self.device)),
-            "seed": self.seed,
+        data = inputs.description if inputs else "no data"
+        device = resolve_device(self.device)
+        return provenance(checkpoint, data, device, self.dtype, self.seed) | {
             "full": int(self.full),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        } | (
-            {}
-            if checkpoint is None
-            else {"model": checkpoint.name, "revision": checkpoint.revision}
-        )
+        }
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """One figure or claim.
+class Recipe(ABC):
+    """One figure or claim; a subclass is a row of the table `RECIPES`.
 
     Attributes:
-        name: what it is called on the command line. title: one line. source: paper and place.
-        compute: what it measures. draw: its figure. caption: what exactly the figure shows, with
-            the numbers that matter.
+        name: what it is called on the command line. source: paper and place.
+        title: the first line of the docstring.
         cost: time of the small setting on two CPU cores.
-        run: name of the stored Dataset; recipes that draw the same measurements share it. The
-            recipe's own name by default.
+        run: name of the stored Dataset, by default that of the recipe: one that inherits from
+            another draws the same measurements.
         of_model: whether it measures a model at all.
     """
 
     name: str
-    title: str
     source: str
-    compute: Callable[[Setting], xr.Dataset]
-    draw: Callable[[xr.Dataset], Figure]
-    caption: Callable[[xr.Dataset], str]
     cost: str
-    run: str = ""
-    of_model: bool = True
+    title: str
+    run: str
+    of_model = True
+
+    def __init_subclass__(cls) -> None:
+        cls.run = getattr(cls, "run", cls.name)
+        cls.title = (cls.__doc__ or cls.name).splitlines()[0].removesuffix(".")
+        RECIPES[cls.name] = cls()
+
+    @abstractmethod
+    def compute(self, setting: Setting) -> xr.Dataset:
+        """What it measures, with provenance."""
+
+    @abstractmethod
+    def draw(self, ds: xr.Dataset) -> Figure:
+        """Its figure."""
+
+    @abstractmethod
+    def caption(self, ds: xr.Dataset) -> str:
+        """What exactly the figure shows, with the numbers that matter."""
 
     @property
     def stored(self) -> str:
         """Name of the Zarr store of what it measures, in the folder of its figure."""
-        return f"{self.run or self.name}.zarr"
+        return f"{self.run}.zarr"
 
     def saved(self, setting: Setting, folder: Path) -> xr.Dataset:
         """Load the store in ``folder``, or compute and store it where it is missing.
@@ -169,32 +170,19 @@ class Recipe:
             return ds
         store.check_target(path)
         ds = self.compute(setting)
-        ds.attrs |= {"recipe": self.run or self.name, "asked": setting.asked()}
+        ds.attrs |= {"recipe": self.run, "asked": setting.asked()}
         store.save(ds, path)
         return store.load(path)
 
-    def reproduce(
-        self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")
-    ) -> xr.Dataset:
-        """`saved`, and figure and caption in the same folder."""
-        ds = self.saved(setting, folder)
-        self.render(ds, folder, kinds=kinds)
-        return ds
-
-    def render(
-        self, ds: xr.Dataset, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")
-    ) -> None:
+    def render(self, ds: xr.Dataset, folder: Path) -> None:
         """Figure, and caption as plain text and for LaTeX, of a computed Dataset."""
         caption = f"{self.title} ({self.source}). {self.caption(ds)}"
         texts = {".txt": caption, ".tex": f"\\caption{{{latex_caption(caption)}}}"}
-        beside = {
-            folder / f"{self.name}{suffix}": "\n".join(
-                textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)
-            )
-            + "\n"
-            for suffix, text in texts.items()
-        }
-        for kind in kinds:
+        beside = {}
+        for suffix, text in texts.items():
+            lines = textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)
+            beside[folder / f"{self.name}{suffix}"] = "\n".join(lines) + "\n"
+        for kind in ("pdf", "png"):
             write(self.draw(ds), folder / f"{self.name}.{kind}", beside)
 
 
@@ -205,48 +193,35 @@ def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
     """
     asked, usual = setting.asked(), Setting().asked()
     stored = ds.attrs.get("asked", {})
-    other = [name for name in stored if stored[name] != asked.get(name)]
-    if wrong := [
-        f"{name} was {shown(stored[name])} and is now {shown(asked[name])}"
-        for name in other
-        if asked[name] != usual[name]
-    ]:
+    other = {name: shown(value) for name, value in stored.items() if value != asked.get(name)}
+    said = ", ".join(f"{name} {value}" for name, value in other.items())
+    wrong = [f"{name} {shown(asked[name])}" for name in other if asked[name] != usual[name]]
+    if wrong:
         raise StoreError(
-            f"{path} holds the same figure of other things: {'; '.join(wrong)}; choose another "
+            f"{path} holds the same figure of {said}, not of {', '.join(wrong)}; choose another "
             "folder with output=, or remove it"
         )
     if other:
-        tell(
-            f"{path} is drawn as it is: "
-            f"{', '.join(f'{name} {shown(stored[name])}' for name in other)}"
-        )
+        tell(f"{path} is drawn as it is: {said}")
 
 
 RECIPES: dict[str, Recipe] = {}
+"""Recipes by name, in the order of their papers' files."""
 
 
 def recipe(name: str) -> Recipe:
     """The recipe of that name; UnknownNameError with the nearest one otherwise."""
-    if name not in RECIPES:
-        raise UnknownNameError(f"unknown recipe {name!r}; {nearest(name, RECIPES)}")
-    return RECIPES[name]
+    return RECIPES[choice("recipe", name, RECIPES)]
 
 
-def register(**fields: Any) -> None:
-    """Enter a recipe in the table."""
-    RECIPES[fields["name"]] = Recipe(**fields)
+def plain_ticks(axis: Axis) -> None:
+    """Set ticks of a logarithmic axis: 1, 2, 5, 10, 20, 50, ... as plain numbers.
 
-
-def tick_lengths(axes: Axes, lengths: Any) -> None:
-    """Set ticks of a logarithmic axis of sequence lengths: 2, 5, 10, 20, 50, ...
-
-    They are plain numbers; a power of ten per decade leaves the lengths between to guess.
+    A power of ten per decade leaves the numbers between to guess.
     """
-    shown = [
-        k * 10**e for e in range(7) for k in (1, 2, 5) if min(lengths) <= k * 10**e <= max(lengths)
-    ]
-    axes.set_xticks(shown, [f"{x:,}" for x in shown])
-    axes.minorticks_off()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_locator(NullLocator())
 
 
 @contextmanager
@@ -254,11 +229,9 @@ def sheet(
     rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of the house style that pyplot does not know of, and its axes, row by row."""
-    with matplotlib.rc_context(
-        BASE | {"font.size": 7.0, "legend.fontsize": 7.0, "legend.frameon": False}
-    ):
+    type_ = {"font.size": 7.0, "legend.fontsize": 7.0, "legend.frameon": False}
+    with matplotlib.rc_context(BASE | type_):
         figure = Drawing(figsize=(width, rows * height), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, list(axes.ravel())
 
