@@ -7,6 +7,7 @@ the reference, the width the largest ``upper / lower - 1``, and "outside" counts
 beyond an enclosure by more than rounding of the dtype (the slack of the audit).
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.attention.reference import dense_jacobian
-from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture.capture import Capturer
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("lanczos", {"tol": 1e-4}),
@@ -31,77 +28,56 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def minilm() -> list[Attention]:
+def minilm() -> list[lb.Attention]:
     """Two heads of every layer, 32 tokens."""
-    checkpoint = load_checkpoint("builtin:minilm")
-    layers = Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=32).batch)
-    return [layer.attention.select(heads=slice(2 * i, 2 * i + 2)) for i, layer in enumerate(layers)]
+    checkpoint = lb.load_checkpoint("builtin:minilm")
+    layers = lb.capture(checkpoint.model, lb.prepare(checkpoint, samples=1, max_length=32))
+    return [att.select(heads=slice(2 * i, 2 * i + 2)) for i, att in enumerate(layers)]
 
 
-def random_heads() -> list[Attention]:
+def random_heads() -> list[lb.Attention]:
     """24 heads from flat to saturated attention."""
     g = torch.Generator().manual_seed(0)
     layers = []
     for sharpness in (0.1, 1.0, 4.0):
-        x, w_q, w_k, w_v = (
-            torch.randn(s, generator=g) for s in [(2, 8, 16), (4, 16, 6), (4, 16, 6), (4, 16, 5)]
-        )
-        layers.append(
-            Attention(
-                x,
-                sharpness * w_q,
-                w_k,
-                w_v,
-                b_q=torch.randn(4, 6, generator=g),
-                b_k=10 * torch.randn(4, 6, generator=g),
-            )
-        )
+        shapes = [(2, 8, 16), (4, 16, 6), (4, 16, 6), (4, 16, 5), (4, 6), (4, 6)]
+        x, w_q, w_k, w_v, b_q, b_k = (torch.randn(shape, generator=g) for shape in shapes)
+        layers.append(lb.Attention(x, sharpness * w_q, w_k, w_v, b_q=b_q, b_k=10 * b_k))
     return layers
 
 
-def reference(att: Attention) -> Tensor:
+def reference(att: lb.Attention) -> Tensor:
     """Float64 singular values of the autograd Jacobians, (samples, heads)."""
     att = att.double()
-    jacobians = ((dense_jacobian(att, s, h) for h in range(att.heads)) for s in range(att.samples))
-    return torch.stack(
-        [
-            torch.stack([torch.linalg.eigvalsh(j @ j.mT)[-1].sqrt() for j in row])
-            for row in jacobians
-        ]
-    )
+    places = itertools.product(range(att.samples), range(att.heads))
+    jacobians = (dense_jacobian(att, s, h) for s, h in places)
+    squares = [torch.linalg.eigvalsh(j @ j.mT)[-1] for j in jacobians]
+    return torch.stack(squares).sqrt().view(att.samples, att.heads)
 
 
 REFERENCE = 1e-11
 """Rounding of the reference itself, a float64 decomposition."""
 
 
-def measure(name: str, layers: list[Attention], device: str) -> list[dict[str, Any]]:
+def measure(name: str, layers: list[lb.Attention], device: str) -> list[dict[str, Any]]:
     """A row per method and dtype."""
     exact = torch.cat([reference(att).flatten() for att in layers])
     rows = []
     for method, options in CASES:
         for dtype in ("float32", "float64"):
-            norms = [
-                spectral_norm(
-                    (att.double() if dtype == "float64" else att).to(device),
-                    method=method,
-                    **options,
-                )
-                for att in layers
-            ]
+            cast = [(att.double() if dtype == "float64" else att).to(device) for att in layers]
+            norms = [lb.spectral_norm(att, method=method, **options) for att in cast]
             lower, upper = (
                 torch.cat([getattr(norm, end).flatten() for norm in norms])
                 for end in ("lower", "upper")
             )
             encloses = bool(torch.isfinite(upper).all())
             beyond = (exact < lower * (1 - REFERENCE)) | (exact > upper * (1 + REFERENCE))
+            said = ", ".join([method, *(f"{key}={value:g}" for key, value in options.items())])
             rows.append(
                 {
                     "heads": f"{name} ({len(exact)})",
-                    "method": f"{method}, "
-                    + ", ".join(f"{key}={value:g}" for key, value in options.items())
-                    if options
-                    else method,
+                    "method": said,
                     "dtype": dtype,
                     "device": device,
                     "error": float((lower / exact - 1).abs().max()),

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
+import lipbound as lb
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture.capture import Capturer
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 
 REPEATS = 3
 
@@ -50,16 +48,20 @@ def timed(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def random_layer(n: int, width: int, heads: int, d: int, scale: float) -> Attention:
+    """Random weights at a trained scale, with P at hand before the clock starts."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, n, width, generator=g)
+    att = Attention(x, *(torch.randn(heads, width, d, generator=g) * scale for _ in range(3)))
+    att.p  # noqa: B018
+    return att
+
+
 def main() -> None:
     """Measure, print and write."""
     torch.set_num_threads(2)
-    checkpoint = load_checkpoint("builtin:minilm")
-    layers = [
-        layer.attention
-        for layer in Capturer(checkpoint.model).run(
-            prepare(checkpoint, samples=1, max_length=128).batch
-        )
-    ]
+    checkpoint = lb.load_checkpoint("builtin:minilm")
+    layers = lb.capture(checkpoint.model, lb.prepare(checkpoint, samples=1, max_length=128))
     heads = sum(att.heads for att in layers)
     jobs: dict[str, Callable[[Attention], Any]] = {
         "exact": lambda att: spectral_norm(att, tol=1e-4),
@@ -78,13 +80,8 @@ def main() -> None:
         result["minilm"][name] = row
     result["scaling"] = {}
     for n in (64, 128, 256, 512, 1024):
-        g = torch.Generator().manual_seed(0)
         count = 2 if n == 1024 else 12
-        att = Attention(
-            torch.randn(1, n, 384, generator=g),
-            *(torch.randn(count, 384, 32, generator=g) * 0.06 for _ in range(3)),
-        )
-        att.p  # noqa: B018  (computed before the clock starts)
+        att = random_layer(n, 384, count, 32, 0.06)
         pair = timed({name: jobs[name] for name in ("exact", "lipbound")}, [att])
         result["scaling"][n] = {
             "heads": count,
@@ -93,12 +90,7 @@ def main() -> None:
         }
     result["default"] = {}
     for n, count in ((197, 12), (1024, 2)):
-        g = torch.Generator().manual_seed(0)
-        att = Attention(
-            torch.randn(1, n, 768, generator=g),
-            *(torch.randn(count, 768, 64, generator=g) * 0.04 for _ in range(3)),
-        )
-        att.p  # noqa: B018
+        att = random_layer(n, 768, count, 64, 0.04)
         names = [name for name in bounds.resolve("default") if name != "yudin_sqrt_n"]
         several: dict[str, Callable[[Attention], Any]] = {
             "exact": jobs["exact"],

@@ -56,17 +56,8 @@ def main() -> None:
     """Measure, print, write; status 1 where a budget is exceeded."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        compare = [
-            "compare",
-            "builtin:gpt2",
-            "--samples",
-            "2",
-            "--max-length",
-            "32",
-            "--quiet",
-            "--out",
-            str(folder / "run.zarr"),
-        ]
+        compare = ["compare", "builtin:gpt2", "--samples", "2", "--max-length", "32", "--quiet"]
+        compare += ["--out", str(folder / "run.zarr")]
         subprocess.run([sys.executable, "-c", MAIN, *compare], check=True, capture_output=True)
         measured = cases(folder)
         for arguments in measured.values():

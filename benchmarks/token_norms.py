@@ -20,9 +20,6 @@ import torch
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.models.capture.capture import Capturer
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 
 HERE = Path(__file__)
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
@@ -33,13 +30,8 @@ TOL = 1e-3
 
 def layers(name: str) -> list[Attention]:
     """One input of a builtin checkpoint."""
-    checkpoint = load_checkpoint(f"builtin:{name}")
-    return [
-        layer.attention
-        for layer in Capturer(checkpoint.model).run(
-            prepare(checkpoint, samples=1, max_length=128).batch
-        )
-    ]
+    checkpoint = lb.load_checkpoint(f"builtin:{name}")
+    return lb.capture(checkpoint.model, lb.prepare(checkpoint, samples=1, max_length=128))
 
 
 def fresh(att: Attention) -> Attention:

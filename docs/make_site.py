@@ -17,40 +17,18 @@ HERE = Path(__file__).parent
 def main() -> int:
     """Write the source tree, then build it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=HERE.parent / "build" / "docs",
-        help="folder of the source tree and of the site",
-    )
+    text = "folder of the source tree and of the site"
+    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "docs", help=text)
     out: Path = parser.parse_args().out
     start = time.perf_counter()
     tree.write(out / "source")
     written = time.perf_counter()
     from sphinx.cmd.build import build_main
 
-    status = build_main(
-        [
-            "-b",
-            "html",
-            "-W",
-            "--keep-going",
-            "-n",
-            "-q",
-            "-E",
-            "-j",
-            "2",
-            "-c",
-            str(HERE),
-            str(out / "source"),
-            str(out / "html"),
-        ]
-    )
-    ended = time.perf_counter()
-    print(
-        f"{out / 'html' / 'index.html'}: pages written in {written - start:.0f} s, built in "
-        f"{ended - written:.0f} s"
-    )
+    options = ["-b", "html", "-W", "--keep-going", "-n", "-q", "-E", "-j", "2"]
+    status = build_main([*options, "-c", str(HERE), str(out / "source"), str(out / "html")])
+    seconds = f"{written - start:.0f} s, built in {time.perf_counter() - written:.0f} s"
+    print(f"{out / 'html' / 'index.html'}: pages written in {seconds}")
     return status
 
 

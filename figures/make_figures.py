@@ -14,9 +14,6 @@ from pathlib import Path
 
 import lipbound as lb
 from lipbound.analysis.recipes.registry import RECIPES, Setting
-from lipbound.models.capture.capture import Capturer
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 from lipbound.runs import store
 
 HERE = Path(__file__).parent
@@ -80,19 +77,12 @@ def ball() -> None:
     with an adversary."""
     path = RUNS / "ball.zarr"
     if not path.exists():
-        checkpoint = load_checkpoint("builtin:minilm")
-        att = (
-            Capturer(checkpoint.model, [2])
-            .run(prepare(checkpoint, samples=1, max_length=128).batch)[0]
-            .attention.select(heads=slice(0, 4))
-        )
+        checkpoint = lb.load_checkpoint("builtin:minilm")
+        inputs = lb.prepare(checkpoint, samples=1, max_length=128)
+        att = lb.capture(checkpoint.model, inputs, layers=[2])[0].select(heads=slice(0, 4))
         length = float(att.x.norm(dim=-1).mean())
-        store.save(
-            lb.radius_curve(
-                att, [length * r for r in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)]
-            ),
-            path,
-        )
+        parts = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
+        store.save(lb.radius_curve(att, [length * part for part in parts]), path)
     title = "builtin:minilm, layer 2, 128 tokens"
     for kind in ("pdf", "png"):
         lb.plots.ball_curve(store.read(path), HERE / f"ball.{kind}", title=title)

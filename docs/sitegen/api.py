@@ -2,6 +2,8 @@
 modules."""
 
 import ast
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,8 @@ MODULES = {
     "regularizers": ("lipbound.regularizers", "penalties for training"),
 }
 """Public modules: the name that ``lipbound`` gives them, their home, what they hold."""
+MEMBERS = (":members:", ":member-order: bysource")
+"""Options that list what an object has."""
 LEFT_OUT = ("lipbound.__main__", "lipbound.cli")
 """Modules that nobody calls: paths of the last release, the entry point, the command line (which
 has a page of its own)."""
@@ -115,32 +119,26 @@ def title(text: str, line: str = "=") -> list[str]:
 def page_of(name: str) -> str:
     """The page of one public name."""
     kind = "autoclass" if name[0].isupper() else "autofunction"
-    members = (
-        ["   :members:", "   :member-order: bysource", "   :show-inheritance:"]
-        if kind == "autoclass"
-        else []
-    )
-    other = f"Defined in :py:mod:`{home(name)}`."
-    return "\n".join([*title(name), f".. {kind}:: lipbound.{name}", *members, "", other, ""])
+    members = [*MEMBERS, ":show-inheritance:"] if kind == "autoclass" else []
+    lines = [*title(name), *directive(f"{kind}:: lipbound.{name}", members)]
+    return "\n".join([*lines, f"Defined in :py:mod:`{home(name)}`.", ""])
+
+
+def directive(name: str, options: Iterable[str], content: Iterable[str] = ()) -> list[str]:
+    """A directive of reStructuredText with its options and lines of content."""
+    lines = [f".. {name}", *(f"   {option}" for option in options), ""]
+    return [*lines, *(f"   {line}" for line in content), *([""] if content else [])]
 
 
 def section(module: str, line: str) -> list[str]:
     """One module on the page of its folder."""
-    names = public()
-    here = [name for name in definitions(module) if f"{module}.{name}" in names]
-    lines = [*title(module.removeprefix("lipbound."), line), f".. automodule:: {module}"]
-    lines += [
-        "   :members:",
-        "   :ignore-module-all:",
-        "   :member-order: bysource",
-        "   :show-inheritance:",
-    ]
-    lines += [f"   :exclude-members: {', '.join(here)}"] if here else []
-    lines += [""]
-    lines += (
-        [f"Public: {', '.join(f':py:obj:`lipbound.{name}`' for name in here)}.", ""] if here else []
-    )
-    return lines
+    here = [name for name in definitions(module) if f"{module}.{name}" in public()]
+    options = [*MEMBERS, ":ignore-module-all:", ":show-inheritance:"]
+    options += [f":exclude-members: {', '.join(here)}"] if here else []
+    lines = title(module.removeprefix("lipbound."), line)
+    lines += directive(f"automodule:: {module}", options)
+    links = ", ".join(f":py:obj:`lipbound.{name}`" for name in here)
+    return [*lines, f"Public: {links}.", ""] if here else lines
 
 
 def folder_page(folder: str, names: list[str]) -> str:
@@ -155,32 +153,17 @@ def index(folders: list[str]) -> str:
     """The page that leads to all others."""
     lines = [INDEX]
     for group, names in GROUPS.items():
-        lines += [
-            *title(group, "-"),
-            ".. autosummary::",
-            "   :nosignatures:",
-            "",
-            *(f"   lipbound.{name}" for name in names),
-            "",
-        ]
+        full = [f"lipbound.{name}" for name in names]
+        lines += [*title(group, "-"), *directive("autosummary::", [":nosignatures:"], full)]
     lines += [*title("Public modules", "-")]
     for name, (where, what) in MODULES.items():
         lines += [f"``lb.{name}``", f"   :py:mod:`{where}`: {what}.", ""]
     lines += [*title("Folders", "-"), "Data flows one way; each folder does one thing.", ""]
-    lines += [".. list-table::", "   :widths: 30 70", ""]
-    for folder in folders:
-        lines += [f"   * - :doc:`{folder}`", f"     - {first_sentence(folder)}"]
-    lines += ["", ".. toctree::", "   :hidden:", "   :caption: Public names", ""]
-    lines += [f"   {name} <lipbound.{name}>" for names in GROUPS.values() for name in names]
-    lines += [
-        "",
-        ".. toctree::",
-        "   :hidden:",
-        "   :caption: Folders",
-        "",
-        *(f"   {folder}" for folder in folders),
-        "",
-    ]
+    rows = [(f"* - :doc:`{folder}`", f"  - {first_sentence(folder)}") for folder in folders]
+    lines += directive("list-table::", [":widths: 30 70"], itertools.chain(*rows))
+    public_names = [f"{name} <lipbound.{name}>" for names in GROUPS.values() for name in names]
+    for caption, listed in (("Public names", public_names), ("Folders", folders)):
+        lines += directive("toctree::", [":hidden:", f":caption: {caption}"], listed)
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.statement import Bound
 from lipbound.schema import NORMS
 from sitegen import counterexamples
+from sitegen.measured import table
 from sitegen.published import cell, paper
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,10 @@ MAPS = {
     "`exact`)",
 }
 OURS = "lipbound2026"
+CAPTION = (
+    "Least, geometric mean and most of bound / exact. Grey: the other bounds of the norm; blue:"
+)
+NEWLINE = "\n"
 CITATION = re.compile(r"\bLemmas? ((?:\d+(?:, | and )?)+)\s+\(docs/theory/\w+\.md\)")
 """Lemmas of our own in docstrings; "Lemma 3.2" of a paper is none."""
 
@@ -70,53 +75,31 @@ def shown_ratio(value: float | None) -> str:
 
 
 def over_ball(bound: Bound) -> str:
-    """What is said of a bound that has no ball of its own."""
+    """What is said of a bound over a ball of inputs."""
+    if bound.ball:
+        return "yes, `over_ball`"
     if bound.citation != OURS:
         return "no statement in the source"
-    return (
-        "see {py:obj}`~lipbound.bounds.ball.over_ball.over_ball`"
-        if bound.name == "lipbound"
-        else "no"
-    )
+    see = "see {py:obj}`~lipbound.bounds.ball.over_ball.over_ball`"
+    return see if bound.name == "lipbound" else "no"
 
 
 def facts(bound: Bound) -> list[str]:
     """What is said of a bound, as a table."""
-    source = bound.source if bound.citation == OURS else f"{paper(bound.citation)}: {bound.source}"
+    covered = [title for name, title in VARIANTS.items() if name in bound.covers]
+    source = "ours" if bound.citation == OURS else f"{paper(bound.citation)}: {bound.source}"
     rows = {
-        "source": "ours" if bound.citation == OURS else source,
+        "source": source,
         "a bound when": bound.assumptions,
         "otherwise": bound.caveat or "it always holds",
         "bounds": MAPS[bound.map],
         "norm": f"{bound.norm}: {NORMS[bound.norm]}",
-        "covers": ", ".join(
-            ["plain heads", *(title for name, title in VARIANTS.items() if name in bound.covers)]
-        ),
+        "covers": ", ".join(["plain heads", *covered]),
         "cost per head": f"`{bound.cost}`",
-        "over a ball of inputs": "yes, `over_ball`" if bound.ball else over_ball(bound),
+        "over a ball of inputs": over_ball(bound),
         "derivatives": "yes" if bound.differentiable else "no",
     }
-    return [
-        "| | |",
-        "|---|---|",
-        *(f"| **{name}** | {cell(what)} |" for name, what in rows.items()),
-        "",
-    ]
-
-
-def statement(bound: Bound) -> list[str]:
-    """The docstring of a bound, which states it with every symbol."""
-    text = inspect.getdoc(bound.function)
-    return [
-        "## Statement",
-        "",
-        "````{eval-rst}",
-        *docstring(text or "").splitlines(),
-        "````",
-        "",
-        "Symbols: [notation](../theory/notation.md).",
-        "",
-    ]
+    return table(" | ", ((f"**{name}**", cell(what)) for name, what in rows.items()))
 
 
 def docstring(text: str) -> str:
@@ -128,33 +111,19 @@ def docstring(text: str) -> str:
     return CITATION.sub(change, text)
 
 
-def proof(bound: Bound) -> list[str]:
+def proof(bound: Bound) -> str:
     """Where it is proved."""
-    numbers = proofs(bound)
-    lines = ["## Proof", ""]
-    if numbers:
-        lines += [f"- [Lemma {n}: {lemmas()[n][0]}](#lemma-{n})" for n in numbers]
-    elif bound.name in counterexamples.EXAMPLES and bound.assumptions.startswith("none known"):
-        lines += ["None is known: it is the form of the authors' code, kept for comparison."]
-    else:
-        lines += [f"In the source: {bound.source}. The statement is taken over as it is printed."]
-    return [*lines, ""]
+    if numbers := proofs(bound):
+        return "\n".join(f"- [Lemma {n}: {lemmas()[n][0]}](#lemma-{n})" for n in numbers)
+    if bound.name in counterexamples.EXAMPLES and bound.assumptions.startswith("none known"):
+        return "None is known: it is the form of the authors' code, kept for comparison."
+    return f"In the source: {bound.source}. The statement is taken over as it is printed."
 
 
-def tight(bound: Bound) -> list[str]:
+def tight(bound: Bound) -> str:
     """How far above the exact norm it is on the checkpoints that come with lipbound."""
     report = tightness()
-    lines = [
-        "## How tight it is",
-        "",
-        f"`{bound.name}` divided by the exact norm, over all heads and samples:",
-        "",
-    ]
-    lines += [
-        "| checkpoint | heads | geometric mean | least | most | assumptions hold |",
-        "|---|---|---|---|---|---|",
-    ]
-    missing = []
+    rows, missing = [], []
     for model, row in report["checkpoints"].items():
         entry = row["norms"][bound.norm]["bounds"].get(bound.name)
         if entry is None:
@@ -163,128 +132,118 @@ def tight(bound: Bound) -> list[str]:
         held = {1.0: "everywhere", 0.0: "nowhere"}.get(
             entry["sound"], f"{100 * entry['sound']:.0f} %"
         )
-        ratios = " | ".join(shown_ratio(entry[key]) for key in ("geomean", "min", "max"))
-        lines.append(f"| `{model}` | {row['heads']} | {ratios} | {held} |")
+        ratios = (shown_ratio(entry[key]) for key in ("geomean", "min", "max"))
+        rows.append((f"`{model}`", row["heads"], *ratios, held))
+    lines = table("checkpoint | heads | geometric mean | least | most | assumptions hold", rows)
     if missing:
-        lines += [
-            "",
-            f"Not measured on {', '.join(missing)}: it says nothing about heads of that kind.",
-        ]
-    caption = (
-        "Least, geometric mean and most of bound / exact. Grey: the other bounds of the "
-        f"norm; blue: {bound.name}."
-    )
-    lines += [
-        "",
-        f"```{{figure}} ../pictures/tight-{bound.name}.svg",
-        f":alt: {caption}",
-        "",
-        caption,
-        "```",
-        "",
-    ]
-    versions = report["versions"]
-    lines += [
-        f"Measured by `benchmarks/tightness.py` on {report['machine']}, torch "
-        f"{versions['torch']}, transformers {versions['transformers']}.",
-        "",
-    ]
-    return lines
+        said = f"Not measured on {', '.join(missing)}: it says nothing about heads of that kind."
+        lines += ["", said]
+    return "\n".join(lines)
 
 
-def failure(bound: Bound) -> list[str]:
+def failure(bound: Bound) -> str:
     """The smallest layer we know of on which the statement fails."""
     code = counterexamples.EXAMPLES.get(bound.name)
     if code is None:
-        return []
+        return ""
     found = counterexamples.shortfall(bound.name)
     exact = "exact norm of L2 attention" if bound.map == "l2" else "exact norm"
-    lines = [
-        "## Where it fails",
-        "",
-        counterexamples.REASONS[code],
-        "",
-        "```python",
-        "import torch",
-        "import lipbound as lb",
-        "",
-    ]
-    lines += [*code.strip().splitlines(), "```", ""]
-    lines += [
-        f"Here `{bound.name}` is {found.bound:.4g}, and the {exact} {found.exact:.4g}. "
-        f"`lb.bounds.get({bound.name!r}).sound(att)` is False.",
-        "",
-    ]
-    return lines
+    return f"""## Where it fails
+
+{counterexamples.REASONS[code]}
+
+```python
+import torch
+import lipbound as lb
+
+{code.strip()}
+```
+
+Here `{bound.name}` is {found.bound:.4g}, and the {exact} {found.exact:.4g}.
+`lb.bounds.get({bound.name!r}).sound(att)` is False.
+
+"""
 
 
 def page(name: str) -> str:
     """The page of one bound."""
-    bound = bounds.get(name)
-    lines = [
-        f"# {bound.label} (`{name}`)",
-        "",
-        *facts(bound),
-        *statement(bound),
-        *proof(bound),
-        *tight(bound),
-        *failure(bound),
-    ]
-    lines += [
-        "## Use it",
-        "",
-        "```python",
-        f'value = lb.bounds.get("{name}")(att)  # (samples, heads), float64',
-    ]
-    lines += [
-        f'holds = lb.bounds.get("{name}").sound(att)  # where its assumptions hold',
-        "```",
-        "",
-    ]
-    lines += ["`att` is an `lb.Attention`: see [tensors of your own](../howto/tensors.md).", ""]
-    if bound.citation != OURS:
-        lines += ["## Cite", "", "```bibtex", bounds.BIBTEX[bound.citation], "```", ""]
-    return "\n".join(lines)
+    bound, report = bounds.get(name), tightness()
+    versions = report["versions"]
+    cite = f"## Cite\n\n```bibtex\n{bounds.BIBTEX[bound.citation]}\n```\n"
+    return f"""# {bound.label} (`{name}`)
+
+{NEWLINE.join(facts(bound))}
+
+## Statement
+
+````{{eval-rst}}
+{docstring(inspect.getdoc(bound.function) or "")}
+````
+
+Symbols: [notation](../theory/notation.md).
+
+## Proof
+
+{proof(bound)}
+
+## How tight it is
+
+`{name}` divided by the exact norm, over all heads and samples:
+
+{tight(bound)}
+
+```{{figure}} ../pictures/tight-{name}.svg
+:alt: {CAPTION} {name}.
+
+{CAPTION} {name}.
+```
+
+Measured by `benchmarks/tightness.py` on {report["machine"]}, torch {versions["torch"]},
+transformers {versions["transformers"]}.
+
+{failure(bound)}## Use it
+
+```python
+value = lb.bounds.get("{name}")(att)  # (samples, heads), float64
+holds = lb.bounds.get("{name}").sound(att)  # where its assumptions hold
+```
+
+`att` is an `lb.Attention`: see [tensors of your own](../howto/tensors.md).
+
+{"" if bound.citation == OURS else cite}"""
 
 
 def index() -> str:
     """All bounds, norm by norm."""
-    lines = [
-        "# Bounds",
-        "",
-        "All bounds of the registry, with how far above the exact norm they are: bound / exact "
-        "on `builtin:minilm`, geometric mean",
-    ]
-    lines += [
-        "over 72 heads, at 128 tokens. A mark (†): the assumptions of the bound do not hold there.",
-        "",
-    ]
-    lines += [
-        "Bounds of different norms are never compared. [Which published bounds are in, and which "
-        "are left out](published.md).",
-        "",
-    ]
     measured = tightness()["checkpoints"]["builtin:minilm"]["norms"]
+    parts = []
     for norm, meaning in NORMS.items():
-        lines += [
-            f"## Norm: {norm}",
-            "",
-            f"{meaning[0].upper()}{meaning[1:]}.",
-            "",
-            "| bound | label | bound / exact | a bound when |",
-            "|---|---|---|---|",
-        ]
+        rows = []
         for name in bounds.names(norm):
-            bound = bounds.get(name)
-            entry = measured[norm]["bounds"][name]
+            bound, entry = bounds.get(name), measured[norm]["bounds"][name]
             mark = " †" if entry["sound"] < 1 else ""
-            lines.append(
-                f"| [`{name}`]({name}.md) | {cell(bound.label)} | "
-                f"{shown_ratio(entry['geomean'])}{mark} | {cell(bound.assumptions)} |"
-            )
-        lines += [""]
-    lines += ["```{toctree}", ":hidden:", "", "published", *bounds.names(None), "```", ""]
-    return "\n".join(lines)
+            ratio = f"{shown_ratio(entry['geomean'])}{mark}"
+            said = (cell(bound.label), ratio, cell(bound.assumptions))
+            rows.append((f"[`{name}`]({name}.md)", *said))
+        parts += [f"## Norm: {norm}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
+        parts += [*table("bound | label | bound / exact | a bound when", rows), ""]
+    listed = NEWLINE.join(["published", *bounds.names(None)])
+    return f"""# Bounds
+
+All bounds of the registry, with how far above the exact norm they are: bound / exact on
+`builtin:minilm`, geometric mean over 72 heads, at 128 tokens. A mark (†): the
+assumptions of the bound do not hold there.
+
+Bounds of different norms are never compared. [Which published bounds are in, and which are
+left out](published.md).
+
+{NEWLINE.join(parts)}
+```{{toctree}}
+:hidden:
+
+{listed}
+```
+"""
 
 
 def pages() -> dict[str, str]:

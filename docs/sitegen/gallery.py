@@ -66,39 +66,39 @@ def thumbnail(path: Path, target: Path) -> None:
     image.save(target)
 
 
+def card(number: int, name: str) -> str:
+    """A notebook on the page of cards."""
+    title, claim = title_and_claim(ROOT / "notebooks" / name)
+    return f""":::{{grid-item-card}} {title}
+:img-top: {Path(thumbnail_place(number)).relative_to("gallery").as_posix()}
+:img-alt: A figure of the notebook: {title}
+:link: {Path(name).stem}
+:link-type: doc
+
+{claim}
+:::
+"""
+
+
 def pages() -> dict[str, str]:
     """The page of cards."""
-    lines = [
-        "# Gallery",
-        "",
-        "Eight notebooks, executed: each states a claim and measures it. Each runs in about a "
-        "minute on two cores.",
-        "",
-    ]
-    lines += ["::::{grid} 1 2 2 3", ":gutter: 3", ""]
-    for number, name in enumerate(NOTEBOOKS):
-        title, claim = title_and_claim(ROOT / "notebooks" / name)
-        lines += [
-            f":::{{grid-item-card}} {title}",
-            f":img-top: {Path(thumbnail_place(number)).relative_to('gallery').as_posix()}",
-        ]
-        lines += [
-            f":img-alt: A figure of the notebook: {title}",
-            f":link: {Path(name).stem}",
-            ":link-type: doc",
-            "",
-            claim,
-            ":::",
-            "",
-        ]
-    lines += [
-        "::::",
-        "",
-        "```{toctree}",
-        ":hidden:",
-        "",
-        *(Path(name).stem for name in NOTEBOOKS),
-        "```",
-        "",
-    ]
-    return {"gallery/index.md": "\n".join(lines)}
+    cards = "\n".join(card(number, name) for number, name in enumerate(NOTEBOOKS))
+    listed = "\n".join(Path(name).stem for name in NOTEBOOKS)
+    page = f"""# Gallery
+
+Eight notebooks, executed: each states a claim and measures it. Each runs in about a minute on
+two cores.
+
+::::{{grid}} 1 2 2 3
+:gutter: 3
+
+{cards}
+::::
+
+```{{toctree}}
+:hidden:
+
+{listed}
+```
+"""
+    return {"gallery/index.md": page}

@@ -104,22 +104,19 @@ def sequence_growth(
             f"length {lengths[-1]} exceeds the {limit} positions of {checkpoint.name}; give at "
             f"most {limit}"
         )
-    tokens, description = stream(
-        checkpoint, data, sequences * sum(lengths), split=split, column=column
-    )
+    counts = [sequences * n for n in lengths]
+    tokens, description = stream(checkpoint, data, sum(counts), split=split, column=column)
     capturer = Capturer(checkpoint.model, layers)
     real: list[xr.Dataset] = []
-    start, last, captured = 0, [], []
     with decoder(checkpoint.model, causal):
-        for n in lengths:
-            ids = tokens[start : start + sequences * n].view(sequences, n).to(where)
-            start += sequences * n
+        for part in tokens.split(counts):
+            ids = part.view(sequences, -1).to(where)
             captured = capturer.run({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             last = in_closed_form((layer.attention for layer in captured), "the study of growth")
             for att in last:
                 att.only("the study of growth, which has inputs without biases and positions,")
-            if causal and n > 1:
-                _check_causal(last, checkpoint.name)
+                if causal:
+                    _check_causal(att, checkpoint.name)
             real.append(by_layer([_real(att, tol, seed) for att in last], "sequence", "head"))
     ds = xr.concat(real, "length")
     ds["radius"] = ds["magnitude"].mean(("sequence", "length"))
@@ -188,14 +185,13 @@ def decoder(model: PreTrainedModel, causal: bool) -> Iterator[None]:
         model.config.is_decoder = before
 
 
-def _check_causal(layers: list[Attention], name: str) -> None:
-    for att in layers:
-        mask = causal_mask(att.tokens, att)
-        if not bool((att.forbid(torch.zeros_like(mask)[None, None]) == mask).all()):
-            raise LipboundError(
-                f"{name} cannot be run with a causal mask: its attention is not causal even as a "
-                "decoder"
-            )
+def _check_causal(att: Attention, name: str) -> None:
+    mask = causal_mask(att.tokens, att)
+    if not bool((att.forbid(torch.zeros_like(mask)[None, None]) == mask).all()):
+        raise LipboundError(
+            f"{name} cannot be run with a causal mask: its attention is not causal even as a "
+            "decoder"
+        )
 
 
 def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0.95) -> xr.Dataset:
