@@ -58,6 +58,9 @@ def steepness(att: Attention) -> Steepness:
 
     Where A is singular (d < D) zero counts as an eigenvalue, so that :math:`\gamma \ge 0`.
 
+    Returns:
+        The rates, with eigenvalues and unit eigenvectors.
+
     Raises:
         LipboundError: a head whose A has no real eigenvalue at all (d = D only), for which the
             proposition says nothing.
@@ -96,10 +99,19 @@ def growth_rate(eigenvalue: float) -> float:
 def adversarial_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
     r"""Build inputs at which a head's local constant grows like :math:`\sqrt N`.
 
-    They lie in the ball of radius R and are (heads, N, D), in the dtype of ``att``.
-
     :math:`R(-u, u, \dots, u)` for a negative eigenvalue, :math:`R(u, u/2, \dots, u/2)` for a
     positive one (Lemma C.7): all tokens attend to the first.
+
+    Args:
+        att: the heads.
+        tokens: N.
+        radius: R, of the ball that the tokens lie in.
+
+    Returns:
+        An input of each head, (heads, N, D), in the dtype of ``att``.
+
+    Raises:
+        LipboundError: no tokens, or a radius that is not positive.
     """
     att.only("Proposition 3.4")
     if tokens < 1 or not radius > 0:
@@ -116,9 +128,7 @@ def adversarial_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
 
 
 def lower_bound(att: Attention, tokens: int, radius: float) -> Tensor:
-    r"""Lower bound on every head's local constant at its `adversarial_inputs`.
-
-    The heads are without their biases; (heads,), float64.
+    r"""Compute a lower bound on every head's local constant at its `adversarial_inputs`.
 
     .. math::
         \frac{\sqrt{N-1}}{1 + (N-1) e^{-2R^2\gamma}}\;\|W_V^T (I - w w^T)\|,\qquad w = A^T u / |A^T
@@ -127,6 +137,13 @@ def lower_bound(att: Attention, tokens: int, radius: float) -> Tensor:
     Proposition 3.4 for any values, without mask or with a causal one: Lemma 58
     (docs/theory/inputs.md). With :math:`W_V = I` and D > 1 the last factor is 1 and this is their
     statement.
+
+    Args:
+        att: the heads, taken without their biases.
+        tokens, radius: as for `adversarial_inputs`.
+
+    Returns:
+        The bound, (heads,), float64.
     """
     att.only("Proposition 3.4")
     steep = steepness(att)
@@ -179,10 +196,19 @@ def large_radius_limit(att: Attention) -> Limit:
 def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
     r"""Build inputs at which a head's local constant grows like :math:`R^2` (appendix C.7).
 
-    They are (heads, N, D) for odd N.
-
     :math:`x_1 = 0`, half of the others :math:`R u`, half :math:`-R u`; u is the right singular
     vector of A that maximises :math:`|W_V^T u||A u|`.
+
+    Args:
+        att: the heads.
+        tokens: N, odd.
+        radius: R.
+
+    Returns:
+        An input of each head, (heads, N, D), in the dtype of ``att``.
+
+    Raises:
+        LipboundError: an even number of tokens, or fewer than three.
     """
     att.only("Proposition 3.6")
     if tokens < 3 or tokens % 2 == 0:
@@ -196,11 +222,12 @@ def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
 
 
 def quadratic_direction(att: Attention) -> tuple[Tensor, Tensor]:
-    r"""Direction u (heads, D) and rate :math:`|W_V^T u||A u|` (heads,) of `quadratic_inputs`.
-
-    Both in float64.
+    r"""Compute the direction u of `quadratic_inputs` and its rate :math:`|W_V^T u||A u|`.
 
     There :math:`\|J\| \ge R^2 (1 - 1/N)\,rate - \|W_V\|/N`: Lemma 60 (docs/theory/inputs.md).
+
+    Returns:
+        Directions (heads, D) and rates (heads,), float64.
     """
     att.only("Proposition 3.6")
     r = torch.linalg.qr(att.w_q.double(), mode="r").R
@@ -212,12 +239,14 @@ def quadratic_direction(att: Attention) -> tuple[Tensor, Tensor]:
 def crossover_length(att: Attention) -> Tensor:
     r"""Compute log10 of the length from which the bound of Theorem 3.5 is below that of 3.3.
 
-    Theorem 3.5 is the mean-field one; the length N* is that at the tokens' radius R, (samples,
-    heads), float64.
+    Theorem 3.5 is the mean-field one; the length N* is that at the tokens' radius R.
 
     With :math:`t = \|A\|R^2`, :math:`N^* = \big((1+3t)^2 e^{4t}/3 - t^2\big) / (1 + 4t^2)`: Lemma
     61 (docs/theory/inputs.md). A logarithm, since N* exceeds the range of float64 on pretrained
     heads.
+
+    Returns:
+        The logarithms, (samples, heads), float64.
     """
     att.only("Proposition 3.4")
     t = factors.norm_a(att).value() * factors.radius(att).value() ** 2
@@ -227,10 +256,7 @@ def crossover_length(att: Attention) -> Tensor:
 
 
 class Attack(NamedTuple):
-    """Norms found by `attack`, and the inputs that attain them.
-
-    Norms are (samples, heads), inputs (samples, heads, N, D).
-    """
+    """Norms found by `attack`, (samples, heads), and their inputs, (samples, heads, N, D)."""
 
     norm: Tensor
     x: Tensor
@@ -258,9 +284,7 @@ def attack(
     starts: int = 7,
     seed: int = 0,
 ) -> Attack:
-    r"""Find a lower bound on :math:`\sup \|J(X')\|` over a ball, head by head.
-
-    By ascent from several inputs.
+    r"""Find a lower bound on :math:`\sup \|J(X')\|` over a ball by ascent, head by head.
 
     The ascent is on :math:`u^T J(X') v`: in turn a few power iterations improve u and v, and X'
     moves along the gradient, projected to the ball. Steps that lower the value are taken back;

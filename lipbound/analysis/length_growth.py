@@ -87,8 +87,9 @@ def sequence_growth(
         and in their attrs.
 
     Raises:
-        LipboundError: too little text, lengths the model does not take, a model that cannot be run
-            as a decoder; see also `lipbound.compare`.
+        LipboundError: no lengths, or a model that cannot be run as a decoder; see also
+            `lipbound.compare`.
+        InputsError: too little text, or lengths the model does not take.
     """
     lengths = sorted(set(lengths))
     if not lengths or lengths[0] < 1 or sequences < 1:
@@ -207,6 +208,9 @@ def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0
 
     Returns:
         Dataset of ``exponent``, ``low`` and ``high``.
+
+    Raises:
+        LipboundError: fewer than three lengths.
     """
     kept = values.where(values["length"] >= shortest, drop=True)
     if kept.sizes["length"] < 3:

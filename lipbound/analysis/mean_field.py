@@ -63,9 +63,14 @@ def _check_unpadded(att: Attention) -> None:
 
 
 def weighted(att: Attention, weights: Tensor) -> Attention:
-    r"""Put weights on the tokens of a layer, (samples, N), by way of a mask.
+    r"""Put weights on the tokens of a layer by way of a mask.
 
-    :math:`P_{ij} \propto a_j e^{S_{ij}}`.
+    Args:
+        att: the layer, without padding.
+        weights: a, (samples, N), positive, adding up to one for every sample.
+
+    Returns:
+        The layer with :math:`P_{ij} \propto a_j e^{S_{ij}}`.
 
     Raises:
         AttentionError: weights that are not positive, or do not add up to one to 1e-6.
@@ -97,8 +102,12 @@ def weighted_norm(
 
     It is a lower end of the mean-field one (Lemma C.5).
 
-    Arguments as in `lipbound.spectral_norm`; weights (samples, N), positive, adding up to one. Norm
-    of shape (samples, heads).
+    Args:
+        att, tol, delta, seed: as in `lipbound.spectral_norm`.
+        weights: (samples, N), positive, adding up to one for every sample.
+
+    Returns:
+        The norms, (samples, heads).
     """
     each = weights.repeat_interleave(att.heads, 0)
     op = WeightedJacobian(HeadJacobian(weighted(att, weights)), each)
@@ -109,12 +118,18 @@ def weighted_norm(
 def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Tensor]:
     r"""Build two weighted tokens at which the mean-field constant explodes with the radius.
 
-    Tokens (2, D) and their weights (2,), float64 (Proposition 3.6).
-
-    For a negative eigenvalue of A the points :math:`-Ru` and :math:`Ru`, else :math:`Ru` and
-    :math:`Ru/2`, u its unit eigenvector; the first has the weight a with
+    Proposition 3.6: for a negative eigenvalue of A the points :math:`-Ru` and :math:`Ru`, else
+    :math:`Ru` and :math:`Ru/2`; the first has the weight a with
     :math:`a/(1-a) = e^{-2\gamma R^2}`, :math:`\gamma` of
     `lipbound.analysis.adversarial_inputs.steepness`.
+
+    Args:
+        u: unit eigenvector of A, (D,).
+        eigenvalue: its eigenvalue.
+        radius: R.
+
+    Returns:
+        Tokens (2, D) and their weights (2,), float64.
     """
     gamma, u = growth_rate(eigenvalue), u.double()
     x = radius * torch.stack([-u, u] if eigenvalue < 0 else [u, u / 2])
@@ -123,9 +138,9 @@ def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Ten
 
 
 def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image: Tensor) -> float:
-    r"""Value that the local constant at `two_diracs` approaches as the radius grows.
+    r"""Compute what the local constant at `two_diracs` approaches as the radius grows.
 
-    For :math:`W_V = I`, ``direction`` u and ``image`` :math:`A^T u`.
+    For :math:`W_V = I` that is
 
     .. math::
         \tfrac12 e^{\gamma R^2}\,\|I - R^2 u (A^T u)^T\| \quad\text{or, for a positive
@@ -134,6 +149,14 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
 
     which for symmetric A is :math:`\tfrac12 e^{\gamma R^2} (1 + \gamma R^2)`. It is what the heavy
     token sees of the light one: Lemma 63 (docs/theory/inputs.md).
+
+    Args:
+        eigenvalue, radius: as for `two_diracs`.
+        direction: u, (D,).
+        image: :math:`A^T u`, (D,).
+
+    Returns:
+        The value.
     """
     u, w = direction.double(), image.double()
     factor = (-1 if eigenvalue < 0 else 1 / 8) * radius**2
@@ -143,11 +166,16 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
 
 
 def query_block_norms(att: Attention) -> Tensor:
-    r"""Norm :math:`\|B_i\|` of the effect of every token's own query.
+    r"""Compute the norm :math:`\|B_i\|` of the effect of every token's own query.
 
-    :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`, (samples, heads, N), float64.
+    :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`. Dense singular values of d_v x d matrices,
+    exact to rounding.
 
-    Dense singular values of d_v x d matrices, exact to rounding.
+    Args:
+        att: the layer.
+
+    Returns:
+        The norms, (samples, heads, N), float64.
     """
     att.only("query_block_norms")
     p, k, v = att.p.double(), att.centred_k, att.centred_v
@@ -167,8 +195,6 @@ def query_block_norms(att: Attention) -> Tensor:
 def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
     r"""Compute the exact local constant when every token stands twice or more often.
 
-    (samples, heads), float64 on the CPU; ``norm``: of the layer as it is.
-
     .. math:: \|J'\| = \max\big(\|J\|,\ \max_i \|B_i\|\big)
 
     whatever the number of copies :math:`m \ge 2`. So mass splitting (perturbing copies of a token
@@ -177,6 +203,13 @@ def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
 
     Proof: Lemma 64 (docs/theory/inputs.md). (A causal mask is meant to let copies see each other:
     the mask repeated block by block.)
+
+    Args:
+        att: the layer.
+        norm: exact norms of the layer as it is, (samples, heads).
+
+    Returns:
+        The constants, (samples, heads), float64 on the CPU.
     """
     att.only("duplicated_norm")
     return torch.maximum(norm.double().cpu(), query_block_norms(att).amax(-1).cpu())

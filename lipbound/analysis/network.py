@@ -90,6 +90,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
     They are its longest ``ModuleList`` of modules of one class.
 
+    Args:
+        model: any module; of a transformers model the list is as long as its configuration says.
+
+    Returns:
+        The blocks.
+
     Raises:
         LipboundError: there is none.
     """

@@ -186,6 +186,9 @@ def embedding_accuracy(
         share of samples whose margin over every other class exceeds ``radius`` times the length of
         its gradient. That is what the network's linearisation promises: neither a bound nor an
         attack.
+
+    Raises:
+        LipboundError: a radius that is not positive, or logits that are not (samples, classes).
     """
     if not radius > 0:
         raise LipboundError(f"radius is {radius}; it must be positive")
