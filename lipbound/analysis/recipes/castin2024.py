@@ -95,6 +95,7 @@ class Growth(Recipe):
                 if power == 1 / 2:
                     panel.legend(handles=[line], loc="lower right")
                 panel.set(xscale="log", yscale="log", title=f"{mode}: {title}")
+                panel.minorticks_off()
                 plain_ticks(panel.xaxis)
             for panel in axes[::3]:
                 panel.set_ylabel("local Lipschitz constant")
@@ -251,7 +252,7 @@ def _scaling(att: Attention) -> dict[str, Tensor]:
         "radius": radius,
         "scaling": gamma * radius**2,
         "log10_crossover": adversarial_inputs.crossover_length(att).amin(0),
-        "ellipsoid_radius": torch.tensor(math.nan if around is None else around.radius()).double(),
+        "ellipsoid_radius": radius.new_tensor(math.nan if around is None else around.radius()),
         "largest_token": length.amax().double(),
     }
 

@@ -99,7 +99,7 @@ class ThreeNorms(Recipe):
 
         ds = setting.measured(setting.count(2, 20), measure, "sample", "head")
         exact = ds.drop_vars("length").to_dataarray("norm", name="exact")
-        exact = exact.assign_coords(norm=exact["norm"].astype(object))
+        exact = exact.assign_coords(norm=exact["norm"].astype(object)).drop_attrs()
         return xr.Dataset({"exact": exact, "length": ds["length"].isel(layer=0)}, attrs=ds.attrs)
 
     def draw(self, ds: xr.Dataset) -> Figure:
