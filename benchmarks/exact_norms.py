@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -26,12 +27,10 @@ import rivals
 import torch
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture.capture import Capturer
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import load_checkpoint
 
 ACCURACY = 1e-4
 REPEATS = 5
@@ -58,13 +57,9 @@ def ready(att: Attention) -> Attention:
 
 def minilm() -> list[Attention]:
     """Every layer of the real checkpoint."""
-    checkpoint = load_checkpoint("builtin:minilm")
-    return [
-        ready(layer.attention)
-        for layer in Capturer(checkpoint.model).run(
-            prepare(checkpoint, samples=1, max_length=128).batch
-        )
-    ]
+    checkpoint = lb.load_checkpoint("builtin:minilm")
+    inputs = lb.prepare(checkpoint, samples=1, max_length=128)
+    return [ready(att) for att in lb.capture(checkpoint.model, inputs)]
 
 
 ALL_HEADS = dict.fromkeys(
@@ -85,12 +80,9 @@ SHAPES: dict[str, tuple[Callable[[], list[Attention]], dict[str, range]]] = {
     ),
     "8 heads, N = 32": (
         lambda: [random_layer(32, 32, 8, width=128)],
-        {
-            "power_iteration": range(8),
-            "patient_power_iteration": range(8),
-            "arpack": range(8),
-            "dense_svd": range(8),
-        },
+        dict.fromkeys(
+            ("power_iteration", "patient_power_iteration", "arpack", "dense_svd"), range(8)
+        ),
     ),
 }
 """Layers, and on which heads of each the rivals run: a few where a head takes them seconds."""
@@ -290,16 +282,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def device() -> str:
     """Processor and threads."""
     info = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.split(":", 1)[1].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if info.exists()
-        else []
-    )
-    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} of {os.cpu_count()} cores"
+    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else None
+    name = found[1] if found else "CPU"
+    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
 def main() -> None:
