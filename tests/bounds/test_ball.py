@@ -235,7 +235,7 @@ def test_bad_balls(arguments: tuple, options: dict, message: str) -> None:
 def test_bounds_without_a_radius_say_so() -> None:
     with pytest.raises(LipboundError, match="without a radius"):
         bounds.get("yudin_g1").over_ball(random_attention("plain"), 1.0)
-    with pytest.raises(LipboundError, match="at least one of each"):
+    with pytest.raises(LipboundError, match="starts is 0; it must be a whole number, at least 1"):
         adversarial_inputs.attack(random_attention("plain"), 1.0, starts=0)
 
 
