@@ -113,7 +113,7 @@ def deflated_bound(
         if not len(keep):
             break
         if len(keep) <= WORTH_COPYING * len(active):
-            there, basis = keep.to(op.device), moved_up(basis, keep, j + 1)
+            there, basis = keep.to(op.device), moved_up(basis, keep.numpy(), j + 1)
             op, v, b, z = op.select(there), v[there], b[there], z[there]
             active, going = active[keep], going[keep]
     return Deflated(_smallest(rows, steps.numpy(), target.numpy()), steps, ritz)

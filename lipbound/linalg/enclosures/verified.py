@@ -60,7 +60,9 @@ class Bordered:
     rate: Tensor
 
     def select(self, index: Tensor) -> "Bordered":
-        """Return some entries of the batch."""
+        """Return some entries of the batch, ascending."""
+        if len(index) == len(self.skew):
+            return self
         small = (self.skew, self.values, self.turn, self.r_c, self.fixed, self.rate)
         return Bordered(self.z[index.to(self.z.device)], *(t[index] for t in small))
 
