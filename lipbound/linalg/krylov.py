@@ -212,7 +212,7 @@ class Runs:
                 keep = going.nonzero()[0]
                 there, basis = torch.from_numpy(keep).to(op.device), moved_up(basis, keep, j + 1)
                 op, v, b, unit = op.select(there), v[there], b[there], unit[there]
-                active, alpha, beta, going = (t[keep] for t in (active, alpha, beta, going))
+                active, going, alpha, beta = active[keep], going[keep], alpha[keep], beta[keep]
 
     def _look(self, active: Array, going: Array, alpha: Array, beta: Array, basis: Tensor) -> Array:
         """Keep what has been found of the entries that end, and return where they are."""

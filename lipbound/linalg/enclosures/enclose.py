@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError
 from lipbound.linalg.certificates import log_inverse_epsilon
+from lipbound.linalg.enclosures.bordered import bordered
 from lipbound.linalg.enclosures.deflated_lanczos import RITZ, deflated_bound
-from lipbound.linalg.enclosures.verified import bordered, largest_eigenvalue
 from lipbound.linalg.krylov import top_vectors
-from lipbound.linalg.matrix_norms import SMALLEST, UNIT
+from lipbound.linalg.matrix_norms import SMALLEST, UNIT, largest_eigenvalue
 from lipbound.linalg.operator_norm import lanczos
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, seeds_each, start_vectors, width, with_vectors
@@ -351,6 +351,6 @@ def _settle(op: JacobianOperator, roundoff: Roundoff, found: NormBounds, index: 
         products = float(roundoff.products[i])
         low, high, top = largest_eigenvalue((g + g.mT) / 2)
         slack = (2 * size * products + products**2) * n**0.5 + 2 * UNIT * float(g.norm())
-        if low - slack > found.low[i]:
-            found.low[i], found.top[i] = low - slack, top
-        found.high[i] = min(float(found.high[i]), high + slack)
+        if float(low) - slack > found.low[i]:
+            found.low[i], found.top[i] = float(low) - slack, top
+        found.high[i] = min(float(found.high[i]), float(high) + slack)

@@ -1,6 +1,5 @@
-"""Proved bounds on eigenvalues of small matrices, and the bordered matrix of enclosures."""
+"""The bordered matrix of enclosures: from what some vectors leave out to bounds on the whole."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -9,31 +8,6 @@ from torch import Tensor
 from lipbound.linalg.krylov import Dots
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
-
-
-def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
-    """Enclose the largest eigenvalue of a symmetric float64 matrix (n, n).
-
-    A computed decomposition is checked, not trusted: Lemma 67 (docs/theory/rounding.md).
-
-    Returns:
-        A lower and an upper bound, and a unit vector (n,) near the eigenvector.
-    """
-    n = len(g)
-    scale = float(g.abs().amax())
-    if not scale > 0 or not bool(torch.isfinite(g).all()):
-        return 0.0, 0.0 if scale == 0 else float("inf"), torch.zeros_like(g[0])
-    unit = 2.0 ** max(math.frexp(scale)[1], -1000)
-    g = g / unit
-    values, q = torch.linalg.eigh(g)
-    per = 2 * (n + 4) * UNIT
-    size, columns, largest = float(g.norm()), float(q.norm()), float(values.abs().amax())
-    off = float((g @ q - q * values).norm()) + per * (size * columns + largest * columns)
-    skew = float((q.mT @ q - torch.eye(n).to(g)).norm()) + per * columns**2
-    if skew > 0.1:
-        return 0.0, size * unit * (1 + per), q[:, -1]
-    slack, top = (1.2 * off + 3 * skew * largest) * (1 + 1e-6), float(values[-1])
-    return (top - slack) * unit, (top + slack) * unit, q[:, -1]
 
 
 @dataclass
