@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.prepared_map import PreparedMap
-from lipbound.linalg.enclosures import enclose
+from lipbound.linalg import enclose
 from lipbound.linalg.operator_norm import DEFAULT_STEPS
 from lipbound.linalg.solution import seeds_each
 

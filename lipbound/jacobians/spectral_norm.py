@@ -21,7 +21,7 @@ from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.own_blocks import own_block_norms
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.deterministic import deflation
-from lipbound.linalg.enclosures.enclose import Problem, enclose, estimate
+from lipbound.linalg.enclose import Problem, enclose, estimate
 from lipbound.linalg.matrix_norms import times_power, times_power_up
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, dense_svd, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
@@ -65,7 +65,7 @@ def spectral_norm(
             most 1e-3 a norm); absolute change for "power". Ten times smaller than that of
             `lipbound.compare`, since without ``delta`` nothing encloses what is left.
         delta: total failure probability of the ``upper`` of all norms of this call, over random
-            start vectors (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128
+            start vectors (`lipbound.linalg.enclose`); one start carries about 1e-9 a norm at 128
             tokens; smaller values and longer inputs take independent starts, whose probabilities
             are multiplied. None, the default, for lower ends alone, in about a third of the time;
             `lipbound.compare`, whose numbers are kept and cited, encloses them by default.

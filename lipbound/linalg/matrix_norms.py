@@ -324,15 +324,14 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
         upper = _collatz_wielandt(unit, rtol, max_steps)
         upper = (upper * size * (1 + 4 * UNIT)).masked_fill(bad, torch.nan)
     if p.requires_grad:
-        y = _perron(unit)
-        u = _unit_columns(unit @ y)
+        u, y = singular_pair(unit)
         upper = with_derivative(upper, (u * (flat.double() @ y)).sum((-1, -2)))
     return upper.view(p.shape[:-2])
 
 
 @torch.no_grad()
-def _perron(p: Tensor) -> Tensor:
-    """Return unit vectors y >= 0 (batch, n, 1) at which p^T p has its largest eigenvalue."""
+def singular_pair(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return top singular vectors u and y >= 0, (..., n, 1) each, of nonnegative matrices."""
     dense = p.shape[-1] <= LARGEST_DENSE_EIG
     if dense:
         y = torch.linalg.eigh(p.mT @ p).eigenvectors[..., -1:].abs()
@@ -340,11 +339,11 @@ def _perron(p: Tensor) -> Tensor:
         y = torch.ones_like(p[..., :1]) / p.shape[-1] ** 0.5
     for step in range(2 if dense else VECTOR_STEPS):
         z = _unit_columns(p.mT @ (p @ y))
-        settled = step % 16 == 15 and bool(((z - y).norm(dim=1) < 1e-11).all())
+        settled = step % 16 == 15 and bool(((z - y).norm(dim=-2) < 1e-11).all())
         y = z
         if settled:
             break
-    return y
+    return _unit_columns(p @ y), y
 
 
 def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:

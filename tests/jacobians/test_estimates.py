@@ -13,8 +13,8 @@ from support.layers import random_attention
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.enclosures.deflated_lanczos import smallest_excluded
-from lipbound.linalg.enclosures.enclose import Problem, estimate
+from lipbound.linalg.deflated_lanczos import smallest_excluded
+from lipbound.linalg.enclose import Problem, estimate
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
 
@@ -118,7 +118,7 @@ class Large:
 
 def test_what_overflows_is_not_excluded_and_warns_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "lipbound.linalg.enclosures.deflated_lanczos.excluded",
+        "lipbound.linalg.deflated_lanczos.excluded",
         lambda rows, steps, x: np.zeros(x.shape, dtype=bool),
     )
     with warnings.catch_warnings():

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError
+from lipbound.linalg.bordered import bordered
 from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.enclosures.bordered import bordered
-from lipbound.linalg.enclosures.deflated_lanczos import RITZ, deflated_bound
+from lipbound.linalg.deflated_lanczos import RITZ, deflated_bound
 from lipbound.linalg.krylov import top_vectors
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, largest_eigenvalue
 from lipbound.linalg.operator_norm import lanczos

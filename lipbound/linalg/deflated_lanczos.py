@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipbound.linalg.bordered import Bordered
 from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.enclosures.bordered import Bordered
 from lipbound.linalg.krylov import (
     WORTH_COPYING,
     Dots,
