@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lipbound.bounds.statement import Bound, Formula
-from lipbound.errors import LipboundError, UnknownNameError, choice, nearest, shown
+from lipbound.errors import LipboundError, UnknownNameError, choice, shown
 from lipbound.schema import NORMS
 
 if TYPE_CHECKING:
@@ -161,9 +161,7 @@ def get(name: str) -> Bound:
         UnknownNameError: naming the nearest registered names.
     """
     load_papers()
-    if not isinstance(name, str) or name not in _BOUNDS:
-        raise UnknownNameError(f"unknown bound {shown(name)}; {nearest(name, _BOUNDS)}")
-    return _BOUNDS[name]
+    return _BOUNDS[choice("bound", name, _BOUNDS)]
 
 
 def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
+from lipbound.errors import LipboundError, check_layer, choice, is_number, shown
 from lipbound.formatting import formula, html_facts
 from lipbound.schema import NORMS
 
@@ -303,8 +303,7 @@ def check_ball(radius: float, ball: str) -> None:
         LipboundError: another radius.
         UnknownNameError: another kind of ball.
     """
-    if not isinstance(ball, str) or ball not in BALLS:
-        raise UnknownNameError(f"unknown ball {shown(ball)}; {nearest(ball, BALLS)}")
+    choice("ball", ball, BALLS)
     if not is_number(radius) or not 0 <= radius <= 1e60:
         raise LipboundError(
             f"radius is {shown(radius)}; it must be a finite number >= 0, and at most 1e60"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from scipy.special import betaincinv, betaln
 
-from lipbound.errors import LipboundError, is_number
+from lipbound.errors import LipboundError, real
 from lipbound.linalg.krylov import top_eigenpairs
 
 Array = np.ndarray
@@ -113,9 +113,8 @@ class StoppingRule:
     """
 
     def __init__(self, n: int, batch: int, tol: float, delta: float | None, dtype: torch.dtype):
-        if delta is not None and not (is_number(delta) and 0 < delta < 1):
-            wanted = "the failure probability must be between 0 and 1"
-            raise LipboundError(f"delta is {delta!r}; {wanted}")
+        if delta is not None:
+            real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
         self.rounding = 0.0 if delta is None else ROUNDING[dtype]
         if delta is not None and tol <= self.rounding:
             raise LipboundError(

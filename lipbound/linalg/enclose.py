@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError, RangeError
+from lipbound.errors import RangeError
 from lipbound.linalg.bordered import bordered
 from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.deflated_lanczos import RITZ, deflated_bound
@@ -108,19 +108,14 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
 
     Args:
         problem: the norms.
-        delta: failure probability of each enclosure.
+        delta: failure probability of each enclosure, between 0 and 1.
         vectors: whether to return top singular vectors.
 
     Returns:
         `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
         same. Of a norm whose square leaves the range of float64 nothing is said, or only that it
         is at most a crude bound.
-
-    Raises:
-        LipboundError: ``delta`` is not between 0 and 1.
     """
-    if not 0 < delta < 1:
-        raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
     op, roundoff, tol = problem.op, problem.roundoff, problem.tol
     n = math.prod(op.out_shape)
     high = (roundoff.size + roundoff.products) ** 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lipbound.devices import has_float64, in_own_modes
-from lipbound.errors import LipboundError, RangeError, UnknownNameError, is_number, nearest
+from lipbound.errors import LipboundError, RangeError, choice, real, whole
 from lipbound.linalg.certificates import StoppingRule
 from lipbound.linalg.krylov import Runs
 from lipbound.linalg.operators import FromCPU, JacobianOperator
@@ -68,16 +68,12 @@ def operator_norm(
     >>> round(float(operator_norm(op).lower), 6)
     1.0
     """
-    if method not in METHODS:
-        raise UnknownNameError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-    if not (is_number(tol) and tol >= 0):
-        raise LipboundError(f"tol is {tol!r}; it must be a number >= 0")
+    choice("method", method, METHODS)
+    tol = real("tol", tol, "a number >= 0", above=math.nextafter(0, -1))
     op = op if has_float64(op.device) else FromCPU(op)
     if method == "dense":
         return dense_svd(op, vectors=vectors)
-    steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
-    if not (is_number(steps) and steps >= 1):
-        raise LipboundError(f"max_steps is {steps!r}; at least one step is needed")
+    steps = DEFAULT_STEPS[method] if max_steps is None else whole("max_steps", max_steps, least=1)
     if method == "power" and delta is not None:
         raise LipboundError(
             "method 'power' gives no upper bound; use 'lanczos' with delta, or delta=None"

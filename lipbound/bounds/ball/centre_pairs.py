@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.centre_entries import BallCentre, CentreErrors, VariantBallCentre
-from lipbound.bounds.ball.softmax_interval import key_spread, relative_changes, relative_interval
+from lipbound.bounds.ball.softmax_interval import key_spread, relative_interval
 from lipbound.bounds.ours.block_norms import outer
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import (
@@ -351,11 +351,33 @@ class PairedBallCentre(ByPairs):
 
     def interval(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         low, up, _ = self.reach(radius, ball)
-        size, mean_square = relative_changes(
-            self.p, self.off.p, self.f, self.u, self.cov_k, self.norm_a, radius, ball
-        )
+        size, mean_square = self.relative_changes(radius, ball)
         size = size + self.off.scores + self.off.p
         return relative_interval(self.scores, size, mean_square, low, up)
+
+    def relative_changes(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        r"""Largest moves of scores beyond the mean of their row, and mean squares.
+
+        Lemma 106 (docs/theory/ball_pairs.md): :math:`\varepsilon_{ij}`, (heads, N, N), and upper
+        values of the means of squares, (heads, N, 1).
+        """
+        p, u, norm_a = self.p, self.u, self.norm_a[:, None, None]
+        off = 4 * self.off.p + 1e-13  # the differences cancel
+        move: float | Tensor = radius
+        if ball == "token":
+            size = 2 * ((1 - p).clamp_min(0) + off) * (radius * u + norm_a * radius**2)
+            size = radius * self.f + size
+        else:
+            square = p.square().sum(-1, keepdim=True)
+            eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+            own = eye - p.diagonal(dim1=-2, dim2=-1)[..., None]
+            every = (1 - 2 * p + square).clamp_min(0)
+            others = ((every - own.square()).clamp_min(0) + 2 * off) * u.square()
+            size = radius * ((self.f + (own.abs() + off) * u).square() + others).sqrt()
+            size = size + norm_a * radius**2 * (every + off).sqrt()
+            move = radius * (p.amax(-1, keepdim=True) * (1 + off)).sqrt()
+        root = radius * self.cov_k[..., None].sqrt() + (u + norm_a * radius) * move
+        return size, root.square()
 
     def _reached(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         return self.pairs.moved(w, most)

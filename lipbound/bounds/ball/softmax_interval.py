@@ -63,46 +63,6 @@ def softmax_interval(scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(allowed, lower - tiny, 0.0).clamp_min(0).minimum(p), up.maximum(p)
 
 
-def relative_changes(
-    p: Tensor,
-    off_p: Tensor,
-    f: Tensor,
-    u: Tensor,
-    cov_k: Tensor,
-    norm_a: Tensor,
-    radius: float,
-    ball: str,
-) -> tuple[Tensor, Tensor]:
-    r"""Largest moves of a plain layer's scores beyond the mean of their row, and mean squares.
-
-    Lemma 106 (docs/theory/ball_pairs.md).
-
-    Args:
-        p, off_p: P, (heads, N, N), and the relative error of its rows, (heads, N, 1).
-        f, u: F, (heads, N, N), and u, (heads, N, 1).
-        cov_k, norm_a: :math:`\|Cov_{P_i} \tilde k\|`, (heads, N), and ||A||, (heads,).
-        radius, ball: of the ball.
-
-    Returns:
-        :math:`\varepsilon_{ij}`, (heads, N, N), and upper values of mean squares, (heads, N, 1).
-    """
-    norm_a, off = norm_a[:, None, None], 4 * off_p + 1e-13  # the differences cancel
-    move: float | Tensor = radius
-    if ball == "token":
-        size = radius * f + 2 * ((1 - p).clamp_min(0) + off) * (radius * u + norm_a * radius**2)
-    else:
-        square = p.square().sum(-1, keepdim=True)
-        eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
-        own = eye - p.diagonal(dim1=-2, dim2=-1)[..., None]
-        every = (1 - 2 * p + square).clamp_min(0)
-        others = (every - own.square()).clamp_min(0) + 2 * off
-        size = radius * ((f + (own.abs() + off) * u).square() + others * u.square()).sqrt()
-        size = size + norm_a * radius**2 * (every + off).sqrt()
-        move = radius * (p.amax(-1, keepdim=True) * (1 + off)).sqrt()
-    mean_square = (radius * cov_k[..., None].sqrt() + (u + norm_a * radius) * move).square()
-    return size, mean_square
-
-
 def relative_interval(
     scores: Tensor, size: Tensor, mean_square: Tensor, low: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor]:
