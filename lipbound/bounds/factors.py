@@ -155,12 +155,7 @@ def shift(att: Attention) -> Upper:
     """Length |scale W_K b_Q|, (heads,)."""
     if att.b_q is None:
         return length_of_bias(None, att)
-    (w, e), (b, f) = scaled(att.w_k, (-2, -1)), scaled(att.b_q, -1)
-    moved = torch.linalg.vector_norm((w @ b[..., None])[..., 0], dim=-1)
-    sizes = torch.linalg.matrix_norm(w.detach()) * torch.linalg.vector_norm(b.detach(), dim=-1)
-    rounding = gamma(w.shape[-1] + 4) * sizes * (1 + gamma(w.numel()))
-    value = Upper.of(moved * (1 + gamma(w.shape[-2] + 4)) + rounding)
-    return scale(att) * value.shifted(e[..., 0, 0] + f[..., 0])
+    return scale(att) * product(att.w_k, att.b_q[:, None])
 
 
 # -- inputs: (samples, 1), so that they broadcast against heads ------------------------------------

@@ -221,11 +221,7 @@ class Bound:
         check_ball(radius, ball)
         return _numbers(self.ball(att, float(radius), ball)).expand(att.samples, att.heads)
 
-    def extends(
-        self,
-        *variants: str,
-        **parts: Any,
-    ) -> Callable[[Function], Function]:
+    def extends(self, *variants: str, **parts: Any) -> Callable[[Function], Function]:
         """Decorator: a formula for variants of heads that the formulas so far do not cover.
 
         It stands for itself: what it is not given is not taken over from the formula for plain

@@ -76,23 +76,8 @@ class Bordered:
     def largest_phi(self, goal: Tensor) -> Tensor:
         """Return the largest phi at which `upper` is at most ``goal``, (batch,); 0 for none.
 
-        To about 1e-12 of ``goal``.
-        """
-        found = self._largest_phi(goal)
-        if bool(((self.upper(found) <= goal) | (found == 0)).all()):
-            return found
-        # rounding has spoilt it: by bisection
-        low, high = torch.zeros_like(goal), goal.clamp_min(0)
-        for _ in range(40):
-            middle = (low + high) / 2
-            fits = self.upper(middle) <= goal
-            low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
-        return low
-
-    def _largest_phi(self, goal: Tensor) -> Tensor:
-        """Return the same, without a check.
-
-        phi is the Schur complement of what is below the eigenvalue that ``goal`` leaves.
+        To about 1e-12 of ``goal``. It is the Schur complement of what is below the eigenvalue that
+        ``goal`` leaves.
         """
         r = self.r_c.shape[1]
         size = (goal / (1 + 16 * UNIT)).clamp_min(0).sqrt()
@@ -105,8 +90,9 @@ class Bordered:
         scaled = self.r_c / gaps.clamp_min(1e-300).sqrt()[:, None]
         scaled = torch.where(possible[:, None, None], scaled, 0.0)
         complement = torch.linalg.eigvalsh(torch.nan_to_num(scaled @ scaled.mT, posinf=0.0))[:, -1]
-        found = gaps[:, -1] + self.values[:, -1] - complement - 1e-13 * goal
-        return torch.where(possible, found.clamp_min(0), 0.0)
+        found = gaps[:, -1] + self.values[:, -1] - complement - 1e-12 * goal
+        found = torch.where(possible, found.clamp_min(0), 0.0)
+        return torch.where(self.upper(found) <= goal, found, 0.0)
 
 
 def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
