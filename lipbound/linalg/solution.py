@@ -44,14 +44,15 @@ class Norm:
     right: Tensor | None = None
 
     def _repr_html_(self) -> str:
-        places = [tuple(index) for index in torch.nonzero(torch.ones(self.lower.shape)).tolist()]
         n = self.lower.ndim
         axes = ("sample", "head") if n == 2 else tuple(f"axis {k}" for k in range(n))
         columns = [*axes, "lower", "upper", "steps", "converged"]
-        rows = [[""] * len(columns) for _ in places]
-        for row, at in zip(rows, places[: TABLE_ROWS + 1], strict=False):
+        rows = []
+        for at in np.ndindex(*self.lower.shape):
             ends = (number(float(end[at]), 6) for end in (self.lower, self.upper))
-            row[:] = *map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))
+            rows.append(
+                [*map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))]
+            )
         return html_table(columns, rows, title="Spectral norms", most=TABLE_ROWS)
 
     @staticmethod
@@ -189,16 +190,12 @@ def solved(
         if op.dtype == torch.float32:
             raise RangeError("Jacobian products overflow in float32; use dtype='float64'")
         raise RangeError("Jacobian products overflow; rescale the inputs or the weights")
-    upper, steps, converged, error = (
-        torch.as_tensor(t, dtype=dtype).expand(op.batch).clone()
-        for t, dtype in (
-            (upper, torch.float64),
-            (steps, torch.int64),
-            (converged, torch.bool),
-            (error, torch.float64),
-        )
-    )
-    norm = Norm(lower, upper, steps, converged, error)
+
+    def every(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(value, dtype=dtype).expand(op.batch).clone()
+
+    ends = lower, every(upper, torch.float64), every(steps, torch.int64)
+    norm = Norm(*ends, every(converged, torch.bool), every(error, torch.float64))
     return norm if left is None else with_vectors(norm, op, left)
 
 

@@ -80,10 +80,6 @@ class BallCentre:
         low, up = softmax_interval(self.scores, tau)
         return low, up, (1.0, 1.0, 0.0)
 
-    def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
-        """Upper values of the change of J over the ball, and of J itself, (heads,) each."""
-        return self.by_entries(radius, ball)
-
     def change(self, low: Tensor, up: Tensor) -> Tensor:
         """Upper values of the change of P over the ball, (heads, N, M)."""
         change = torch.maximum(up - self.p, self.p - low).clamp(0.0, 1.0)
@@ -100,9 +96,10 @@ class BallCentre:
         return tuple(t.nan_to_num(torch.inf, torch.inf) * (1 + slack) for t in values)
 
     def by_entries(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
-        """`bounds` by Lemma 27 (docs/theory/balls.md).
+        """Upper values of the change of J over the ball, and of J itself, (heads,) each.
 
-        (a) without the norm at the centre, and the smaller of (b) and (c).
+        Lemma 27 (docs/theory/balls.md): (a) without the norm at the centre, and the smaller of (b)
+        and (c).
         """
         d, f, u, n = self.d, self.f, self.u, self.p.shape[-2]
         low, up, (slope, slope_up, slope_change) = self.reach(radius, ball)

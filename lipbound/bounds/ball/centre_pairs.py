@@ -176,6 +176,7 @@ class ByPairs(BallCentre):
         return (found + (w @ self.off.u.square()).sqrt())[..., 0]
 
     def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        """The smaller of both bounds: of the change of J over the ball, and of J, (heads,) each."""
         both = self.by_entries(radius, ball), self.by_pairs(radius, ball)
         changed, whole = (torch.minimum(*values) for values in zip(*both, strict=True))
         return changed, whole

@@ -228,10 +228,6 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (squares * (n + 1) + n).sqrt()).value()
 
 
-def _mean_field_condition(att: Attention) -> Tensor:
-    return conditions.unmasked(att) & ~conditions.has_query_bias(att)
-
-
 def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
     t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
     return (factors.norm_v(att) * (1 + 3 * t) * (2 * t).exp()).value()
@@ -245,7 +241,7 @@ def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
     statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 3 \|A\| R^2) \exp(2 \|A\| R^2)$",
     source="Theorem 3.5 with Lemma 3.2",
     assumptions="no mask, no query bias",
-    condition=_mean_field_condition,
+    condition=lambda att: conditions.unmasked(att) & ~conditions.has_query_bias(att),
     cost="O(N D + D d^2)",
     ball=_mean_field,
     caveat="it ignores masks, with which rows of P may gather on one token (norm up to 2 ||W_V|| "
