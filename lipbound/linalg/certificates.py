@@ -127,7 +127,7 @@ class StoppingRule:
         self.tol = tol
         self.floor = 4 * torch.finfo(dtype).eps
 
-    def look(self, alpha: Array, beta: Array) -> tuple[Array, Array]:
+    def look(self, _: Array, alpha: Array, beta: Array) -> tuple[Array, Array]:
         """Return top Ritz values of recurrences (batch, k), and which of them end, (batch,)."""
         top = np.maximum(top_eigenpairs(alpha, beta)[0], 0)
         reached = self._reached(alpha, beta, np.full(len(alpha), alpha.shape[1]), top)

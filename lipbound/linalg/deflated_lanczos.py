@@ -21,14 +21,7 @@ from torch import Tensor
 
 from lipbound.linalg.bordered import Bordered
 from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.krylov import (
-    WORTH_COPYING,
-    Dots,
-    moved_up,
-    ritz_vectors,
-    top_eigenpairs,
-    with_room,
-)
+from lipbound.linalg.krylov import Dots, Runs, top_eigenpairs
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.solution import normal_numbers
@@ -84,131 +77,96 @@ def deflated_bound(
         Bounds: at most ``target`` where that can be shown, elsewhere the smallest number that can,
         or infinity.
     """
-    n, r = math.prod(op.out_shape), small.z.shape[1]
-    if r >= n:
+    if small.z.shape[1] >= math.prod(op.out_shape):
         nothing = torch.zeros_like(target)
         return Deflated(nothing, nothing.long(), small.z[:, :0])
-    limit, z, dots = min(max_steps, n - r), small.z, Dots(n)
-    gamma = 2 * (dots.roundings + 4 * UNIT) * r**0.5  # of products with z
-    epsilon = math.exp(-log_inverse_epsilon(n, delta))
-    least = epsilon - 4 * float(small.skew.amax()) - 4 * gamma - 16 * UNIT
-    rows = Recurrences(op.batch, limit, small, roundoff, least)
-    ritz = z.new_zeros(op.batch, min(RITZ, limit), n)
-    goal, steps = target.numpy(), np.zeros(op.batch, dtype=np.int64)
-    active, going = np.arange(op.batch), np.ones(op.batch, dtype=bool)
-    v = _start(seeds, z, dots)
-    basis, b = v.new_empty(op.batch, min(24, limit), n), v.new_zeros(op.batch)
-    for j in range(limit):
-        basis = with_room(basis, j, limit)
-        basis[:, j] = v
-        outside = torch.linalg.vector_norm(dots(v, z), dim=1) + gamma
-        w, a, lost, reach = _step(op, v, z, basis[:, : j + 1], b, dots)
-        b = torch.linalg.vector_norm(w, dim=1)
-        columns = torch.stack((a, b, lost, outside, reach)).cpu()[:, going].numpy()
-        rows.columns[:, active[going], j] = np.where(np.isnan(columns), np.inf, columns)
-        v = w / b.clamp_min(1e-300)[:, None]
-        if j % LOOK and j + 1 < limit and bool((b > 1e-12 * reach).all()):
-            continue
-        stop = rows.end(active, j + 1, goal[active])
-        stop = going & (stop | (j + 1 == limit) | (b <= 1e-13 * reach).cpu().numpy())
-        if not stop.any():
-            continue
-        index = active[stop]
-        steps[index] = j + 1
-        alpha, beta = (np.nan_to_num(t[index, : j + 1], posinf=0.0) for t in rows.columns[:2])
-        own = basis[torch.from_numpy(stop).to(op.device), : j + 1]
-        found = ritz_vectors(alpha, beta, own, RITZ)
-        ritz[torch.from_numpy(index).to(op.device), : found.shape[1]] = found
-        going &= ~stop
-        if not going.any():
-            break
-        if going.sum() <= WORTH_COPYING * len(going):
-            keep = going.nonzero()[0]
-            there, basis = torch.from_numpy(keep).to(op.device), moved_up(basis, keep, j + 1)
-            op, v, b, z = op.select(there), v[there], b[there], z[there]
-            active, going = active[keep], going[keep]
-    phi = torch.from_numpy(smallest_excluded(rows, steps, goal))
-    return Deflated(phi, torch.from_numpy(steps), ritz)
+    goal = target.numpy()
+    runs = DeflatedRuns(op, roundoff, small, goal, delta, seeds, max_steps)
+    phi = torch.from_numpy(smallest_excluded(runs, runs.steps, goal))
+    return Deflated(phi, torch.from_numpy(runs.steps), runs.ritz)
 
 
-def _start(seeds: Sequence[int], z: Tensor, dots: Dots) -> Tensor:
-    """Return random unit vectors (batch, n) without components along z (batch, r, n)."""
-    v = torch.stack([normal_numbers(z.shape[2], seed) for seed in seeds]).to(z.device)
-    v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
-    for _ in range(2):
-        v = v - (dots(v, z)[:, None] @ z)[:, 0]
-    return v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
+class DeflatedRuns(Runs):
+    """Runs on the deflated matrix, and upper values of what each column of R consists of.
 
-
-def _step(
-    op: JacobianOperator, v: Tensor, z: Tensor, known: Tensor, b: Tensor, dots: Dots
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Multiply the last vector v of a basis, and orthogonalise the image.
-
-    Returns:
-        What is left of the image (batch, n); the diagonal entry of T, what reorthogonalisation took
-        away, and the length of the image, (batch,) each.
-    """
-    w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
-    reach = torch.linalg.vector_norm(w, dim=1)
-    w = w - (dots(w, z)[:, None] @ z)[:, 0]
-    a = (w * v).sum(1).clamp_min(0)
-    w.addcmul_(v, a[:, None], value=-1)
-    if known.shape[1] > 1:
-        w.addcmul_(known[:, -2], b[:, None], value=-1)
-    lost = torch.zeros_like(a)
-    for vectors in (z, known):  # what rounding has left of them, as measured
-        c = w[:, None] @ vectors.mT
-        lost += c.abs().sum((1, 2))
-        w = (w[:, None] - c @ vectors)[:, 0]
-    return w, a, lost, reach
-
-
-class Recurrences:
-    """T of a batch of runs, and upper values of what each column of R consists of.
-
-    Args:
-        batch: number of runs.
-        limit: steps of each at most.
-        small: what has been deflated.
-        roundoff: of the products.
-        epsilon: the length that the start's component along an eigenvector has at least.
+    Arguments as of `deflated_bound`.
 
     Attributes:
         columns: entries alpha and beta of T, size of what reorthogonalisation took away, size of
             the part of v_j inside what is deflated, and :math:`|G v_j|`, (5, batch, limit).
+        epsilon: the length that the start's component along an eigenvector has at least.
     """
 
-    def __init__(self, batch: int, limit: int, small: Bordered, roundoff: Roundoff, epsilon: float):
-        self.columns = np.zeros((5, batch, limit))
-        self.products = roundoff.products.numpy()
-        self.size = roundoff.size.numpy() ** 2
-        self.top = small.values.numpy()[:, -1]
+    kinds = 5
+
+    def __init__(
+        self,
+        op: JacobianOperator,
+        roundoff: Roundoff,
+        small: Bordered,
+        goal: Array,
+        delta: float,
+        seeds: Sequence[int],
+        max_steps: int,
+    ):
+        z, (r, n) = small.z, small.z.shape[1:]
+        self._dots, self._own, self._goal = Dots(n), z, goal
+        self._gamma = 2 * (self._dots.roundings + 4 * UNIT) * r**0.5  # of products with z
+        epsilon = math.exp(-log_inverse_epsilon(n, delta))
+        self.epsilon = epsilon - 4 * float(small.skew.amax()) - 4 * self._gamma - 16 * UNIT
+        self.products, self.size = roundoff.products.numpy(), roundoff.size.numpy() ** 2
+        self.largest = small.values.numpy()[:, -1]
         slack = small.slack(roundoff.size).numpy()
         self.off = np.linalg.norm(small.r_c.numpy(), axis=(1, 2)) + slack
-        r, n = small.z.shape[1:]
-        self.project = 2 * small.skew.numpy() + 4 * (Dots(n).roundings + (r + 8) * UNIT) * r**0.5
-        self.epsilon = epsilon
+        self.project = 2 * small.skew.numpy() + 4 * (self._dots.roundings + (r + 8) * UNIT) * r**0.5
+        limit, start = min(max_steps, n - r), self._outside(seeds)
+        ritz = z.new_zeros(op.batch, min(RITZ, limit), n)
+        super().__init__(op, self._end, start, limit=limit, every=LOOK, ritz=ritz)
 
-    def end(self, active: Array, k: int, target: Array) -> Array:
-        """Return which of the runs ``active`` may end after k steps: ``target`` is excluded.
+    def _outside(self, seeds: Sequence[int]) -> Tensor:
+        """Return random unit vectors (batch, n) without components along z (batch, r, n)."""
+        z = self._own
+        v = torch.stack([normal_numbers(z.shape[2], seed) for seed in seeds]).to(z.device)
+        v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
+        for _ in range(2):
+            v = v - (self._dots(v, z)[:, None] @ z)[:, 0]
+        return v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
 
-        Or a Ritz value beyond it has come within the relative residual `HOPELESS`.
-        """
-        total, tail = _missed(self, active, np.full(len(active), k), target)
-        alpha, beta = (t[active, :k] for t in self.columns[:2])
-        finite = np.isfinite(alpha).all(1) & np.isfinite(beta).all(1)
-        top, s = top_eigenpairs(*(np.where(finite[:, None], t, 0.0) for t in (alpha, beta)))
-        hopeless = (top >= target) & (beta[:, -1] * np.abs(s[:, -1]) <= HOPELESS * top)
-        return (total < self.epsilon) | (tail < 0.02 * total) | hopeless | ~finite
+    def _step(
+        self, op: JacobianOperator, v: Tensor, known: Tensor, b: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        z = self._own
+        outside = torch.linalg.vector_norm(self._dots(v, z), dim=1) + self._gamma
+        w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
+        reach = torch.linalg.vector_norm(w, dim=1)
+        w = w - (self._dots(w, z)[:, None] @ z)[:, 0]
+        a = (w * v).sum(1).clamp_min(0)
+        w.addcmul_(v, a[:, None], value=-1)
+        if known.shape[1] > 1:
+            w.addcmul_(known[:, -2], b[:, None], value=-1)
+        lost = torch.zeros_like(a)
+        for vectors in (z, known):  # what rounding has left of them, as measured
+            c = w[:, None] @ vectors.mT
+            lost += c.abs().sum((1, 2))
+            w = (w[:, None] - c @ vectors)[:, 0]
+        return w, (a, lost, outside, reach)
+
+    def _end(self, index: Array, alpha: Array, beta: Array) -> tuple[Array, Array]:
+        """End where the goal is excluded, or where a Ritz value beyond it is near an eigenvalue."""
+        k, goal = alpha.shape[1], self._goal[index]
+        total, tail = _missed(self, index, np.full(len(index), k), goal)
+        top, s = top_eigenpairs(alpha, beta)
+        hopeless = (top >= goal) & (beta[:, -1] * np.abs(s[:, -1]) <= HOPELESS * top)
+        exhausted = beta[:, -1] <= 1e-13 * self.columns[4, index, k - 1]
+        return top, (total < self.epsilon) | (tail < 0.02 * total) | hopeless | exhausted
 
 
-def excluded(rows: Recurrences, steps: Array, x: Array) -> Array:
+def excluded(rows: DeflatedRuns, steps: Array, x: Array) -> Array:
     """Return whether every eigenvalue is below x (batch, ...) after ``steps`` (batch,) steps."""
     return _missed(rows, np.arange(len(x)), steps, x)[0] < rows.epsilon
 
 
-def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Array, Array]:
+def _missed(rows: DeflatedRuns, index: Array, steps: Array, x: Array) -> tuple[Array, Array]:
     r"""Return upper values of :math:`\sum_j y_j(x) |R_j|`, and the share of the last vector.
 
     ``x`` is (entries of index, ...), with axes of its own behind the batch, and so are both
@@ -222,7 +180,7 @@ def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Ar
     alpha, beta, lost, outside, reach = (t[index, :k][more] for t in rows.columns)
     with np.errstate(all="ignore"):
         # G is at most this much larger than B, if B is as large as x (Lemma 65)
-        size, top, off = (t[index][more] / x for t in (rows.size, rows.top, rows.off))
+        size, top, off = (t[index][more] / x for t in (rows.size, rows.largest, rows.off))
         whole = np.minimum(size, np.maximum(top, 1.0) + off) * x
         p = rows.products[index][more]
         same = 2 * np.sqrt(whole) * p + p * p
@@ -246,7 +204,7 @@ def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Ar
         return total, np.where(beyond, tail, np.inf)
 
 
-def smallest_excluded(rows: Recurrences, steps: Array, goal: Array) -> Array:
+def smallest_excluded(rows: DeflatedRuns, steps: Array, goal: Array) -> Array:
     """Return numbers that `excluded` shows, (batch,), infinity where there is none.
 
     As small as twelve bisections find them below ``goal``, where that is shown; elsewhere within

@@ -133,102 +133,120 @@ class Runs:
 
     Args:
         op: the Jacobians.
-        rule: from recurrences alpha and beta, (entries, k), their largest Ritz values and which
-            runs end, (entries,) each.
+        rule: from the numbers of some entries and their recurrences alpha and beta, (entries, k),
+            their largest Ritz values and which runs end, (entries,) each.
+        start: unit vectors, (batch, n).
         limit: steps of each run at most.
         every: steps between two looks of the rule at runs whose Krylov spaces have not ended.
-        seed: of the start vectors, one for all entries or one for each part of the batch.
         ritz: initial vectors (batch, count, n), which the top Ritz vectors replace, as many as
             there are.
-        restart: length of what is left of an image, relative to it, at which a run goes on from a
-            random direction orthogonal to its Krylov space.
+        restart: beta, relative to the largest there can be, at which a run goes on from a random
+            direction orthogonal to its Krylov space.
 
     Attributes:
-        alpha, beta: recurrences, in units of ``unit``, (batch, limit); 1 beyond their end.
-        unit: powers of two, (batch,).
+        columns: what is kept of every step, alpha and beta first, (at least 2, batch, limit); zero
+            beyond the end of a run.
+        unit: powers of two in units of which alpha and beta are, (batch,).
         top: largest Ritz values, NaN where products were not finite, (batch,).
         steps: products spent, (batch,).
         ritz: top Ritz vectors, largest first, (batch, count, n).
     """
 
+    kinds = 2
+    """Numbers that are kept of every step."""
+    _own: Tensor
+    """What belongs to each entry that is still at work, here its unit."""
+
     def __init__(
         self,
         op: JacobianOperator,
-        rule: Callable[[Array, Array], tuple[Array, Array]],
+        rule: Callable[[Array, Array, Array], tuple[Array, Array]],
+        start: Tensor,
         *,
         limit: int,
         every: int,
-        seed: int | Sequence[int],
         ritz: Tensor,
-        restart: float = -1.0,
+        restart: float = 0.0,
     ):
-        self.alpha, self.beta = np.ones((op.batch, limit)), np.ones((op.batch, limit))
+        self.columns = np.zeros((self.kinds, op.batch, limit))
         self.unit, self.top = np.ones(op.batch), np.zeros(op.batch)
         self.steps, self.ritz = np.zeros(op.batch, dtype=np.int64), ritz
         self._rule, self._every, self._restart = rule, every, restart
-        self._run(op, limit, start_vectors(op, op.out_shape, seed))
+        self._run(op, start)
 
-    def _run(self, op: JacobianOperator, limit: int, v: Tensor) -> None:
-        finfo = torch.finfo(op.dtype)
+    def _run(self, op: JacobianOperator, v: Tensor) -> None:
+        limit, finfo = self.columns.shape[2], torch.finfo(op.dtype)
         active, going = np.arange(op.batch), np.ones(op.batch, dtype=bool)
-        alpha, beta = np.zeros((op.batch, limit)), np.zeros((op.batch, limit))
-        basis, b, unit = v.new_empty(op.batch, min(32, limit), v.shape[1]), v[:, 0], v[:, :1]
+        basis, b = v.new_empty(op.batch, min(32, limit), v.shape[1]), v[:, 0]
         for j in range(limit):
             basis = with_room(basis, j, limit)
             basis[:, j] = v
             known = basis[:, : j + 1]
-            w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
-            if j == 0:  # squares of the entries are brought into range
-                unit = power_of_two(w.abs().amax(1, keepdim=True))
-                self.unit[:] = unit[:, 0].cpu().numpy()
-                unit = unit.to(op.dtype)
-            w = w / unit
-            reach, a = torch.linalg.vector_norm(w, dim=1), (w * v).sum(1)
-            # the recurrence removes the large components, then one pass against the whole basis
-            # what rounding has left of them
-            w.addcmul_(v, a[:, None], value=-1)
-            if j:
-                w.addcmul_(basis[:, j - 1], b[:, None], value=-1)
-            w = project_out(w, known)
+            w, (a, *others) = self._step(op, v, known, b)
             b = torch.linalg.vector_norm(w, dim=1)
             v = w / b.clamp_min(finfo.tiny)[:, None]
-            lost = b <= self._restart * reach
-            if bool(lost.any()):
+            shown = torch.stack((a, b, *others)).double().cpu().numpy()[:, going]
+            self.columns[:, active[going], j] = np.where(np.isnan(shown), np.inf, shown)
+            alpha, beta = self.columns[:2, active, : j + 1]
+            largest = np.abs(alpha).max(1) + 2 * beta.max(1)  # beyond every Ritz value (Gershgorin)
+            lost = going & (beta[:, j] <= self._restart * largest)
+            if self._restart and lost.any():
+                there = torch.from_numpy(lost).to(v.device)
                 fresh = normal_numbers(v.numel(), "fresh", j).view(v.shape).to(v)
                 fresh = project_out(fresh, known, 2)
                 fresh /= torch.linalg.vector_norm(fresh, dim=1, keepdim=True).clamp_min(finfo.tiny)
-                b, v = torch.where(lost, 0.0, b), torch.where(lost[:, None], fresh, v)
-            alpha[:, j], beta[:, j] = (t.double().cpu().numpy() for t in (a, b))
-            largest = np.abs(alpha[:, : j + 1]).max(1) + 2 * beta[:, : j + 1].max(1)
-            # beyond every Ritz value (Gershgorin)
-            ended = ~(beta[:, j] > 4 * finfo.eps * largest)
+                b, v = torch.where(there, 0.0, b), torch.where(there[:, None], fresh, v)
+                self.columns[1, active[lost], j] = 0.0
+            ended = going & ~(beta[:, j] > max(4 * finfo.eps, 1e-12) * largest)
             if j % self._every and j + 1 < limit and not ended.any():
                 continue
-            stop = self._look(active, going, alpha[:, : j + 1], beta[:, : j + 1], known)
-            going &= ~stop
+            going = going & ~self._look(active, going, known)
             if not going.any():
                 break
             if going.sum() <= WORTH_COPYING * len(going):
                 keep = going.nonzero()[0]
                 there, basis = torch.from_numpy(keep).to(op.device), moved_up(basis, keep, j + 1)
-                op, v, b, unit = op.select(there), v[there], b[there], unit[there]
-                active, going, alpha, beta = active[keep], going[keep], alpha[keep], beta[keep]
+                op, v, b, self._own = op.select(there), v[there], b[there], self._own[there]
+                active, going = active[keep], going[keep]
 
-    def _look(self, active: Array, going: Array, alpha: Array, beta: Array, basis: Tensor) -> Array:
+    def _step(
+        self, op: JacobianOperator, v: Tensor, known: Tensor, b: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Multiply the last vector v of bases ``known``, and orthogonalise the image.
+
+        Returns:
+            What is left of the image (entries, n), and the numbers that are kept but for beta, of
+            which b is the last, (entries,) each.
+        """
+        w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
+        if known.shape[1] == 1:  # squares of the entries are brought into range
+            unit = power_of_two(w.abs().amax(1, keepdim=True))
+            self.unit, self._own = unit[:, 0].cpu().numpy(), unit.to(op.dtype)
+        w = w / self._own
+        a = (w * v).sum(1)
+        # the recurrence removes the large components, then one pass against the whole basis what
+        # rounding has left of them
+        w.addcmul_(v, a[:, None], value=-1)
+        if known.shape[1] > 1:
+            w.addcmul_(known[:, -2], b[:, None], value=-1)
+        return project_out(w, known), (a,)
+
+    def _look(self, active: Array, going: Array, basis: Tensor) -> Array:
         """Keep what has been found of the entries that end, and return where they are."""
-        k, fine = alpha.shape[1], np.isfinite(alpha).all(1) & np.isfinite(beta).all(1)
-        a, b = (np.where(fine[:, None], t, 0.0)[going] for t in (alpha, beta))
-        top, ends = self._rule(a, b)
-        ends |= ~fine[going] | (k == self.alpha.shape[1])
-        stop, index = going.copy(), active[going][ends]
+        k, index = basis.shape[1], active[going]
+        alpha, beta = self.columns[:2, index, :k]
+        fine = np.isfinite(alpha).all(1) & np.isfinite(beta).all(1)
+        alpha, beta = (np.where(fine[:, None], t, 0.0) for t in (alpha, beta))
+        top, ends = self._rule(index, alpha, beta)
+        ends = ends | ~fine | (k == self.columns.shape[2])
+        self.top[index[ends]], self.steps[index[ends]] = np.where(fine, top, np.nan)[ends], k
+        found = ends & fine
+        if found.any():
+            there = torch.from_numpy(going.nonzero()[0][found]).to(basis.device)
+            vectors = ritz_vectors(alpha[found], beta[found], basis[there], self.ritz.shape[1])
+            self.ritz[torch.from_numpy(index[found]).to(basis.device), : vectors.shape[1]] = vectors
+        stop = going.copy()
         stop[going] = ends
-        self.top[index] = np.where(fine[going], top, np.nan)[ends]
-        self.alpha[index, :k], self.beta[index, :k], self.steps[index] = a[ends], b[ends], k
-        if (found := stop & fine).any():
-            there = torch.from_numpy(active[found]).to(basis.device)
-            own = basis[torch.from_numpy(found).to(basis.device)]
-            vectors = ritz_vectors(alpha[found], beta[found], own, self.ritz.shape[1])
-            self.ritz[there, : vectors.shape[1]] = vectors
         return stop
 
 
@@ -239,7 +257,7 @@ def top_vectors(
     residual: float,
     max_steps: int,
     seed: int | Sequence[int],
-    restart: float = -1.0,
+    restart: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Search for the top ``count`` Ritz vectors of J J^T; they need not be right, only good.
 
@@ -252,7 +270,7 @@ def top_vectors(
         (batch,) int64.
     """
 
-    def rule(alpha: Array, beta: Array) -> tuple[Array, Array]:
+    def rule(_: Array, alpha: Array, beta: Array) -> tuple[Array, Array]:
         top, s = top_eigenpairs(alpha, beta)
         close = beta[:, -1] * np.abs(s[:, -1]) < residual * top
         zero = (alpha[:, 0] == 0) & (beta[:, 0] == 0)
@@ -260,8 +278,8 @@ def top_vectors(
 
     n = math.prod(op.out_shape)
     rest = normal_numbers(count * n, "rest").view(1, count, n).repeat(op.batch, 1, 1)
-    limit = min(max_steps, n)
+    start, limit = start_vectors(op, op.out_shape, seed), min(max_steps, n)
     ritz = rest.to(op.device, op.dtype)
-    runs = Runs(op, rule, limit=limit, every=1, seed=seed, ritz=ritz, restart=restart)
+    runs = Runs(op, rule, start, limit=limit, every=1, ritz=ritz, restart=restart)
     finite = torch.isfinite(runs.ritz).flatten(1).all(1)[:, None, None]
     return torch.where(finite, runs.ritz, 1.0), torch.from_numpy(runs.steps)

@@ -116,9 +116,15 @@ def lanczos(
     rule, limit = StoppingRule(n, op.batch, tol, delta, op.dtype), min(max_steps, n)
     ritz = torch.zeros(op.batch, 1, n, dtype=op.dtype, device=op.device)
     every = 1 if n >= LARGE else LOOK
-    runs = Runs(op, rule.look, limit=limit, every=every, seed=seed, ritz=ritz)
-    _check_underflow(op, runs, seed)
-    upper, reached = rule.shown(runs.alpha, runs.beta, runs.steps, runs.top)
+    start = start_vectors(op, op.out_shape, seed)
+    runs = Runs(op, rule.look, start, limit=limit, every=every, ritz=ritz)
+    alpha, beta = runs.columns
+    zero = torch.as_tensor((runs.top == 0) & (beta[:, 0] == 0)).to(op.device)
+    if bool(zero.any()) and bool((op.vjp(start.view(-1, *op.out_shape))[zero] != 0).any()):
+        precise = "use float64, or " if op.dtype == torch.float32 else ""
+        name = str(op.dtype).removeprefix("torch.")
+        raise RangeError(f"Jacobian products underflow {name}; {precise}rescale the weights")
+    upper, reached = rule.shown(alpha, beta, runs.steps, runs.top)
     lower, scale = np.sqrt(runs.top), np.sqrt(runs.unit)
     # a top of 0 is a zero, or a Ritz value that rounding has made negative
     nothing = np.where(reached, 0.0, math.inf)
@@ -129,7 +135,7 @@ def lanczos(
     norm = solved(op, low, high, steps=torch.as_tensor(runs.steps), converged=close, error=wide)
     # A Krylov space that has ended may have ended on rounding, short of the top: what it shows is
     # in `error`; small cases are settled densely.
-    last = runs.beta[np.arange(op.batch), runs.steps - 1]
+    last = beta[np.arange(op.batch), runs.steps - 1]
     ended = rule.exhausted(last, runs.top) | (runs.steps == n)
     early = torch.as_tensor(ended & ~converged)
     if bool(early.any()) and n <= LARGEST_DENSE_SVD:
@@ -139,18 +145,6 @@ def lanczos(
             norm.upper[early] = dense.upper
         norm.converged[early] = dense.error <= max(tol, 1e-12)
     return norm, runs.ritz[:, 0]
-
-
-def _check_underflow(op: JacobianOperator, runs: Runs, seed: int | Sequence[int]) -> None:
-    """Raise RangeError where an image under J J^T is zero by underflow."""
-    zero = torch.as_tensor((runs.top == 0) & (runs.beta[:, 0] == 0)).to(op.device)
-    if not bool(zero.any()):
-        return
-    start = start_vectors(op, op.out_shape, seed).view(-1, *op.out_shape)
-    if bool((op.vjp(start)[zero] != 0).any()):
-        precise = "use float64, or " if op.dtype == torch.float32 else ""
-        name = str(op.dtype).removeprefix("torch.")
-        raise RangeError(f"Jacobian products underflow {name}; {precise}rescale the weights")
 
 
 def power_iteration(
