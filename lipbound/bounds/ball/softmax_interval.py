@@ -24,11 +24,6 @@ def key_spread(att: Attention) -> tuple[Tensor, Tensor]:
     return torch.cdist(att.p[0] @ kt, kt, compute_mode="donot_use_mm_for_euclid_dist"), kt
 
 
-def query_lengths(att: Attention) -> Tensor:
-    """u_i = |scale W_K q_i| of an unpadded float64 layer, (heads, N)."""
-    return abs(att.scale) * (att.q[0] @ upper_factor(att.w_k)[0].mT).norm(dim=-1)
-
-
 def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, ball: str) -> Tensor:
     """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,).
 
@@ -98,7 +93,8 @@ def _others(x: Tensor) -> Tensor:
 
 def reachable_rows(att: Attention, radius: float, ball: str) -> tuple[Tensor, Tensor]:
     """Smallest and largest P' over the ball around an unpadded float64 sample, (heads, N, N)."""
-    f, u = key_spread(att)[0], query_lengths(att)[..., None]
+    q = abs(att.scale) * att.q[0] @ upper_factor(att.w_k)[0].mT
+    f, u = key_spread(att)[0], q.norm(dim=-1, keepdim=True)
     tau = score_changes(f, u, factors.norm_a(att).value(), radius, ball)
     return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 
