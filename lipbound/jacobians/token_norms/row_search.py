@@ -378,9 +378,9 @@ def wedged(row: Blocks, y: Tensor, target: float, tol: float) -> tuple[float, Te
     if y.shape[-1] < 2 or not bool(torch.isfinite(y).all()):
         return math.inf, y
     plane, finest = torch.linalg.svd(y[0, 0], full_matrices=False).Vh[:2], PARTS ** (LEVELS - 1)
-    angles = torch.arange(WEDGES * finest + 1, device=y.device) * (math.pi / (WEDGES * finest))
+    angles = torch.linspace(0.0, math.pi, WEDGES * finest + 1, dtype=y.dtype, device=y.device)
     # vectors across these directions of the plane; wedges that touch share one, to the last digit
-    edges = torch.stack([-angles.double().sin(), angles.double().cos()], -1) @ plane
+    edges = torch.stack([-angles.sin(), angles.cos()], -1) @ plane
     edges[-1] = -edges[0]
     first = torch.arange(WEDGES, device=y.device) * finest
     upper, found = 0.0, [y[0]]
