@@ -193,9 +193,10 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
         asked = [part.strip() for part in bounds.split(",") if part.strip()]
     no_list = not isinstance(asked, Iterable) or isinstance(asked, bytes | Mapping)
     if no_list or not getattr(asked, "shape", True) or (isinstance(bounds, str) and not asked):
+        none = ", which names none" if isinstance(bounds, str) else ""
         raise UnknownNameError(
-            f"bounds is {shown(bounds)}; give 'default', 'all', a name, names separated by commas, "
-            "a list of names, or 'none'"
+            f"bounds is {shown(bounds)}{none}; give 'default', 'all', a name, names separated by "
+            "commas, a list of names, or 'none'"
         )
     named = [get(name.name if isinstance(name, Bound) else name) for name in asked]
     for one in named:
