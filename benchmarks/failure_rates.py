@@ -24,8 +24,9 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.prepared_map import PreparedMap
-from lipbound.linalg.enclosures import enclose
+from lipbound.linalg import enclose
 from lipbound.linalg.operator_norm import DEFAULT_STEPS
+from lipbound.linalg.solution import seeds_each
 
 WIDTH = 64
 TOGETHER = 500
@@ -71,16 +72,11 @@ def missed(
     att = head(spectrum, runs, dtype)
     wide = PreparedMap(att.double(), "head")
     search = wide.op if dtype == torch.float64 else PreparedMap(att, "head").op
+    most, seeds = steps or DEFAULT_STEPS["lanczos"], seeds_each(wide.op.batch, seed)
     # as `lipbound.spectral_norm` calls it, but that the runs of a batch do not share delta
     with torch.no_grad():
         norm = enclose.enclose(
-            wide.op,
-            wide.roundoff,
-            search,
-            tol=tol,
-            delta=delta,
-            seed=seed,
-            max_steps=steps or DEFAULT_STEPS["lanczos"],
+            enclose.Problem(wide.op, wide.roundoff, search, tol, most, seeds), delta
         )
     return torch.maximum(1 - norm.upper, norm.lower - 1).clamp_min(0)
 

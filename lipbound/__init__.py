@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from lipbound.errors import Notice as Notice
     from lipbound.jacobians.head import HeadJacobian as HeadJacobian
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
-    from lipbound.jacobians.token_norms.profile import TokenProfile as TokenProfile
-    from lipbound.jacobians.token_norms.profile import token_profile as token_profile
+    from lipbound.jacobians.token_norms.token_norm import TokenProfile as TokenProfile
     from lipbound.jacobians.token_norms.token_norm import token_norm as token_norm
+    from lipbound.jacobians.token_norms.token_norm import token_profile as token_profile
     from lipbound.linalg.solution import Norm as Norm
     from lipbound.models.capture.capture import capture as capture
     from lipbound.models.inputs import prepare as prepare
@@ -56,7 +56,7 @@ _HOME = {
     "ModuleAttention": "attention.module_attention",
     "Norm": "linalg.solution",
     "Notice": "errors",
-    "TokenProfile": "jacobians.token_norms.profile",
+    "TokenProfile": "jacobians.token_norms.token_norm",
     "attack": "analysis.adversarial_inputs",
     "attention_probabilities": "models.training.differentiable",
     "capture": "models.capture.capture",
@@ -74,7 +74,7 @@ _HOME = {
     "spectral_norm": "jacobians.spectral_norm",
     "sweep": "runs.sweep",
     "token_norm": "jacobians.token_norms.token_norm",
-    "token_profile": "jacobians.token_norms.profile",
+    "token_profile": "jacobians.token_norms.token_norm",
     "verify": "runs.verify",
 }
 _MODULES = {"plots": "reporting.plots", "tables": "reporting.tables"}

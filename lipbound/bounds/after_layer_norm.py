@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.rounding import InheritedErrors
 from lipbound.bounds.factors import root_count
 from lipbound.bounds.registry import get
@@ -16,6 +17,21 @@ from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.rounding import inherited_error
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.upper import Upper
+
+
+def normaliser(att: Attention) -> Normaliser:
+    """The normalisation in front of a layer.
+
+    Raises:
+        AttentionError: a layer that is not known to be fed by one (``lipbound.capture(...,
+            around=True)`` finds it).
+    """
+    fed_by = None if att.surroundings is None else att.surroundings.fed_by
+    if fed_by is None:
+        raise AttentionError(
+            "no normalisation in front of this layer is known; capture it with around=True"
+        )
+    return fed_by
 
 
 def fold_normalisation(att: Attention) -> Attention:
@@ -37,13 +53,7 @@ def fold_normalisation(att: Attention) -> Attention:
             (``lipbound.capture(..., around=True)`` finds it).
     """
     att.only("the ellipsoid of normalised inputs")
-    fed_by = None if att.surroundings is None else att.surroundings.fed_by
-    if fed_by is None:
-        raise AttentionError(
-            "no normalisation in front of this layer is known; capture it with around=True"
-        )
-
-    att, norm = att.double(), fed_by.double()
+    norm, att = normaliser(att).double(), att.double()
 
     def bias(w: Tensor, b: Tensor | None) -> Tensor | None:
         shift = None if norm.bias is None else torch.einsum("d,hde->he", norm.bias.double(), w)
@@ -63,9 +73,7 @@ def folding_rounds(folded: Attention, att: Attention) -> InheritedErrors:
     Args:
         folded: that layer. att: the float64 layer it was made of.
     """
-    assert att.surroundings is not None
-    assert att.surroundings.fed_by is not None
-    norm = att.surroundings.fed_by.double()
+    norm = normaliser(att).double()
     length, moved = torch.linalg.vector_norm(norm.unit, dim=-1), norm.rounding[1]
     if att.valid is not None:
         length, moved = (t.masked_fill(~att.valid, 0.0) for t in (length, moved))
@@ -111,8 +119,6 @@ def after_norm(att: Attention, name: str) -> Tensor:
     folded = fold_normalisation(att)
     lost = Upper.of(2 * inherited_error(folded, folding_rounds(folded, att.double())))
     lost = lost * root_count(att) if bound.norm == "every-token" else lost
-    assert att.surroundings is not None
-    assert att.surroundings.fed_by is not None
-    slopes = att.surroundings.fed_by.slopes
+    slopes = normaliser(att).slopes
     slopes = slopes if att.valid is None else slopes.masked_fill(~att.valid, 0.0)
     return ((Upper.of(bound(folded)) + lost) * slopes.amax(-1, keepdim=True)).value()

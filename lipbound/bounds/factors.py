@@ -15,9 +15,17 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
+from lipbound.bounds.statement import Bound
 from lipbound.devices import require
 from lipbound.linalg.covariance import weighted_deviation_norm
-from lipbound.linalg.matrix_norms import UNIT, gamma, matrix_norm, nonnegative_norm
+from lipbound.linalg.matrix_norms import (
+    UNIT,
+    gamma,
+    matrix_norm,
+    nonnegative_norm,
+    singular_pair,
+    with_derivative,
+)
 from lipbound.linalg.upper import Upper, scaled
 
 ROOT3 = Upper.of(math.sqrt(3) * (1 + 4 * UNIT))
@@ -116,7 +124,7 @@ def product(a: Tensor, b: Tensor) -> Upper:
         left = a.detach() @ (r_b.mT @ vh[..., 0, :, None]) / top
         right = b.detach() @ (r_a.mT @ u[..., :, :1]) / top
         form = ((left.mT @ a) @ (b.mT @ right))[..., 0, 0]
-        norm = norm + (form - form.detach())
+        norm = with_derivative(norm, form)
     return Upper.of(norm).shifted((e + f)[..., 0, 0])
 
 
@@ -137,16 +145,17 @@ def pull_of_biases(att: Attention) -> tuple[Upper, Upper]:
     return by_q, factor * norm_q(att) * length_of_bias(att.b_k, att)
 
 
+def slope_by_lengths(att: Attention, r: Upper) -> Upper:
+    """Slope of scores with rotation or cap, where tokens are no longer than r, (samples, heads)."""
+    q, k = pull_of_biases(att)
+    return r * (2 * norm_a(att) * r + q + k)
+
+
 def shift(att: Attention) -> Upper:
     """Length |scale W_K b_Q|, (heads,)."""
     if att.b_q is None:
         return length_of_bias(None, att)
-    (w, e), (b, f) = scaled(att.w_k, (-2, -1)), scaled(att.b_q, -1)
-    moved = torch.linalg.vector_norm((w @ b[..., None])[..., 0], dim=-1)
-    sizes = torch.linalg.matrix_norm(w.detach()) * torch.linalg.vector_norm(b.detach(), dim=-1)
-    rounding = gamma(w.shape[-1] + 4) * sizes * (1 + gamma(w.numel()))
-    value = Upper.of(moved * (1 + gamma(w.shape[-2] + 4)) + rounding)
-    return scale(att) * value.shifted(e[..., 0, 0] + f[..., 0])
+    return scale(att) * product(att.w_k, att.b_q[:, None])
 
 
 # -- inputs: (samples, 1), so that they broadcast against heads ------------------------------------
@@ -235,23 +244,11 @@ def norm_p(att: Attention) -> Upper:
     fixed = (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
     norm = nonnegative_norm(fixed, rtol=TIGHT, max_steps=STEPS) + TINY
     if p.requires_grad:
-        u, y = top_pair(fixed)
-        form = (u * (p @ y)).sum((-1, -2))
-        norm = norm + (form - form.detach())
+        u, y = singular_pair(fixed)
+        norm = with_derivative(norm, (u * (p @ y)).sum((-1, -2)))
     left, value = unknown.sum(-1).double(), Upper.of(norm)
     value = (value**2 + left).sqrt() if bool(left.any()) else value
     return value.minimum(root_count(att))
-
-
-def top_pair(p: Tensor) -> tuple[Tensor, Tensor]:
-    """A pair of top singular vectors of each matrix, (..., n, 1), by a dense decomposition.
-
-    They are orthogonal to nothing that is left out.
-    """
-    _, vectors = torch.linalg.eigh(p.mT @ p)
-    y = vectors[..., -1:]
-    u = p @ y
-    return u / u.norm(dim=-2, keepdim=True).clamp_min(1e-300), y
 
 
 @memoised
@@ -315,3 +312,24 @@ def slope_of_scores(att: Attention) -> Upper:
     """
     q, k = (spectral(t) + error * root_count(att) for t, error in entering(att))
     return scale(att) * turn(att) * (q * norm_k(att) + k * norm_q(att))
+
+
+# -- shares of terms -------------------------------------------------------------------------------
+
+
+def values_and_softmax(
+    share: Callable[[Attention, Upper], Upper],
+) -> Callable[[Bound, Attention], dict[str, Tensor]]:
+    """The terms of a bound of two, from the share of "values".
+
+    That is a function of the layer and the bound's value, (samples, heads) or broadcastable.
+    """
+
+    def terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
+        with torch.no_grad():
+            value = bound(att)
+            part = Upper.of(share(att, Upper.of(value))).value()
+            part = torch.where(value > 0, part, 1.0).clamp(0, 1).expand_as(value)
+        return {"values": part, "softmax": 1 - part}
+
+    return terms

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lipbound.bounds.statement import Bound, Formula
-from lipbound.errors import LipboundError, UnknownNameError, choice, nearest, shown
+from lipbound.errors import LipboundError, UnknownNameError, choice, shown
 from lipbound.schema import NORMS
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipbound.attention.layer import Attention
-    from lipbound.bounds.statement import Ball, Function, Layer, Longest, Terms
+    from lipbound.bounds.statement import Function
 
 PAPERS = (
     "papers.castin2024",
@@ -33,31 +33,14 @@ PAPERS = (
 """The modules that register bounds, under ``lipbound.bounds``."""
 NO_BOUNDS = ("none", "exact")
 """Names for no bound at all."""
+PARTS = ("condition", "terms", "layer", "longest")
+"""What is registered with a formula, as of `Formula`; all else is a fact of the bound."""
 _BOUNDS: dict[str, Bound] = {}
 _BIBTEX: dict[str, str] = {}
 
 
 def bound(
-    name: str,
-    *,
-    label: str,
-    citation: str,
-    statement: str,
-    statement_latex: str,
-    source: str,
-    assumptions: str,
-    condition: Function,
-    cost: str,
-    bibtex: str = "",
-    map: str = "head",
-    terms: Terms | None = None,
-    layer: Layer | None = None,
-    longest: Longest | None = None,
-    ball: Ball | None = None,
-    caveat: str = "",
-    covers: Collection[str] = (),
-    differentiable: bool = True,
-    norm: str = "frobenius",
+    name: str, *, bibtex: str = "", covers: Collection[str] = (), **facts: Any
 ) -> Callable[[Function], Bound]:
     r"""Decorator: enter a function of an `Attention` into the registry under ``name``.
 
@@ -69,7 +52,6 @@ def bound(
         @bound(
             "doe",
             label="Doe 2027",
-            citation="doe2027",
             bibtex=BIBTEX,
             statement="||J|| <= ||W_V|| (||P|| + ...)",
             statement_latex=r"$\|J\| \le \|W_V\| (\|P\| + \dots)$",
@@ -87,9 +69,9 @@ def bound(
         name: registry name.
         covers: variants of attention for which the same function holds.
         bibtex: the source's entry; bounds of one source may share it.
-        condition, terms, layer, longest: see `Formula`.
-        label, citation, statement, statement_latex, source, assumptions: see `Bound`.
-        cost, map, ball, caveat, differentiable, norm: see `Bound`, too.
+        facts: condition, terms, layer and longest as of `Formula`; label, statement,
+            statement_latex, source, assumptions, cost, map, ball, caveat, differentiable and norm
+            as of `Bound`, and citation, which is read off ``bibtex`` where that is given.
 
     Returns:
         The decorator.
@@ -103,18 +85,19 @@ def bound(
         ValueError: a name that is taken, a BibTeX key that has another entry.
         UnknownNameError: an unknown norm.
     """
+    citation = facts.pop("citation", None) or bibtex.partition("{")[2].partition(",")[0]
+    parts = {key: facts.pop(key) for key in PARTS if key in facts}
 
     def enter(function: Function) -> Bound:
         if function.__module__ not in _modules():
             load_papers()  # whose names are taken, even if nobody has asked for them yet
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
-        choice("norm", norm, NORMS)
+        choice("norm", facts.get("norm", "frobenius"), NORMS)
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
-        formulas = [Formula(function, condition, terms, layer, longest, frozenset(covers))]
-        facts = (label, citation, statement, statement_latex, source, assumptions, map, cost)
-        _BOUNDS[name] = Bound(name, *facts, formulas, caveat, ball, differentiable, norm)
+        formula = Formula(function, covers=frozenset(covers), **parts)
+        _BOUNDS[name] = Bound(name, citation=citation, formulas=[formula], **facts)
         return _BOUNDS[name]
 
     return enter
@@ -178,9 +161,7 @@ def get(name: str) -> Bound:
         UnknownNameError: naming the nearest registered names.
     """
     load_papers()
-    if not isinstance(name, str) or name not in _BOUNDS:
-        raise UnknownNameError(f"unknown bound {shown(name)}; {nearest(name, _BOUNDS)}")
-    return _BOUNDS[name]
+    return _BOUNDS[choice("bound", name, _BOUNDS)]
 
 
 def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None) -> list[str]:
@@ -203,45 +184,30 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
         choice("norm", norm, NORMS)
     if isinstance(bounds, Bound):
         bounds = bounds.name
+    if isinstance(bounds, str) and bounds in ("default", "all"):
+        return names(norm or "frobenius")
+    if isinstance(bounds, str) and bounds in NO_BOUNDS:
+        return []
+    asked: Any = bounds
     if isinstance(bounds, str):
-        if bounds in ("default", "all"):
-            return names(norm or "frobenius")
-        if bounds in NO_BOUNDS:
-            return []
-        given, bounds = bounds, [part.strip() for part in bounds.split(",") if part.strip()]
-        if not bounds:
-            raise UnknownNameError(
-                f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, "
-                "names separated by commas, or 'none'"
-            )
-    if (
-        not isinstance(bounds, Iterable)
-        or isinstance(bounds, bytes | Mapping)
-        or (hasattr(bounds, "shape") and not bounds.shape)
-    ):
+        asked = [part.strip() for part in bounds.split(",") if part.strip()]
+    no_list = not isinstance(asked, Iterable) or isinstance(asked, bytes | Mapping)
+    if no_list or not getattr(asked, "shape", True) or (isinstance(bounds, str) and not asked):
+        none = ", which names none" if isinstance(bounds, str) else ""
         raise UnknownNameError(
-            f"bounds is {shown(bounds)}; give 'default', 'all', a name, or a list of names"
+            f"bounds is {shown(bounds)}{none}; give 'default', 'all', a name, names separated by "
+            "commas, a list of names, or 'none'"
         )
-    named = [get(name.name if isinstance(name, Bound) else name).name for name in bounds]
-    return _of_one_norm(list(dict.fromkeys(named)), norm)
-
-
-def _of_one_norm(found: list[str], norm: str | None) -> list[str]:
-    """These names, of bounds in one norm: the one that is given, or that of the first.
-
-    Raises:
-        LipboundError: they are in several.
-    """
-    for name in found:
-        other, own = get(name).norm, norm or get(found[0]).norm
-        if other != own:
-            here = f"here the norm is {own}" if norm else f"{found[0]!r} in the {own} norm"
+    named = [get(name.name if isinstance(name, Bound) else name) for name in asked]
+    for one in named:
+        own = norm or named[0].norm
+        if one.norm != own:
+            here = f"here the norm is {own}" if norm else f"{named[0].name!r} in the {own} norm"
             raise LipboundError(
-                f"bound {name!r} is stated in the {other} norm and {here}, and numbers of "
-                "different norms are not compared; take some of "
-                f"{', '.join(names(own))}"
+                f"bound {one.name!r} is stated in the {one.norm} norm and {here}, and numbers of "
+                f"different norms are not compared; take some of {', '.join(names(own))}"
             )
-    return found
+    return list(dict.fromkeys(one.name for one in named))
 
 
 def evaluate(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
-from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
+from lipbound.errors import LipboundError, check_layer, choice, is_number, shown
 from lipbound.formatting import formula, html_facts
 from lipbound.schema import NORMS
 
@@ -47,7 +47,7 @@ class Formula:
         condition: when it is a bound, as a test on an `Attention`, True per (sample, head) where
             the assumptions hold.
         terms: contributions of its terms, fractions of one; None where it is a single
-            product. See `lipbound.bounds.terms`.
+            product. See `Bound.terms`.
         layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the
             published rules. See `lipbound.bounds.whole_layer`.
         longest: the most tokens at which it is computed on layers of so many heads; None for any
@@ -97,9 +97,9 @@ class Bound:
     statement_latex: str
     source: str
     assumptions: str
-    map: str
     cost: str
     formulas: list[Formula] = field(repr=False)
+    map: str = "head"
     caveat: str = ""
     ball: Ball | None = None
     differentiable: bool = True
@@ -151,11 +151,6 @@ class Bound:
         return self.formulas[0].function
 
     @property
-    def condition(self) -> Function:
-        """Test for being a bound of plain heads; `sound` knows the others."""
-        return self.formulas[0].condition
-
-    @property
     def covers(self) -> frozenset[str]:
         """Variants that some formula holds for; the bound says nothing about layers with others."""
         return self.formulas[-1].covers
@@ -185,7 +180,19 @@ class Bound:
         return in_own_modes(lambda layer: condition(layer).expand(att.samples, att.heads))(att)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
-        """Contributions of the terms, as fractions of one, (samples, heads) each; None without."""
+        """Contributions of the terms, as fractions of one, (samples, heads) each.
+
+        "values" is what would remain if attention did not depend on the input, "softmax" what comes
+        from its change. Terms of Theorem 3 of Yudin et al. and of Specformer's theorem add up to
+        the bound, those of Castin et al. to its square. For ours, softmax is told apart by what
+        moves it, keys or queries: ``lipbound_block`` at the top singular pair of its matrix of
+        norms, ``lipbound`` at the top eigenvector of the matrix of its first branch, with "mixed"
+        for products of different terms.
+
+        Returns:
+            Shares by the name of the term; None for statements that are a single product, and of
+            ours for variants of attention.
+        """
         terms = self._formula_for(att.variants).terms if self.applies(att) else None
         return None if terms is None else terms(self, att)
 
@@ -214,14 +221,7 @@ class Bound:
         check_ball(radius, ball)
         return _numbers(self.ball(att, float(radius), ball)).expand(att.samples, att.heads)
 
-    def extends(
-        self,
-        *variants: str,
-        condition: Function,
-        terms: Terms | None = None,
-        layer: Layer | None = None,
-        longest: Longest | None = None,
-    ) -> Callable[[Function], Function]:
+    def extends(self, *variants: str, **parts: Any) -> Callable[[Function], Function]:
         """Decorator: a formula for variants of heads that the formulas so far do not cover.
 
         It stands for itself: what it is not given is not taken over from the formula for plain
@@ -229,7 +229,7 @@ class Bound:
 
         Args:
             variants: some or all of them are in the heads that it covers.
-            condition, terms, layer, longest: see `Formula`.
+            parts: condition, terms, layer, longest: see `Formula`.
 
         Returns:
             The decorator.
@@ -245,7 +245,7 @@ class Bound:
             )
 
         def enter(function: Function) -> Function:
-            self.formulas.append(Formula(function, condition, terms, layer, longest, covers))
+            self.formulas.append(Formula(function, covers=covers, **parts))
             return function
 
         return enter
@@ -299,8 +299,7 @@ def check_ball(radius: float, ball: str) -> None:
         LipboundError: another radius.
         UnknownNameError: another kind of ball.
     """
-    if not isinstance(ball, str) or ball not in BALLS:
-        raise UnknownNameError(f"unknown ball {shown(ball)}; {nearest(ball, BALLS)}")
+    choice("ball", ball, BALLS)
     if not is_number(radius) or not 0 <= radius <= 1e60:
         raise LipboundError(
             f"radius is {shown(radius)}; it must be a finite number >= 0, and at most 1e60"
@@ -320,14 +319,12 @@ def check_radii(radius: float | Sequence[float], ball: str) -> tuple[bool, list[
     Raises:
         LipboundError: as `check_ball` does, or for no radius at all.
     """
-    many = (
-        isinstance(radius, Iterable)
-        and not isinstance(radius, str | bytes)
-        and getattr(radius, "ndim", 1) > 0
-    )
-    radii = list(cast("Iterable[float]", radius)) if many else [cast("float", radius)]
+    given: Any = radius
+    single = not isinstance(given, Iterable) or isinstance(given, str | bytes)
+    single = single or getattr(given, "ndim", 1) == 0
+    radii = [given] if single else list(given)
     if not radii:
         raise LipboundError("radius is empty; give a number >= 0, or a sequence of at least one")
     for one in radii:
         check_ball(one, ball)
-    return not many, [float(one) for one in radii]
+    return single, [float(one) for one in radii]

@@ -23,14 +23,7 @@ from lipbound.bounds.factors import root_count, size, spectral, wide
 from lipbound.bounds.registry import get, resolve
 from lipbound.bounds.statement import Bound
 from lipbound.devices import in_own_modes
-from lipbound.errors import (
-    AttentionError,
-    LipboundError,
-    UnknownNameError,
-    check_layer,
-    nearest,
-    shown,
-)
+from lipbound.errors import AttentionError, LipboundError, check_layer, choice
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.jacobians.rounding import Folding, folding_error, folding_slack
 from lipbound.linalg.matrix_norms import matrix_norm
@@ -86,16 +79,10 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
         AttentionError: an unknown output projection.
     """
     check_layer(att, "whole_layer")
-    if not isinstance(map, str):
-        raise UnknownNameError(f"map is {shown(map)}; {nearest(map, MAPS_OF_LAYERS)}")
+    choice("map of a whole layer", map, MAPS_OF_LAYERS)
+    choice("rule", rule, RULES)
     if map in BLOCKS:
         return block_bound(att, whole_layer(att, name, rule=rule), map)
-    if map not in MAPS_OF_LAYERS:
-        raise UnknownNameError(
-            f"unknown map {map!r} of a whole layer; {nearest(map, MAPS_OF_LAYERS)}"
-        )
-    if not isinstance(rule, str) or rule not in RULES:
-        raise UnknownNameError(f"unknown rule {shown(rule)}; {nearest(rule, RULES)}")
     (name,) = names_for([name], map, get(name).norm)
     if map == "layer" and att.w_o is None:
         raise AttentionError(

@@ -21,12 +21,11 @@ from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.own_blocks import own_block_norms
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.deterministic import deflation
-from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
+from lipbound.linalg.enclose import Problem, enclose, estimate
 from lipbound.linalg.matrix_norms import times_power, times_power_up
-from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
+from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, dense_svd, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.reference_solvers import dense_svd
-from lipbound.linalg.solution import Norm, sample_seeds
+from lipbound.linalg.solution import Norm, sample_seeds, seeds_each, widened
 
 DEFLATION = "deflation"
 """The method with deterministic upper ends, for maps whose J J^T has a closed form."""
@@ -66,7 +65,7 @@ def spectral_norm(
             most 1e-3 a norm); absolute change for "power". Ten times smaller than that of
             `lipbound.compare`, since without ``delta`` nothing encloses what is left.
         delta: total failure probability of the ``upper`` of all norms of this call, over random
-            start vectors (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128
+            start vectors (`lipbound.linalg.enclose`); one start carries about 1e-9 a norm at 128
             tokens; smaller values and longer inputs take independent starts, whose probabilities
             are multiplied. None, the default, for lower ends alone, in about a third of the time;
             `lipbound.compare`, whose numbers are kept and cited, encloses them by default.
@@ -130,8 +129,8 @@ def spectral_norm(
     checks = delta is None and method not in ("dense", DEFLATION) and att.dtype == torch.float32
     wide = PreparedMap(att.double(), map, sharp=delta is not None, estimate=checks)
     if method == DEFLATION:
-        norm = deflation(wide.op, _grams(wide.attention, map), tol=tol, seed=seeds, vectors=vectors)
-        norm = widened(norm, wide.roundoff.tensors, tol)
+        grams, off = _grams(wide.attention, map), wide.roundoff.tensors
+        norm = deflation(wide.op, grams, off, tol=tol, seed=seeds, vectors=vectors)
     elif isinstance(wide.op, HeadOperator) and not wide.attention.values_move:
         norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
     elif method == "dense":
@@ -143,15 +142,13 @@ def spectral_norm(
         else:
             op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
-        search = partial(
-            estimate if delta is None else partial(enclose, delta=delta / wide.op.batch),
-            tol=tol,
-            seed=seeds,
-            max_steps=steps,
-            vectors=vectors,
-        )
+        each = seeds_each(wide.op.batch, seeds)
+        problem = Problem(wide.op, wide.roundoff, op, tol, steps, each)
         with torch.no_grad():
-            norm = search(wide.op, wide.roundoff, op)
+            if delta is None:
+                norm = estimate(problem, vectors=vectors)
+            else:
+                norm = enclose(problem, delta / wide.op.batch, vectors=vectors)
     return shaped(att, norm, wide)
 
 
@@ -255,7 +252,8 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     nothing = torch.zeros(op.batch, dtype=torch.float64)
     steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
     roundoff = Roundoff(nothing, nothing, nothing)
-    norm = estimate(op, roundoff, search, tol=tol, seed=seeds, max_steps=steps)
+    problem = Problem(op, roundoff, search, tol, steps, seeds_each(op.batch, seeds))
+    norm = estimate(problem)
     return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 

@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from scipy.special import betaincinv, betaln
 
+from lipbound.errors import LipboundError, real
+from lipbound.linalg.krylov import top_eigenpairs
+
 Array = np.ndarray
+ESTIMATE_DELTA = 1e-3
+"""Failure probability, per norm, behind the error estimate of a norm for which no certificate was
+asked."""
 RESCALE = 8
 """Steps between two rescalings of the polynomial, which grows at most by the inverse of the
 rounding unit in each: far from overflow."""
@@ -90,3 +96,69 @@ def upper_bound(alpha: Array, beta: Array, steps: Array, top: Array, log_inverse
         inside = excludes(alpha, beta, steps, top * (1 + np.exp(middle)), log_inverse)
         high, low = np.where(inside, middle, high), np.where(inside, low, middle)
     return np.where(top > 0, top * (1 + np.exp(high)), 0.0)
+
+
+class StoppingRule:
+    """Decide when a Lanczos recurrence may stop, and what it has then shown.
+
+    Args:
+        n: dimension of the sphere the start vectors were drawn from.
+        batch: how many norms share the failure probability ``delta`` (union bound).
+        tol: relative width ``upper / lower - 1`` to reach.
+        delta: total failure probability of the upper bounds, or None for an estimate.
+        dtype: of the products.
+
+    Raises:
+        LipboundError: ``delta`` is not between 0 and 1, or ``tol`` is below rounding of the dtype.
+    """
+
+    def __init__(self, n: int, batch: int, tol: float, delta: float | None, dtype: torch.dtype):
+        if delta is not None:
+            real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
+        self.rounding = 0.0 if delta is None else ROUNDING[dtype]
+        if delta is not None and tol <= self.rounding:
+            raise LipboundError(
+                f"tol {tol:g} cannot be certified in {str(dtype).removeprefix('torch.')}, whose "
+                f"rounding takes {self.rounding:g}; "
+                f"use {'float64 or ' if dtype == torch.float32 else ''}a larger tol"
+            )
+        each = ESTIMATE_DELTA if delta is None else delta / max(1, batch)
+        self.log_inverse = log_inverse_epsilon(n, each)
+        self.tol = tol
+        self.floor = 4 * torch.finfo(dtype).eps
+
+    def look(self, _: Array, alpha: Array, beta: Array) -> tuple[Array, Array]:
+        """Return top Ritz values of recurrences (batch, k), and which of them end, (batch,)."""
+        top = np.maximum(top_eigenpairs(alpha, beta)[0], 0)
+        reached = self._reached(alpha, beta, np.full(len(alpha), alpha.shape[1]), top)
+        return top, reached | self.exhausted(beta[:, -1], top)
+
+    def exhausted(self, beta: Array, top: Array) -> Array:
+        """Return whether Krylov spaces have ended, from their last betas, (batch,) bool."""
+        return beta <= self.floor * top
+
+    def _reached(self, alpha: Array, beta: Array, steps: Array, top: Array) -> Array:
+        """Return whether tol is reached, (batch,) bool."""
+        with np.errstate(over="ignore"):  # of what is not finite
+            target = top * ((1 + self.tol) / (1 + self.rounding)) ** 2
+        # a Ritz value that rounding has made negative is no zero
+        zero = (alpha[:, 0] == 0) & (beta[:, 0] == 0)
+        below = excludes(alpha, self._floored(beta, top), steps, target, self.log_inverse)
+        return below & (top > 0) | zero
+
+    def _floored(self, beta: Array, top: Array) -> Array:
+        """Return betas no smaller than rounding may have made them.
+
+        A larger beta makes the bound larger, by Lemma 42 (docs/theory/certificates.md).
+        """
+        return np.maximum(np.maximum(beta, self.floor * top[:, None]), 1e-300)
+
+    def shown(self, alpha: Array, beta: Array, steps: Array, top: Array) -> tuple[Array, Array]:
+        """Return upper bounds on square roots of eigenvalues, and whether tol is reached, (batch,).
+
+        From recurrences (batch, at least k) after k = ``steps`` and their top Ritz values.
+        """
+        bound = upper_bound(alpha, self._floored(beta, top), steps, top, self.log_inverse)
+        upper = np.sqrt(bound) * (1 + self.rounding)
+        reached = self._reached(alpha, beta, steps, top)
+        return np.where(reached, np.minimum(upper, np.sqrt(top) * (1 + self.tol)), upper), reached

@@ -4,8 +4,8 @@ The float64 arrays P, v - o, q, k and the weights are taken as exact; every roun
 allowed for.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lipbound.devices import require
 from lipbound.errors import LipboundError
-from lipbound.linalg.lanczos import ritz_vectors
+from lipbound.linalg.krylov import top_vectors
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, block_norm, nonnegative_norm
 from lipbound.linalg.operators import JacobianOperator
-from lipbound.linalg.solution import Norm, normal_numbers, seeds_each, unit_vectors
+from lipbound.linalg.solution import Norm, normal_numbers, seeds_each, solved, widened
 
 RANKS = (8, 24)
 """Numbers of Ritz vectors that are deflated, in successive attempts."""
@@ -102,6 +102,7 @@ def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
 def deflation(
     op: JacobianOperator,
     grams: Sequence[Callable[[], BlockMatrix]],
+    off: Tensor,
     *,
     tol: float,
     seed: int | Sequence[int],
@@ -114,6 +115,7 @@ def deflation(
     Args:
         op: the operators J.
         grams: makes G of every entry of the batch.
+        off: how far the operators are from those that are meant, (batch,).
         tol: relative width of the enclosures to reach.
         seed: of the start vectors, one for all or one for each of equal parts of the batch.
         vectors: whether to return top singular vectors.
@@ -121,50 +123,47 @@ def deflation(
     Returns:
         The norms; ``converged`` where the enclosure is no wider than ``tol``.
     """
-    norm = _empty(op, vectors)
-    size = op.out_shape[0] * op.out_shape[1]
+    lower = torch.zeros(op.batch, dtype=torch.float64)
+    upper = torch.full_like(lower, math.inf)
+    left = torch.zeros(op.batch, *op.out_shape, dtype=op.dtype, device=op.device)
+    size = math.prod(op.out_shape)
     count = STEPS + 4 * max(RANKS)
     what = f"method 'deflation' needs {count} vectors of {size}"
     require(8.0 * size * count, op.device, what, "use 'lanczos'")
     together, seeds = max(1, int(2.5e8 // (8 * size * STEPS))), seeds_each(op.batch, seed)
     for entries in torch.arange(op.batch, device=op.device).split(together):
         own = [seeds[i] for i in entries.tolist()]
-        ritz = ritz_vectors(op.select(entries), steps=STEPS, count=max(RANKS), seed=own)
+        ritz, _ = top_vectors(
+            op.select(entries).double(),
+            count=max(RANKS),
+            residual=0.0,
+            max_steps=STEPS,
+            seed=own,
+            restart=1e-12,
+        )
         for i, basis in zip(entries.tolist(), ritz, strict=True):
             gram = grams[i]()
             columns = basis.view(-1, *op.out_shape)[:, gram.keep].flatten(1).mT
             for rank in RANKS:
-                rank = min(rank, *columns.shape)
                 low, high, top = deflate(gram, columns[:, :rank])
-                if low**0.5 > float(norm.lower[i]):
-                    norm.lower[i] = low**0.5
-                    _keep_vector(norm, i, gram, top)
-                norm.upper[i] = min(float(norm.upper[i]), high**0.5)
-                if norm.upper[i] <= norm.lower[i] * (1 + tol) or rank == min(columns.shape):
+                if low**0.5 > float(lower[i]):
+                    lower[i] = low**0.5
+                    left[i][gram.keep] = top.view(gram.tokens, gram.width)
+                upper[i] = min(float(upper[i]), high**0.5)
+                if upper[i] <= lower[i] * (1 + tol):
                     break
-            norm.steps[i] = STEPS if size > STEPS else size
-    return _finish(norm, op, tol)
+    _refuse_underflow(upper, op)
+    norm = solved(op, lower, upper, steps=min(STEPS, size), left=left if vectors else None)
+    return widened(norm, off, tol)
 
 
-def _empty(op: JacobianOperator, vectors: bool) -> Norm:
-    b = op.batch
-    left = torch.zeros(b, *op.out_shape, dtype=op.dtype, device=op.device) if vectors else None
-    zeros = torch.zeros(b, dtype=torch.float64)
-    return Norm(zeros, zeros + torch.inf, zeros.long(), zeros.bool(), zeros.clone(), left)
-
-
-def _keep_vector(norm: Norm, i: int, gram: BlockMatrix, vector: Tensor) -> None:
-    if norm.left is not None:
-        norm.left[i][gram.keep] = vector.view(gram.tokens, gram.width)
-
-
-def _refuse_underflow(norm: Norm, op: JacobianOperator) -> None:
+def _refuse_underflow(upper: Tensor, op: JacobianOperator) -> None:
     """Check that G stays in the range of float64 where J is not zero.
 
     Raises:
         LipboundError: it does not; attention next to a sink has norms of any size.
     """
-    tiny = (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device)
+    tiny = (upper < SMALLEST).nonzero()[:, 0].to(op.device)
     size = op.out_shape[0] * op.out_shape[1]
     if not len(tiny):
         return
@@ -174,14 +173,3 @@ def _refuse_underflow(norm: Norm, op: JacobianOperator) -> None:
             f"a norm is below {SMALLEST:g} and its square underflows float64; use "
             "method='dense', or rescale the weights"
         )
-
-
-def _finish(norm: Norm, op: JacobianOperator, tol: float) -> Norm:
-    _refuse_underflow(norm, op)
-    error = torch.where(norm.upper > norm.lower, norm.upper / norm.lower.clamp_min(1e-300) - 1, 0.0)
-    norm.error.copy_(error)
-    norm.converged.copy_(error <= tol)
-    if norm.left is None:
-        return norm
-    right = unit_vectors(op.vjp(norm.left))
-    return replace(norm, left=unit_vectors(op.jvp(right)), right=right)

@@ -61,18 +61,21 @@ def power_of_two(size: Tensor) -> Tensor:
     return exact_power(torch.frexp(size).exponent.clamp(-1022, 1023))
 
 
-def largest_entry(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return matrices (..., m, n) with zero for those that are not finite, and their sizes.
+def ordinary(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return matrices (..., m, n) in units of a power of two near their largest entry, float64.
 
     Returns:
-        The matrices; their largest absolute entries, (...); and which were not finite, (...) bool.
+        The matrices, zero for those that are not finite; their largest absolute entries; the
+        units; and which were not finite, (...) each.
     """
+    g = g.detach().double()
     low, high = g.amin((-1, -2)), g.amax((-1, -2))  # NaN if one is
     largest = torch.maximum(-low, high)
     bad = ~torch.isfinite(largest)
-    if not bool(bad.any()):
-        return g, largest, bad
-    return torch.where(bad[..., None, None], 0.0, g), torch.where(bad, 0.0, largest), bad
+    if bool(bad.any()):
+        g, largest = torch.where(bad[..., None, None], 0.0, g), torch.where(bad, 0.0, largest)
+    size = power_of_two(largest)
+    return g / size[..., None, None], largest / size, size, bad
 
 
 def matrix_norm(w: Tensor) -> Tensor:
@@ -82,11 +85,8 @@ def matrix_norm(w: Tensor) -> Tensor:
     the rounding of that matrix: Lemma 75 (docs/theory/upper_values.md). The derivative is that of
     ``|w v|`` at a top singular vector v.
     """
-    w = w.double()
-    fixed, largest, bad = largest_entry(w.detach())
+    fixed, _, size, bad = ordinary(w)
     tall = fixed if w.shape[-2] >= w.shape[-1] else fixed.mT
-    size = power_of_two(largest)
-    tall = tall / size[..., None, None]
     squares = tall.square().sum((-1, -2))
     rounding = gamma(2 * sum(tall.shape[-2:]) + 4) * squares
     norm = (symmetric_norm(tall.mT @ tall) + rounding).sqrt() * (1 + 4 * UNIT) * size
@@ -94,7 +94,7 @@ def matrix_norm(w: Tensor) -> Tensor:
     if not w.requires_grad:
         return norm
     v = torch.linalg.eigh(tall.mT @ tall).eigenvectors[..., -1:]
-    image = (w if w.shape[-2] >= w.shape[-1] else w.mT) @ v
+    image = (w if w.shape[-2] >= w.shape[-1] else w.mT).double() @ v
     return with_derivative(norm, (_unit_columns(image.detach()) * image).sum((-1, -2)))
 
 
@@ -209,6 +209,19 @@ def eigenvalues(g: Tensor) -> Tensor:
         return _row_sum_norm(g)[..., None]
 
 
+def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues of symmetric matrices, ascending, and vectors in columns.
+
+    Where the solver gives up on one of them, bounds that are above all, and unit vectors.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(g)
+    except RuntimeError:  # LinAlgError
+        eye = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
+        return _row_sum_norm(g)[..., None].expand(g.shape[:-1]), eye.expand_as(g)
+    return values, vectors
+
+
 def symmetric_norm(g: Tensor) -> Tensor:
     """Return largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, float64.
 
@@ -216,24 +229,46 @@ def symmetric_norm(g: Tensor) -> Tensor:
     Cholesky decomposition proves it, whose rounding is added: Lemma 74
     (docs/theory/upper_values.md). The derivative is that of ``x^T g x`` at a top eigenvector x.
     """
-    g = g.double()
-    fixed, largest, bad = largest_entry(g.detach())
-    n, size = g.shape[-1], power_of_two(largest)
-    fixed, largest = fixed / size[..., None, None], largest / size
-    values, vectors = torch.linalg.eigh(fixed) if g.requires_grad else (eigenvalues(fixed), None)
-    top, proved = values[..., -1].clamp_min(0), torch.full_like(values[..., 0], torch.inf)
+    fixed, largest, size, bad = ordinary(g)
+    if not g.requires_grad:
+        return (_enlarged(fixed, largest, eigenvalues(fixed)) * size).masked_fill(bad, torch.nan)
+    values, vectors = decomposed(fixed)
+    result = (_enlarged(fixed, largest, values) * size).masked_fill(bad, torch.nan)
+    x = vectors[..., -1:]
+    return with_derivative(result, (x.mT @ g.double() @ x)[..., 0, 0])
+
+
+def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Enclose largest eigenvalues of symmetric float64 matrices (..., n, n).
+
+    From below by the quotient of a vector, less its rounding, from above as by `symmetric_norm`:
+    Lemma 74 (docs/theory/upper_values.md).
+
+    Returns:
+        Both ends, zero at least, (...), and unit vectors near the eigenvectors, (..., n).
+    """
+    fixed, largest, size, bad = ordinary(g)
+    values, vectors = decomposed(fixed)
+    n, x = g.shape[-1], vectors[..., -1]
+    x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    quotient = (x * (fixed @ x[..., None])[..., 0]).sum(-1)
+    lower = (quotient - (4 * n + 16) * UNIT * torch.linalg.matrix_norm(fixed)).clamp_min(0)
+    upper = (_enlarged(fixed, largest, values) * size).masked_fill(bad, torch.inf)
+    return lower * size, upper, x
+
+
+def _enlarged(g: Tensor, largest: Tensor, values: Tensor) -> Tensor:
+    """Return upper values of the largest eigenvalues of `ordinary` matrices, from computed ones."""
+    n, top = g.shape[-1], values[..., -1].clamp_min(0)
+    proved = torch.full_like(top, torch.inf)
     for slack in (8 * n, 64 * n * (n + 2)):  # the first nearly always does
-        done, value = _proved(fixed, (top + slack * UNIT * largest) * (1 + 4 * UNIT))
+        done, value = _proved(g, (top + slack * UNIT * largest) * (1 + 4 * UNIT))
         proved = torch.minimum(proved, torch.where(done, value, torch.inf))
         if not bool((proved == torch.inf).any()):
             break
     else:
-        proved = torch.minimum(proved, _row_sum_norm(fixed) * (1 + gamma(n + 2)))
-    result = (torch.where(largest > 0, proved, 0.0) * size).masked_fill(bad, torch.nan)
-    if vectors is None:
-        return result
-    x = vectors[..., -1:]
-    return with_derivative(result, (x.mT @ g @ x)[..., 0, 0])
+        proved = torch.minimum(proved, _row_sum_norm(g) * (1 + gamma(n + 2)))
+    return torch.where(largest > 0, proved, 0.0)
 
 
 def _proved(g: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,9 +295,8 @@ def at_most(g: Tensor, bound: Tensor) -> Tensor:
     Returns:
         (...) bool; False says nothing.
     """
-    g, largest, bad = largest_entry(g.double())
-    n, size = g.shape[-1], power_of_two(largest)
-    g, bound = g / size[..., None, None], bound / size
+    g, largest, size, bad = ordinary(g)
+    n, bound = g.shape[-1], bound / size
     diagonal = g.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
     at = (bound - 4 * gamma(n + 2) * (n * bound.abs() + diagonal)) * (1 - 8 * UNIT)
     finite = torch.isfinite(at)
@@ -284,22 +318,20 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
     :math:`u \propto P y`: Lemma 81 (docs/theory/upper_values.md); where it is wanted, y is an
     eigenvector of B to rounding.
     """
-    flat, largest, bad = largest_entry(p.reshape(-1, *p.shape[-2:]).double())
+    flat = p.reshape(-1, *p.shape[-2:])
+    unit, _, size, bad = ordinary(flat)  # squares of the entries must stay in range
     with torch.no_grad():
-        size = power_of_two(largest)  # squares of the entries must stay in range
-        unit = flat.detach() / size[:, None, None]
         upper = _collatz_wielandt(unit, rtol, max_steps)
         upper = (upper * size * (1 + 4 * UNIT)).masked_fill(bad, torch.nan)
     if p.requires_grad:
-        y = _perron(unit)
-        u = _unit_columns(unit @ y)
-        upper = with_derivative(upper, (u * (flat @ y)).sum((-1, -2)))
+        u, y = singular_pair(unit)
+        upper = with_derivative(upper, (u * (flat.double() @ y)).sum((-1, -2)))
     return upper.view(p.shape[:-2])
 
 
 @torch.no_grad()
-def _perron(p: Tensor) -> Tensor:
-    """Return unit vectors y >= 0 (batch, n, 1) at which p^T p has its largest eigenvalue."""
+def singular_pair(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return top singular vectors u and y >= 0, (..., n, 1) each, of nonnegative matrices."""
     dense = p.shape[-1] <= LARGEST_DENSE_EIG
     if dense:
         y = torch.linalg.eigh(p.mT @ p).eigenvectors[..., -1:].abs()
@@ -307,11 +339,11 @@ def _perron(p: Tensor) -> Tensor:
         y = torch.ones_like(p[..., :1]) / p.shape[-1] ** 0.5
     for step in range(2 if dense else VECTOR_STEPS):
         z = _unit_columns(p.mT @ (p @ y))
-        settled = step % 16 == 15 and bool(((z - y).norm(dim=1) < 1e-11).all())
+        settled = step % 16 == 15 and bool(((z - y).norm(dim=-2) < 1e-11).all())
         y = z
         if settled:
             break
-    return y
+    return _unit_columns(p @ y), y
 
 
 def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:

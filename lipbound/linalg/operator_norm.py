@@ -1,18 +1,33 @@
-"""The spectral norm of any batch of linear operators, by the method of choice."""
+"""The spectral norm of any batch of linear operators, by the method of choice.
 
+Lanczos' method stops on the probabilistic upper bound of `lipbound.linalg.certificates`, not on a
+residual: residuals say that *some* singular value is near, and on real heads stop at the wrong one.
+Power iteration, as papers use it, and the dense decomposition are what it is measured by.
+"""
+
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from lipbound.devices import has_float64, in_own_modes
-from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
-from lipbound.linalg.lanczos import lanczos
+from lipbound.errors import LipboundError, RangeError, choice, real, whole
+from lipbound.linalg.certificates import StoppingRule
+from lipbound.linalg.krylov import Runs
 from lipbound.linalg.operators import FromCPU, JacobianOperator
-from lipbound.linalg.reference_solvers import dense_svd, power_iteration
-from lipbound.linalg.solution import Norm
+from lipbound.linalg.solution import Norm, solved, start_vectors, unit_vectors, with_vectors
 
 METHODS = ("lanczos", "power", "dense")
 DEFAULT_STEPS = {"lanczos": 500, "power": 100}
+LOOK = 2
+"""Steps between two looks at the recurrences of vectors with fewer than `LARGE` entries: their
+small eigenvalue problems cost as much as a step."""
+LARGE = 2**14
+LARGEST_DENSE_SVD = 512
+"""Largest output dimension for which a Krylov space that ends before a certificate is reached is
+replaced by a dense decomposition."""
 
 
 @in_own_modes
@@ -53,22 +68,150 @@ def operator_norm(
     >>> round(float(operator_norm(op).lower), 6)
     1.0
     """
-    if method not in METHODS:
-        raise UnknownNameError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-    if not (is_number(tol) and tol >= 0):
-        raise LipboundError(f"tol is {tol!r}; it must be a number >= 0")
+    choice("method", method, METHODS)
+    tol = real("tol", tol, "a number >= 0", above=math.nextafter(0, -1))
     op = op if has_float64(op.device) else FromCPU(op)
     if method == "dense":
         return dense_svd(op, vectors=vectors)
-    steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
-    if not (is_number(steps) and steps >= 1):
-        raise LipboundError(f"max_steps is {steps!r}; at least one step is needed")
-    if method == "power":
-        if delta is not None:
-            raise LipboundError(
-                "method 'power' gives no upper bound; use 'lanczos' with delta, or delta=None"
-            )
-        with torch.no_grad():
-            return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
+    steps = DEFAULT_STEPS[method] if max_steps is None else whole("max_steps", max_steps, least=1)
+    if method == "power" and delta is not None:
+        raise LipboundError(
+            "method 'power' gives no upper bound; use 'lanczos' with delta, or delta=None"
+        )
     with torch.no_grad():
-        return lanczos(op, tol=tol, max_steps=steps, seed=seed, delta=delta, vectors=vectors)
+        if method == "power":
+            return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
+        norm, left = lanczos(op, tol=tol, max_steps=steps, seed=seed, delta=delta)
+        return with_vectors(norm, op, left) if vectors else norm
+
+
+def lanczos(
+    op: JacobianOperator,
+    *,
+    tol: float,
+    max_steps: int,
+    seed: int | Sequence[int],
+    delta: float | None = None,
+) -> tuple[Norm, Tensor]:
+    """Compute norms of J by the Lanczos method on J J^T with full reorthogonalisation.
+
+    An entry stops when its upper bound is within ``tol`` of its Ritz value, when its Krylov space
+    is exhausted, or after ``max_steps`` products. ``lower`` is the root of a Rayleigh quotient.
+
+    Args:
+        op: the Jacobians.
+        tol: relative width to reach.
+        max_steps: products with J J^T at most.
+        seed: of the start vectors, one for all entries or one for each part of the batch.
+        delta: failure probability of the upper bounds of the whole batch; None for estimates,
+            which stop by bounds that fail with probability 1e-3 each.
+
+    Returns:
+        The norms, float64, (batch,), and the Ritz vectors on the left, (batch, n).
+
+    Raises:
+        RangeError: products leave the range of the dtype.
+    """
+    n = math.prod(op.out_shape)
+    rule, limit = StoppingRule(n, op.batch, tol, delta, op.dtype), min(max_steps, n)
+    ritz = torch.zeros(op.batch, 1, n, dtype=op.dtype, device=op.device)
+    every = 1 if n >= LARGE else LOOK
+    start = start_vectors(op, op.out_shape, seed)
+    runs = Runs(op, rule.look, start, limit=limit, every=every, ritz=ritz)
+    alpha, beta = runs.columns
+    zero = torch.as_tensor((runs.top == 0) & (beta[:, 0] == 0)).to(op.device)
+    if bool(zero.any()) and bool((op.vjp(start.view(-1, *op.out_shape))[zero] != 0).any()):
+        precise = "use float64, or " if op.dtype == torch.float32 else ""
+        name = str(op.dtype).removeprefix("torch.")
+        raise RangeError(f"Jacobian products underflow {name}; {precise}rescale the weights")
+    upper, reached = rule.shown(alpha, beta, runs.steps, runs.top)
+    lower, scale = np.sqrt(runs.top), np.sqrt(runs.unit)
+    # a top of 0 is a zero, or a Ritz value that rounding has made negative
+    nothing = np.where(reached, 0.0, math.inf)
+    error = np.where(runs.top > 0, upper / np.maximum(lower, 1e-300) - 1, nothing)
+    converged = reached | (error <= tol)
+    found = (lower * scale, math.inf if delta is None else upper * scale, converged, error)
+    low, high, close, wide = (torch.as_tensor(t) for t in found)
+    norm = solved(op, low, high, steps=torch.as_tensor(runs.steps), converged=close, error=wide)
+    # A Krylov space that has ended may have ended on rounding, short of the top: what it shows is
+    # in `error`; small cases are settled densely.
+    last = beta[np.arange(op.batch), runs.steps - 1]
+    ended = rule.exhausted(last, runs.top) | (runs.steps == n)
+    early = torch.as_tensor(ended & ~converged)
+    if bool(early.any()) and n <= LARGEST_DENSE_SVD:
+        dense = dense_svd(op.select(early.nonzero()[:, 0].to(op.device)))
+        norm.lower[early], norm.error[early] = dense.lower, dense.error
+        if delta is not None:
+            norm.upper[early] = dense.upper
+        norm.converged[early] = dense.error <= max(tol, 1e-12)
+    return norm, runs.ritz[:, 0]
+
+
+def power_iteration(
+    op: JacobianOperator,
+    *,
+    tol: float,
+    max_steps: int,
+    seed: int | Sequence[int],
+    vectors: bool = False,
+) -> Norm:
+    r"""Return estimates of norms of J by power iteration on J^T J, as papers on attention do.
+
+    The rule of Castin et al. 2024, appendix E.1:
+    :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when
+    :math:`|\mu_{k+1} - \mu_k| <` ``tol``, an *absolute* change, or after ``max_steps``. It
+    approaches the norm from below, and the rule depends on the scale of J: the result is a lower
+    estimate without an error (``error`` is NaN); `lanczos` is there for the number itself.
+    """
+    x = start_vectors(op, op.in_shape, seed).view(-1, *op.in_shape)
+    lower, steps = torch.full((op.batch,), math.inf, dtype=torch.float64), torch.zeros(op.batch)
+    done, left = torch.zeros(op.batch, dtype=torch.bool), x.new_zeros(op.batch, *op.out_shape)
+    for _ in range(max_steps):
+        y = op.jvp(x)
+        mu = torch.linalg.vector_norm(y.flatten(1), dim=1).double().cpu()
+        there = done.to(op.device).view(-1, *(1,) * (y.ndim - 1))
+        settled = (mu - lower).abs() < tol
+        lower, left, steps = (
+            torch.where(done, lower, mu),
+            torch.where(there, left, y),
+            steps + ~done,
+        )
+        done = done | settled
+        if bool(done.all()):
+            break
+        x = unit_vectors(op.vjp(y))
+    top = unit_vectors(left) if vectors else None
+    return solved(op, lower, steps=steps, converged=done, error=math.nan, left=top)
+
+
+def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e9) -> Norm:
+    """Return norms of J from the matrices themselves, in float64, one batch entry at a time.
+
+    ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for
+    decomposing the matrix: Lemma 50 (docs/theory/numerics.md); where attention saturates, the
+    cancellation in ``v_j - o_i`` comes on top (`lipbound.jacobians.rounding.roundoff`).
+
+    Raises:
+        LipboundError: when one matrix and its decomposition would take more than ``memory`` bytes.
+    """
+    out, into = math.prod(op.out_shape), math.prod(op.in_shape)
+    needed = 3 * 8 * out * into
+    if needed > memory:
+        raise LipboundError(
+            f"method 'dense' needs a matrix of {out} x {into} per head, about {needed / 1e9:.0f} "
+            "GB of memory; use method='lanczos'"
+        )
+    precise = op.double()
+    rounding = 4 * (out + into) * torch.finfo(precise.dtype).eps
+    sizes, left = [], []
+    for i in range(op.batch):
+        matrix = precise.select(torch.tensor([i], device=op.device)).dense()[0].double()
+        if vectors:
+            u, sigma, _ = torch.linalg.svd(matrix, full_matrices=False)
+            left.append(u[:, 0].to(op.dtype))
+        else:
+            sigma = torch.linalg.svdvals(matrix)
+        sizes.append(sigma[0].cpu())
+    value, top = torch.stack(sizes), torch.stack(left) if vectors else None
+    ends = value * (1 - rounding), value * (1 + rounding)
+    return solved(op, *ends, error=rounding, left=top)

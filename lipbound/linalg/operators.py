@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
-from typing import Annotated, Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -133,13 +133,6 @@ class FromCPU(JacobianOperator):
         return FromCPU(self._op.select(index))
 
 
-@runtime_checkable
-class _Castable(Protocol):
-    """An object that knows itself in float64, as an operator may hold besides tensors."""
-
-    def double(self) -> Any: ...
-
-
 _BATCHED = "has the batch axis first"
 PerEntry = Annotated[T, _BATCHED]
 """Type of a field of a `TensorOperator` that has the batch axis first: a tensor, something with a
@@ -193,7 +186,7 @@ def _entries(value: Any, index: Tensor | slice) -> Any:
 def _cast(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
-    return value.double() if isinstance(value, _Castable) else value
+    return value.double() if hasattr(value, "double") else value
 
 
 class AutogradJacobian(JacobianOperator):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError, shown, whole
 from lipbound.formatting import TABLE_ROWS, html_table, number
+from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator
 
 SALT = "lipbound: directions that no data know of"
@@ -43,14 +44,15 @@ class Norm:
     right: Tensor | None = None
 
     def _repr_html_(self) -> str:
-        places = [tuple(index) for index in torch.nonzero(torch.ones(self.lower.shape)).tolist()]
         n = self.lower.ndim
         axes = ("sample", "head") if n == 2 else tuple(f"axis {k}" for k in range(n))
         columns = [*axes, "lower", "upper", "steps", "converged"]
-        rows = [[""] * len(columns) for _ in places]
-        for row, at in zip(rows, places[: TABLE_ROWS + 1], strict=False):
+        rows = []
+        for at in np.ndindex(*self.lower.shape):
             ends = (number(float(end[at]), 6) for end in (self.lower, self.upper))
-            row[:] = *map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))
+            rows.append(
+                [*map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))]
+            )
         return html_table(columns, rows, title="Spectral norms", most=TABLE_ROWS)
 
     @staticmethod
@@ -66,6 +68,22 @@ class Norm:
         """Return the same values with the batch axis reshaped."""
         names = ("lower", "upper", "steps", "converged", "error")
         return replace(self, **{name: getattr(self, name).view(*shape) for name in names})
+
+
+def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
+    """Return bounds on norms of operators that are off by ``by`` (batch,) at most.
+
+    ``converged`` where they are no wider than ``tol``.
+    """
+    low = torch.nan_to_num((norm.lower - by) * (1 - 2 * UNIT), nan=0.0).clamp_min(0)
+    high = (norm.upper + by) * (1 + 2 * UNIT)
+    error = width(low, high)
+    return replace(norm, lower=low, upper=high, error=error, converged=error <= tol)
+
+
+def width(low: Tensor, high: Tensor) -> Tensor:
+    """Return the relative widths of enclosures."""
+    return torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
 
 
 def start_vectors(
@@ -151,60 +169,43 @@ def check_seed(seed: Any) -> list[int]:
     return seeds
 
 
-class Results:
-    """Recurrences and values of the entries of a batch that have stopped.
+def solved(
+    op: JacobianOperator,
+    lower: Tensor,
+    upper: Tensor | float = math.inf,
+    *,
+    steps: Tensor | int = 0,
+    converged: Tensor | bool = True,
+    error: Tensor | float = 0.0,
+    left: Tensor | None = None,
+) -> Norm:
+    """Return what a solver has found, (batch,) on the CPU or one for all, as a `Norm`.
 
-    Recurrences are of the operator in units of ``unit``. ``left`` holds vectors, or is None.
+    With the singular vectors that ``left`` leads to, if there are any.
+
+    Raises:
+        RangeError: a value is not finite.
     """
+    if not bool(torch.isfinite(lower).all()):
+        if op.dtype == torch.float32:
+            raise RangeError("Jacobian products overflow in float32; use dtype='float64'")
+        raise RangeError("Jacobian products overflow; rescale the inputs or the weights")
 
-    def __init__(self, op: JacobianOperator, vectors: bool, limit: int = 0):
-        b, double = op.batch, torch.float64
-        self.alpha, self.beta = (torch.ones(b, limit, dtype=double) for _ in range(2))
-        self.unit, self.upper = torch.ones(b, dtype=double), torch.full((b,), math.inf).double()
-        self.lower, self.error = (torch.zeros(b, dtype=double) for _ in range(2))
-        self.steps = torch.zeros(b, dtype=torch.int64)
-        self.exhausted, self.converged, self.done = (
-            torch.zeros(b, dtype=torch.bool) for _ in range(3)
-        )
-        self.left: Tensor | None = None
-        if vectors:
-            self.left = torch.zeros(b, *op.out_shape, dtype=op.dtype, device=op.device)
+    def every(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(value, dtype=dtype).expand(op.batch).clone()
 
-    def stop(
-        self,
-        index: Tensor,
-        steps: int,
-        alpha: Tensor,
-        beta: Tensor,
-        unit: Tensor,
-        exhausted: Tensor,
-        reached: Tensor,
-    ) -> None:
-        """Store the recurrences of the entries ``index`` after ``steps`` steps."""
-        self.alpha[index, :steps], self.beta[index, :steps], self.unit[index] = alpha, beta, unit
-        self.exhausted[index], self.converged[index] = exhausted, reached
-        self.steps[index], self.done[index] = steps, True
+    ends = lower, every(upper, torch.float64), every(steps, torch.int64)
+    norm = Norm(*ends, every(converged, torch.bool), every(error, torch.float64))
+    return norm if left is None else with_vectors(norm, op, left)
 
-    def norm(self, op: JacobianOperator, *, refined: bool = True) -> Norm:
-        """Return the results as a `Norm`.
 
-        ``refined`` singular vectors have seen one product more, which also clears directions that J
-        does not reach; else only those on the left are there, as they were found.
+def with_vectors(norm: Norm, op: JacobianOperator, left: Tensor) -> Norm:
+    """Return the norms with singular vectors, from those on the left, (batch, n) or as outputs.
 
-        Raises:
-            RangeError: a value is not finite.
-        """
-        if not bool(torch.isfinite(self.lower).all()):
-            if op.dtype == torch.float32:
-                raise RangeError("Jacobian products overflow in float32; use dtype='float64'")
-            raise RangeError("Jacobian products overflow; rescale the inputs or the weights")
-        left = right = None
-        if self.left is not None and not refined:
-            left = self.left
-        elif self.left is not None:
-            right = unit_vectors(op.vjp(self.left))
-            left = unit_vectors(op.jvp(right))
-        return Norm(self.lower, self.upper, self.steps, self.converged, self.error, left, right)
+    They have seen one product more, which also clears directions that J does not reach.
+    """
+    right = unit_vectors(op.vjp(left.reshape(-1, *op.out_shape)))
+    return replace(norm, left=unit_vectors(op.jvp(right)), right=right)
 
 
 def unit_vectors(x: Tensor) -> Tensor:

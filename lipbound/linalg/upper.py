@@ -113,10 +113,6 @@ class Upper:
         m = (y - whole * 0.6931471805599453).exp() * (1 + 8 * UNIT * (y.detach() + 4))
         return Upper(torch.where(large, torch.inf, m), whole.long())
 
-    def __le__(self, other: Upper | Tensor | float) -> Tensor:
-        """Return where it is at most ``other``, by comparison of what is kept."""
-        return ~(self > other)
-
     def __gt__(self, other: Upper | Tensor | float) -> Tensor:
         """Return where it is larger than ``other``, by comparison of what is kept."""
         other = Upper.of(other)

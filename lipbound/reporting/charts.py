@@ -19,7 +19,7 @@ from lipbound.reporting.styles import BASE, Drawing, folded, given_or_new, look,
 from lipbound.runs.store import takes_run
 
 if TYPE_CHECKING:
-    from lipbound.jacobians.token_norms.profile import TokenProfile
+    from lipbound.jacobians.token_norms.token_norm import TokenProfile
 
 
 @takes_run

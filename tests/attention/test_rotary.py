@@ -18,7 +18,7 @@ import lipbound as lb
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.rotary import Rotation, turned
-from lipbound.bounds.terms import shares
+from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.spectral_norm import l2_spectral_norm
@@ -136,9 +136,9 @@ def test_parts_of_attention_keep_the_rotation() -> None:
     torch.testing.assert_close(oracle(single.double()), whole, rtol=1e-4, atol=0)
     found = of_layer(att.unpadded(0), "head", ["lipbound"])
     assert sum(found.parts.values()) == pytest.approx(1)
-    assert shares(att, "lipbound") is None
-    assert shares(att, "kim") is None
-    assert set(shares(att, "castin_bias")) == {"values", "softmax"}
+    assert get("lipbound").terms(att) is None
+    assert get("kim").terms(att) is None
+    assert set(get("castin_bias").terms(att)) == {"values", "softmax"}
 
 
 def test_no_rotation_is_the_plain_layer() -> None:

@@ -12,12 +12,7 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries import CentreErrors
-from lipbound.bounds.ball.centre_pairs import (
-    PairedBallCentre,
-    PairedVariantCentre,
-    VariantPairSums,
-)
+from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
 from lipbound.bounds.ball.over_ball import CERTIFIED_TOL, _over_ball
 
 BALLS = ("token", "frobenius")
@@ -56,10 +51,7 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
     turned = centre.norm_a * most.amax(-1).sqrt()
     reached, whole = centre._reached(held, most), centre._whole(to, held, most, own_up)
     assert bool(
-        (
-            reached[0]
-            <= (centre.pairs.columns(held) + centre.norm_a[:, None] * most.sqrt()) * HOLDS
-        ).all()
+        (reached[0] <= (centre.columns(held) + centre.norm_a[:, None] * most.sqrt()) * HOLDS).all()
     )
     for k in range(12):
         move = (
@@ -185,10 +177,10 @@ def test_the_ascent_sees_the_norm_of_the_layer() -> None:
 def test_sums_of_variants_are_those_of_plain_heads(kind: str) -> None:
     one = random_attention(kind).unpadded(1)
     centre = PairedBallCentre(one)
-    other = VariantPairSums(one, centre.p, CentreErrors(one))
+    other = PairedVariantCentre(one)
     weights = centre.p.sqrt() * centre.allowed
     for name in ("values", "keys", "columns"):
-        expected = getattr(centre.pairs, name)(weights)
+        expected = getattr(centre, name)(weights)
         allowance = 1e-6 * float(expected.amax())  # roots of allowances for rounding
         torch.testing.assert_close(
             getattr(other, name)(weights), expected, rtol=1e-3, atol=allowance
@@ -229,4 +221,3 @@ def test_variants_gain_too_and_caps_do_not(has: str) -> None:
     torch.testing.assert_close(
         bounds.over_ball(capped, 0.1), by_entries(capped, 0.1, "token"), rtol=0, atol=0
     )
-    assert not hasattr(PairedVariantCentre(capped.unpadded(0)), "pairs")

@@ -235,7 +235,7 @@ def test_a_layer_without_variants_has_the_plain_bound(att: Attention, ball: str)
     for radius in (0.0, 1e-3, 0.1, 3.0):
         found = [
             (centre + changed).minimum(whole)
-            for changed, whole in (plain.bounds(radius, ball), other.bounds(radius, ball))
+            for changed, whole in (plain.by_entries(radius, ball), other.by_entries(radius, ball))
         ]
         torch.testing.assert_close(*found, rtol=0.02, atol=1e-12)
 

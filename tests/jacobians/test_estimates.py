@@ -13,8 +13,8 @@ from support.layers import random_attention
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.enclosures.enclose import estimate
-from lipbound.linalg.enclosures.residual_certificate import smallest_excluded
+from lipbound.linalg.deflated_lanczos import smallest_excluded
+from lipbound.linalg.enclose import Problem, estimate
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
 
@@ -82,14 +82,8 @@ def test_what_the_search_does_not_see_at_all_is_found() -> None:
     zero = torch.zeros(2, dtype=torch.float64)
     # a bound that says: much is added up here
     roundoff = Roundoff(zero, zero, torch.tensor([2.0, 1e7], dtype=torch.float64))
-    norm = estimate(
-        Diagonal(full, torch.float64),
-        roundoff,
-        Diagonal(seen, torch.float32),
-        tol=1e-4,
-        seed=0,
-        max_steps=500,
-    )
+    wide, narrow = Diagonal(full, torch.float64), Diagonal(seen, torch.float32)
+    norm = estimate(Problem(wide, roundoff, narrow, tol=1e-4, max_steps=500, seeds=[0, 1]))
     torch.testing.assert_close(
         norm.lower, torch.tensor([2.0, 3.0], dtype=torch.float64), rtol=2e-4, atol=0
     )
@@ -119,12 +113,12 @@ def test_a_mask_without_dimensions_is_refused() -> None:
 class Large:
     """Recurrences whose sizes exceed the target by more than float64 can say."""
 
-    alpha = beta = np.full((1, 1), 1e200)
+    columns = np.full((5, 1, 1), 1e200)
 
 
 def test_what_overflows_is_not_excluded_and_warns_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "lipbound.linalg.enclosures.residual_certificate.excluded",
+        "lipbound.linalg.deflated_lanczos.excluded",
         lambda rows, steps, x: np.zeros(x.shape, dtype=bool),
     )
     with warnings.catch_warnings():

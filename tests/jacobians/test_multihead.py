@@ -148,7 +148,7 @@ def _model() -> tuple:
     ("options", "message"),
     [
         ({"name": "kim"}, "leave it out"),
-        ({"name": "yudin", "map": "head"}, "unknown map 'head' of a whole layer"),
+        ({"name": "yudin", "map": "head"}, "unknown map of a whole layer 'head'"),
         ({"name": "yudin", "rule": "sums"}, "did you mean 'sum'"),
     ],
 )

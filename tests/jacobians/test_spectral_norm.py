@@ -15,11 +15,11 @@ from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.linalg import enclose
+from lipbound.linalg.bordered import bordered
 from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.enclosures import enclose
-from lipbound.linalg.enclosures.deflated_lanczos import Deflated, deflated_bound
-from lipbound.linalg.enclosures.enclose import _quotients
-from lipbound.linalg.enclosures.verified import bordered
+from lipbound.linalg.deflated_lanczos import Deflated, deflated_bound
+from lipbound.linalg.enclose import _quotients
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import AutogradJacobian, Roundoff
 

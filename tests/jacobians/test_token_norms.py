@@ -21,9 +21,8 @@ from lipbound.errors import LipboundError
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.token_norms import token_norm as module
-from lipbound.jacobians.token_norms.profile import token_profile
 from lipbound.jacobians.token_norms.row_search import wedged
-from lipbound.jacobians.token_norms.token_norm import NORMS, tensors_of, token_norm
+from lipbound.jacobians.token_norms.token_norm import NORMS, tensors_of, token_norm, token_profile
 
 MAPS = ("head", "head_out", "heads", "layer")
 ROUNDING = 1e-11

@@ -21,7 +21,7 @@ import lipbound as lb
 from lipbound import bounds
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
-from lipbound.bounds.terms import shares
+from lipbound.bounds.registry import get
 from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
 from lipbound.models.inputs import prepare
@@ -275,7 +275,7 @@ def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None
         still.cache.keep("p", att.p)
         power = 2 if name.startswith("castin") else 1
         expected = (lb.bounds.get(name)(still) / lb.bounds.get(name)(att)) ** power
-        torch.testing.assert_close(shares(att, name)["values"], expected, rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(get(name).terms(att)["values"], expected, rtol=1e-6, atol=1e-12)
 
 
 def test_the_page_is_alone(page: Path) -> None:

@@ -16,8 +16,7 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.jacobians.token_norms.profile import TokenProfile, token_profile
-from lipbound.jacobians.token_norms.token_norm import token_norm
+from lipbound.jacobians.token_norms.token_norm import TokenProfile, token_norm, token_profile
 from lipbound.models.inputs import token_texts
 from lipbound.reporting.charts import token_profile as draw_profile
 from lipbound.schema import NORMS

@@ -6,6 +6,8 @@ moves, the last column here. Where queries or keys are normalised their derivati
 input, and there is no statement.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,18 +18,25 @@ from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import factors
 from lipbound.bounds.ball.softmax_interval import (
     key_spread,
-    query_lengths,
     score_changes,
     softmax_interval,
 )
 from lipbound.bounds.ours.block_norms import BlockNorms
 from lipbound.jacobians.token_tangents import Tangents
-from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm
+from lipbound.linalg.matrix_norms import (
+    block_norm,
+    gamma,
+    matrix_norm,
+    nonnegative_norm,
+    upper_factor,
+)
 
 COVERS = frozenset({"rotation", "cap", "sinks"})
 """The variants with a statement."""
 BALL_CHUNK = 2**24
 """Bytes of the largest temporary."""
+RowMaps = Callable[[slice], Tensor]
+"""Maps of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
 Slopes = tuple[float | Tensor, float | Tensor, float | Tensor]
 """Slope of a cap at the centre, its largest value and its largest change over the ball."""
 
@@ -39,35 +48,37 @@ class BallCentre:
         p, d, f: P, D and F, (heads, N, M); M = N, or N + 1 with a sink.
         allowed: where P is not zero by the mask, (heads, N, M) bool.
         u: (heads, N, 1 or M). norm_v: (heads, 1, 1). norm_a: (heads,).
+        v, k, q: values, :math:`\tilde k_j` and :math:`\tilde q_i`, (heads, N or M, .), before the
+            maps of tokens where there are such.
+        map_k, map_q: these maps of some rows, or None.
         b, cov_v, cov_k, mean_k: at the centre, :math:`\|B_i\|`, :math:`\|Cov_{P_i} v\|`,
             :math:`\|Cov_{P_i} \tilde k\|`, and 0, (heads, N).
         off: what rounding may have taken from them.
     """
 
+    map_k: RowMaps | None = None
+    map_q: RowMaps | None = None
     mean_k: float | Tensor = 0.0
 
     def __init__(self, att: Attention):
         parts, self.off = BlockNorms(att), (off := CentreErrors(att))
         self.scores, self.p = att.scores(att.q, att.centred_k)[0], parts.p
         self.allowed = allowed = self.scores > -torch.inf
-        f, kt = key_spread(att)
-        self.u = query_lengths(att)[..., None] + off.u
+        f, self.k = key_spread(att)
+        self.v, self.q = parts.v, abs(att.scale) * att.q[0] @ upper_factor(att.w_k)[0].mT
+        self.u = self.q.norm(dim=-1, keepdim=True) + off.u
         self.d = torch.where(allowed, parts.distance + off.d, 0.0)
         self.f = torch.where(allowed, f + off.f, 0.0)
         self.norm_a, self.norm_v = factors.norm_a(att).value(), parts.norm_v
         self.b = parts.b + off.b
         self.cov_v = _covariance_norm(parts.p, parts.v) + off.cov_v
-        self.cov_k = _covariance_norm(parts.p, kt) + off.cov_k
+        self.cov_k = _covariance_norm(parts.p, self.k) + off.cov_k
 
     def reach(self, radius: float, ball: str) -> tuple[Tensor, Tensor, Slopes]:
         """Smallest and largest P' over the ball, (heads, N, M), and the slope of a cap."""
         tau = score_changes(self.f, self.u, self.norm_a, radius, ball) + self.off.scores
         low, up = softmax_interval(self.scores, tau)
         return low, up, (1.0, 1.0, 0.0)
-
-    def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
-        """Upper values of the change of J over the ball, and of J itself, (heads,) each."""
-        return self.by_entries(radius, ball)
 
     def change(self, low: Tensor, up: Tensor) -> Tensor:
         """Upper values of the change of P over the ball, (heads, N, M)."""
@@ -85,9 +96,10 @@ class BallCentre:
         return tuple(t.nan_to_num(torch.inf, torch.inf) * (1 + slack) for t in values)
 
     def by_entries(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
-        """`bounds` by Lemma 27 (docs/theory/balls.md).
+        """Upper values of the change of J over the ball, and of J itself, (heads,) each.
 
-        (a) without the norm at the centre, and the smaller of (b) and (c).
+        Lemma 27 (docs/theory/balls.md): (a) without the norm at the centre, and the smaller of (b)
+        and (c).
         """
         d, f, u, n = self.d, self.f, self.u, self.p.shape[-2]
         low, up, (slope, slope_up, slope_change) = self.reach(radius, ball)
@@ -206,12 +218,47 @@ class VariantBallCentre(BallCentre):
         self.slope = slope = torch.ones_like(self.p)
         if att.cap is not None:
             slope[..., : att.tokens] = self._slope(self.z.abs())
-        heads = [_head(att, h, self.p[h], self.p[h] * slope[h]) for h in range(att.heads)]
+        tangents = [Tangents(att, 0, h) for h in range(att.heads)]
+
+        def maps(name: str) -> RowMaps:
+            return lambda rows: torch.stack([t.factor(name, rows) for t in tangents])
+
+        self.map_k, self.map_q = maps("q"), maps("k")
+        v, k = att.centred_v[0], abs(att.scale) * att.centred_k[0]
+        if att.sinks is not None:  # shifted with the others, so that differences keep their digits
+            means = v.mean(1, keepdim=True), 0.0 if att.cap is not None else k.mean(1, keepdim=True)
+            v, k = (
+                torch.cat([x, torch.zeros_like(x[:, :1])], 1) - mean
+                for x, mean in zip((v, k), means, strict=True)
+            )
+        self.v, self.k, self.q = v, k, abs(att.scale) * att.q[0]
+        heads = [self._head(h, tangents[h]) for h in range(att.heads)]
         u, f, d, b, cov_v, cov_k, mean_k = (torch.stack(t) for t in zip(*heads, strict=True))
         tokens = torch.arange(self.p.shape[-1], device=att.device) < att.tokens
         self.d, self.f = (torch.where(self.allowed, t, 0.0) for t in (d + off.d, f + off.f))
         self.u, self.b, self.mean_k = u + off.u * tokens, b + off.b, mean_k + 2 * off.f
         self.cov_v, self.cov_k = cov_v + off.cov_v, cov_k + off.cov_k
+
+    def _head(self, h: int, tangents: Tangents) -> tuple[Tensor, ...]:
+        """u, f, d, b, cov_v, cov_k and mean_k of one head, with the sink's column."""
+        p, t, q, k, v = (x[h] for x in (self.p, self.p * self.slope, self.q, self.k, self.v))
+        capped, n, o = self.cap is not None, len(p), p @ v
+        u, f, d = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
+        step = max(1, BALL_CHUNK // (8 * p.shape[1] * max(q.shape[1], v.shape[1])))
+        rows = []
+        for part in (slice(i, min(n, i + step)) for i in range(0, n, step)):
+            u[:, part] = (q @ tangents.factor("k", part)).norm(dim=-1).mT
+            keys = k.expand(len(p[part]), -1, -1) if capped else k - (p[part] @ k)[:, None]
+            keys, values = keys @ tangents.factor("q", part), v - o[part, None]
+            f[part], d[part] = keys.norm(dim=-1), values.norm(dim=-1)
+            weighted = t[part, :, None] * keys
+            # without a cap zero but for rounding
+            mean = weighted.sum(1).norm(dim=-1) if capped else torch.zeros_like(d[part, 0])
+            cov_v, cov_k = (
+                block_norm(w[part, :, None].sqrt() * x) ** 2 for w, x in ((p, values), (t, keys))
+            )
+            rows.append((block_norm(values.mT @ weighted), cov_v, cov_k, mean[:, None]))
+        return u, f, d, *(torch.cat(x) for x in zip(*rows, strict=True))
 
     def _slope(self, size: Tensor) -> Tensor:
         """The cap's slope at scores of this size."""
@@ -237,35 +284,6 @@ class VariantBallCentre(BallCentre):
             tau = torch.cat([tau, radius * self.f[..., n:] + off], -1)
         low, up = softmax_interval(self.scores, tau)
         return low, up, slopes
-
-
-def _head(att: Attention, h: int, p: Tensor, t: Tensor) -> tuple[Tensor, ...]:
-    """u, f, d, b, cov_v, cov_k and mean_k of one head, from P and T with the sink's column."""
-    q, k, v, n = att.q[0, h], att.centred_k[0, h], att.centred_v[0, h], att.tokens
-    capped = att.cap is not None
-    if p.shape[-1] > n:  # shifted with the others, so that their differences keep their digits
-        k, v = (
-            torch.cat([x, torch.zeros_like(x[:1])]) - shift
-            for x, shift in ((k, 0.0 if capped else k.mean(0)), (v, v.mean(0)))
-        )
-    tangents, c, o = Tangents(att, 0, h), abs(att.scale), p @ v
-    u, f, d = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
-    step = max(1, BALL_CHUNK // (8 * p.shape[1] * max(q.shape[1], v.shape[1])))
-    rows = []
-    for part in (slice(i, min(n, i + step)) for i in range(0, n, step)):
-        u[:, part] = (c * q @ tangents.factor("k", part)).norm(dim=-1).mT
-        keys = k.expand(len(p[part]), -1, -1) if capped else k - (p[part] @ k)[:, None]
-        keys = c * keys @ tangents.factor("q", part)
-        values = v - o[part, None]
-        f[part], d[part] = keys.norm(dim=-1), values.norm(dim=-1)
-        weighted = t[part, :, None] * keys
-        # without a cap zero but for rounding
-        mean = weighted.sum(1).norm(dim=-1) if capped else torch.zeros_like(d[part, 0])
-        cov_v, cov_k = (
-            block_norm(w[part, :, None].sqrt() * x) ** 2 for w, x in ((p, values), (t, keys))
-        )
-        rows.append((block_norm(values.mT @ weighted), cov_v, cov_k, mean[:, None]))
-    return u, f, d, *(torch.cat(x) for x in zip(*rows, strict=True))
 
 
 def largest_a(att: Attention) -> Tensor:

@@ -7,17 +7,16 @@ semi-definite matrices that they make: norms of sums over pairs of tokens, weigh
 are Lemma 107 (docs/theory/ball_pairs.md), and their rounding Lemma 109 (docs/theory/ball_pairs.md).
 """
 
-from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries import BallCentre, CentreErrors, VariantBallCentre
-from lipbound.bounds.ball.softmax_interval import key_spread, relative_changes, relative_interval
+from lipbound.bounds.ball.centre_entries import BallCentre, RowMaps, VariantBallCentre
+from lipbound.bounds.ball.softmax_interval import relative_interval
 from lipbound.bounds.ours.block_norms import outer
-from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import (
     block_norm,
     gamma,
@@ -34,8 +33,6 @@ UNEVEN = 1.5
 where both are along one direction, 2 where they are orthogonal."""
 PAIR_CHUNK = 2**24
 """Bytes of the largest temporary, the d x d matrices of some tokens of all heads."""
-RowMaps = Callable[[slice], Tensor]
-"""Maps of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
 
 
 # -- sums over pairs of tokens ---------------------------------------------------------------------
@@ -118,99 +115,6 @@ class MovingQueries(NamedTuple):
         return (still + move * self.size).minimum(joint)[..., 0]
 
 
-class PairSums:
-    r"""Sums over pairs of tokens of one unpadded sample of a plain float64 layer, at its input.
-
-    Upper values in real arithmetic but for relative roundings. Weights w are (heads, N, M), 0 where
-    attention is forbidden; M = N, or N + 1 with a sink. :math:`x_{ij} = v_j - o_i`,
-    :math:`\hat k_{ij} = \tilde k_j - \bar k_i`.
-
-    Attributes:
-        reach_v, reach_k: half the largest distance of two values, of two :math:`\tilde k_j`,
-            (heads, 1, 1).
-    """
-
-    _map_k: RowMaps | None = None
-    _map_q: RowMaps | None = None
-
-    def __init__(self, att: Attention, p: Tensor, off: CentreErrors):
-        self._off, self._v, self._k = off, att.centred_v[0], key_spread(att)[1]
-        self._q = abs(att.scale) * att.q[0] @ upper_factor(att.w_k)[0].mT
-        self._o, self._mean = p @ self._v, p @ self._k
-        self.reach_v, self.reach_k = _half_diameter(self._v, off.d), _half_diameter(self._k, off.f)
-        self._moving = self._moving_queries(att, off)
-
-    def _moving_queries(self, att: Attention, off: CentreErrors) -> list[MovingQueries]:
-        r""":math:`\tilde q_i`, and :math:`W_V^T \tilde q_i`."""
-        c, through = abs(att.scale), att.w_k.mT @ att.w_v
-        f_q, f_k = (upper_factor(w)[0] for w in (att.w_q, att.w_k))
-        own = gamma(att.tokens + att.x.shape[2] + 8 * (att.d + att.d_v) + 100)
-        of_q, of_fk, of_k, of_v = (
-            torch.linalg.matrix_norm(w)[:, None, None] for w in (f_q, f_k, att.w_k, att.w_v)
-        )
-        keys = self._q, off.u, c * f_q @ f_k.mT, own * c * of_q * of_fk
-        values = (
-            c * att.q[0] @ through,
-            of_v * off.u,
-            c * f_q @ through,
-            own * c * of_q * of_k * of_v,
-        )
-        return [
-            MovingQueries(x, off_x, g, off_g, matrix_norm(g)[:, None, None] + off_g)
-            for x, off_x, g, off_g in (keys, values)
-        ]
-
-    def moved(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """`MovingQueries.columns` of queries, and of queries seen through values, (heads, N)."""
-        keys, through = (moving.columns(w, most) for moving in self._moving)
-        return keys, through
-
-    def values(self, w: Tensor) -> Tensor:
-        r""":math:`\|\sum_j w_{ij} x_{ij} x_{ij}^T\|^{1/2}`, (heads, N, 1)."""
-        return spread(w, self._v, self._o, self._off.d)
-
-    def keys(self, w: Tensor) -> Tensor:
-        r""":math:`\|\sum_j w_{ij} \hat k_{ij} \hat k_{ij}^T\|^{1/2}`, (heads, N, 1)."""
-        return spread(w, self._k, self._mean, self._off.f, self._map_k)
-
-    def columns(self, w: Tensor) -> Tensor:
-        r""":math:`\|\sum_i w_{ij} \tilde q_{ij} \tilde q_{ij}^T\|^{1/2}` of all j, (heads, N)."""
-        w = w[..., : w.shape[-2]].mT
-        found = spread(w, self._q, None, None, self._map_q)
-        return (found + (w @ self._off.u.square()).sqrt())[..., 0]
-
-
-class VariantPairSums(PairSums):
-    r"""`PairSums` of a layer with rotary position embeddings or sinks; the sink is the last column.
-
-    :math:`\hat k_{ij} = \tilde k_{ij} - \bar k_i`. Lemma 110 (docs/theory/ball_pairs.md).
-    """
-
-    def __init__(self, att: Attention, p: Tensor, off: CentreErrors):
-        tangents = [Tangents(att, 0, h) for h in range(att.heads)]
-
-        def maps(name: str) -> RowMaps:
-            return lambda rows: torch.stack([t.factor(name, rows) for t in tangents])
-
-        v, k = att.centred_v[0], abs(att.scale) * att.centred_k[0]
-        if p.shape[-1] > att.tokens:  # shifted, so that their differences keep their digits
-            v, k = (
-                torch.cat([x, torch.zeros_like(x[:, :1])], 1) - x.mean(1, keepdim=True)
-                for x in (v, k)
-            )
-        self._off, self._v, self._k, self._q = off, v, k, abs(att.scale) * att.q[0]
-        self._o, self._mean = p @ v, p @ k
-        self._map_k, self._map_q = maps("q"), maps("k")
-        self.reach_v = _half_diameter(v, off.d)
-        self.reach_k = torch.full_like(p[:, :1, :1], torch.inf)
-
-
-def _half_diameter(x: Tensor, off: Tensor) -> Tensor:
-    """Half the largest distance of vectors (heads, N, d) known up to ``off``, (heads, 1, 1)."""
-    apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    return apart.amax((-1, -2))[:, None, None] / 2 + off.amax((-1, -2), keepdim=True)
-
-
 # -- the bound -------------------------------------------------------------------------------------
 
 
@@ -233,11 +137,46 @@ class BallChanges(NamedTuple):
 
 
 class ByPairs(BallCentre):
-    """`BallCentre` with ``pairs``, the sums over its pairs of tokens."""
+    r"""`BallCentre` with sums over its pairs of tokens.
 
-    pairs: PairSums
+    They are upper values in real arithmetic but for relative roundings. Weights w are (heads, N,
+    M), 0 where attention is forbidden; M = N, or N + 1 with a sink. :math:`x_{ij} = v_j - o_i`,
+    :math:`\hat k_{ij} = \tilde k_{ij} - \bar k_i`.
+    """
+
+    @cached_property
+    def means(self) -> tuple[Tensor, Tensor]:
+        r""":math:`o_i` and :math:`\bar k_i`, (heads, N, .)."""
+        return self.p @ self.v, self.p @ self.k
+
+    @cached_property
+    def reaches(self) -> tuple[Tensor, Tensor]:
+        r"""Half the largest distance of two values, of two :math:`\tilde k_j`, (heads, 1, 1)."""
+        apart, apart_k = (
+            torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (self.v, self.k)
+        )
+        most, most_k, off, off_k = (
+            t.amax((-1, -2), keepdim=True) for t in (apart, apart_k, self.off.d, self.off.f)
+        )
+        half_k = most_k / 2 + off_k
+        return most / 2 + off, half_k if self.map_k is None else torch.full_like(half_k, torch.inf)
+
+    def values(self, w: Tensor) -> Tensor:
+        r""":math:`\|\sum_j w_{ij} x_{ij} x_{ij}^T\|^{1/2}`, (heads, N, 1)."""
+        return spread(w, self.v, self.means[0], self.off.d)
+
+    def keys(self, w: Tensor) -> Tensor:
+        r""":math:`\|\sum_j w_{ij} \hat k_{ij} \hat k_{ij}^T\|^{1/2}`, (heads, N, 1)."""
+        return spread(w, self.k, self.means[1], self.off.f, self.map_k)
+
+    def columns(self, w: Tensor) -> Tensor:
+        r""":math:`\|\sum_i w_{ij} \tilde q_{ij} \tilde q_{ij}^T\|^{1/2}` of all j, (heads, N)."""
+        w = w[..., : w.shape[-2]].mT
+        found = spread(w, self.q, None, None, self.map_q)
+        return (found + (w @ self.off.u.square()).sqrt())[..., 0]
 
     def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        """The smaller of both bounds: of the change of J over the ball, and of J, (heads,) each."""
         both = self.by_entries(radius, ball), self.by_pairs(radius, ball)
         changed, whole = (torch.minimum(*values) for values in zip(*both, strict=True))
         return changed, whole
@@ -266,9 +205,10 @@ class ByPairs(BallCentre):
         change = self.change(low, up)
         total = change.sum(-1, keepdim=True).clamp(max=2.0)
         move = self.move(up, radius, ball)
-        far, far_k = self.pairs.values(up), self.pairs.keys(up)
-        c_v = far.minimum(d.amax(-1, keepdim=True)).minimum(self.pairs.reach_v)
-        c_k = far_k.minimum(f.amax(-1, keepdim=True)).minimum(self.pairs.reach_k)
+        far, far_k = self.values(up), self.keys(up)
+        half, half_k = self.reaches
+        c_v = far.minimum(d.amax(-1, keepdim=True)).minimum(half)
+        c_k = far_k.minimum(f.amax(-1, keepdim=True)).minimum(half_k)
         # how far scores move, as a root mean square
         score = radius * c_k + (self.u.amax(-1, keepdim=True) + norm_a * radius) * move
         w, w_k = (
@@ -279,8 +219,8 @@ class ByPairs(BallCentre):
             .minimum(most)
             .minimum(x.amax(-1, keepdim=True))
             for x, sums, c, most in (
-                (d, self.pairs.values, c_v, far),
-                (f, self.pairs.keys, c_k, far_k),
+                (d, self.values, c_v, far),
+                (f, self.keys, c_k, far_k),
             )
         )
         return BallChanges(up, change, total, self.norm_v * move, norm_a * move, c_v, c_k, w, w_k)
@@ -288,7 +228,7 @@ class ByPairs(BallCentre):
     def _own(self, to: BallChanges) -> tuple[Tensor, Tensor]:
         """Upper values of ||B'_i - B_i|| and of ||B'_i||, (heads, N, 1) each."""
         c = to.c_v + to.m_v
-        whole = self.pairs.values(to.change) * self.pairs.keys(to.change)
+        whole = self.values(to.change) * self.keys(to.change)
         sums = (to.change * self.d * self.f).sum(-1, keepdim=True).minimum(whole)
         own = sums + to.w * to.w_k + to.m_v * to.c_k + c * to.m_a
         return own, (self.b[..., None] + own).minimum(c * (to.c_k + to.m_a))
@@ -312,16 +252,16 @@ class ByPairs(BallCentre):
         For each token j and all unit vectors y; from weights (heads, N, N) and the most that sum_i
         w_ij |h'_i|^2 can be, (heads, N).
         """
-        found = self.pairs.columns(w) + self.norm_a[:, None] * most.sqrt()
+        found = self.columns(w) + self.norm_a[:, None] * most.sqrt()
         return found, self.norm_v[..., 0] * found
 
     def _keys(self, to: BallChanges) -> Tensor:
         """Upper values of the change of J through keys while queries stand still, (heads,)."""
 
         def columns(w: Tensor) -> Tensor:
-            return self.pairs.columns(w).amax(-1)
+            return self.columns(w).amax(-1)
 
-        values = self.pairs.values
+        values = self.values
         share = (self.d / self.d.amax(-1, keepdim=True).clamp_min(1e-290)).clamp_min(LEAST_SHARE)
         even = columns(values(to.change).square() * to.change)
         shared = columns(values(to.change / share).square() * (to.change * share))
@@ -347,18 +287,57 @@ class PairedBallCentre(ByPairs):
 
     def __init__(self, att: Attention):
         super().__init__(att)
-        self.pairs = PairSums(att, self.p, self.off)
+        self._moving = self._moving_queries(att)
+
+    def _moving_queries(self, att: Attention) -> list[MovingQueries]:
+        r""":math:`\tilde q_i`, and :math:`W_V^T \tilde q_i`."""
+        c, through, off = abs(att.scale), att.w_k.mT @ att.w_v, self.off
+        f_q, f_k = (upper_factor(w)[0] for w in (att.w_q, att.w_k))
+        own = gamma(att.tokens + att.x.shape[2] + 8 * (att.d + att.d_v) + 100)
+        of_q, of_fk, of_k, of_v = (
+            torch.linalg.matrix_norm(w)[:, None, None] for w in (f_q, f_k, att.w_k, att.w_v)
+        )
+        keys = self.q, off.u, c * f_q @ f_k.mT, own * c * of_q * of_fk
+        seen, lost = c * att.q[0] @ through, own * c * of_q * of_k * of_v
+        values = seen, of_v * off.u, c * f_q @ through, lost
+        return [
+            MovingQueries(x, off_x, g, off_g, matrix_norm(g)[:, None, None] + off_g)
+            for x, off_x, g, off_g in (keys, values)
+        ]
 
     def interval(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         low, up, _ = self.reach(radius, ball)
-        size, mean_square = relative_changes(
-            self.p, self.off.p, self.f, self.u, self.cov_k, self.norm_a, radius, ball
-        )
+        size, mean_square = self.relative_changes(radius, ball)
         size = size + self.off.scores + self.off.p
         return relative_interval(self.scores, size, mean_square, low, up)
 
+    def relative_changes(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        r"""Largest moves of scores beyond the mean of their row, and mean squares.
+
+        Lemma 106 (docs/theory/ball_pairs.md): :math:`\varepsilon_{ij}`, (heads, N, N), and upper
+        values of the means of squares, (heads, N, 1).
+        """
+        p, u, norm_a = self.p, self.u, self.norm_a[:, None, None]
+        off = 4 * self.off.p + 1e-13  # the differences cancel
+        move: float | Tensor = radius
+        if ball == "token":
+            size = 2 * ((1 - p).clamp_min(0) + off) * (radius * u + norm_a * radius**2)
+            size = radius * self.f + size
+        else:
+            square = p.square().sum(-1, keepdim=True)
+            eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+            own = eye - p.diagonal(dim1=-2, dim2=-1)[..., None]
+            every = (1 - 2 * p + square).clamp_min(0)
+            others = ((every - own.square()).clamp_min(0) + 2 * off) * u.square()
+            size = radius * ((self.f + (own.abs() + off) * u).square() + others).sqrt()
+            size = size + norm_a * radius**2 * (every + off).sqrt()
+            move = radius * (p.amax(-1, keepdim=True) * (1 + off)).sqrt()
+        root = radius * self.cov_k[..., None].sqrt() + (u + norm_a * radius) * move
+        return size, root.square()
+
     def _reached(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        return self.pairs.moved(w, most)
+        keys, through = (moving.columns(w, most) for moving in self._moving)
+        return keys, through
 
 
 class PairedVariantCentre(VariantBallCentre, ByPairs):
@@ -366,11 +345,6 @@ class PairedVariantCentre(VariantBallCentre, ByPairs):
 
     Of one with a cap the bound by entries alone: Lemma 110 (docs/theory/ball_pairs.md).
     """
-
-    def __init__(self, att: Attention):
-        super().__init__(att)
-        if self.cap is None:
-            self.pairs = VariantPairSums(att, self.p, self.off)
 
     def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         return super().bounds(radius, ball) if self.cap is None else self.by_entries(radius, ball)

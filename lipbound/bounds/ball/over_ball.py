@@ -86,25 +86,6 @@ def _over_ball(
     att: Attention, radius: float | Sequence[float], ball: str, at: str, *, entries_only: bool
 ) -> Tensor:
     """`over_ball`; or, with ``entries_only``, what (a), (b) and (c) alone make of it."""
-    single, radii = _checked(att, radius, ball)
-    double = att.double()
-    centre = _centre(double, at)
-    with torch.no_grad():
-        parts = [_sample(double.unpadded(s), radii, ball, entries_only) for s in range(att.samples)]
-    changed, whole = (torch.stack(values) for values in zip(*parts, strict=True))
-    values = (centre[..., None] + changed).minimum(whole) * (1 + 4 * torch.finfo(torch.float64).eps)
-    return values[..., 0] if single else values
-
-
-def _checked(
-    att: Attention, radius: float | Sequence[float], ball: str
-) -> tuple[bool, list[float]]:
-    """True if one radius was given, and all of them.
-
-    Raises:
-        AttentionError: a layer that is not covered.
-        LipboundError: derivatives may be wanted.
-    """
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError(
@@ -112,10 +93,16 @@ def _checked(
             "the input; lipbound.attack does"
         )
     att.only("over_ball", COVERS)
-    found = check_radii(radius, ball)
+    single, radii = check_radii(radius, ball)
     if att.cache.recording:
         raise LipboundError("over_ball has no derivatives; call it under torch.no_grad()")
-    return found
+    double = att.double()
+    centre = _centre(double, at)
+    with torch.no_grad():
+        parts = [_sample(double.unpadded(s), radii, ball, entries_only) for s in range(att.samples)]
+    changed, whole = (torch.stack(values) for values in zip(*parts, strict=True))
+    values = (centre[..., None] + changed).minimum(whole) * (1 + 4 * torch.finfo(torch.float64).eps)
+    return values[..., 0] if single else values
 
 
 def _sample(

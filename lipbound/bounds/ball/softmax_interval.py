@@ -24,11 +24,6 @@ def key_spread(att: Attention) -> tuple[Tensor, Tensor]:
     return torch.cdist(att.p[0] @ kt, kt, compute_mode="donot_use_mm_for_euclid_dist"), kt
 
 
-def query_lengths(att: Attention) -> Tensor:
-    """u_i = |scale W_K q_i| of an unpadded float64 layer, (heads, N)."""
-    return abs(att.scale) * (att.q[0] @ upper_factor(att.w_k)[0].mT).norm(dim=-1)
-
-
 def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, ball: str) -> Tensor:
     """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,).
 
@@ -61,46 +56,6 @@ def softmax_interval(scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     tiny = torch.finfo(scores.dtype).tiny  # below it, probabilities lose their digits
     up = torch.where(allowed, upper + tiny, 0.0).clamp(max=1.0)
     return torch.where(allowed, lower - tiny, 0.0).clamp_min(0).minimum(p), up.maximum(p)
-
-
-def relative_changes(
-    p: Tensor,
-    off_p: Tensor,
-    f: Tensor,
-    u: Tensor,
-    cov_k: Tensor,
-    norm_a: Tensor,
-    radius: float,
-    ball: str,
-) -> tuple[Tensor, Tensor]:
-    r"""Largest moves of a plain layer's scores beyond the mean of their row, and mean squares.
-
-    Lemma 106 (docs/theory/ball_pairs.md).
-
-    Args:
-        p, off_p: P, (heads, N, N), and the relative error of its rows, (heads, N, 1).
-        f, u: F, (heads, N, N), and u, (heads, N, 1).
-        cov_k, norm_a: :math:`\|Cov_{P_i} \tilde k\|`, (heads, N), and ||A||, (heads,).
-        radius, ball: of the ball.
-
-    Returns:
-        :math:`\varepsilon_{ij}`, (heads, N, N), and upper values of mean squares, (heads, N, 1).
-    """
-    norm_a, off = norm_a[:, None, None], 4 * off_p + 1e-13  # the differences cancel
-    move: float | Tensor = radius
-    if ball == "token":
-        size = radius * f + 2 * ((1 - p).clamp_min(0) + off) * (radius * u + norm_a * radius**2)
-    else:
-        square = p.square().sum(-1, keepdim=True)
-        eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
-        own = eye - p.diagonal(dim1=-2, dim2=-1)[..., None]
-        every = (1 - 2 * p + square).clamp_min(0)
-        others = (every - own.square()).clamp_min(0) + 2 * off
-        size = radius * ((f + (own.abs() + off) * u).square() + others * u.square()).sqrt()
-        size = size + norm_a * radius**2 * (every + off).sqrt()
-        move = radius * (p.amax(-1, keepdim=True) * (1 + off)).sqrt()
-    mean_square = (radius * cov_k[..., None].sqrt() + (u + norm_a * radius) * move).square()
-    return size, mean_square
 
 
 def relative_interval(
@@ -138,7 +93,8 @@ def _others(x: Tensor) -> Tensor:
 
 def reachable_rows(att: Attention, radius: float, ball: str) -> tuple[Tensor, Tensor]:
     """Smallest and largest P' over the ball around an unpadded float64 sample, (heads, N, N)."""
-    f, u = key_spread(att)[0], query_lengths(att)[..., None]
+    q = abs(att.scale) * att.q[0] @ upper_factor(att.w_k)[0].mT
+    f, u = key_spread(att)[0], q.norm(dim=-1, keepdim=True)
     tau = score_changes(f, u, factors.norm_a(att).value(), radius, ball)
     return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 

@@ -8,13 +8,11 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
-from lipbound.bounds.factors import ROOT3
+from lipbound.bounds.factors import ROOT3, values_and_softmax
 from lipbound.bounds.registry import bound
-from lipbound.bounds.terms import values_and_softmax
 from lipbound.linalg.matrix_norms import UNIT, gamma
 from lipbound.linalg.upper import Upper, scaled
 
-CITATION = "castin2024smooth"
 BIBTEX = """@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
   author    = {Castin, Val{\\'e}rie and Ablin, Pierre and Peyr{\\'e}, Gabriel},
@@ -37,7 +35,6 @@ def _theorem_3_3(att: Attention, radius: float, ball: str = "token") -> Tensor:
 @bound(
     "castin",
     label="Castin 2024, 3.3",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 (4N+1) + N)^{1/2}$, $R = \max_i "
@@ -73,14 +70,14 @@ def castin(att: Attention) -> Tensor:
 def _with_biases(att: Attention, radius: float, ball: str = "token") -> Tensor:
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
-    squares = t**2 + (t + factors.shift(att) * r) ** 2 * n + n
+    q, k = factors.pull_of_biases(att) if att.variants else (factors.shift(att), 0.0)
+    squares = (t + k * r) ** 2 + (t + q * r) ** 2 * n + n
     return (ROOT3 * factors.norm_v(att) * squares.sqrt()).value()
 
 
 @bound(
     "castin_bias",
     label="Castin 2024 + biases",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = "
     "scale W_K b_Q",
@@ -89,6 +86,7 @@ def _with_biases(att: Attention, radius: float, ball: str = "token") -> Tensor:
     source="after appendix E.3, derived anew, since the printed form could not be recovered",
     assumptions="any biases, any mask",
     condition=conditions.always,
+    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
     terms=_terms,
     ball=_with_biases,
@@ -119,14 +117,6 @@ def castin_bias(att: Attention) -> Tensor:
     return _with_biases(att, 0.0)
 
 
-@castin_bias.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
-def _castin_bias_linear(att: Attention) -> Tensor:
-    n, r = factors.count(att), factors.radius(att)
-    t, (q, k) = factors.norm_a(att) * r**2, factors.pull_of_biases(att)
-    squares = (t + k * r) ** 2 + (t + q * r) ** 2 * n + n
-    return (ROOT3 * factors.norm_v(att) * squares.sqrt()).value()
-
-
 @memoised
 def sides(att: Attention) -> tuple[Upper, Upper]:
     """Lengths max_i |A x_i| and max_i |A^T x_i|, (samples, heads), A = scale W_Q W_K^T.
@@ -149,21 +139,15 @@ def sides(att: Attention) -> tuple[Upper, Upper]:
     return largest(w_q, w_k), largest(w_k, w_q)
 
 
-def _turned_side(att: Attention) -> Upper:
-    """A bound on the gradients of all scores with rotation or cap, (samples, heads).
-
-    scale max ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|).
-    """
-    q, k = (longest(t) + error for t, error in factors.entering(att))
-    side = (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
-    return factors.scale(att) * factors.turn(att) * side
-
-
 def longest(t: Tensor) -> Upper:
     """Largest length |t_i| of (..., N, d), (...)."""
     t, e = scaled(t, (-2, -1))
     lengths = t.norm(dim=-1).max(-1).values
     return Upper.of(lengths * (1 + gamma(t.shape[-1] + 4))).shifted(e[..., 0, 0])
+
+
+def _c3_condition(att: Attention) -> Tensor:
+    return conditions.always(att) if att.variants else conditions.no_query_bias(att)
 
 
 def _theorem_c3(att: Attention, radius: float, ball: str = "token") -> Tensor:
@@ -172,21 +156,21 @@ def _theorem_c3(att: Attention, radius: float, ball: str = "token") -> Tensor:
     |A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius
     when they share a Frobenius ball.
     """
-    one, other = sides(att)
-    side = one.maximum(other) + factors.norm_a(att) * radius
+    if att.variants:  # of the queries and keys that enter the scores
+        q, k = (longest(t) + error for t, error in factors.entering(att))
+        side = (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
+        side = factors.scale(att) * factors.turn(att) * side
+    else:
+        one, other = sides(att)
+        side = one.maximum(other) + factors.norm_a(att) * radius
     apart = 2 if ball == "token" else math.sqrt(2) * (1 + 4 * UNIT)
-    return _from_side(att, side, factors.diameter(att) + apart * radius)
-
-
-def _from_side(att: Attention, side: Upper, distance: Upper) -> Tensor:
-    n = factors.count(att)
+    n, distance = factors.count(att), factors.diameter(att) + apart * radius
     return (ROOT3 * factors.norm_v(att) * ((side * distance) ** 2 * (n + 1) + n).sqrt()).value()
 
 
 @bound(
     "castin_c3",
     label="Castin 2024, C.3",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, "
     "r = max_ij |x_i - x_j|",
@@ -194,7 +178,8 @@ def _from_side(att: Attention, side: Upper, distance: Upper) -> Tensor:
     r"x_i|$ and $|A^T x_i|$, $r = \max_{ij} |x_i - x_j|$",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
-    condition=conditions.no_query_bias,
+    condition=_c3_condition,
+    covers=conditions.LINEAR,
     cost="O(N^2 D + N D d)",
     terms=_terms,
     ball=_theorem_c3,
@@ -216,15 +201,9 @@ def castin_c3(att: Attention) -> Tensor:
     return _theorem_c3(att, 0.0)
 
 
-@castin_c3.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
-def _castin_c3_linear(att: Attention) -> Tensor:
-    return _from_side(att, _turned_side(att), factors.diameter(att))
-
-
 @bound(
     "castin_c3_as_coded",
     label="Castin C.3, as coded",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i |A x_i|",
     statement_latex=r"$\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' = \max_i |A x_i|$",
@@ -249,10 +228,6 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (squares * (n + 1) + n).sqrt()).value()
 
 
-def _mean_field_condition(att: Attention) -> Tensor:
-    return conditions.unmasked(att) & ~conditions.has_query_bias(att)
-
-
 def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
     t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
     return (factors.norm_v(att) * (1 + 3 * t) * (2 * t).exp()).value()
@@ -261,13 +236,12 @@ def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
 @bound(
     "castin_mean_field",
     label="Castin 3.5, mean field",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 3 ||A|| R^2) exp(2 ||A|| R^2)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 3 \|A\| R^2) \exp(2 \|A\| R^2)$",
     source="Theorem 3.5 with Lemma 3.2",
     assumptions="no mask, no query bias",
-    condition=_mean_field_condition,
+    condition=lambda att: conditions.unmasked(att) & ~conditions.has_query_bias(att),
     cost="O(N D + D d^2)",
     ball=_mean_field,
     caveat="it ignores masks, with which rows of P may gather on one token (norm up to 2 ||W_V|| "

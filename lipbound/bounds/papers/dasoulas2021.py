@@ -12,15 +12,14 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.bounds import conditions, factors
+from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.ours.block_norms import samples_of
 from lipbound.bounds.papers.castin2024 import longest, sides
 from lipbound.bounds.registry import bound
-from lipbound.bounds.terms import values_and_softmax
 from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import UNIT, gamma, times_power_up
 from lipbound.linalg.upper import Upper, scaled
 
-CITATION = "dasoulas2021lipschitz"
 BIBTEX = """@inproceedings{dasoulas2021lipschitz,
   title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph
                Neural Networks},
@@ -62,7 +61,6 @@ def _queries(att: Attention) -> Upper:
 @bound(
     "dasoulas",
     label="Dasoulas 2021 (rec.)",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = "
     "max_i |x_i|, a = scale W_K b_Q",
@@ -73,6 +71,7 @@ def _queries(att: Attention) -> Upper:
     "input, derived anew",
     assumptions="any biases, any mask",
     condition=conditions.always,
+    covers=conditions.LINEAR,
     cost="O(N^2 + N D d)",
     terms=_terms,
 )
@@ -94,17 +93,14 @@ def dasoulas(att: Attention) -> Tensor:
     scores (keys centred unless there is a cap or a sink) and the maps of single tokens; with a sink
     :math:`\|W_V\| R` is :math:`\|W_V\| R + |b_V|`.
     """
-    slope = sides(att)[0] + _queries(att)
-    return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
-
-
-@dasoulas.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
-def _linear(att: Attention) -> Tensor:
-    (q, q_error), (k, k_error) = factors.entering(att)
-    through_q = factors.norm_q(att) * (longest(k) + k_error)
-    size = factors.size(q, (-2, -1)) + q_error * factors.root_count(att)
-    through_k = factors.norm_k(att) * size
-    slope = factors.scale(att) * factors.turn(att) * (through_q + through_k)
+    if att.variants:
+        (q, q_error), (k, k_error) = factors.entering(att)
+        through_q = factors.norm_q(att) * (longest(k) + k_error)
+        size = factors.size(q, (-2, -1)) + q_error * factors.root_count(att)
+        through_k = factors.norm_k(att) * size
+        slope = factors.scale(att) * factors.turn(att) * (through_q + through_k)
+    else:
+        slope = sides(att)[0] + _queries(att)
     return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
 
 

@@ -13,7 +13,6 @@ from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.upper import Upper
 
-CITATION = "kim2021lipschitz"
 BIBTEX = """@inproceedings{kim2021lipschitz,
   title     = {The {L}ipschitz Constant of Self-Attention},
   author    = {Kim, Hyunjik and Papamakarios, George and Mnih, Andriy},
@@ -42,7 +41,6 @@ def inverse_phi(y: Tensor) -> Tensor:
 @bound(
     "kim",
     label="Kim 2021 (L2 map)",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(N) scale (4 phi^-1(N-1) + 1) ||W_Q||^2 ||W_V||, phi(x) = x e^(x+1), "
     "on L2 attention",

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
+from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.papers.yudin2025 import with_ones
 from lipbound.bounds.registry import bound
-from lipbound.bounds.terms import values_and_softmax
 
-CITATION = "newhouse2025enforced"
 BIBTEX = """@misc{newhouse2025enforced,
   title  = {Training Transformers with Enforced {L}ipschitz Constants},
   author = {Newhouse, Laker and Hess, R. Preston and Cesista, Franz and Zahorodnii, Andrii and
@@ -26,14 +25,14 @@ def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     """The bound for all inputs of a ball, where every token stays within R + radius of 0."""
     extended = with_ones(att)
     r = factors.radius(extended) + radius
-    slope = 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att)
-    return (factors.norm_v(att) * (1 + slope * r**2)).value()
+    plain = 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att) * r**2
+    slope = factors.slope_by_lengths(att, r) if att.variants else plain
+    return (factors.norm_v(att) * (1 + slope)).value()
 
 
 @bound(
     "newhouse",
     label="Newhouse 2025",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 2 scale ||W_Q|| ||W_K|| R^2), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 2 \mathrm{scale}\,\|W_Q\| \|W_K\| R^2)$, $R = "
@@ -42,6 +41,7 @@ def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     "of Yudin et al. 2025",
     assumptions="any biases (Remark 2), any mask",
     condition=conditions.always,
+    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
     terms=_terms,
     ball=_closed,
@@ -65,9 +65,3 @@ def newhouse(att: Attention) -> Tensor:
     of ``castin_bias``.
     """
     return _closed(att, 0.0)
-
-
-@newhouse.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
-def _linear(att: Attention) -> Tensor:
-    r, (q, k) = factors.radius(att), factors.pull_of_biases(att)
-    return (factors.norm_v(att) * (1 + r * (2 * factors.norm_a(att) * r + q + k))).value()

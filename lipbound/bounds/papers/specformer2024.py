@@ -4,12 +4,11 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
+from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.registry import bound
-from lipbound.bounds.terms import values_and_softmax
 from lipbound.linalg.matrix_norms import UNIT, gamma
 from lipbound.linalg.upper import Upper
 
-CITATION = "hu2024specformer"
 BIBTEX = """@inproceedings{hu2024specformer,
   title     = {{SpecFormer}: Guarding Vision Transformer Robustness via Maximum Singular Value
                Penalization},
@@ -33,13 +32,10 @@ def _large(att: Attention) -> Tensor:
 
 def _condition(att: Attention) -> Tensor:
     n = factors.count(att)
-    return _large(att) & (abs(att.scale) <= n * (n + 1)) & conditions.no_query_bias(att)
-
-
-def _condition_linear(att: Attention) -> Tensor:
-    n = factors.count(att)
-    slope = (factors.scale(att) * factors.turn(att) ** 2).value()
-    small = slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)
+    small = abs(att.scale) <= n * (n + 1)
+    if att.variants:
+        slope = (factors.scale(att) * factors.turn(att) ** 2).value()
+        small = slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)
     return _large(att) & small & conditions.no_query_bias(att)
 
 
@@ -59,13 +55,13 @@ _terms = values_and_softmax(
 @bound(
     "specformer",
     label="Specformer 2024",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= N (N+1) ||X||_F^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
     statement_latex=r"$\|J\| \le N (N+1) \|X\|_F^2\,(\|W_V\| \|W_Q\| \|W_K\| + \|W_V\|)$",
     source="as stated in Theorem 1 of Yudin et al. 2025, at radius 0",
     assumptions="no query bias; inputs not small: (N+1) sqrt(N) ||X||_F^2 >= 1",
     condition=_condition,
+    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
     terms=_terms,
     ball=_theorem,
@@ -88,9 +84,4 @@ def specformer(att: Attention) -> Tensor:
     :math:`\mathrm{scale}\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; nothing in it stands for
     :math:`\|A\|`.
     """
-    return _theorem(att, 0.0)
-
-
-@specformer.extends(*conditions.LINEAR, condition=_condition_linear, terms=_terms)
-def _linear(att: Attention) -> Tensor:
     return _theorem(att, 0.0)

@@ -7,13 +7,12 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
+from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.registry import bound
-from lipbound.bounds.terms import values_and_softmax
 from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import nonnegative_norm
 from lipbound.linalg.upper import Upper
 
-CITATION = "yudin2025pay"
 BIBTEX = """@misc{yudin2025pay,
   title  = {Pay Attention to Attention Distribution: A New Local {L}ipschitz Bound for
             Transformers},
@@ -29,10 +28,10 @@ def with_ones(att: Attention) -> Attention:
     """The layer on inputs [x_i, 1], biases as an extra row of the weights: Remark 2.
 
     It has the same q, k, v and P. The key and value biases do not change J, so their rows are zero,
-    which makes the bounds a little sharper than with them. Layers without query bias are returned
-    as they are.
+    which makes the bounds a little sharper than with them. Layers without query bias, and with
+    rotation or cap, are returned as they are.
     """
-    if not bool(conditions.has_query_bias(att).any()):
+    if att.variants or not bool(conditions.has_query_bias(att).any()):
         return att
 
     def row(w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -49,15 +48,16 @@ _terms_closed = values_and_softmax(
 )
 
 
+def _scores(att: Attention, extended: Attention) -> Upper:
+    """Slope of the scores; with rotation or cap by the queries and keys, which know biases."""
+    if att.variants:
+        return factors.slope_of_scores(att)
+    return 2 * factors.norm_x(extended) * factors.norm_a(extended)
+
+
 def _theorem3(att: Attention, extended: Attention, largest_m: Upper) -> Tensor:
-    slope = 2 * factors.norm_x(extended) ** 2 * factors.norm_a(extended)
+    slope = factors.norm_x(extended) * _scores(att, extended)
     return (factors.norm_v(att) * (factors.norm_p(att) + slope * largest_m)).value()
-
-
-def _theorem3_linear(att: Attention, largest_m: Upper) -> Tensor:
-    """Theorem 3 with rotation or cap, which knows biases by the queries and keys themselves."""
-    slope = factors.norm_x(att) * largest_m * factors.slope_of_scores(att)
-    return (factors.norm_v(att) * (factors.norm_p(att) + slope)).value()
 
 
 def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
@@ -90,13 +90,13 @@ def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
 @bound(
     "yudin",
     label="Yudin 2025, Thm 3",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$",
     source="Theorem 3 with Remark 2",
     assumptions=ANY,
     condition=conditions.always,
+    covers=conditions.LINEAR,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
     ball=_remark_1,
@@ -121,15 +121,9 @@ def yudin(att: Attention) -> Tensor:
     return _theorem3(att, with_ones(att), factors.norm_m(att))
 
 
-@yudin.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
-def _yudin_linear(att: Attention) -> Tensor:
-    return _theorem3_linear(att, factors.norm_m(att))
-
-
 @bound(
     "yudin_g1",
     label="Yudin Thm 3, g1",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - "
     "p_(1) + p_(2))",
@@ -138,6 +132,7 @@ def _yudin_linear(att: Attention) -> Tensor:
     source="Theorem 3, Corollary 1 and Remark 2",
     assumptions=ANY,
     condition=conditions.always,
+    covers=conditions.LINEAR,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
 )
@@ -146,15 +141,9 @@ def yudin_g1(att: Attention) -> Tensor:
     return _theorem3(att, with_ones(att), factors.largest_g1(att))
 
 
-@yudin_g1.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
-def _yudin_g1_linear(att: Attention) -> Tensor:
-    return _theorem3_linear(att, factors.largest_g1(att))
-
-
 @bound(
     "yudin_nobias",
     label="Yudin Thm 3, no bias",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), whatever the biases",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$, whatever "
@@ -178,13 +167,13 @@ def yudin_nobias(att: Attention) -> Tensor:
 @bound(
     "yudin_sqrt_n",
     label="Yudin 2025, sqrt(N)",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \max_i \|X^T M(P_i)\| \|X\| \|A\|)$",
     source="appendix C, data-dependent form, with Remark 2",
     assumptions=ANY,
     condition=conditions.always,
+    covers=conditions.LINEAR,
     cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
     terms=_terms,
 )
@@ -199,34 +188,28 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     (docs/theory/published.md). With rotary embeddings or a cap :math:`2\|X\|\|A\|` is replaced as
     in ``yudin``.
     """
-    extended = with_ones(att)
-    slope = 2 * factors.norm_x(extended) * factors.norm_a(extended)
-    return (factors.norm_v(att) * (factors.norm_p(att) + factors.deviation(att) * slope)).value()
-
-
-@yudin_sqrt_n.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
-def _yudin_sqrt_n_linear(att: Attention) -> Tensor:
-    slope = factors.deviation(att) * factors.slope_of_scores(att)
+    slope = factors.deviation(att) * _scores(att, with_ones(att))
     return (factors.norm_v(att) * (factors.norm_p(att) + slope)).value()
 
 
 def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     extended = with_ones(att)
     r = factors.radius(extended) + radius
-    slope = 2 * r**2 * factors.norm_a(extended)
+    plain = 2 * r**2 * factors.norm_a(extended)
+    slope = factors.slope_by_lengths(att, r) if att.variants else plain
     return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()
 
 
 @bound(
     "yudin_closed",
     label="Yudin 2025, closed",
-    citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (sqrt(N) + 2 sqrt(N) R^2 ||A||), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\sqrt{N} + 2 \sqrt{N} R^2 \|A\|)$, $R = \max_i |x_i|$",
     source="appendix C, closed form, with Remark 2",
     assumptions=ANY,
     condition=conditions.always,
+    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
     terms=_terms_closed,
     ball=_closed,
@@ -242,10 +225,3 @@ def yudin_closed(att: Attention) -> Tensor:
     notation of ``castin_bias``: Lemmas 31 and 32 (docs/theory/published.md).
     """
     return _closed(att, 0.0)
-
-
-@yudin_closed.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms_closed)
-def _yudin_closed_linear(att: Attention) -> Tensor:
-    r, (q, k) = factors.radius(att), factors.pull_of_biases(att)
-    slope = r * (2 * factors.norm_a(att) * r + q + k)
-    return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()

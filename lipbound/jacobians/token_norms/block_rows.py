@@ -182,16 +182,8 @@ class Blocks:
         back = (values + keys) * t * w  # of qt . J^T y, (b, i, s, h, n)
         z = torch.einsum("bishn,bhnv->bishv", back, self.v)
         z = z - back.sum(-1)[..., None] * self.o[:, :, None]
-        if self._values.shape[3] == 1:
-            both = torch.einsum("bishn,bisgn->bishg", p * w, p)
-            z = z + torch.einsum("bishg,bhgvw,bisgw->bishv", both, self._values[..., 0, :, :], y)
-        else:
-            z = z + torch.einsum("bishn,bisgn,bhgnvw,bisgw->bishv", p * w, p, self._values, y)
-        if self._cross.shape[-2] == 1:
-            reach = torch.einsum("bishn,bisgn->bishg", w * alpha, p)
-            z = z + torch.einsum("bishg,bihgv->bisgv", reach, self._cross[..., 0, :])
-        else:
-            z = z + torch.einsum("bishn,bisgn,bihgnv->bisgv", w * alpha, p, self._cross)
+        z = z + torch.einsum("bishn,bisgn,bhgnvw,bisgw->bishv", p * w, p, self._values, y)
+        z = z + torch.einsum("bishn,bisgn,bihgnv->bisgv", w * alpha, p, self._cross)
         through = torch.einsum("bihmv,bishv->bism", self.full, y)
         z = z + own * torch.einsum("bihmv,bism->bishv", self.full, through)
         return z.flatten(3) if self.w_o is None else torch.einsum("bishv,hvr->bisr", z, self.w_o)
@@ -221,19 +213,11 @@ class Blocks:
     def _between(self, h: int, g: int, w: Tensor) -> Tensor:
         """The sum of `matrix` for heads h and g, own blocks apart, (b, i, d_v, d_v)."""
         p_h, p_g, a_h, a_g = self.p[:, :, h], self.p[:, :, g], self.a[:, :, h], self.a[:, :, g]
-        values, both = self._values[:, h, g], w * p_h * p_g
-        if values.shape[1] == 1:
-            out = both.sum(-1)[..., None, None] * values
-        else:
-            out = torch.einsum("bin,bnvw->bivw", both, values)
-        out = out + (a_h * (w * self._keys[:, :, h, g])[..., None]).mT @ a_g
-        for a, x, flip in (
-            (a_h * (w * p_g)[..., None], self._cross[:, :, h, g], False),
-            (a_g * (w * p_h)[..., None], self._cross[:, :, g, h], True),
-        ):
-            one = a.sum(-2)[..., None] * x if x.shape[-2] == 1 else a.mT @ x
-            out = out + (one.mT if flip else one)
-        return out
+        values = torch.einsum("bin,bnvw->bivw", w * p_h * p_g, self._values[:, h, g])
+        keys = (a_h * (w * self._keys[:, :, h, g])[..., None]).mT @ a_g
+        by_h = torch.einsum("binv,binw->bivw", a_h * (w * p_g)[..., None], self._cross[:, :, h, g])
+        by_g = torch.einsum("binv,binw->biwv", a_g * (w * p_h)[..., None], self._cross[:, :, g, h])
+        return values + keys + by_h + by_g
 
     def single(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """J_ij^T for some (map, row, token j), (k, 3): (k, m, r), and bounds on its rounding, (k,).
@@ -248,10 +232,8 @@ class Blocks:
         parts = parts + self.qt[b, i, :, at][..., None] * alpha[..., None, :]
         mine = (j == self.token[b, i])[:, None, None, None]
         parts = parts + torch.where(mine, self.own[b, i], 0.0)
-        if self.w_o is None:
-            out = parts.transpose(1, 2).flatten(2)
-        else:
-            out = torch.einsum("khmv,hvr->kmr", parts, self.w_o)
+        out = parts.transpose(1, 2).flatten(2)
+        out = out if self.w_o is None else out @ self.w_o.flatten(0, 1)
         return out, gamma(self.roundings) * self.size[b, i, j] * (1 + 1e-6)
 
     def norm_bounds(self) -> Tensor:

@@ -79,14 +79,8 @@ class LayerTensors:
             _token_maps(to, part[op.head], columns.pop(0) if to.extra else None, part.shape[-1])
             for to, part in zip((op.to_q, op.to_k, op.to_v), w, strict=True)
         ]
-        sizes = [
-            SLOPE * unit * slope * _spread(part)[:, None]
-            for unit, slope, part in (
-                (c, e.q_slope, att.w_q),
-                (c, e.k_slope, att.w_k),
-                (1.0, e.v_slope, att.w_v),
-            )
-        ]
+        slopes = (c * e.q_slope, att.w_q), (c * e.k_slope, att.w_k), (e.v_slope, att.w_v)
+        sizes = [SLOPE * slope * _spread(part)[:, None] for slope, part in slopes]
         if not op.to_v.steps:
             own = torch.linalg.matrix_norm(w[2]) * (1 + 1e-6)
             sizes[2] = own[op.head].view(att.samples, att.heads, 1).expand(e.v.shape)

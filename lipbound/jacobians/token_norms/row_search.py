@@ -4,6 +4,7 @@ Found by search, then bounded from above by proof.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,6 +15,7 @@ from lipbound.linalg.matrix_norms import (
     UNIT,
     at_most,
     block_norm,
+    decomposed,
     eigenvalues,
     matrix_norm,
     symmetric_norm,
@@ -93,7 +95,7 @@ def largest(g: Tensor, slack: Tensor, tol: float) -> BestRows:
     at = torch.arange(b, device=g.device)
     rayleigh = torch.linalg.vector_norm(x, dim=(-2, -1))
     leaders = rayleigh.topk(min(LEADERS, count), -1).indices
-    top, vectors = _eigen(g[at[:, None], leaders])
+    top, vectors = _top(g[at[:, None], leaders])
     best = top.argmax(-1)
     value, token, vector = top[at, best], leaders[at, best], vectors[at, best]
     target = (value * (1 + tol))[:, None]
@@ -103,19 +105,16 @@ def largest(g: Tensor, slack: Tensor, tol: float) -> BestRows:
         upper[rows, places] = symmetric_norm(g[rows, places]) + slack[rows, places]
         for m, i in zip(rows.tolist(), places.tolist(), strict=True):
             if float(upper[m, i]) > float(value[m]) * (1 + tol):
-                one, its = _eigen(g[m, i][None])
+                one, its = _top(g[m, i][None])
                 if float(one[0]) > float(value[m]):
                     value[m], token[m], vector[m] = one[0], i, its[0]
     value, most = value.clamp_min(0).sqrt(), upper.amax(-1).sqrt()
     return BestRows(value, token, token, vector, most, torch.full_like(token, POWER_STEPS))
 
 
-def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest eigenvalues and their vectors; zero and a unit vector where the solver gives up."""
-    try:
-        values, vectors = torch.linalg.eigh(g)
-    except RuntimeError:  # LinAlgError
-        return g.new_zeros(g.shape[:-2]), torch.ones_like(g[..., 0]) / g.shape[-1] ** 0.5
+def _top(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest eigenvalues and their vectors."""
+    values, vectors = decomposed(g)
     return values[..., -1], vectors[..., -1]
 
 
@@ -131,7 +130,7 @@ def largest_block(blocks: Blocks, tol: float) -> BestRows:
     order = flat.topk(min(2 * LEADERS, flat.shape[1]), -1).indices
     chosen = torch.stack([line[:, None].expand_as(order), order // n, order % n], -1)
     parts = blocks.single(chosen.flatten(0, 1))[0]
-    top, vectors = _eigen((parts.mT @ parts).unflatten(0, (b, -1)))
+    top, vectors = _top((parts.mT @ parts).unflatten(0, (b, -1)))
     best = top.argmax(-1)
     value, place = top[line, best].clamp_min(0).sqrt(), order[line, best]
     vector = vectors[line, best]
@@ -149,7 +148,7 @@ def largest_block(blocks: Blocks, tol: float) -> BestRows:
         for i in near.tolist():
             m = int(maps[i])
             if float(norms[i]) > float(value[m]) * (1 + tol / 2):
-                found, its = _eigen((parts[i].mT @ parts[i])[None])
+                found, its = _top((parts[i].mT @ parts[i])[None])
                 if float(found[0]) > float(value[m]) ** 2:
                     value[m], place[m], vector[m] = found[0].sqrt(), int(places[i]), its[0]
         upper = upper.scatter_reduce(0, maps, norms, "amax")
@@ -169,9 +168,7 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
     totals, leaders = state.total.topk(min(LEADERS, count), -1)
     flat = torch.stack([at[:, None].expand_as(leaders), leaders], -1)
     flat = flat.flatten(0, 1) if known is None else flat[totals >= known[:, None] * NEAR]
-    step = _together(blocks)
-    for k in range(0, len(flat), step):
-        _improve(blocks.select(flat[k : k + step]), flat[k : k + step], state, tol)
+    _in_parts(_improve, blocks, flat, state, tol)
     steps = torch.full((b,), FIRST_STEPS + STEPS, device=at.device)
     w, weight = weights_of(blocks, state.lengths, tol)
     g, slack = blocks.matrix(w)
@@ -181,8 +178,7 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
     del g
     for close in (_settle, _relax, _cut):
         rows = state.open(tol)
-        for k in range(0, len(rows), step):
-            close(blocks.select(rows[k : k + step]), rows[k : k + step], state, tol)
+        _in_parts(close, blocks, rows, state, tol)
         steps[rows[:, 0].unique()] += STEPS
     best = state.total.argmax(-1)
     value, token, vector = state.total[at, best], blocks.token[at, best], state.y[at, best, 0]
@@ -231,6 +227,18 @@ class SearchState:
         return self.y[b, i][:, None], self.lengths[b, i][:, None, None]
 
 
+Step = Callable[[Blocks, Tensor, SearchState, float], None]
+
+
+def _in_parts(work: Step, blocks: Blocks, rows: Tensor, state: SearchState, tol: float) -> None:
+    """Do something for rows (k, 2), so many at a time as fit when each has its own map."""
+    h, n, d_v = blocks.v.shape[1:]
+    each = h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * blocks.width**2
+    step = max(1, int(FLAT_BYTES // (8 * each)))
+    for k in range(0, len(rows), step):
+        work(blocks.select(rows[k : k + step]), rows[k : k + step], state, tol)
+
+
 def _improve(part: Blocks, rows: Tensor, state: SearchState, tol: float) -> None:
     """Climb from more starts."""
     state.take(rows, *_best(*_climb(part, more_starts(part, *state.at(rows)), STEPS, tol)))
@@ -276,13 +284,6 @@ def _cut(part: Blocks, rows: Tensor, state: SearchState, tol: float) -> None:
         state.take(at, *_best(*_climb(row, ends, STEPS, tol)))
 
 
-def _together(blocks: Blocks) -> int:
-    """Rows that are worked on at a time when each has its own map."""
-    h, n, d_v = blocks.v.shape[1:]
-    each = h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * blocks.width**2
-    return max(1, int(FLAT_BYTES // (8 * each)))
-
-
 def starts(blocks: Blocks) -> Tensor:
     """Unit vectors to climb from, (b, i, 2, r).
 
@@ -312,11 +313,7 @@ def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
     direction without preference.
     """
     w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
-    g = blocks.matrix(w[:, :, 0])[0]
-    try:
-        vectors = torch.linalg.eigh(g).eigenvectors.mT.flip(-2)[..., :3, :]
-    except RuntimeError:  # LinAlgError
-        vectors = y
+    vectors = decomposed(blocks.matrix(w[:, :, 0])[0])[1].mT.flip(-2)[..., :3, :]
     drawn = normal_numbers(y.shape[-1], "one more start")[None].to(y.device)
     return torch.cat([y, vectors, _unit(drawn).expand(len(y), 1, -1, -1)], 2)
 
@@ -380,15 +377,17 @@ def wedged(row: Blocks, y: Tensor, target: float, tol: float) -> tuple[float, Te
     """
     if y.shape[-1] < 2 or not bool(torch.isfinite(y).all()):
         return math.inf, y
-    plane = torch.linalg.svd(y[0, 0], full_matrices=False).Vh[:2]
-    edges, size = _edges(plane, 0.0, math.pi, WEDGES), math.pi / WEDGES
+    plane, finest = torch.linalg.svd(y[0, 0], full_matrices=False).Vh[:2], PARTS ** (LEVELS - 1)
+    angles = torch.linspace(0.0, math.pi, WEDGES * finest + 1, dtype=y.dtype, device=y.device)
+    # vectors across these directions of the plane; wedges that touch share one, to the last digit
+    edges = torch.stack([-angles.sin(), angles.cos()], -1) @ plane
     edges[-1] = -edges[0]
-    left, right = edges[:-1], edges[1:]
-    angles = torch.arange(WEDGES, dtype=torch.float64, device=y.device) * size
+    first = torch.arange(WEDGES, device=y.device) * finest
     upper, found = 0.0, [y[0]]
     y = y.expand(WEDGES, -1, -1, -1)
     for level in range(LEVELS):
-        bounds, y = _bounded(row, y, left, right, tol)
+        width = PARTS ** (LEVELS - 1 - level)
+        bounds, y = _bounded(row, y, edges[first], edges[first + width], tol)
         found.append(torch.linalg.svd(y[:, 0], full_matrices=False).Vh[:, :1])
         again = ~(bounds <= target)
         upper = max(upper, float(torch.where(again, 0.0, bounds).amax()))
@@ -396,22 +395,10 @@ def wedged(row: Blocks, y: Tensor, target: float, tol: float) -> tuple[float, Te
         if count == 0 or level == LEVELS - 1 or count * PARTS > MOST_WEDGES:
             upper = max(upper, float(bounds.amax()))
             break
-        size /= PARTS
-        begin = angles[again].tolist()
-        cut = [_edges(plane, angle, angle + PARTS * size, PARTS) for angle in begin]
-        for one, first, last in zip(cut, left[again], right[again], strict=True):
-            one[0], one[-1] = first, last
-        left, right = torch.cat([one[:-1] for one in cut]), torch.cat([one[1:] for one in cut])
-        angles = (angles[again, None] + torch.arange(PARTS, device=y.device) * size).flatten()
+        parts = torch.arange(PARTS, device=y.device) * (width // PARTS)
+        first = (first[again, None] + parts).flatten()
         y = y[again].repeat_interleave(PARTS, 0)
-    ends = torch.cat([one.reshape(-1, one.shape[-1]) for one in found])[None, None]
-    return upper, ends / torch.linalg.vector_norm(ends, dim=-1, keepdim=True).clamp_min(1e-300)
-
-
-def _edges(plane: Tensor, first: float, last: float, parts: int) -> Tensor:
-    """Vectors (parts + 1, r) across the directions at equal angles of a plane (2, r)."""
-    angles = torch.linspace(first, last, parts + 1, dtype=torch.float64, device=plane.device)
-    return torch.stack([-angles.sin(), angles.cos()], -1) @ plane
+    return upper, _unit(torch.cat([one.reshape(-1, one.shape[-1]) for one in found]))[None, None]
 
 
 def _bounded(

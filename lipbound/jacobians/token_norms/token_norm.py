@@ -5,7 +5,7 @@ Every token moves a little, or one token a lot, and the worst output token count
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -15,12 +15,13 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import WITH_TOKEN_NORMS
 from lipbound.devices import in_own_modes
 from lipbound.errors import check_layer, choice, flag, real
+from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap, heads_of
 from lipbound.jacobians.spectral_norm import shaped
 from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
 from lipbound.jacobians.token_norms.row_search import BestRows, largest, largest_block, steepest
-from lipbound.linalg.matrix_norms import UNIT
+from lipbound.linalg.matrix_norms import UNIT, largest_eigenvalue, times_power, times_power_up
 from lipbound.linalg.solution import Norm
 
 T = TypeVar("T")
@@ -218,3 +219,111 @@ def _ends(measured: PreparedMap, found: BestRows, norm: str, tol: float, vectors
 
 def _unit(t: Tensor, dim: int | tuple[int, int]) -> Tensor:
     return t / torch.linalg.vector_norm(t, dim=dim, keepdim=True).clamp_min(1e-300)
+
+
+@dataclass(frozen=True)
+class TokenProfile:
+    r"""Norms of single tokens' parts of a Jacobian, each between two ends.
+
+    Float64, (samples, heads, N), or (samples, N) for a whole layer.
+
+    Attributes:
+        lower, upper: of :math:`\|J_{:j}\|`, how far all outputs move (Frobenius norm) when token j
+            alone does.
+        output_lower, output_upper: of :math:`\|J_{i:}\|`, how far output token i moves when all
+            tokens do (Frobenius norm).
+        map: which map this is of.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    output_lower: Tensor
+    output_upper: Tensor
+    map: str = "head"
+
+    def _repr_html_(self) -> str:
+        n = self.lower.shape[-1]
+        ends = (self.lower, self.upper, self.output_lower, self.output_upper)
+        columns = [t.reshape(-1, n)[0].tolist() for t in ends]
+        rows = [[str(j), *(number(t[j], 6) for t in columns)] for j in range(min(n, TABLE_ROWS))]
+        title = f"Token profile, {' x '.join(map(str, self.lower.shape))}, the first of them"
+        names = ["token", "moved: lower", "upper", "output: lower", "upper"]
+        return html_table(names, rows, title=title, most=TABLE_ROWS)
+
+
+@in_own_modes
+def token_profile(att: Attention, *, map: str = "head") -> TokenProfile:
+    r"""Exact norms of each token's column of blocks of the Jacobian, and of each output's row.
+
+    The largest of the first is `token_norm` in the norm "one-token", that of the second in
+    "output-token": Lemma 92 (docs/theory/token_norms.md). Deterministic, rounding included; padding
+    has zeros. Every token takes an eigenvalue problem of order 2 d + d_v (or D, for a whole layer)
+    and one of order d_v.
+
+    Args:
+        att: the layer, samples x heads.
+        map: "head", "head_out", "heads" or "layer", as of `lipbound.spectral_norm`.
+
+    Returns:
+        `TokenProfile`.
+
+    Raises:
+        LipboundError: an unknown map, or one without its output projection.
+
+    >>> import torch
+    >>> g = torch.Generator().manual_seed(0)
+    >>> shapes = [(1, 6, 8), (2, 8, 4), (2, 8, 4), (2, 8, 4)]
+    >>> att = Attention(*(torch.randn(shape, generator=g).double() for shape in shapes))
+    >>> token_profile(att).lower.shape
+    torch.Size([1, 2, 6])
+    """
+    check(att, "token_profile", map)
+    found = [_profile(part, map) for part in pieces(att, map)]
+
+    def joined(several: Sequence[Tensor], dim: int) -> Tensor:
+        return torch.cat(list(several), dim)
+
+    lower, upper, output_lower, output_upper = (
+        beside(end, att.samples, map, joined) for end in zip(*found, strict=True)
+    )
+    return TokenProfile(lower, upper, output_lower, output_upper, map)
+
+
+@torch.no_grad()
+def _profile(att: Attention, map: str) -> list[Tensor]:
+    """Both ends of columns, then of rows, of one of the `pieces` of a layer."""
+    measured = PreparedMap(att.double(), map)
+    parts, shape = tensors_of(measured), (1, att.tokens) if map in WHOLE else (1, -1, att.tokens)
+    exponents = measured.exponents[:, None] if map not in WHOLE else measured.exponents[:1]
+    error = measured.roundoff.tensors.cpu()[:, None] * (1 + 1e-6)
+    nothing = torch.zeros(1, att.tokens) if att.valid is None else ~att.valid.cpu()
+    nothing = nothing.bool().view(1, *(1,) * (len(shape) - 2), -1)
+    ends: list[Tensor] = []
+    for columns in (True, False):
+        found = [
+            torch.cat(
+                [_both_ends(*matrices(parts.of_maps(m), r, columns=columns)) for r in rows], -1
+            )
+            for m, rows in chunks(parts)
+        ]
+        lower, upper = torch.cat(found, 1).cpu()
+        lower = torch.nan_to_num(lower - error, nan=0.0, posinf=0.0).clamp_min(0)
+        upper = upper + error + parts.vanished.cpu()[:, None]
+        upper = torch.nan_to_num(upper, nan=math.inf, posinf=math.inf)
+        lower, upper = times_power(lower, exponents), times_power_up(upper, exponents)
+        lower, upper = torch.where(lower < 1e-300, 0.0, lower).view(shape), upper.view(shape)
+        if measured.known is not None:
+            known = measured.known.cpu()[..., None]
+            lower, upper = torch.where(known, lower, 0.0), torch.where(known, upper, math.inf)
+        ends += [end.masked_fill(nothing, 0.0) for end in (lower, upper)]
+    return ends
+
+
+def _both_ends(g: Tensor, slack: Tensor) -> Tensor:
+    """Both ends of roots of the largest eigenvalues of matrices (b, i, n, n), (2, b, i).
+
+    The matrices are positive semi-definite, and known up to ``slack``.
+    """
+    lower, upper, _ = largest_eigenvalue(g)
+    lower = (lower - slack).clamp_min(0).sqrt() * (1 - 1e-15)
+    return torch.stack([lower, (upper + slack).sqrt() * (1 + 1e-15)])

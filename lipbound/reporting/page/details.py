@@ -11,12 +11,11 @@ from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
-from lipbound.bounds.terms import shares
+from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.jacobians.token_norms.profile import token_profile
-from lipbound.jacobians.token_norms.token_norm import token_norm
+from lipbound.jacobians.token_norms.token_norm import token_norm, token_profile
 from lipbound.models.capture.capture import Capturer
 from lipbound.runs.verify import Replay
 from lipbound.schema import TOKEN_NORMS, bounds_there, norm_of
@@ -60,7 +59,7 @@ class Details(NamedTuple):
             moves alone, and an output when all tokens do.
         parts: shares of the exact norm that pass through values, keys and queries, each (heads,),
             summing to one.
-        bounds: `lipbound.bounds.terms.shares` of every bound that has terms: name -> term ->
+        bounds: `lipbound.bounds.Bound.terms` of every bound that has terms: name -> term ->
             (heads,).
         stride: see ``attention``.
         balls: `Balls`, or None where they were not asked for or where `lipbound.bounds.over_ball`
@@ -122,7 +121,7 @@ def of_layer(
     left, right = found_norm.left[0].double(), found_norm.right[0].double()
     profile = token_profile(att, map=map)
     folded = att.fold_output()[0] if map == "head_out" else att
-    found = {name: shares(folded, name) for name in names}
+    found = {name: get(name).terms(folded) for name in names}
     stride = -(-att.tokens // SIDE)
     covered = norm == "frobenius" and att.variants <= COVERS
     maps = (255 * _shrunk(att.p[0], stride).double().sqrt()).round()

@@ -9,22 +9,20 @@ it leaves is multiplied by the squared residual of Z.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError, RangeError
+from lipbound.errors import RangeError
+from lipbound.linalg.bordered import bordered
 from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.enclosures.deflated_lanczos import RITZ, deflated_bound
-from lipbound.linalg.enclosures.ritz import ritz_search
-from lipbound.linalg.enclosures.verified import bordered, largest_eigenvalue
-from lipbound.linalg.lanczos import lanczos
-from lipbound.linalg.matrix_norms import SMALLEST, UNIT
+from lipbound.linalg.deflated_lanczos import RITZ, deflated_bound
+from lipbound.linalg.krylov import top_vectors
+from lipbound.linalg.matrix_norms import SMALLEST, UNIT, largest_eigenvalue
+from lipbound.linalg.operator_norm import lanczos
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.solution import Norm, seeds_each, start_vectors, unit_vectors
+from lipbound.linalg.solution import Norm, seeds_each, start_vectors, width, with_vectors
 
 VECTORS = 2
 """Ritz vectors that are deflated at first."""
@@ -51,7 +49,42 @@ its length on average."""
 FAINT = 1e-12
 """Norms below this, of values of ordinary size, come from probabilities that other dtypes than
 float64 may have lost."""
-Solver = Callable[..., Norm]
+
+
+@dataclass
+class Problem:
+    """Norms to be bounded.
+
+    Attributes:
+        op: the operators in float64.
+        roundoff: their rounding.
+        search: the same operators in the dtype in which to search.
+        tol: relative width to reach, or relative error of an estimate.
+        max_steps: products of one run at most.
+        seeds: of all random vectors, one for each entry of the batch.
+    """
+
+    op: JacobianOperator
+    roundoff: Roundoff
+    search: JacobianOperator
+    tol: float
+    max_steps: int
+    seeds: list[int]
+
+    def select(self, index: Tensor) -> "Problem":
+        """Return the problem of some entries, ascending."""
+        if len(index) == self.op.batch:
+            return self
+        there, seeds = index.to(self.op.device), [self.seeds[i] for i in index.tolist()]
+        op = self.op.select(there)
+        search = op if self.search is self.op else self.search.select(there)
+        return replace(
+            self, op=op, roundoff=self.roundoff.select(index), search=search, seeds=seeds
+        )
+
+    def seeds_for(self, *purpose: int | str) -> list[int]:
+        """Return other seeds, one for each entry."""
+        return seeds_each(self.op.batch, self.seeds, *purpose)
 
 
 @dataclass
@@ -70,104 +103,53 @@ class NormBounds:
     steps: Tensor
 
 
-def enclose(
-    op: JacobianOperator,
-    roundoff: Roundoff,
-    search: JacobianOperator,
-    *,
-    tol: float,
-    delta: float,
-    seed: int | Sequence[int],
-    max_steps: int,
-    vectors: bool = False,
-) -> Norm:
+def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
     """Enclose norms of J, rounding included, each but for an event of probability ``delta``.
 
     Args:
-        op: the operators in float64.
-        roundoff: their rounding.
-        search: the same operators in the dtype in which to search.
-        tol: relative width to reach.
-        delta: failure probability of each enclosure.
-        seed: of all random vectors, one for all or one for each of equal parts of the batch.
-        max_steps: products of one run.
+        problem: the norms.
+        delta: failure probability of each enclosure, between 0 and 1.
         vectors: whether to return top singular vectors.
 
     Returns:
         `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
         same. Of a norm whose square leaves the range of float64 nothing is said, or only that it
         is at most a crude bound.
-
-    Raises:
-        LipboundError: ``delta`` is not between 0 and 1.
     """
-    if not 0 < delta < 1:
-        raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
-    n, seeds = math.prod(op.out_shape), seeds_each(op.batch, seed)
+    op, roundoff, tol = problem.op, problem.roundoff, problem.tol
+    n = math.prod(op.out_shape)
     high = (roundoff.size + roundoff.products) ** 2
     top = torch.zeros(op.batch, n, dtype=torch.float64, device=op.device)
     found = NormBounds(torch.zeros_like(high), high, top, torch.zeros_like(high).long())
     faint = (roundoff.size > 0) & (roundoff.size < SMALLEST)
     active = (torch.isfinite(high) & ~faint).nonzero()[:, 0]
-    residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
+    residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(problem.search.dtype).eps)
+    z, part = top, problem
     if len(active):
-        part = search if len(active) == op.batch else search.select(active.to(op.device))
-        own, count = [seeds[i] for i in active.tolist()], min(VECTORS, n)
-        z, found.steps[active] = ritz_search(
-            part, count=count, residual=residual, max_steps=max_steps, seed=own
+        part, count, steps = problem.select(active), min(VECTORS, n), problem.max_steps
+        z, found.steps[active] = top_vectors(
+            part.search, count=count, residual=residual, max_steps=steps, seed=part.seeds
         )
         z = z.double()
-    for attempt, (share, starts) in enumerate(ATTEMPTS if len(active) else ()):
-        part = op if len(active) == op.batch else op.select(active.to(op.device))
-        # other vectors than those of the search and of other attempts
-        every = seeds_each(op.batch, seeds, "certificate", attempt)
-        own = [every[i] for i in active.tolist()]
-        settings = tol, delta * share, starts, own, max_steps
-        z = _attempt(part, roundoff.select(active), z, found, active, *settings)
-        keep = _open(found, roundoff, tol)[active]
-        active, z = active[keep], z[keep.to(z.device)]
+    for attempt, (share, starts) in enumerate(ATTEMPTS):
         if not len(active):
             break
+        # other vectors than those of the search and of other attempts
+        seeds = part.seeds_for("certificate", attempt)
+        z = _attempt(replace(part, seeds=seeds), z, found, active, delta * share, starts)
+        keep = _open(found, roundoff, tol)[active]
+        active, z = active[keep], z[keep.to(z.device)]
+        part = part.select(keep.nonzero()[:, 0]) if len(active) else part
     rest = (_open(found, roundoff, tol) & ~faint).nonzero()[:, 0]
     if len(rest) and n <= LARGEST_DENSE:
         _settle(op, roundoff, found, rest)
     low, high = _ends(found, roundoff)
     high = torch.where(faint, (roundoff.size + roundoff.tensors) * (1 + 2 * UNIT), high)
-    norm = Norm(low, high, found.steps, high <= low * (1 + tol), _width(low, high))
-    return _with_vectors(norm, op, found.top) if vectors else norm
+    norm = Norm(low, high, found.steps, high <= low * (1 + tol), width(low, high))
+    return with_vectors(norm, op, found.top) if vectors else norm
 
 
-def _with_vectors(norm: Norm, op: JacobianOperator, top: Tensor) -> Norm:
-    """Return the norms with the singular vectors that ``top`` (batch, n) leads to."""
-    right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
-    return replace(norm, left=unit_vectors(op.jvp(right)), right=right)
-
-
-def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
-    """Return bounds on norms of operators that are off by ``by`` (batch,) at most.
-
-    ``converged`` where they are no wider than ``tol``.
-    """
-    low = torch.nan_to_num((norm.lower - by) * (1 - 2 * UNIT), nan=0.0).clamp_min(0)
-    high = (norm.upper + by) * (1 + 2 * UNIT)
-    error = _width(low, high)
-    return replace(norm, lower=low, upper=high, error=error, converged=error <= tol)
-
-
-def _width(low: Tensor, high: Tensor) -> Tensor:
-    return torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
-
-
-def estimate(
-    op: JacobianOperator,
-    roundoff: Roundoff,
-    search: JacobianOperator,
-    *,
-    tol: float,
-    seed: int | Sequence[int],
-    max_steps: int,
-    vectors: bool = False,
-) -> Norm:
+def estimate(problem: Problem, *, vectors: bool = False) -> Norm:
     """Bound norms from below by quotients in float64, less all rounding; without an upper end.
 
     The vectors are found by Lanczos in any dtype. Where products of the search cannot tell norms
@@ -176,75 +158,50 @@ def estimate(
     leave the range of float64 nothing is said: its lower end is zero.
 
     Args:
-        op: the operators in float64.
-        roundoff: their rounding.
-        search: the same operators in the dtype in which to search.
-        tol: relative error of the estimates.
-        seed: of the start vectors, one for all or one for each of equal parts of the batch.
-        max_steps: products of one run.
+        problem: the norms.
         vectors: whether to return top singular vectors.
 
     Returns:
         `Norm`, whose upper ends are infinite.
     """
-    solver: Solver = partial(lanczos, tol=tol, max_steps=max_steps, vectors=True, refined=False)
-    norm, top = _estimated(op, roundoff, search, solver, tol, seeds_each(op.batch, seed))
-    return _with_vectors(norm, op, top) if vectors else norm
+    norm, top = _estimated(problem)
+    return with_vectors(norm, problem.op, top) if vectors else norm
 
 
-def _estimated(
-    op: JacobianOperator,
-    roundoff: Roundoff,
-    search: JacobianOperator,
-    solver: Solver,
-    tol: float,
-    seeds: Sequence[int],
-) -> tuple[Norm, Tensor]:
+def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     """Return the result of `estimate`, and the vectors (batch, n) whose quotients it has."""
+    op, roundoff, search, tol = problem.op, problem.roundoff, problem.search, problem.tol
     try:
-        found = solver(search, seed=seeds)
+        found, left = lanczos(search, tol=tol, max_steps=problem.max_steps, seed=problem.seeds)
     except RangeError:
         if search is not op:
-            return _estimated(op, roundoff, op, solver, tol, seeds)
+            return _estimated(replace(problem, search=op))
         if op.batch == 1:
             return _nothing(op)
-        parts = []
-        for i in torch.arange(op.batch)[:, None]:
-            one = op.select(i.to(op.device))
-            parts.append(_estimated(one, roundoff.select(i), one, solver, tol, [seeds[int(i)]]))
+        parts = [_estimated(problem.select(i)) for i in torch.arange(op.batch)[:, None]]
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
-    assert found.left is not None
-    low, top, image = _quotients(op, roundoff, found.left.flatten(1).double())
+    low, top, image = _quotients(op, roundoff, left.double())
     noise = roundoff.tensors + roundoff.products
     if search is not op:
-        noise = noise + _blur(op, search, roundoff, top, image, low, tol, seeds)
+        noise = noise + _blur(problem, top, image, low)
     high = found.lower * (1 + found.error) + noise
     apart = torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf)
     error = torch.where(high > low, apart, found.error)
     converged = found.converged & (found.lower + noise - low <= tol * low)
     norm = Norm(low, found.upper, found.steps, converged, error)
-    again = torch.empty(0) if search is op else (~converged).nonzero()[:, 0]
-    if not len(again):
+    again = (~converged).nonzero()[:, 0]
+    if search is op or not len(again):
         return norm, top
-    there, every = again.to(op.device), seeds_each(op.batch, seeds, "float64")
-    part, others = op.select(there), [every[i] for i in again.tolist()]
-    better, top[there] = _estimated(part, roundoff.select(again), part, solver, tol, others)
+    part = problem.select(again)
+    better, vectors = _estimated(replace(part, search=part.op, seeds=part.seeds_for("float64")))
+    top[again.to(op.device)] = vectors
     for name in ("lower", "upper", "steps", "converged", "error"):
         getattr(norm, name)[again] = getattr(better, name)
     return norm, top
 
 
-def _blur(
-    op: JacobianOperator,
-    search: JacobianOperator,
-    roundoff: Roundoff,
-    top: Tensor,
-    image: Tensor,
-    low: Tensor,
-    tol: float,
-    seeds: Sequence[int],
-) -> Tensor:
-    r"""Return how far products of ``search`` are from those of ``op``, (batch,).
+def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor) -> Tensor:
+    r"""Return how far products of the search are from those of the operators, (batch,).
 
     As seen at the vectors ``top``, whose images by J^T are ``image``. Where the norm is so much
     smaller than what is added up in its products that their rounding may hide other vectors, a
@@ -252,23 +209,18 @@ def _blur(
     part of :math:`n^{1/2}`.
     """
 
-    def apart(
-        one: JacobianOperator, other: JacobianOperator, y: Tensor, exact: Tensor | None = None
-    ) -> Tensor:
-        seen = other.vjp(y.to(other.dtype).view(-1, *other.out_shape)).flatten(1).double()
-        exact = one.vjp(y.view(-1, *one.out_shape)).flatten(1) if exact is None else exact
+    def apart(search: JacobianOperator, y: Tensor, exact: Tensor) -> Tensor:
+        seen = search.vjp(y.to(search.dtype).view(-1, *search.out_shape)).flatten(1).double()
         return torch.nan_to_num(torch.linalg.vector_norm(exact - seen, dim=1).cpu(), nan=math.inf)
 
-    blur = apart(op, search, top, image)
-    unit = torch.finfo(search.dtype).eps
-    unsure = (~(ADDED * unit * roundoff.size <= tol * low) | (roundoff.size == 0)).nonzero()[:, 0]
+    blur, size = apart(problem.search, top, image), problem.roundoff.size
+    unit = torch.finfo(problem.search.dtype).eps
+    unsure = (~(ADDED * unit * size <= problem.tol * low) | (size == 0)).nonzero()[:, 0]
     if len(unsure):
-        there = unsure.to(op.device)
-        whole = len(unsure) == op.batch
-        wide, narrow = (op, search) if whole else (op.select(there), search.select(there))
-        every = seeds_each(op.batch, seeds, "blur")
-        y = start_vectors(wide, wide.out_shape, [every[i] for i in unsure.tolist()])
-        seen = HIDDEN * y.shape[1] ** 0.5 * apart(wide, narrow, y)
+        part = problem.select(unsure)
+        y = start_vectors(part.op, part.op.out_shape, part.seeds_for("blur"))
+        exact = part.op.vjp(y.view(-1, *part.op.out_shape)).flatten(1)
+        seen = HIDDEN * y.shape[1] ** 0.5 * apart(part.search, y, exact)
         blur[unsure] = torch.maximum(blur[unsure], seen)
     return torch.where(low < FAINT, math.inf, blur)
 
@@ -335,22 +287,14 @@ def _open(found: NormBounds, roundoff: Roundoff, tol: float) -> Tensor:
 
 
 def _attempt(
-    op: JacobianOperator,
-    roundoff: Roundoff,
-    z: Tensor,
-    found: NormBounds,
-    active: Tensor,
-    tol: float,
-    delta: float,
-    starts: int,
-    seed: Sequence[int],
-    max_steps: int,
+    part: Problem, z: Tensor, found: NormBounds, active: Tensor, delta: float, starts: int
 ) -> Tensor:
     """Improve the bounds in ``found`` of the entries ``active`` by vectors z (batch, r, n).
 
     Returns:
         Better vectors for another attempt.
     """
+    op, roundoff = part.op, part.roundoff
     z = torch.linalg.qr(z.mT).Q.mT.contiguous()
     y = torch.stack([op.gram(row.view(-1, *op.out_shape)).flatten(1) for row in z.unbind(1)], 1)
     small = bordered(z, y, roundoff)
@@ -358,21 +302,19 @@ def _attempt(
     higher = low > found.low[active]
     found.low[active] = torch.where(higher, low, found.low[active])
     found.top[active[higher].to(op.device)] = top[higher.to(op.device)]
-    target = small.largest_phi(_goal(found.low[active], roundoff.tensors, tol))
+    target = small.largest_phi(_goal(found.low[active], roundoff.tensors, part.tol))
     phi, steps, n = torch.zeros_like(target), torch.zeros_like(found.steps[active]), z.shape[2]
     needed = starts * _starts(n, delta, roundoff.products / found.low[active].sqrt())
-    better = z.new_zeros(len(active), min(RITZ, n - z.shape[1], max_steps), n)
+    better = z.new_zeros(len(active), min(RITZ, n - z.shape[1], part.max_steps), n)
     for count in needed.unique().tolist():
         rows = (needed == count).nonzero()[:, 0]
-        there = rows.to(op.device)
-        all_of_them = len(rows) == len(active)
-        part, own = (op, small) if all_of_them else (op.select(there), small.select(rows))
-        goal, rounding, share = target[rows], roundoff.select(rows), delta ** (1 / count)
+        one, own, share = part.select(rows), small.select(rows), delta ** (1 / count)
         for s in range(count):  # the bound fails only if every start does
-            starts_from = [seed[i] * 16 + s for i in rows.tolist()]
-            each = deflated_bound(part, rounding, own, goal, share, starts_from, max_steps)
+            seeds = [seed * 16 + s for seed in one.seeds]
+            run = one.op, one.roundoff, own, target[rows], share, seeds, part.max_steps
+            each = deflated_bound(*run)
             phi[rows], steps[rows] = torch.maximum(phi[rows], each.phi), steps[rows] + each.steps
-            better[there] = each.ritz
+            better[rows.to(op.device)] = each.ritz
     found.high[active] = torch.minimum(found.high[active], small.upper(phi))
     found.steps[active] += steps + z.shape[1]
     return torch.cat([z, better], 1) if better.shape[1] + z.shape[1] <= n else z
@@ -404,6 +346,6 @@ def _settle(op: JacobianOperator, roundoff: Roundoff, found: NormBounds, index: 
         products = float(roundoff.products[i])
         low, high, top = largest_eigenvalue((g + g.mT) / 2)
         slack = (2 * size * products + products**2) * n**0.5 + 2 * UNIT * float(g.norm())
-        if low - slack > found.low[i]:
-            found.low[i], found.top[i] = low - slack, top
-        found.high[i] = min(float(found.high[i]), high + slack)
+        if float(low) - slack > found.low[i]:
+            found.low[i], found.top[i] = float(low) - slack, top
+        found.high[i] = min(float(found.high[i]), float(high) + slack)

@@ -1,6 +1,5 @@
-"""Proved bounds on eigenvalues of small matrices, and the bordered matrix of enclosures."""
+"""The bordered matrix of enclosures: from what some vectors leave out to bounds on the whole."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -9,31 +8,6 @@ from torch import Tensor
 from lipbound.linalg.krylov import Dots
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
-
-
-def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
-    """Enclose the largest eigenvalue of a symmetric float64 matrix (n, n).
-
-    A computed decomposition is checked, not trusted: Lemma 67 (docs/theory/rounding.md).
-
-    Returns:
-        A lower and an upper bound, and a unit vector (n,) near the eigenvector.
-    """
-    n = len(g)
-    scale = float(g.abs().amax())
-    if not scale > 0 or not bool(torch.isfinite(g).all()):
-        return 0.0, 0.0 if scale == 0 else float("inf"), torch.zeros_like(g[0])
-    unit = 2.0 ** max(math.frexp(scale)[1], -1000)
-    g = g / unit
-    values, q = torch.linalg.eigh(g)
-    per = 2 * (n + 4) * UNIT
-    size, columns, largest = float(g.norm()), float(q.norm()), float(values.abs().amax())
-    off = float((g @ q - q * values).norm()) + per * (size * columns + largest * columns)
-    skew = float((q.mT @ q - torch.eye(n).to(g)).norm()) + per * columns**2
-    if skew > 0.1:
-        return 0.0, size * unit * (1 + per), q[:, -1]
-    slack, top = (1.2 * off + 3 * skew * largest) * (1 + 1e-6), float(values[-1])
-    return (top - slack) * unit, (top + slack) * unit, q[:, -1]
 
 
 @dataclass
@@ -60,7 +34,9 @@ class Bordered:
     rate: Tensor
 
     def select(self, index: Tensor) -> "Bordered":
-        """Return some entries of the batch."""
+        """Return some entries of the batch, ascending."""
+        if len(index) == len(self.skew):
+            return self
         small = (self.skew, self.values, self.turn, self.r_c, self.fixed, self.rate)
         return Bordered(self.z[index.to(self.z.device)], *(t[index] for t in small))
 
@@ -100,23 +76,8 @@ class Bordered:
     def largest_phi(self, goal: Tensor) -> Tensor:
         """Return the largest phi at which `upper` is at most ``goal``, (batch,); 0 for none.
 
-        To about 1e-12 of ``goal``.
-        """
-        found = self._largest_phi(goal)
-        if bool(((self.upper(found) <= goal) | (found == 0)).all()):
-            return found
-        # rounding has spoilt it: by bisection
-        low, high = torch.zeros_like(goal), goal.clamp_min(0)
-        for _ in range(40):
-            middle = (low + high) / 2
-            fits = self.upper(middle) <= goal
-            low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
-        return low
-
-    def _largest_phi(self, goal: Tensor) -> Tensor:
-        """Return the same, without a check.
-
-        phi is the Schur complement of what is below the eigenvalue that ``goal`` leaves.
+        To about 1e-12 of ``goal``. It is the Schur complement of what is below the eigenvalue that
+        ``goal`` leaves.
         """
         r = self.r_c.shape[1]
         size = (goal / (1 + 16 * UNIT)).clamp_min(0).sqrt()
@@ -129,8 +90,9 @@ class Bordered:
         scaled = self.r_c / gaps.clamp_min(1e-300).sqrt()[:, None]
         scaled = torch.where(possible[:, None, None], scaled, 0.0)
         complement = torch.linalg.eigvalsh(torch.nan_to_num(scaled @ scaled.mT, posinf=0.0))[:, -1]
-        found = gaps[:, -1] + self.values[:, -1] - complement - 1e-13 * goal
-        return torch.where(possible, found.clamp_min(0), 0.0)
+        found = gaps[:, -1] + self.values[:, -1] - complement - 1e-12 * goal
+        found = torch.where(possible, found.clamp_min(0), 0.0)
+        return torch.where(self.upper(found) <= goal, found, 0.0)
 
 
 def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:

@@ -1,1 +1,0 @@
-"""Norms between two bounds that hold for the given numbers, every rounding included."""
