@@ -4,7 +4,7 @@ The sample runs alone, or with a cache, and its head outputs are compared.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,15 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.assembly import about_padding, valid_tokens
-from lipbound.models.capture.automatic import stream_names
+from lipbound.models.capture.assembly import about_padding
 from lipbound.models.capture.seeing.call import Call
-from lipbound.models.capture.seeing.interface import (
-    RECORDING_ATTENTION,
-    implementation,
-    taken,
-)
+from lipbound.models.capture.seeing.interface import RECORDING_ATTENTION, implementation, taken
 from lipbound.models.capture.seeing.recording import record
+from lipbound.models.capture.streams import Padding, stream_names
 from lipbound.schema import INPUT
 
 SAME = 1e-3
@@ -32,24 +28,18 @@ LONGEST = (
     "padding); give samples of one length"
 )
 
-Outputs = list[tuple[Call, Tensor | None]]
-"""Calls of a pass of one sample, with which of their tokens are not padding (None for all)."""
-
 
 def telling_samples(inputs: Mapping[str, Any]) -> list[int]:
     """Return the samples that show whether numbers depend on what shares the batch.
 
     They are the one with most padding, and one whose positions begin again.
     """
-    found = []
     padding = [(t == 0).sum(-1).cpu() for name, t in inputs.items() if _is_mask(name, t)]
-    if padding:
-        streams = [counts for counts in padding if len(counts) == len(padding[0])]
-        most = torch.stack(streams).amax(0)  # (samples,)
-        found += [int(most.argmax())] if bool((most > 0).any()) else []
-    positions = inputs.get("position_ids")
-    if isinstance(positions, Tensor) and _restarts(positions):
-        found.append(int((positions.diff(dim=-1) < 0).any(-1).nonzero()[0]))
+    streams = [counts for counts in padding if len(counts) == len(padding[0])]
+    counts = torch.stack(streams).amax(0) if streams else torch.zeros(1)  # (samples,)
+    found = [int(counts.argmax())] if bool((counts > 0).any()) else []
+    restarts = _restarts(inputs.get("position_ids"))  # (samples,)
+    found += [int(restarts.nonzero()[0])] if bool(restarts.any()) else []
     return list(dict.fromkeys(found))
 
 
@@ -61,51 +51,53 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         inputs: of this sample alone, with the padding that it has in its batch.
     """
     inputs = taken(model, inputs)
-    here, (alone, left) = _outputs(model, inputs), _without_padding(inputs)
-    notes = about_padding([call for call, _ in here], [valid for _, valid in here])
-    if alone is not None and (off := _difference(here, _outputs(model, alone))) > SAME:
+    here, (alone, left) = _calls(model, inputs), _without_padding(inputs)
+    notes = about_padding(here)
+    if alone is not None and (off := _difference(here, _calls(model, alone))) > SAME:
         settable = "position_ids" in inspect.signature(model.forward).parameters
         by_hand = ", or give position_ids" if settable else ""
         notes.append(
             "numbers depend on what shares the batch: head outputs of the sample with most "
             f"padding are up to {off:.1%} off those alone, {LEFT + by_hand if left else LONGEST}"
         )
-    if _restarts(inputs.get("position_ids")):
-        off = _difference(here, _outputs(model, inputs, cache=True))
-        if off > SAME:
-            notes.append(
-                "position_ids begin again within a sample: without a cache, as it is measured, "
-                f"{type(model).__name__} takes that for documents that do not see each other; its "
-                f"plain call, with a cache, does not (head outputs differ by up to {off:.1%})"
-            )
+    if not bool(_restarts(inputs.get("position_ids")).any()):
+        return notes
+    if (off := _difference(here, _calls(model, inputs, cache=True))) > SAME:
+        notes.append(
+            "position_ids begin again within a sample: without a cache, as it is measured, "
+            f"{type(model).__name__} takes that for documents that do not see each other; its "
+            f"plain call, with a cache, does not (head outputs differ by up to {off:.1%})"
+        )
     return notes
 
 
-def _restarts(positions: object) -> bool:
+def _restarts(positions: object) -> Tensor:
+    """Return which samples have positions (samples, N) that begin again."""
     if not isinstance(positions, Tensor) or positions.ndim != 2:
-        return False
-    return bool((positions.diff(dim=-1) < 0).any())
+        return torch.zeros(1, dtype=torch.bool)
+    return (positions.diff(dim=-1) < 0).any(-1)
 
 
-def _outputs(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False) -> Outputs:
+def _calls(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False) -> list[Call]:
+    """Return the calls of self-attention in a pass of one sample, with their padding."""
+    found = []
     with implementation(model, RECORDING_ATTENTION):
-        calls = record(model, inputs, cache=cache)
-    found: Outputs = []
-    for call in calls:
-        with suppress(CaptureError):  # of layers that are not chosen
-            if stream_names(call) == [INPUT] and len(call.x) == 1:
-                found.append((call, valid_tokens(call, inputs)))
+        for call in record(model, inputs, cache=cache):
+            with suppress(CaptureError):  # of layers that are not chosen
+                if stream_names(call) == [INPUT] and len(call.x) == 1:
+                    found.append(call)
+    Padding(found, inputs)
     return found
 
 
-def _difference(some: Outputs, others: Outputs) -> float:
+def _difference(some: Sequence[Call], others: Sequence[Call]) -> float:
     """Return the largest relative difference of head outputs in two passes, padding left out.
 
     Layers count that both have for the same tokens.
     """
     found = [0.0]
     for pair in zip(some, others, strict=False):
-        a, b = (call.out if valid is None else call.out[valid] for call, valid in pair)
+        a, b = (c.out if c.valid_rows is None else c.out[c.valid_rows] for c in pair)
         if a.numel() and a.numel() == b.numel():
             size = a.abs().amax().clamp_min(torch.finfo(a.dtype).tiny)
             found.append(float((a.flatten() - b.flatten()).abs().amax() / size))
