@@ -29,7 +29,6 @@ from lipbound.errors import (
 )
 from lipbound.models.capture.assembly import about_padding, assemble, check_defined, forbidden
 from lipbound.models.capture.automatic import through_module
-from lipbound.models.capture.batch_dependence import dependence, telling_samples
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.scores import ScoreParts, score_parts
@@ -40,8 +39,10 @@ from lipbound.models.capture.verification import (
     OwnOutputs,
     check_pass,
     check_rebuilt,
+    dependence,
     one_sample,
     own_outputs,
+    telling_samples,
     verify_outputs,
 )
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
@@ -147,7 +148,7 @@ class Capturer:
 
     def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
         with self._recording(), watching(self.model if self.around else None) as seen:
-            calls = self._record(inputs)
+            calls, notes = recording.record(self.model, inputs)
         home = measuring_device(calls[0].q.device)
         calls = [call.to(home) for call in calls]
         seen = [Seen(s.module, s.x.to(home), s.out.to(home)) for s in seen]
@@ -160,7 +161,7 @@ class Capturer:
         with self._recording():
             closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
-        self._note(*about_padding(plain), *_oddities(calls))
+        self._note(*notes, *about_padding(plain))
         own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
         for i, found in own.items():
             check_pass(calls[i], found)
@@ -271,15 +272,6 @@ class Capturer:
         self._weights.clear()
         self._parts.clear()
 
-    def _record(self, inputs: Mapping[str, Tensor]) -> list[Call]:
-        """Return the calls of a pass, and tell of attention that is not seen in it."""
-        watch = recording.AttentionFinder()
-        calls = recording.record(self.model, inputs, watch=watch)
-        names = {call.name for call in calls}
-        self._note(*watch.left_out(self.model, names))
-        self._note(*recording.without_softmax(self.model, names))
-        return calls
-
     def _note(self, *notes: str) -> None:
         for note in notes:
             if note not in self.notes:
@@ -331,22 +323,6 @@ class Capturer:
                 f"layers is empty; name some of the {count} attention layers, or None for all"
             )
         return list(dict.fromkeys(i % count for i in layers))
-
-
-def _oddities(calls: Collection[Call]) -> list[str]:
-    """Return sentences on random numbers, and on masks of True and False that are added."""
-    names = [call.name for call in calls if call.adds]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    drawn = (
-        "the model draws random numbers in its forward pass; it is measured at those of "
-        "torch.manual_seed(0)"
-    )
-    found = [drawn] if any(call.random for call in calls) else []
-    return found + [
-        "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
-        f"model's own attention does, in layer {name}{more}"
-        for name in names[:1]
-    ]
 
 
 @in_own_modes

@@ -83,7 +83,6 @@ class Call:
         reason: why it has no closed form, where that is known.
         projection: the linear map of the head outputs, and of what was made of them on the way.
         projected: what that was given.
-        random: whether the model drew random numbers in the pass.
     """
 
     run: ModuleRun
@@ -108,7 +107,6 @@ class Call:
     samples: int = 1
     projection: nn.Module | None = None
     projected: Tensor | None = None
-    random: bool = False
     formed: bool = True
     stream: Tensor | None = None
     sides: str = "qkv"

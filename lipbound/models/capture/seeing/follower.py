@@ -129,7 +129,7 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self.adds = adds
         self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
-        self._paused = False
+        self.is_paused = False
         self._ways = ExitStack()
 
     def asked(self, heads: Heads) -> Tensor | None:
@@ -145,11 +145,11 @@ class Follower(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Yield while nothing is followed."""
-        before, self._paused = self._paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self.is_paused = before
 
     def __enter__(self) -> Self:
         self._ways.enter_context(handling(self._interface))
@@ -218,7 +218,7 @@ class Follower(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         if func is SDPA:
             return self._fused(*args, **kwargs)

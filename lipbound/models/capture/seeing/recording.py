@@ -3,8 +3,9 @@
 import copy
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,17 +39,17 @@ class AttentionFinder(TorchDispatchMode):
     Routers of experts and mixtures of residual streams have a softmax, too: a module counts if the
     name of its class says that it is attention.
 
+    Args:
+        recorder: of the pass, which knows what runs and what is seen.
+
     Attributes:
         found: modules by name.
-        running: the modules that run, the innermost last.
-        paused: whether attention is computed that is seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: "_Recorder") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, nn.Module] = {}
-        self.running: list[ModuleRun] = []
-        self.paused = False
+        self._recorder = recorder
 
     def names(self, captured: Collection[str]) -> str:
         """Return names and types of some of the modules found, but for captured ones."""
@@ -60,31 +61,15 @@ class AttentionFinder(TorchDispatchMode):
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         return ", ".join(found[:NAMED]) + more
 
-    def left_out(self, model: nn.Module, captured: Collection[str]) -> list[str]:
-        """Return a sentence on the modules whose attention was not captured, where some were not.
-
-        Args:
-            model: whose forward pass was watched.
-            captured: names of the modules that were captured.
-        """
-        count = len(set(self.found) - set(captured))
-        compute = f"{count} modules compute" if count > 1 else "a module computes"
-        said = (
-            f"{compute} attention of an unknown make, which cannot be captured: "
-            f"{self.names(captured)} of {type(model).__name__} {'are' if count > 1 else 'is'} left "
-            "out"
-        )
-        return [said] if count else []
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.paused or not self.running:
+        out, running = func(*args, **(kwargs or {})), self._recorder.running
+        if self._recorder.is_paused or not running:
             return out
         operation = func._schema.name.rpartition("::")[2]
-        near = reversed(self.running[-DEEP:])
+        near = reversed(running[-DEEP:])
         owner = next((run for run in near if "att" in type(run.module).__name__.lower()), None)
         if FUSED_ATTENTION.match(operation):
-            owner = owner or self.running[-1]
+            owner = owner or running[-1]
         elif operation not in SOFTMAX or out.ndim < 3:
             return out
         if owner is not None:
@@ -92,14 +77,16 @@ class AttentionFinder(TorchDispatchMode):
         return out
 
 
-def without_softmax(model: nn.Module, captured: Collection[str]) -> list[str]:
-    """Return a sentence for each list of layers of which only some have softmax attention.
-
-    Args:
-        model: whose forward pass was watched.
-        captured: names of the modules that compute attention.
-    """
-    said = []
+def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -> list[str]:
+    """Return sentences on attention that was not seen, or is not what it seems."""
+    said, captured = [], {call.name for call in calls}
+    if count := len(set(unseen.found) - captured):
+        compute = f"{count} modules compute" if count > 1 else "a module computes"
+        said.append(
+            f"{compute} attention of an unknown make, which cannot be captured: "
+            f"{unseen.names(captured)} of {type(model).__name__} {'are' if count > 1 else 'is'} "
+            "left out"
+        )
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for name, module in lists.items():
         within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
@@ -111,26 +98,25 @@ def without_softmax(model: nn.Module, captured: Collection[str]) -> list[str]:
                 f"{count} of {len(module)} layers in {name} {have} softmax attention; the others "
                 "mix tokens in another way, or not at all, and are left out"
             )
+    adding = [call.name for call in calls if call.adds]
+    for name in adding[:1]:
+        more = f" and {len(adding) - 1} more" if len(adding) > 1 else ""
+        said.append(
+            "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
+            f"model's own attention does, in layer {name}{more}"
+        )
     return said
 
 
 class _Recorder(Follower):
     """The calls of one forward pass, in which hooks on every module tell which of them run."""
 
-    def __init__(self, watch: AttentionFinder, samples: int, adds: bool):
+    def __init__(self, samples: int, adds: bool):
         super().__init__(adds)
-        self._samples, self._watch, self._stack = samples, watch, watch.running
+        self._samples, self.unseen = samples, AttentionFinder(self)
         self._made: dict[int, Call] = {}
+        self.running: list[ModuleRun] = []
         self.calls: list[Call] = []
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self._watch.paused = True
-        try:
-            with super().paused():
-                yield
-        finally:
-            self._watch.paused = False
 
     def computed(self, heads: Heads) -> None:
         """Record a call.
@@ -138,7 +124,7 @@ class _Recorder(Follower):
         Raises:
             CaptureError: the module is not being run.
         """
-        runs = [r for r in self._stack if heads.module is None or r.module is heads.module]
+        runs = [r for r in self.running if heads.module is None or r.module is heads.module]
         if not runs:
             raise CaptureError(
                 f"attention was called on behalf of {type(heads.module).__name__}, which is not "
@@ -148,8 +134,8 @@ class _Recorder(Follower):
         if heads.way == FUSED:
             out = out.transpose(-3, -2)
         if heads.way == BY_HAND:
-            for near in self._stack[-OUTER:]:  # its attention was seen after all
-                self._watch.found.pop(near.name, None)
+            for near in self.running[-OUTER:]:  # its attention was seen after all
+                self.unseen.found.pop(near.name, None)
         q, k = heads.q[0], heads.k[0]
         call = Call(run, q, k, heads.v, heads.mask, heads.scale, heads.extras, out, heads.raw)
         call.way, call.scores, call.samples = heads.way, heads.scores, self._samples
@@ -158,12 +144,12 @@ class _Recorder(Follower):
         call.turn = sum(other.module is call.module for other in self.calls)
         call.given_mask = self._given_mask()
         run.calls += 1
-        position = self._stack.index(run)
-        call.around = [(outer, outer.inside) for outer in self._stack[position::-1][:OUTER]]
+        position = self.running.index(run)
+        call.around = [(outer, outer.inside) for outer in self.running[position::-1][:OUTER]]
         for outer, _ in call.around:
             tensors = [t for t in tree_leaves((outer.args, outer.kwargs)) if isinstance(t, Tensor)]
             outer.learned = [t for t in tensors if self.is_weight(t)]
-        for outer in self._stack:
+        for outer in self.running:
             outer.inside += 1
         self._made[id(heads)] = call
         self.calls.append(call)
@@ -173,7 +159,7 @@ class _Recorder(Follower):
         call = self._made.pop(id(heads), None)
         if call is None:
             return
-        module = self._stack[-1].module
+        module = self.running[-1].module
         call.projection, call.projected = module if _is_linear(module) else None, x
         if call.way == BY_HAND and heads.form is not None and x.shape[-1] % heads.width == 0:
             apart = x.shape[-1] == heads.width and heads.form[0].ndim == 4
@@ -187,7 +173,7 @@ class _Recorder(Follower):
         if _same(x, call.out):
             call.consumer = call.projection
             return
-        if call.way == INTERFACE and call.run not in self._stack:
+        if call.way == INTERFACE and call.run not in self.running:
             return  # what is made of it outside is not the layer's
         flat, out = x.flatten(), call.out.flatten()
         if len(flat) != len(out):
@@ -200,78 +186,71 @@ class _Recorder(Follower):
             call.consumer = call.projection if call.gated else None
 
     def _given_mask(self) -> Tensor | None:
-        models = (run for run in reversed(self._stack) if isinstance(run.module, PreTrainedModel))
+        models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
         inside = next(models, None)
         mask = None if inside is None else inside.kwargs.get("attention_mask")
         return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-    def enter(self, name: str) -> Callable[..., None]:
-        """Return the hook that runs before the module of that name."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            args, kwargs = _by_name(module, args, kwargs)
-            kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
-            self._stack.append(ModuleRun(module, name, args, kwargs))
-            call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
-            if call is not None and call.formed and _same(args[0], call.out):
-                call.consumer = module
-
-        return hook
+    def enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Run before a module of that name, as a hook."""
+        args, kwargs = _by_name(module, args, kwargs)
+        kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
+        self.running.append(ModuleRun(module, name, args, kwargs))
+        call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
+        if call is not None and call.formed and _same(args[0], call.out):
+            call.consumer = module
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Run behind every module, as a hook."""
-        run = self._stack.pop()
+        run = self.running.pop()
         if run.inside:
             run.returned = output[0] if isinstance(output, tuple) and output else output
 
 
 def record(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    *,
-    watch: AttentionFinder | None = None,
-    cache: bool = False,
-) -> list[Call]:
-    """Return the calls of attention in one forward pass, in order.
+    model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False
+) -> tuple[list[Call], list[str]]:
+    """Return the calls of attention in one forward pass, in order, and what there is to tell of it.
 
     Args:
         model: in the context of `implementation`.
         inputs: of the pass.
-        watch: finds attention that is seen in no way.
         cache: whether the model may keep a cache.
 
     Returns:
-        Each call with the projection that consumed its output.
+        Each call with the projection that consumed its output; and sentences.
 
     Raises:
         CaptureError: the model computes no attention that is seen.
     """
-    watch = watch or AttentionFinder()
     # tokens of all samples may be packed together
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
-    recorder = _Recorder(watch, samples, not getattr(model, "_supports_sdpa", True))
-    hooks = []
-    try:
+    recorder = _Recorder(samples, not getattr(model, "_supports_sdpa", True))
+    with ExitStack() as afterwards:
         for name, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(recorder.enter(name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(recorder.leave))
-        with watch, recorder:
+            enter = partial(recorder.enter, name)
+            afterwards.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            afterwards.callback(module.register_forward_hook(recorder.leave).remove)
+        with recorder.unseen, recorder:
             drew = forward(model, inputs, cache=cache)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not recorder.calls:
         own = "it seems to have no attention layers"
-        if watch.found:
-            own = f"its attention is of an unknown make, in {watch.names([])}"
+        if recorder.unseen.found:
+            own = f"its attention is of an unknown make, in {recorder.unseen.names([])}"
         raise CaptureError(
             f"{type(model).__name__} has no attention that can be captured: its forward pass "
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
             f"and multiplies no softmax of products of its tokens with others ({own})"
         )
-    for call in recorder.calls:
-        call.random = drew
-    return recorder.calls
+    notes = _notes(model, recorder.calls, recorder.unseen)
+    if drew:
+        notes.append(
+            "the model draws random numbers in its forward pass; it is measured at those of "
+            "torch.manual_seed(0)"
+        )
+    return recorder.calls, notes
 
 
 def _as_it_is(value: Any) -> Any:
