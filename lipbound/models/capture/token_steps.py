@@ -68,33 +68,6 @@ class NormStub(nn.Module):
         return self.given if self.gain is None else self.given * self.gain
 
 
-class Response(NamedTuple):
-    """What a normalisation makes of a fixed vector, of its negative and of it plus one.
-
-    Attributes:
-        pattern: the vector, of mean zero and mean square 1.
-        plus, minus, shifted: what is made of the three.
-    """
-
-    pattern: Tensor
-    plus: Tensor
-    minus: Tensor
-    shifted: Tensor
-
-    def centres(self) -> bool:
-        """Return whether the mean is taken away."""
-        moved = (self.shifted - self.plus).abs().amax()
-        return bool(moved <= CENTRED * self.plus.abs().amax())
-
-    def gain(self, eps: float) -> Tensor:
-        """Return the factors of the normalised vector."""
-        return (self.plus - self.minus) / 2 / self.pattern * (1 + eps) ** 0.5
-
-    def bias(self) -> Tensor:
-        """Return what is added to it."""
-        return (self.plus + self.minus) / 2
-
-
 class TokenNorm(NamedTuple):
     """A normalisation as it was read off a layer.
 
@@ -186,22 +159,35 @@ def _read(call: Call, stub: NormStub, side: int, x: Tensor, project: Project) ->
         off = pattern.flatten().sort().values - own.sort().values
         direct = bool(off.abs().amax() <= NOISE)
     if direct:
-        made = Response(pattern, *map(normalised, (own, -own, own + 1)))
-        stub.centred, shift = made.centres(), made.bias()
-        norm = QKNorm(made.gain(eps), shift if bool((shift != 0).any()) else None, eps)
+        made = map(normalised, (own, -own, own + 1))
+        gain, shift, stub.centred = _gain_and_bias(pattern, *made, eps=eps)
+        norm = QKNorm(gain, shift if bool((shift != 0).any()) else None, eps)
         return TokenNorm(norm, together=stub.width != d)
     if stub.given.numel() != stub.width * x[..., 0].numel():
         raise call.unsupported("normalises its queries, keys or values otherwise than by tokens")
-    made = Response(own, *map(stub.norm, (own, -own, own + 1)))
-    stub.centred, stub.gain = made.centres(), made.gain(eps)
-    nothing, plain = seen(_nothing), seen(None)
-    shift = seen(lambda y, norm: made.bias().expand_as(y))[0]
+    made = map(stub.norm, (own, -own, own + 1))
+    stub.gain, bias, stub.centred = _gain_and_bias(own, *made, eps=eps)
+    nothing, plain, shift = seen(_nothing), seen(None), seen(lambda y, _: bias.expand_as(y))[0]
     part = (plain != nothing).any(0).any(0)
     if not bool((nothing[1:, :, part] == nothing[:1, :, part]).all()):
         raise call.unsupported("adds other vectors to a normalised one for its queries or keys")
     shift, constant = (t.where(part, 0.0) for t in (shift, nothing[0]))
-    bias = shift if bool((shift != 0).any()) else None
-    return TokenNorm(QKNorm(torch.ones_like(shift), bias, eps), False, stub, part, constant)
+    left = shift if bool((shift != 0).any()) else None
+    return TokenNorm(QKNorm(torch.ones_like(shift), left, eps), False, stub, part, constant)
+
+
+def _gain_and_bias(
+    pattern: Tensor, plus: Tensor, minus: Tensor, shifted: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor, bool]:
+    """Return gains and biases of a normalisation, and whether it takes the mean away.
+
+    Args:
+        pattern: a vector of mean zero and mean square 1.
+        plus, minus, shifted: what is made of it, of its negative, and of it plus one.
+        eps: under the root.
+    """
+    centred = bool((shifted - plus).abs().amax() <= CENTRED * plus.abs().amax())
+    return (plus - minus) / 2 / pattern * (1 + eps) ** 0.5, (plus + minus) / 2, centred
 
 
 def _pattern(width: int) -> Tensor:

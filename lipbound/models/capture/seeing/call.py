@@ -198,9 +198,8 @@ class Call:
         own = {name: there(getattr(self, name)) for name in names}
 
         def moved(run: ModuleRun) -> ModuleRun:
-            args, kwargs, learned = there((run.args, run.kwargs, run.learned))
-            returned = there(run.returned)
-            return replace(run, args=args, kwargs=kwargs, learned=learned, returned=returned)
+            parts = ("args", "kwargs", "learned", "returned")
+            return replace(run, **{name: there(getattr(run, name)) for name in parts})
 
         around = [(moved(run), before) for run, before in self.around]
         return replace(self, run=around[0][0], around=around, **own)
