@@ -82,7 +82,7 @@ class Heads:
         adds: whether these are added to scores as the numbers 1 and 0.
         scores: what the softmax was given, by hand.
         form: queries, keys, values and outputs, (..., tokens, width) each, where these are known.
-        raw: outputs as they were computed.
+        raw: outputs as they were computed; empty before that.
         width: d_v.
         head_axis: axis of ``raw`` that counts the heads, where it is known.
     """
@@ -115,11 +115,17 @@ Letters = tuple[str, str, str]
 
 
 class Follower(TorchFunctionMode):
-    """Sees attention, and follows scores, probabilities and outputs of heads through functions.
+    """Attention of a pass, whose scores, probabilities and outputs of heads are followed.
+
+    What it does on meeting them is up to classes that derive from it (`asked`, `computed`,
+    `projected`).
 
     Args:
         adds: whether masks of True and False are added to scores as numbers, which eager functions
             of transformers do, and its other functions do not.
+
+    Attributes:
+        is_paused: whether nothing is followed at the moment.
     """
 
     fused: Callable[..., Tensor] = staticmethod(SDPA)
