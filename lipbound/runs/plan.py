@@ -15,8 +15,8 @@ from lipbound.bounds.registry import names as bound_names
 from lipbound.devices import available, has_float64
 from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
-from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
+from lipbound.models.capture.verification import telling_samples
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint

@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError, Notice
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture import probing
+from lipbound.models.capture import probing, rerun
 from lipbound.models.capture.capture import Capturer, capture
 from lipbound.models.capture.seeing import interface
 
@@ -295,7 +295,7 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
     fitted.clear()
     # so that the second layer is told apart
-    monkeypatch.setattr(probing, "plain_copy", lambda module: module)
+    monkeypatch.setattr(rerun, "plain_copy", lambda module: module)
     try:
         first, other = (
             layer.attention.scoring.find(Rotation)

@@ -39,8 +39,7 @@ REASONS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
     ),
     "normalised heads": (
         lambda: tf.BitNetModel(tf.BitNetConfig(**LLAMA, **IDS)),
-        r"BitNetAttention normalises its head outputs \(BitNetRMSNorm\) before "
-        r"they are projected",
+        r"BitNetAttention changes its head outputs before they are projected",
     ),
     "a window of nothing": (
         lambda: tf.MistralModel(tf.MistralConfig(**{**NARROW, "sliding_window": 0})),
@@ -84,7 +83,7 @@ class Placed(nn.Module):
 
 def test_positions_that_are_no_rotation() -> None:
     model = build(Placed)
-    told = "queries depend on the position of a token otherwise than by a rotation"
+    told = "are not one affine map of the layer's tokens"
     with pytest.warns(Notice, match=told):
         (layer,) = capture(model, torch.randn(2, 6, 24))
     assert isinstance(layer, ModuleAttention)
@@ -136,7 +135,7 @@ def test_projections_of_several_tokens() -> None:
     mine.load_state_dict(model.layers[1].self_attn.q_proj.state_dict())
     model.layers[1].self_attn.q_proj = mine
     reason = capture(model, inputs_for(model))[1].reason
-    assert "makes its queries of several tokens (by a convolution, for one)" in reason
+    assert "queries are not one affine map of the layer's tokens" in reason
 
 
 def test_how_arguments_are_passed_makes_no_difference() -> None:

@@ -207,7 +207,7 @@ def own_heads(
         name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()
     }
     with interface.implementation(model, interface.RECORDING_ATTENTION):
-        call = recording.record(model, batch)[layer]
+        call = recording.record(model, batch)[0][layer]
     att = capture(model, batch)[layer]
     model.set_attn_implementation("eager")
     seen: list[Tensor] = []

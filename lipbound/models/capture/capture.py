@@ -9,8 +9,9 @@ rebuilt head outputs against a second pass through the model's untouched eager a
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,24 +27,22 @@ from lipbound.errors import (
     indices,
     tell,
 )
-from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
-from lipbound.models.capture.automatic import Padding, stream_names, through_module
-from lipbound.models.capture.batch_dependence import dependence, telling_samples
-from lipbound.models.capture.cross import of_stream, padding_of
+from lipbound.models.capture.assembly import about_padding, assemble, check_defined, forbidden
+from lipbound.models.capture.automatic import through_module
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.scores import ScoreParts, score_parts
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.call import INTERFACE, Call
-from lipbound.models.capture.seeing.left_out import AttentionFinder, left_out, without_softmax
+from lipbound.models.capture.streams import Padding, of_stream, stream_names
 from lipbound.models.capture.verification import (
-    EagerAttention,
-    check_call,
-    check_defined,
+    OwnOutputs,
     check_pass,
     check_rebuilt,
+    dependence,
     one_sample,
     own_outputs,
+    telling_samples,
     verify_outputs,
 )
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
@@ -110,11 +109,10 @@ class Capturer:
     closed: bool = True
     count: int | None = field(default=None, init=False)
     notes: list[str] = field(default_factory=list)
-    _watched: bool = False
     _name: str = interface.RECORDING_ATTENTION
-    _weights: dict["Row", ProbedWeights] = field(default_factory=dict)
+    _weights: dict[Row, ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
-    _parts: dict["Row", ScoreParts] = field(default_factory=dict)
+    _parts: dict[Row, ScoreParts] = field(default_factory=dict)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
     _told: set[tuple[str, str]] = field(default_factory=set)
 
@@ -149,151 +147,112 @@ class Capturer:
             yield from self._each(inputs, skip)
 
     def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
-        seen: list[Seen]
-        with (
-            interface.implementation(self.model, self._name),
-            watching(self.model if self.around else None) as seen,
-        ):
-            calls = self._record(inputs)
+        with self._recording(), watching(self.model if self.around else None) as seen:
+            calls, notes = recording.record(self.model, inputs)
         home = measuring_device(calls[0].q.device)
         calls = [call.to(home) for call in calls]
         seen = [Seen(s.module, s.x.to(home), s.out.to(home)) for s in seen]
-        rows = self._rows_of(calls)
+        with self._recording():
+            rows = [Row(i, name) for i, call in enumerate(calls) for name in stream_names(call)]
         self.count = len(rows)
         chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
         there = {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
-        closed, valid, reasons = self._closed(calls, [rows[i] for i in chosen], there)
-        self._note(*about_padding([calls[i] for i in closed], [valid[i] for i in closed]))
-        wanted = {rows[i].call: valid.get(rows[i].call) for i in chosen}
-        self._note(*_oddities(calls))
-        own = self._own_outputs(inputs, calls, wanted)
-        for i, (found, sample) in own.items():
-            check_pass(calls[i], found, sample, wanted[i])
         padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], there)
+        with self._recording():
+            closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
+        plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
+        self._note(*notes, *about_padding(plain))
+        own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
+        for i, found in own.items():
+            check_pass(calls[i], found)
         for i in chosen:
-            row = rows[i]
-            if row.call in closed or (row.stream != INPUT and self.closed):
-                try:
-                    attention, error = self._in_closed_form(
-                        row, calls, valid.get(row.call), own.get(row.call), padding
-                    )
-                except CaptureError as why:
-                    if isinstance(why, DifferentPositionsError) and calls[row.call].samples > 1:
-                        raise
-                    closed.discard(row.call)
-                    reasons[row.call] = str(why)
-                else:
-                    known = self.around and row.stream == INPUT
-                    attention.surroundings = surroundings(attention, seen) if known else None
-                    # of all layers at once they would fill the memory
-                    attention.cache.drop("p", "weights", "out")
-                    call = calls[row.call]
-                    windows = max(1, attention.samples // call.samples)
-                    yield LayerCapture(i, call.name, attention, error, windows)
-                    continue
-            yield self._automatic(i, row, calls[row.call], padding, reasons[row.call])
+            with self._recording():
+                row, call = rows[i], calls[rows[i].call]
+                layer = self._in_closed_form(i, row, closed[i], own.get(row.call), seen)
+                layer = layer or self._automatic(i, row, call, closed[i].reason, padding)
+            yield layer
 
-    def _rows_of(self, calls: list[Call]) -> list["Row"]:
-        """Return a row for every call, and for each stream of one that has two."""
-        with interface.implementation(self.model, self._name):
-            return [Row(i, name) for i, call in enumerate(calls) for name in stream_names(call)]
+    def _recording(self) -> AbstractContextManager[None]:
+        """Return the context in which attention of the model, and of copies of it, is seen."""
+        return interface.implementation(self.model, self._name)
 
-    def _closed(
-        self, calls: list[Call], rows: Collection["Row"], inputs: Mapping[str, Any]
-    ) -> tuple[set[int], dict[int, Tensor | None], dict[int, str]]:
-        """Return which calls may have a closed form, their padding, and why the others have none.
+    def _closed(self, call: Call, row: Row, padding: Padding) -> Call:
+        """Return the call of a row as it may have a closed form, or with the reason why not.
 
         Raises:
-            CaptureError: a layer's attention is undefined.
+            CaptureError: its attention is undefined.
         """
-        closed: set[int] = set()
-        valid: dict[int, Tensor | None] = {}
-        reasons: dict[int, str] = {}
-        for row in rows:
-            call = calls[row.call]
-            if not self.closed:
-                reasons[row.call] = f"layer {call.name}: no closed form was asked for"
-                continue
-            if row.stream != INPUT:
-                continue  # tried one by one
-            undefined = bool(call.out.isnan().any())
-            try:
-                valid[row.call] = valid_tokens(call, inputs)
-                check_call(call)
-                if not undefined:
-                    check_mask(call, valid[row.call])
-            except CaptureError as why:
-                reasons[row.call] = str(why)
-                continue
-            if undefined:  # a mask that forbids every key is the better reason
-                check_mask(call, valid[row.call])
-                check_defined(call, valid[row.call])
-            closed.add(row.call)
-        return closed, valid, reasons
+        if not self.closed:
+            return replace(call, reason=f"layer {call.name}: no closed form was asked for")
+        try:
+            call = of_stream(call, row.stream, padding)
+        except CaptureError as why:
+            return replace(call, reason=str(why))
+        check_defined(call)
+        return replace(call, reason=forbidden(call))
 
     def _in_closed_form(
-        self,
-        row: "Row",
-        calls: list[Call],
-        valid: Tensor | None,
-        own: tuple[EagerAttention, int] | None,
-        padding: Padding,
-    ) -> tuple[Attention, float]:
-        """Return the attention of a row, and its largest error against the model.
+        self, i: int, row: Row, call: Call, own: OwnOutputs | None, seen: Sequence[Seen]
+    ) -> LayerCapture | None:
+        """Return the layer of a row; None, and the call's reason, where it has no closed form.
 
         Raises:
-            CaptureError: it has no closed form that is known here.
+            DifferentPositionsError: samples must be captured one by one.
         """
-        call, valid_other, i = calls[row.call], None, row.call
-        if row.stream != INPUT:
-            with interface.implementation(self.model, self._name):
-                call = of_stream(call, row.stream)
-            valid, valid_other = padding_of(call, padding)
-        weights = self._probed(row, call)
-        if weights.sums:
-            with interface.implementation(self.model, self._name):
-                parts = score_parts(call, self._parts.get(row))
-            call.scale, call.mask, call.relative = parts
-            self._parts[row] = parts._replace(mask=None)
-            call.extras.pop("position_bias", None)
-        turned = weights.turns is not None and weights.turns.rotation is not None
-        both = turned and (weights.norm_q is not None or weights.norm_k is not None)
-        attention = assemble(call, weights, valid, valid_other)
+        if call.reason:
+            return None
         try:
-            error = check_rebuilt(self.model, call, attention, weights)
-        except CaptureError:
-            if not both:
+            weights = self._probed(row, call)
+            if weights.sums:
+                parts = score_parts(call, self._parts.get(row))
+                call.scale, call.mask, call.relative = parts
+                self._parts[row] = parts._replace(mask=None)
+                call.extras = {k: t for k, t in call.extras.items() if k != "position_bias"}
+            attention = assemble(call, weights)
+            try:
+                error = check_rebuilt(call, attention, weights)
+            except CaptureError:
+                if not {"rotation", "qk_norm"} <= attention.variants:
+                    raise
+                attention = assemble(call, weights, late=True)
+                error = check_rebuilt(call, attention, weights)
+            if own is not None and call.way == INTERFACE:
+                found = verify_outputs(call, attention, own)
+                self._verified[call.valid_keys is not None, row.call] = found
+        except CaptureError as why:
+            if isinstance(why, DifferentPositionsError) and call.samples > 1:
                 raise
-            attention = assemble(call, weights, valid, valid_other, late=True)
-            error = check_rebuilt(self.model, call, attention, weights)
-        if own is not None and call.way == INTERFACE:
-            self._verified[valid is not None, i] = verify_outputs(call, attention, *own)
-        return attention, max(error, *(e for (_, j), e in self._verified.items() if j == i), 0.0)
+            call.reason = str(why)
+            return None
+        known = self.around and row.stream == INPUT
+        attention.surroundings = surroundings(attention, seen) if known else None
+        # of all layers at once they would fill the memory
+        attention.cache.drop("p", "weights", "out")
+        errors = [error, *(e for (_, k), e in self._verified.items() if k == row.call)]
+        windows = max(1, attention.samples // call.samples)
+        return LayerCapture(i, call.name, attention, max(errors), windows)
 
     def _automatic(
-        self, i: int, row: "Row", call: Call, padding: Padding, reason: str
+        self, i: int, row: Row, call: Call, reason: str, padding: Padding
     ) -> LayerCapture:
         """Return a layer as a function of one of its streams.
 
         Raises:
             CaptureError: its module cannot be run by itself.
         """
-        with interface.implementation(self.model, self._name):
-            attention, error, name = through_module(call, row.stream, padding, reason)
+        attention, error, name = through_module(call, row.stream, padding, reason)
         kind = type(call.module).__name__
-        why = reason.removeprefix(f"layer {call.name}: ").removeprefix(f"{kind} ")
-        why = why.removeprefix(f"layer {call.name} ({kind}): ")
-        said = (
-            f"layers such as {call.name} ({kind}) are measured by automatic differentiation, "
-            "rounding not enclosed, and have no bounds: "
-            f"{why.removesuffix(', which is not supported')}"
-        )
-        if name != call.name:
-            said += f"; they are functions of what {name or 'the model'} is given"
+        start = rf"^layer {re.escape(call.name)}( \({kind}\))?: ({kind} )?"
+        why = re.sub(start, "", reason).removesuffix(", which is not supported")
         key = kind, re.sub(r"\d[\d.e+-]*", "", why)  # numbers of layers and errors are their own
         if self.closed and key not in self._told:
             self._told.add(key)
-            self._note(said)
+            other = "" if name == call.name else name or "the model"
+            self._note(
+                f"layers such as {call.name} ({kind}) are measured by automatic differentiation, "
+                f"rounding not enclosed, and have no bounds: {why}"
+                + (f"; they are functions of what {other} is given" if other else "")
+            )
         return LayerCapture(i, name, attention, error, attention.windows)
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:
@@ -313,16 +272,6 @@ class Capturer:
         self._weights.clear()
         self._parts.clear()
 
-    def _record(self, inputs: Mapping[str, Tensor]) -> list[Call]:
-        """Return the calls of a pass, the first of which also looks for attention without calls."""
-        if self._watched:
-            return recording.record(self.model, inputs)
-        watch, self._watched = AttentionFinder(), True
-        calls = recording.record(self.model, inputs, watch=watch)
-        names = {run.name for call in calls for run, _ in call.around[:1]}
-        self._note(*left_out(self.model, watch, names), *without_softmax(self.model, names))
-        return calls
-
     def _note(self, *notes: str) -> None:
         for note in notes:
             if note not in self.notes:
@@ -330,30 +279,28 @@ class Capturer:
                 tell(note)
 
     def _own_outputs(
-        self, inputs: Mapping[str, Tensor], calls: list[Call], valid: dict[int, Tensor | None]
-    ) -> dict[int, tuple[EagerAttention, int]]:
-        """Return the model's own outputs of layers not yet verified, and of which sample they are.
+        self, inputs: Mapping[str, Tensor], calls: list[Call], wanted: Collection[int]
+    ) -> dict[int, OwnOutputs]:
+        """Return the model's own outputs of layers not yet verified.
 
         A layer is verified once without padding, once with.
         """
-        samples = {
-            i: 0 if mask is None else int((~mask).any(-1).nonzero()[0])
-            for i, mask in valid.items()
-            if (mask is not None, i) not in self._verified
-        }
-        found: dict[int, tuple[EagerAttention, int]] = {}
-        for sample in sorted(set(samples.values())):
-            compared = [i for i in samples if samples[i] == sample]
-            of_these = [calls[i] for i in compared]
-            own = own_outputs(self.model, inputs, of_these, sample, of_these[0].samples)
-            found |= {i: (own[id(calls[i])], sample) for i in compared}
+        samples: dict[int, list[int]] = {}
+        for i in sorted(wanted):
+            valid = calls[i].valid_keys
+            if (valid is not None, i) not in self._verified:
+                sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
+                samples.setdefault(sample, []).append(i)
+        found: dict[int, OwnOutputs] = {}
+        for sample, some in sorted(samples.items()):
+            seen = own_outputs(self.model, inputs, [calls[i] for i in some], sample)
+            found |= dict(zip(some, seen, strict=True))
         return found
 
-    def _probed(self, row: "Row", call: Call) -> ProbedWeights:
+    def _probed(self, row: Row, call: Call) -> ProbedWeights:
         weights = self._weights.get(row)
         if weights is None or not weights.belongs_to(call):
-            with interface.implementation(self.model, self._name):
-                weights = probe(call, self._turns)
+            weights = probe(call, self._turns)
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]
@@ -376,22 +323,6 @@ class Capturer:
                 f"layers is empty; name some of the {count} attention layers, or None for all"
             )
         return list(dict.fromkeys(i % count for i in layers))
-
-
-def _oddities(calls: Collection[Call]) -> list[str]:
-    """Return sentences on random numbers, and on masks of True and False that are added."""
-    names = [call.name for call in calls if call.adds]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    drawn = (
-        "the model draws random numbers in its forward pass; it is measured at those of "
-        "torch.manual_seed(0)"
-    )
-    found = [drawn] if any(call.random for call in calls) else []
-    return found + [
-        "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
-        f"model's own attention does, in layer {name}{more}"
-        for name in names[:1]
-    ]
 
 
 @in_own_modes

@@ -95,7 +95,7 @@ def _unknown(call: Call) -> CaptureError:
 
 
 def _run(call: Call, layer: ProbedLayer, tokens: Tensor) -> ScorePass:
-    q, k, _, others = layer.seen(tokens)
+    (q, k, _), others = layer.seen(tokens)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     if call.way == BY_HAND:
         return ScorePass(q, k, others["scores"].reshape(*q.shape[:-1], k.shape[-2]))

@@ -23,27 +23,29 @@ ROTATION_TOLERANCE = 1e-5
 CENTRED = 1e-5
 """Largest relative change of a centring normalisation when all entries are moved alike."""
 
+Map = Callable[[Tensor], Tensor]
+Act = Callable[[Tensor, Map], Tensor]
+"""What a stub makes of a vector, given the normalisation that it stands for."""
 Project = Callable[[Tensor], tuple[Tensor, ...]]
 """A function that makes q, k, v of tokens."""
 
 
 class NormStub(nn.Module):
-    """A stand-in for a normalisation, which does what ``mode`` says with it.
+    """A stand-in for a normalisation, which passes vectors through or does what it is told.
 
-    "linear": passes vectors through, without their mean if the normalisation takes it away, times
-    ``gain`` where that is known. "nothing": zero. "bias": ``bias``. "pattern": a fixed vector of
-    mean zero and mean square 1. "plus", "minus", "shifted": what the normalisation makes of the
-    fixed vector, of its negative, of it plus one.
+    Passing, it takes their mean away if the normalisation does, and multiplies by its gains where
+    these are known.
 
     Attributes:
+        act: takes a vector and the normalisation to what is returned; None to pass it through.
         given: what it was given last, (..., width), without mean if that is taken away.
     """
 
     def __init__(self, norm: nn.Module):
         super().__init__()
-        self.norm, self.mode, self.centred, self.width = norm, "linear", False, 0
+        self.norm, self.centred, self.width = norm, False, 0
+        self.act: Act | None = None
         self.gain: Tensor | None = None
-        self.bias: Tensor | None = None
         self.given = torch.zeros(0)
 
     def __getattr__(self, name: str) -> Any:
@@ -60,32 +62,10 @@ class NormStub(nn.Module):
         if not isinstance(y, Tensor) or any(isinstance(one, Tensor) for one in others):
             raise TypeError(self._unknown("it takes more than one tensor"))
         self.width = y.shape[-1]
-        self.given = y = y - y.mean(-1, keepdim=True) if self.centred else y
-        if self.mode == "linear":
-            return y if self.gain is None else y * self.gain
-        if self.mode in ("nothing", "bias"):
-            nothing = torch.zeros_like(y)
-            return nothing if self.mode == "nothing" or self.bias is None else nothing + self.bias
-        vector = _pattern(y.shape[-1]).to(y).expand_as(y).contiguous()
-        if self.mode == "pattern":
-            return vector
-        given = {"plus": vector, "minus": -vector, "shifted": vector + 1}[self.mode]
-        out: Tensor = self.norm(given, *args, **kwargs)
-        return out
-
-    def read(self, dtype: torch.dtype) -> float:
-        """Find gain and bias, and whether the mean is taken away; return eps.
-
-        Args:
-            dtype: that the model is run in, which eps may depend on.
-        """
-        vector = _pattern(self.width).to(self.given)
-        plus, minus, shifted = (self.norm(t) for t in (vector, -vector, vector + 1))
-        eps = eps_of(self.norm, dtype)
-        self.centred = _centres(plus, shifted)
-        self.gain = (plus - minus) / 2 / vector * (1 + eps) ** 0.5
-        self.bias = (plus + minus) / 2
-        return eps
+        self.given = y - y.mean(-1, keepdim=True) if self.centred else y
+        if self.act is not None:
+            return self.act(y, lambda t: self.norm(t, *args, **kwargs))
+        return self.given if self.gain is None else self.given * self.gain
 
 
 class TokenNorm(NamedTuple):
@@ -128,20 +108,20 @@ def read_normalisations(
 
     Args:
         call: of the layer.
-        stubs: what stands for the normalisations of a copy of the layer; left in the mode "linear".
+        stubs: what stands for the normalisations of a copy of the layer.
         project: q, k, v, each (samples N, heads, d), that the copy makes of tokens (samples, N, D).
         sides: which of them are made of these tokens, by number.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.q.device)
+
     plain = project(x)
     touching: list[list[NormStub]] = [[], [], []]
     for stub in [s for s in stubs if s.width]:
-        stub.mode = "nothing"
-        for side, (a, b) in enumerate(zip(project(x), plain, strict=True)):
-            if side in sides and not torch.equal(a, b):
+        nothing = _acting(stub, _nothing, x, project)
+        for side in sides:
+            if not torch.equal(nothing[side], plain[side]):
                 touching[side].append(stub)
-        stub.mode = "linear"
     if any(len(found) > 1 for found in touching):
         raise call.unsupported("normalises its queries, keys or values twice")
     return [
@@ -150,46 +130,64 @@ def read_normalisations(
     ]
 
 
+def _nothing(y: Tensor, norm: Map) -> Tensor:
+    return torch.zeros_like(y)
+
+
+def _acting(stub: NormStub, act: Act | None, x: Tensor, project: Project) -> tuple[Tensor, ...]:
+    """Return q, k, v of tokens where a stub acts in some way."""
+    stub.act = act
+    made = project(x)
+    stub.act = None
+    return made
+
+
 def _read(call: Call, stub: NormStub, side: int, x: Tensor, project: Project) -> TokenNorm:
     """Return what a stub of queries (side 0), keys (1) or values (2) stands for."""
 
-    def seen(mode: str) -> Tensor:
-        stub.mode = mode
-        found = project(x)[side]  # (samples N, heads, d)
-        stub.mode = "linear"
-        return found
+    def seen(act: Act | None) -> Tensor:
+        return _acting(stub, act, x, project)[side]  # (samples N, heads, d)
 
-    pattern, plus, minus, shifted = (
-        seen(mode)[0] for mode in ("pattern", "plus", "minus", "shifted")
-    )
+    def normalised(vector: Tensor) -> Tensor:
+        return seen(lambda y, norm: norm(vector.expand_as(y).contiguous()))[0]
+
+    own, eps = _pattern(stub.width).to(x), eps_of(stub.norm, call.q.dtype)
+    pattern = seen(lambda y, norm: own.expand_as(y).contiguous())[0]
     heads, d = pattern.shape
-    own = _pattern(stub.width).to(pattern)
-    direct = stub.width in (d, heads * d) and bool(
-        (pattern.flatten().sort().values - own.repeat(heads * d // stub.width).sort().values)
-        .abs()
-        .amax()
-        <= NOISE
-    )
-    if direct or stub.width == d:
-        eps = eps_of(stub.norm, call.q.dtype)
-        stub.centred, shift = _centres(plus, shifted), (plus + minus) / 2
-        gain = (plus - minus) / 2 / pattern * (1 + eps) ** 0.5
+    direct = stub.width == d
+    if stub.width == heads * d and not direct:  # in any order
+        off = pattern.flatten().sort().values - own.sort().values
+        direct = bool(off.abs().amax() <= NOISE)
+    if direct:
+        made = map(normalised, (own, -own, own + 1))
+        gain, shift, stub.centred = _gain_and_bias(pattern, *made, eps=eps)
         norm = QKNorm(gain, shift if bool((shift != 0).any()) else None, eps)
         return TokenNorm(norm, together=stub.width != d)
     if stub.given.numel() != stub.width * x[..., 0].numel():
         raise call.unsupported("normalises its queries, keys or values otherwise than by tokens")
-    eps = stub.read(call.q.dtype)
-    nothing, plain, shift = seen("nothing"), seen("linear"), seen("bias")[0]
+    made = map(stub.norm, (own, -own, own + 1))
+    stub.gain, bias, stub.centred = _gain_and_bias(own, *made, eps=eps)
+    nothing, plain, shift = seen(_nothing), seen(None), seen(lambda y, _: bias.expand_as(y))[0]
     part = (plain != nothing).any(0).any(0)
     if not bool((nothing[1:, :, part] == nothing[:1, :, part]).all()):
         raise call.unsupported("adds other vectors to a normalised one for its queries or keys")
     shift, constant = (t.where(part, 0.0) for t in (shift, nothing[0]))
-    bias = shift if bool((shift != 0).any()) else None
-    return TokenNorm(QKNorm(torch.ones_like(shift), bias, eps), False, stub, part, constant)
+    left = shift if bool((shift != 0).any()) else None
+    return TokenNorm(QKNorm(torch.ones_like(shift), left, eps), False, stub, part, constant)
 
 
-def _centres(plus: Tensor, shifted: Tensor) -> bool:
-    return bool((shifted - plus).abs().amax() <= CENTRED * plus.abs().amax())
+def _gain_and_bias(
+    pattern: Tensor, plus: Tensor, minus: Tensor, shifted: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor, bool]:
+    """Return gains and biases of a normalisation, and whether it takes the mean away.
+
+    Args:
+        pattern: a vector of mean zero and mean square 1.
+        plus, minus, shifted: what is made of it, of its negative, and of it plus one.
+        eps: under the root.
+    """
+    centred = bool((shifted - plus).abs().amax() <= CENTRED * plus.abs().amax())
+    return (plus - minus) / 2 / pattern * (1 + eps) ** 0.5, (plus + minus) / 2, centred
 
 
 def _pattern(width: int) -> Tensor:

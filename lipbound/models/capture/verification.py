@@ -1,23 +1,41 @@
-"""Checking that a capture reproduces the model.
+"""Checking that a capture reproduces the model, and that the numbers of a sample are its own.
 
 Rebuilt tensors are compared with those of the forward pass, and with what the model's own eager
-attention makes.
+attention makes. A sample also runs alone, or with a cache, and its head outputs are compared.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError, UnfaithfulPassError
-from lipbound.models.capture.output_projection import CAPTURE_TOLERANCE
-from lipbound.models.capture.probing import ProbedLayer, ProbedWeights
+from lipbound.models.capture.assembly import about_padding
+from lipbound.models.capture.head_outputs import CAPTURE_TOLERANCE
+from lipbound.models.capture.probing import ProbedWeights
 from lipbound.models.capture.seeing.call import INTERFACE, Call
-from lipbound.models.capture.seeing.interface import RECORDING_ATTENTION, forward, implementation
+from lipbound.models.capture.seeing.interface import (
+    RECORDING_ATTENTION,
+    forward,
+    implementation,
+    taken,
+)
+from lipbound.models.capture.seeing.recording import record
+from lipbound.models.capture.streams import Padding, stream_names
+from lipbound.schema import INPUT
 
-SIDES = ("queries", "keys", "values")
+SAME = 1e-3
+"""Relative difference of head outputs up to which they count as the same: rounding, in sums of
+another order."""
+LEFT = "since it is padded on the left and its positions are counted from there; pad on the right"
+LONGEST = (
+    "since the longest sample decides for all (rotary tables for long texts, normalisations over "
+    "padding); give samples of one length"
+)
 
 
 def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> float:
@@ -39,48 +57,7 @@ def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | N
     return float((difference.amax((-1, -2)) / scale).amax())
 
 
-def check_call(call: Call) -> None:
-    """Check that a call is self-attention of one tensor of tokens.
-
-    Raises:
-        CaptureError: it is not.
-    """
-    _ = call.x
-    if call.changed and call.way != INTERFACE and not call.gated:
-        raise call.unsupported(call.changed)
-    if call.run.calls > 1:
-        raise call.unsupported(
-            f"calls attention {call.run.calls} times whenever it runs (differential attention, "
-            "or tokens part by part)"
-        )
-
-
-def check_defined(call: Call, valid: Tensor | None) -> None:
-    """Check that the outputs of a call are numbers.
-
-    Args:
-        call: of the layer.
-        valid: which of its tokens are not padding, (samples, N) bool, or None.
-
-    Raises:
-        CaptureError: they are not.
-    """
-    heads, hint = call.out if valid is None else call.out[valid], ""
-    if not bool(heads.isnan().any()):
-        return
-    if valid is not None and not bool(valid[:, 0].all()) and call.out.dtype == torch.float64:
-        hint = (
-            ": in float64, padding on the left attends to nothing, which is 0/0 and spreads; "
-            "pad on the right, or take float32"
-        )
-    raise CaptureError(
-        f"layer {call.name}: the outputs of its heads are NaN in the model's own eager pass{hint}"
-    )
-
-
-def check_rebuilt(
-    model: nn.Module, call: Call, attention: Attention, weights: ProbedWeights
-) -> float:
+def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> float:
     """Return the largest error of rebuilt queries, keys, values and head outputs.
 
     Every sample and head of the model's recorded forward pass is compared; an error above
@@ -91,35 +68,37 @@ def check_rebuilt(
     order = slice(None) if weights.turns is None else weights.turns.order
     k, v = (t.repeat_interleave(groups, 1) for t in (call.k[..., order], call.v))
     error = 0.0
-    for side, mine, own, w, norm, valid in (
-        (0, att.q, call.q[..., order], att.w_q, weights.norm_q, att.valid_rows),
-        (1, att.k, k, att.w_k, weights.norm_k, att.valid_keys),
-        (2, att.v, v, att.w_v, weights.norm_v, att.valid_keys),
+    for name, mine, own, w, norm, valid in (
+        ("queries", att.q, call.q[..., order], att.w_q, weights.norms[0], att.valid_rows),
+        ("keys", att.k, k, att.w_k, weights.norms[1], att.valid_keys),
+        ("values", att.v, v, att.w_v, weights.norms[2], att.valid_keys),
     ):
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
         difference = head_error(mine, own, size, valid)
         if not difference <= CAPTURE_TOLERANCE:
-            _refuse_projection(model, call, side, difference)
+            raise CaptureError(
+                f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map "
+                f"of the layer's tokens (off by {difference:.1e} relative), but for a "
+                "normalisation, and a rotation or an offset for each position: they are made of "
+                "several tokens, of another input, or in another way"
+            )
         error = max(error, difference)
     size = att.v.abs().amax((-1, -2))
     difference = head_error(att.ungated, call.out.transpose(1, 2), size, att.valid_rows)
     return max(error, _tolerated(call, difference))
 
 
-class EagerAttention(NamedTuple):
-    """Output and input of a model's own eager attention at one sample; None where unknown."""
+class OwnOutputs(NamedTuple):
+    """Output and input of a model's own eager attention at a sample; None where unknown."""
 
     outputs: Tensor | None
     x: Tensor | None
+    sample: int
 
 
 def own_outputs(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    calls: Sequence[Call],
-    sample: int,
-    samples: int,
-) -> dict[int, EagerAttention]:
+    model: nn.Module, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int
+) -> list[OwnOutputs]:
     """Run one sample through the model's untouched eager attention; all where none uses it.
 
     Args:
@@ -127,42 +106,35 @@ def own_outputs(
         inputs: of all samples.
         calls: of the layers to compare.
         sample: its number.
-        samples: how many there are.
 
     Returns:
-        What was seen by the identity of each call, on the device of its tensors.
+        What was seen for each call, on the device of its tensors.
     """
-    seen: dict[int, list[Any]] = {id(c.consumer or c.module): [] for c in calls}
-    given: dict[int, list[Any]] = {id(c.module): [] for c in calls}
+    entered: dict[nn.Module, list[Any]] = {c.consumer: [] for c in calls if c.consumer is not None}
+    entered |= {c.module: [] for c in calls}
+    returned: dict[nn.Module, list[Any]] = {c.module: [] for c in calls}
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[id(module)].append(args[0] if args else kwargs.get("hidden_states"))
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen[id(module)].append(args[0])
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered[module].append(args[0] if args else kwargs.get("hidden_states"))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        seen[id(module)].append(output[0] if isinstance(output, tuple) else output)
+        returned[module].append(output[0] if isinstance(output, tuple) else output)
 
-    consumers = {c.consumer for c in calls if c.consumer is not None}
-    others = {c.module for c in calls if c.consumer is None} - consumers
-    owners = {c.module for c in calls}
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in owners]
-    hooks += [module.register_forward_pre_hook(before) for module in consumers]
-    hooks += [module.register_forward_hook(after) for module in others]
-    # eager attention adds True and False as numbers
-    boolean = any(call.boolean for call in calls)
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in entered]
+    hooks += [module.register_forward_hook(after) for module in returned]
+    samples = calls[0].samples
+    # which axis of others' inputs counts samples is not known
+    known = any(call.way == INTERFACE for call in calls)
+    whole = not known or samples == 1
     try:
-        with implementation(model, "sdpa" if boolean else "eager"):
-            # which axis of others' inputs counts samples is not known
-            known = any(call.way == INTERFACE for call in calls)
-            whole = not known or samples == 1
+        # eager attention adds True and False as numbers
+        with implementation(model, "sdpa" if any(call.boolean for call in calls) else "eager"):
             if not whole:
                 try:
                     forward(model, one_sample(inputs, sample, samples))
                 except CaptureError:  # samples are no samples: codebooks, frames of one film
                     whole = True
-                    for found in (*seen.values(), *given.values()):
+                    for found in (*entered.values(), *returned.values()):
                         found.clear()
             if whole:
                 forward(model, inputs)
@@ -175,14 +147,14 @@ def own_outputs(
         if not isinstance(own, Tensor):
             return None
         if whole and known and own.ndim > 1 and not len(own) % samples:
-            each = len(own) // samples
-            own = own[sample * each : (sample + 1) * each]
+            own = own.unflatten(0, (samples, -1))[sample]
         return own.to(call.q.device)
 
-    return {
-        id(c): EagerAttention(of(c, seen[id(c.consumer or c.module)]), of(c, given[id(c.module)]))
-        for c in calls
-    }
+    outputs = [returned[c.module] if c.consumer is None else entered[c.consumer] for c in calls]
+    return [
+        OwnOutputs(of(call, found), of(call, entered[call.module]), sample)
+        for call, found in zip(calls, outputs, strict=True)
+    ]
 
 
 def one_sample(
@@ -203,7 +175,7 @@ def one_sample(
     return {name: of(name, value) for name, value in inputs.items()}
 
 
-def verify_outputs(call: Call, attention: Attention, seen: EagerAttention, sample: int) -> float:
+def verify_outputs(call: Call, attention: Attention, own: OwnOutputs) -> float:
     """Return the error of one sample's head outputs against the model's untouched attention.
 
     An error above `CAPTURE_TOLERANCE` is refused, and where nothing of the right size was seen.
@@ -211,39 +183,35 @@ def verify_outputs(call: Call, attention: Attention, seen: EagerAttention, sampl
     Args:
         call: of the layer.
         attention: rebuilt.
-        seen: of the model's own.
-        sample: its number.
+        own: the model's own.
     """
     windows = max(1, attention.samples // call.samples)
-    own, part = seen.outputs, slice(sample * windows, (sample + 1) * windows)
-    size = windows * attention.rows * attention.heads * attention.d_v
-    if own is None or own.numel() != size:
-        nowhere = "hands on the outputs of its heads in no form in which they can be checked"
-        raise call.unsupported(call.changed or nowhere)
-    shape = (windows, attention.rows, attention.heads, attention.d_v)
-    own = own.reshape(shape).transpose(1, 2)
+    part = slice(own.sample * windows, (own.sample + 1) * windows)
+    mine = attention.out[part]
+    if own.outputs is None or own.outputs.numel() != mine.numel():
+        raise call.unsupported(
+            "hands on the outputs of its heads in no form in which they can be checked"
+        )
+    reference = own.outputs.reshape(mine.transpose(1, 2).shape).transpose(1, 2)
     valid = None if attention.valid_rows is None else attention.valid_rows[part]
     floor = attention.v[part].abs().amax((-1, -2))
-    difference = head_error(attention.out[part], own, floor, valid)
-    return _tolerated(call, difference)
+    return _tolerated(call, head_error(mine, reference, floor, valid))
 
 
-def check_pass(call: Call, seen: EagerAttention, sample: int, valid: Tensor | None = None) -> None:
+def check_pass(call: Call, own: OwnOutputs) -> None:
     """Check that the recorded pass is what the model computes on its own.
 
     Args:
         call: recorded.
-        seen: of a pass of one sample through the model's own attention.
-        sample: its number.
-        valid: which of the tokens of the layer are not padding, (samples, N) bool, or None.
+        own: of a pass of one sample through the model's own attention.
 
     Raises:
         UnfaithfulPassError: it is not.
     """
     run = call.run
     given = run.args[0] if run.args else run.kwargs.get("hidden_states")
-    moved = _apart(call, given, seen.x, sample, valid)
-    if moved is not None and not moved <= CAPTURE_TOLERANCE:
+    moved = _apart(call, given, own.x, own.sample)
+    if moved > CAPTURE_TOLERANCE:
         raise call.unsupported(
             "is given other token vectors when the model runs on one sample of the same inputs: it "
             "draws random numbers in evaluation, or one sample changes with the others (give it "
@@ -251,26 +219,26 @@ def check_pass(call: Call, seen: EagerAttention, sample: int, valid: Tensor | No
             UnfaithfulPassError,
         )
     made = call.projected if call.gated else call.out.flatten(2)
-    recorded = run.returned if call.consumer is None else made
-    off = _apart(call, recorded, seen.outputs, sample, valid)
-    if off is not None and not off <= CAPTURE_TOLERANCE and not call.boolean:
+    off = _apart(call, run.returned if call.consumer is None else made, own.outputs, own.sample)
+    if off > CAPTURE_TOLERANCE and not call.boolean:
         raise UnfaithfulPassError(
             f"layer {call.name}: what it computes when it is captured differs from the model's own "
             f"eager attention by {off:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e})"
         )
 
 
-def _apart(
-    call: Call, recorded: object, own: object, sample: int, valid: Tensor | None
-) -> float | None:
-    """Return the relative difference of a sample in two passes, or None where shapes differ."""
+def _apart(call: Call, recorded: object, own: object, sample: int) -> float:
+    """Return the relative difference of a sample in two passes, padding left out.
+
+    It is 0 where shapes differ, so that they cannot be compared.
+    """
     if not isinstance(recorded, Tensor) or not isinstance(own, Tensor) or not own.numel():
-        return None
-    if not recorded.is_floating_point() or recorded.numel() % own.numel():
-        return None
-    count, own = recorded.numel() // own.numel(), own.to(recorded)
-    if count not in (1, call.samples):
-        return None
+        return 0.0
+    count, own, valid = recorded.numel() // own.numel(), own.to(recorded), call.valid_rows
+    if not recorded.is_floating_point() or count not in (1, call.samples):
+        return 0.0
+    if recorded.numel() % own.numel():
+        return 0.0
     part = recorded.reshape(count, *own.shape)[sample if count > 1 else 0]
     if valid is not None and own.ndim == 3 and own.shape[1] == valid.shape[1]:
         part, own = part[:, valid[sample]], own[:, valid[sample]]
@@ -286,8 +254,6 @@ def _tolerated(call: Call, difference: float) -> float:
     """
     if difference <= CAPTURE_TOLERANCE:
         return difference
-    if call.changed and call.consumer is None:
-        raise call.unsupported(call.changed)
     raise CaptureError(
         f"layer {call.name}: rebuilt head outputs differ from the model's own eager attention by "
         f"{difference:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e}); its attention is not "
@@ -295,31 +261,100 @@ def _tolerated(call: Call, difference: float) -> float:
     )
 
 
-def _refuse_projection(model: nn.Module, call: Call, side: int, difference: float) -> NoReturn:
-    """Say why queries (side 0), keys (1) or values (2) are not rebuilt.
+def telling_samples(inputs: Mapping[str, Any]) -> list[int]:
+    """Return the samples that show whether numbers depend on what shares the batch.
 
-    Raises:
-        CaptureError: always.
+    They are the one with most padding, and one whose positions begin again.
     """
-    if call.sides != "qkv":
-        raise call.unsupported(f"makes its {SIDES[side]} of more than one stream, or not affinely")
+    padding = [(t == 0).sum(-1).cpu() for name, t in inputs.items() if _is_mask(name, t)]
+    streams = [counts for counts in padding if len(counts) == len(padding[0])]
+    counts = torch.stack(streams).amax(0) if streams else torch.zeros(1)  # (samples,)
+    found = [int(counts.argmax())] if bool((counts > 0).any()) else []
+    restarts = _restarts(inputs.get("position_ids"))  # (samples,)
+    found += [int(restarts.nonzero()[0])] if bool(restarts.any()) else []
+    return list(dict.fromkeys(found))
+
+
+def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """Return sentences on what the head outputs of one sample depend on beside its own tokens.
+
+    Args:
+        model: of the capture.
+        inputs: of this sample alone, with the padding that it has in its batch.
+    """
+    inputs = taken(model, inputs)
+    here, (alone, left) = _calls(model, inputs), _without_padding(inputs)
+    notes = about_padding(here)
+    if alone is not None and (off := _difference(here, _calls(model, alone))) > SAME:
+        settable = "position_ids" in inspect.signature(model.forward).parameters
+        by_hand = ", or give position_ids" if settable else ""
+        notes.append(
+            "numbers depend on what shares the batch: head outputs of the sample with most "
+            f"padding are up to {off:.1%} off those alone, {LEFT + by_hand if left else LONGEST}"
+        )
+    if not bool(_restarts(inputs.get("position_ids")).any()):
+        return notes
+    if (off := _difference(here, _calls(model, inputs, cache=True))) > SAME:
+        notes.append(
+            "position_ids begin again within a sample: without a cache, as it is measured, "
+            f"{type(model).__name__} takes that for documents that do not see each other; its "
+            f"plain call, with a cache, does not (head outputs differ by up to {off:.1%})"
+        )
+    return notes
+
+
+def _restarts(positions: object) -> Tensor:
+    """Return which samples have positions (samples, N) that begin again."""
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return torch.zeros(1, dtype=torch.bool)
+    return (positions.diff(dim=-1) < 0).any(-1)
+
+
+def _calls(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False) -> list[Call]:
+    """Return the calls of self-attention in a pass of one sample, with their padding."""
+    found = []
     with implementation(model, RECORDING_ATTENTION):
-        depends = ProbedLayer(call).depends(side)
-    name = SIDES[side]
-    if not depends.on_tokens:
-        raise call.unsupported(
-            f"takes its {name} from another input than its first (cross-attention, or {name} "
-            "shared with another layer)"
-        )
-    if depends.on_others:
-        raise call.unsupported(f"makes its {name} of several tokens (by a convolution, for one)")
-    if depends.on_position:
-        raise call.unsupported(
-            f"makes its {name} depend on the position of a token otherwise than by a rotation of "
-            "queries and keys"
-        )
-    raise CaptureError(
-        f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map of the "
-        f"layer's input (off by {difference:.1e} relative), but for a normalisation and a "
-        "rotation: the layer transforms them in another way between projection and scores"
-    )
+        for call in record(model, inputs, cache=cache)[0]:
+            with suppress(CaptureError):  # of layers that are not chosen
+                if stream_names(call) == [INPUT] and len(call.x) == 1:
+                    found.append(call)
+    Padding(found, inputs)
+    return found
+
+
+def _difference(some: Sequence[Call], others: Sequence[Call]) -> float:
+    """Return the largest relative difference of head outputs in two passes, padding left out.
+
+    Layers count that both have for the same tokens.
+    """
+    found = [0.0]
+    for pair in zip(some, others, strict=False):
+        a, b = (c.out if c.valid_rows is None else c.out[c.valid_rows] for c in pair)
+        if a.numel() and a.numel() == b.numel():
+            size = a.abs().amax().clamp_min(torch.finfo(a.dtype).tiny)
+            found.append(float((a.flatten() - b.flatten()).abs().amax() / size))
+    return max(off for off in found if off == off)
+
+
+def _without_padding(inputs: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+    """Return one sample without its padding, and whether some of that was on the left.
+
+    The inputs are None where it has none. A mask is about the inputs of its stream, those whose
+    names begin as its own does, with as many tokens.
+    """
+    trimmed, left = dict(inputs), False
+    for name, mask in inputs.items():
+        if not _is_mask(name, mask) or not bool((mask == 0).any()) or not bool((mask != 0).any()):
+            continue
+        keep = mask[0] != 0
+        left |= not bool(keep[0])
+        for other, t in inputs.items():
+            same_stream = other.startswith("decoder_") == name.startswith("decoder_")
+            if same_stream and isinstance(t, Tensor) and t.ndim > 1 and t.shape[1] == len(keep):
+                trimmed[other] = t[:, keep.to(t.device)]
+    return (trimmed if any(trimmed[name] is not inputs[name] for name in inputs) else None), left
+
+
+def _is_mask(name: str, value: Any) -> bool:
+    named = name in ("attention_mask", "decoder_attention_mask")
+    return named and isinstance(value, Tensor) and value.ndim == 2

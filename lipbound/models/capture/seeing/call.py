@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lipbound.attention.scoring import four_axes
 from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.errors import CaptureError
@@ -57,6 +58,7 @@ class Call:
         scale: the factor of scores; None for d^-0.5.
         extras: what else the attention function was handed.
         out: head outputs, (samples, N, heads, d_v).
+        raw: the same in the layout in which they were computed.
         turn: how many calls the same module made before (ALBERT runs one module as every layer).
         boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
         adds: whether these are added to scores as the numbers 1 and 0.
@@ -72,14 +74,15 @@ class Call:
         samples: of the pass.
         formed: whether ``q``, ``k``, ``v`` and ``out`` have the axes given above; by hand they may
             be as they were multiplied.
-        raw: outputs of heads by hand, as they were multiplied.
         stream: the tokens, where they were found otherwise than as the first argument.
         sides: which of queries, keys and values are made of them; all of "qkv" but for
             cross-attention.
+        valid_rows: which queries are not padding, (samples, N) bool, or None for all.
+        valid_keys: the same of keys, (samples, M) bool.
+        relative: what keys and queries differ by from pair to pair, once it was read off.
+        reason: why it has no closed form, where that is known.
         projection: the linear map of the head outputs, and of what was made of them on the way.
         projected: what that was given.
-        random: whether the model drew random numbers in the pass.
-        relative: what keys and queries differ by from pair to pair, once it was read off.
     """
 
     run: ModuleRun
@@ -90,6 +93,7 @@ class Call:
     scale: float | None
     extras: dict[str, Any]
     out: Tensor
+    raw: Tensor
     turn: int = 0
     boolean: bool = False
     adds: bool = False
@@ -103,12 +107,13 @@ class Call:
     samples: int = 1
     projection: nn.Module | None = None
     projected: Tensor | None = None
-    random: bool = False
     formed: bool = True
-    raw: Tensor | None = None
     stream: Tensor | None = None
     sides: str = "qkv"
+    valid_rows: Tensor | None = None
+    valid_keys: Tensor | None = None
     relative: tuple[RelativeKeys | RelativeQueries, ...] = ()
+    reason: str = ""
 
     @property
     def module(self) -> nn.Module:
@@ -121,23 +126,20 @@ class Call:
         return self.run.name
 
     @property
-    def recorded(self) -> Tensor:
-        """The outputs of heads in the layout in which they were computed."""
-        if self.raw is not None:
-            return self.raw
-        return self.out.transpose(-3, -2) if self.way == FUSED else self.out
-
-    @property
     def given(self) -> object:
         """The token vectors as the module was given them, in whatever layout."""
         first = self.run.args[0] if self.run.args else self.run.kwargs.get("hidden_states")
         return first if self.stream is None else self.stream
 
     @property
+    def _shape(self) -> tuple[int, int]:
+        """Samples and tokens of the stream."""
+        return len(self.q), (self.q if "q" in self.sides else self.k).shape[-2]
+
+    @property
     def tokens_first(self) -> bool:
         """True if the module was given (N, samples, D); (N, N, D) counts as samples first."""
-        x, samples = self.given, self.q.shape[0]
-        n = self.q.shape[-2] if "q" in self.sides else self.k.shape[-2]
+        x, (samples, n) = self.given, self._shape
         return isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == (n, samples) != (samples, n)
 
     @property
@@ -154,24 +156,31 @@ class Call:
             raise self.unsupported(
                 "multiplies queries, keys and values in tensors whose axes are not known"
             )
-        queries, keys = self.q.shape[-2], self.k.shape[-2]
-        x, samples, n = self.given, self.q.shape[0], queries if "q" in self.sides else keys
-        x = x.transpose(0, 1) if self.tokens_first and isinstance(x, Tensor) else x
-        packed = isinstance(x, Tensor) and x.ndim in (2, 4)
-        if isinstance(x, Tensor) and packed and x[..., 0].numel() == samples * n:
+        x, (samples, n) = self.given, self._shape
+        if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            raise CaptureError(
-                f"layer {self.name}: {type(self.module).__name__} is not given one (samples, N, D) "
-                "tensor of token vectors"
-            )
-        if n != x.shape[1] or (self.sides == "qkv" and keys != queries):
-            raise CaptureError(
-                f"layer {self.name}: {queries} queries attend to {keys} keys while the layer's "
-                f"input has {x.shape[1]} tokens; only self-attention is supported (no "
-                "cross-attention, no cache, no windows cut out of the input)"
+        if isinstance(x, Tensor):
+            x = x.transpose(0, 1) if self.tokens_first else x
+        queries, keys = self.q.shape[-2], self.k.shape[-2]
+        apart = self.sides == "qkv" and keys != queries
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != n or apart:
+            raise self.unsupported(
+                f"attends with {queries} queries to {keys} keys and is not given one (samples, N, "
+                "D) tensor of as many tokens (but several, a cache, or windows cut out of it)"
             )
         return x
+
+    def additive(self) -> Tensor | None:
+        """Return what is added to scores: the mask, and biases of relative positions."""
+        mask, bias, dtype = self.mask, self.extras.get("position_bias"), self.q.dtype
+        if mask is not None:
+            mask = mask[..., : self.k.shape[-2]].to(dtype)  # one for a cache may be wider
+            mask = four_axes(mask) if self.q.ndim == 4 else mask
+        if bias is None:
+            return mask
+        bias = bias.detach().to(dtype)
+        # the lowest number and a bias may overflow
+        return bias if mask is None else (mask + bias).clamp_min(torch.finfo(dtype).min)
 
     def to(self, device: torch.device) -> "Call":
         """Return the call with its tensors on a device; modules stay where they are."""
@@ -189,9 +198,8 @@ class Call:
         own = {name: there(getattr(self, name)) for name in names}
 
         def moved(run: ModuleRun) -> ModuleRun:
-            args, kwargs, learned = there((run.args, run.kwargs, run.learned))
-            returned = there(run.returned)
-            return replace(run, args=args, kwargs=kwargs, learned=learned, returned=returned)
+            parts = ("args", "kwargs", "learned", "returned")
+            return replace(run, **{name: there(getattr(run, name)) for name in parts})
 
         around = [(moved(run), before) for run, before in self.around]
         return replace(self, run=around[0][0], around=around, **own)

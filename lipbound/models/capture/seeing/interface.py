@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -40,16 +40,8 @@ ATTRIBUTE = "_attn_implementation_internal"
 """Where a configuration of transformers keeps the name of the attention function."""
 ORIGINAL = "original_inv_freq"
 """Ending of the names of rotary tables in modules that stay as they were made."""
-RAISED = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    NameError,
-)
+RAISED: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, LookupError)
+RAISED += (AttributeError, AssertionError, ArithmeticError, NameError)
 """Errors that the code of models raises when it is given what it does not expect."""
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
@@ -133,35 +125,27 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     It is in evaluation mode and has no gradients; afterwards all is as it was. Of a module that is
     not transformers' this is meant of the models inside it.
     """
-    training = {module: module.training for module in model.modules()}
-    given = [getattr(module, "config", None) for module in training]
-    configs = {id(c): c for config in given for c in attention_configs(config)}
-    before = {key: getattr(config, ATTRIBUTE) for key, config in configs.items()}
-    experts: list[tuple[Any, Any]] = []
-    try:
+    given = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(c): c for config in given for c in attention_configs(config)}.values()
+    with ExitStack() as afterwards, torch.no_grad():
+        for module in model.modules():
+            afterwards.callback(setattr, module, "training", module.training)
+        for config in configs:
+            afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         for part in _outermost(model):
             with quiet():  # it warns of models that never ask which function they should call
                 part.set_attn_implementation(str(name))
-            kept = getattr(part, "get_experts_implementation", lambda: None)()
-            if kept is not None:
-                experts.append((part, kept))
-            wide = kept is not None and part.dtype == torch.float64
-            if wide and part._can_set_experts_implementation():
+            experts = getattr(part, "get_experts_implementation", lambda: None)()
+            if experts is not None and part.dtype == torch.float64:
                 # torch's grouped product of experts knows no float64
-                part.set_experts_implementation("eager")
-        if isinstance(name, _AlsoSDPA):
-            for config in configs.values():
-                setattr(config, ATTRIBUTE, name)
+                afterwards.callback(setattr, part.config, "_experts_implementation", experts)
+                if part._can_set_experts_implementation():
+                    part.set_experts_implementation("eager")
+        for config in configs if isinstance(name, _AlsoSDPA) else ():
+            setattr(config, ATTRIBUTE, name)
         model.eval()
-        with torch.no_grad(), _fresh_rotary_tables(model):
-            yield
-    finally:
-        for key, config in configs.items():
-            setattr(config, ATTRIBUTE, before[key])
-        for part, kept in experts:
-            part.config._experts_implementation = kept
-        for module, mode in training.items():
-            module.training = mode
+        _renew_rotary_tables(model, afterwards)
+        yield
 
 
 def _outermost(model: nn.Module) -> list[PreTrainedModel]:
@@ -171,26 +155,20 @@ def _outermost(model: nn.Module) -> list[PreTrainedModel]:
     return [inner for child in model.children() for inner in _outermost(child)]
 
 
-@contextmanager
-def _fresh_rotary_tables(model: nn.Module) -> Iterator[None]:
-    """Yield while rotary tables that grow with the longest text seen (dynamic NTK) start anew."""
-    kept = []
+def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
+    """Start rotary tables anew that grow with the longest text seen (dynamic NTK)."""
     for module in model.modules():
         names = list(vars(module) | module._buffers)
         for prefix in [n.removesuffix(ORIGINAL) for n in names if n.endswith(ORIGINAL)]:
             table, longest = prefix + "inv_freq", prefix + "max_seq_len_cached"
-            found = [name for name in (table, longest) if hasattr(module, name)]
-            kept += [(module, name, getattr(module, name)) for name in found]
+            for name in (table, longest):
+                if hasattr(module, name):
+                    afterwards.callback(setattr, module, name, getattr(module, name))
             before, now = getattr(module, prefix + ORIGINAL), getattr(module, table, None)
             if isinstance(before, Tensor) and isinstance(now, Tensor) and before.shape == now.shape:
                 setattr(module, table, before.to(now).clone())
             if hasattr(module, longest) and hasattr(module, "original_max_seq_len"):
                 setattr(module, longest, module.original_max_seq_len)
-    try:
-        yield
-    finally:
-        for module, name, value in kept:
-            setattr(module, name, value)
 
 
 def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:

@@ -2,271 +2,255 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs, in_heads
 from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun
-from lipbound.models.capture.seeing.fused import (
-    SDPA,
-    additive_mask,
-    handling_fused,
-)
-from lipbound.models.capture.seeing.interface import eager, forward, handling
-from lipbound.models.capture.seeing.left_out import AttentionFinder
+from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
+from lipbound.models.capture.seeing.interface import forward
 
 OUTER = 4
 """Modules around a call that are kept, the innermost included."""
+SOFTMAX = ("_softmax", "_safe_softmax")
+FUSED_ATTENTION = re.compile(
+    "_?scaled_dot_product|_native_multi_head_attention|_transformer_encoder_layer|_fused_sdp|"
+    "_flash_attention|_efficient_attention"
+)
+"""Beginnings of the names of torch's operations that are attention by themselves."""
+DEEP = 3
+"""Largest number of modules from one of attention to its softmax, with it."""
+NAMED = 4
+"""Number of modules that a sentence names."""
 
 
-class _Recorder:
-    """The calls of one forward pass, seen by hooks on every module and our attention functions."""
+class AttentionFinder(TorchDispatchMode):
+    """The modules that compute attention: a softmax, or torch's own attention.
 
-    def __init__(self, watch: AttentionFinder | None, samples: int, adds: bool):
-        self._samples = samples
-        self._adds = adds  # masks of True and False are added to scores as numbers
+    Routers of experts and mixtures of residual streams have a softmax, too: a module counts if the
+    name of its class says that it is attention.
+
+    Args:
+        recorder: of the pass, which knows what runs and what is seen.
+
+    Attributes:
+        found: modules by name.
+    """
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, nn.Module] = {}
+        self._recorder = recorder
+
+    def names(self, captured: Collection[str]) -> str:
+        """Return names and types of some of the modules found, but for captured ones."""
+        found = [
+            f"{name or 'the model itself'} ({type(module).__name__})"
+            for name, module in self.found.items()
+            if name not in captured
+        ]
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        return ", ".join(found[:NAMED]) + more
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, running = func(*args, **(kwargs or {})), self._recorder.running
+        if self._recorder.is_paused or not running:
+            return out
+        operation = func._schema.name.rpartition("::")[2]
+        near = reversed(running[-DEEP:])
+        owner = next((run for run in near if "att" in type(run.module).__name__.lower()), None)
+        if FUSED_ATTENTION.match(operation):
+            owner = owner or running[-1]
+        elif operation not in SOFTMAX or out.ndim < 3:
+            return out
+        if owner is not None:
+            self.found[owner.name] = owner.module
+        return out
+
+
+def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -> list[str]:
+    """Return sentences on attention that was not seen, or is not what it seems."""
+    said, captured = [], {call.name for call in calls}
+    if count := len(set(unseen.found) - captured):
+        compute = f"{count} modules compute" if count > 1 else "a module computes"
+        said.append(
+            f"{compute} attention of an unknown make, which cannot be captured: "
+            f"{unseen.names(captured)} of {type(model).__name__} {'are' if count > 1 else 'is'} "
+            "left out"
+        )
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    for name, module in lists.items():
+        within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
+        starts = [f"{name}.{i}." for i in range(len(module))]
+        count = sum(any(f"{one}.".startswith(start) for one in captured) for start in starts)
+        if not within and 0 < count < len(module):
+            have = "have" if count > 1 else "has"
+            said.append(
+                f"{count} of {len(module)} layers in {name} {have} softmax attention; the others "
+                "mix tokens in another way, or not at all, and are left out"
+            )
+    adding = [call.name for call in calls if call.adds]
+    for name in adding[:1]:
+        more = f" and {len(adding) - 1} more" if len(adding) > 1 else ""
+        said.append(
+            "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
+            f"model's own attention does, in layer {name}{more}"
+        )
+    return said
+
+
+class _Recorder(Follower):
+    """The calls of one forward pass, in which hooks on every module tell which of them run."""
+
+    def __init__(self, samples: int, adds: bool):
+        super().__init__(adds)
+        self._samples, self.unseen = samples, AttentionFinder(self)
         self._made: dict[int, Call] = {}
+        self.running: list[ModuleRun] = []
         self.calls: list[Call] = []
-        self.follower = Follower(self._computed, self._projected, self.fused)
-        self._stack: list[ModuleRun] = []
-        self._watch = watch
-        self._waiting: Call | None = None  # the last call, until what projects its output is found
 
-    def attention(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
-    ) -> tuple[Tensor, Any]:
-        """Return what the module's own eager attention function does, and record the call.
+    def computed(self, heads: Heads) -> None:
+        """Record a call.
 
         Raises:
             CaptureError: the module is not being run.
         """
-        boolean = mask is not None and mask.dtype == torch.bool
-        if mask is not None and boolean:  # eager functions would add True as 1
-            hidden = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
-            mask = mask.to(q.dtype) if self._adds else hidden
-        with self._unwatched():
-            out, probabilities = eager(module)(module, q, k, v, mask, **kw)
-        run = next((run for run in reversed(self._stack) if run.module is module), None)
-        if run is None:
+        runs = [r for r in self.running if heads.module is None or r.module is heads.module]
+        if not runs:
             raise CaptureError(
-                f"attention was called on behalf of {type(module).__name__}, which is not being run"
+                f"attention was called on behalf of {type(heads.module).__name__}, which is not "
+                "being run"
             )
-        extras = {name: value for name, value in kw.items() if value is not None}
-        call = Call(run, q, k, v, mask, kw.get("scaling"), extras, out)
-        call.boolean, call.adds = boolean and not self._adds, boolean and self._adds
-        self._add(call, HeadOutputs(out, out.shape[-1], out.ndim - 2, v))
-        return out, probabilities
-
-    def fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Return what torch's own attention does, and record it."""
-        with self._unwatched(), torch._C.DisableTorchFunction():
-            out = SDPA(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        mask = additive_mask(query, key, attn_mask, is_causal)
-        call = Call(
-            self._stack[-1],
-            query,
-            key,
-            value,
-            mask,
-            scale,
-            {},
-            out.transpose(-3, -2),
-            boolean=attn_mask is not None and attn_mask.dtype == torch.bool,
-            way=FUSED,
-            formed=out.ndim == 4,
-        )
-        self._add(call, HeadOutputs(out, out.shape[-1], out.ndim - 3, value))
-        return out
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        paused, self.follower.paused = self.follower.paused, True
-        try:
-            with nullcontext() if self._watch is None else self._watch.captured():
-                yield
-        finally:
-            self.follower.paused = paused
-
-    def _add(self, call: Call, outputs: HeadOutputs) -> None:
+        run, out = runs[-1], heads.raw
+        if heads.way == FUSED:
+            out = out.transpose(-3, -2)
+        if heads.way == BY_HAND:
+            for near in self.running[-OUTER:]:  # its attention was seen after all
+                self.unseen.found.pop(near.name, None)
+        q, k = heads.q[0], heads.k[0]
+        call = Call(run, q, k, heads.v, heads.mask, heads.scale, heads.extras, out, heads.raw)
+        call.way, call.scores, call.samples = heads.way, heads.scores, self._samples
+        call.boolean, call.adds = heads.boolean, heads.adds
+        call.formed = heads.way == INTERFACE or (heads.way == FUSED and out.ndim == 4)
         call.turn = sum(other.module is call.module for other in self.calls)
-        call.given_mask, call.samples = self._given_mask(), self._samples
-        call.run.calls += 1
-        position = self._stack.index(call.run)
-        call.around = [(run, run.inside) for run in self._stack[position::-1][:OUTER]]
-        for run, _ in call.around:
-            tensors = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
-            run.learned = [t for t in tensors if self.follower.is_weight(t)]
-        for run in self._stack:
-            run.inside += 1
-        self._waiting = call
-        self._made[id(outputs)] = call
+        call.given_mask = self._given_mask()
+        run.calls += 1
+        position = self.running.index(run)
+        call.around = [(outer, outer.inside) for outer in self.running[position::-1][:OUTER]]
+        for outer, _ in call.around:
+            tensors = [t for t in tree_leaves((outer.args, outer.kwargs)) if isinstance(t, Tensor)]
+            outer.learned = [t for t in tensors if self.is_weight(t)]
+        for outer in self.running:
+            outer.inside += 1
+        self._made[id(heads)] = call
         self.calls.append(call)
-        self.follower.follow(outputs.raw, outputs)
 
-    def _computed(self, outputs: HeadOutputs) -> None:
-        """Record attention by hand."""
-        q, k = outputs.q[0], outputs.k[0]
-        softmax = outputs.probabilities
-        scores = None if softmax is None else softmax.values
-        run, out = self._stack[-1], outputs.raw
-        call = Call(
-            run, q, k, outputs.v, None, None, {}, out, way=BY_HAND, scores=scores, formed=False
-        )
-        call.raw = out
-        if self._watch is not None:
-            self._watch.seen([run.name for run in self._stack[-OUTER:]])
-        self._add(call, outputs)
-
-    def _projected(self, x: Tensor, outputs: HeadOutputs) -> None:
+    def projected(self, x: Tensor, heads: Heads) -> None:
         """Note the module that multiplies outputs of heads with its weights first."""
-        call = self._made.pop(id(outputs), None)
-        module = self._stack[-1].module
+        call = self._made.pop(id(heads), None)
         if call is None:
             return
+        module = self.running[-1].module
         call.projection, call.projected = module if _is_linear(module) else None, x
-        if call.way == INTERFACE:
-            return
-        if call.way == BY_HAND and outputs.form is not None and x.shape[-1] % outputs.width == 0:
-            apart = x.shape[-1] == outputs.width and outputs.form[0].ndim == 4
-            heads = outputs.form[0].shape[1] if apart else x.shape[-1] // outputs.width
-            forms = in_heads(outputs.form, heads)
+        if call.way == BY_HAND and heads.form is not None and x.shape[-1] % heads.width == 0:
+            apart = x.shape[-1] == heads.width and heads.form[0].ndim == 4
+            count = heads.form[0].shape[1] if apart else x.shape[-1] // heads.width
+            forms = in_heads(heads, count)
             if forms is not None:
                 call.q, call.k, call.v = forms[:3]
                 call.out, call.formed = forms[3].transpose(1, 2), True
-        if call.formed and x.numel() == call.out.numel():
-            same = torch.equal(x.reshape(call.out.shape), call.out)
-            call.consumer = call.projection if same else None
-            first, second = (t.flatten().nan_to_num().sort().values for t in (x, call.out))
-            if not torch.equal(first, second):  # not even in another order
-                call.changed = "changes its head outputs before they are projected (a gate, or so)"
-                flat = call.out.flatten(2)
-                call.gated = call.way == FUSED and _is_gated(x.reshape(flat.shape), flat)
-                call.consumer = call.projection if call.gated else None
-        elif call.formed:
+        if not call.formed or call.consumer is not None:
+            return
+        if _same(x, call.out):
+            call.consumer = call.projection
+            return
+        if call.way == INTERFACE and call.run not in self.running:
+            return  # what is made of it outside is not the layer's
+        flat, out = x.flatten(), call.out.flatten()
+        if len(flat) != len(out):
             call.changed = "hands on more than the outputs of its heads to their projection"
+            return
+        first, second = (t.nan_to_num().sort().values for t in (flat, out))
+        if not torch.equal(first, second):  # not even in another order
+            call.changed = "changes its head outputs before they are projected (a norm, a gate)"
+            call.gated = call.way != BY_HAND and _is_gated(flat, out)
+            call.consumer = call.projection if call.gated else None
 
     def _given_mask(self) -> Tensor | None:
-        models = (run for run in reversed(self._stack) if isinstance(run.module, PreTrainedModel))
+        models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
         inside = next(models, None)
         mask = None if inside is None else inside.kwargs.get("attention_mask")
         return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-    def enter(self, name: str) -> Callable[..., None]:
-        """Return the hook that runs before the module of that name."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            args, kwargs = _by_name(module, args, kwargs)
-            kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
-            self._stack.append(ModuleRun(module, name, args, kwargs))
-            if self._watch is not None:
-                self._watch.running.append((module, name))
-            if self._waiting is not None and args and isinstance(args[0], Tensor):
-                self._look(self._waiting, module, args[0])
-
-        return hook
+    def enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Run before a module of that name, as a hook."""
+        args, kwargs = _by_name(module, args, kwargs)
+        kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
+        self.running.append(ModuleRun(module, name, args, kwargs))
+        call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
+        if call is not None and call.formed and _same(args[0], call.out):
+            call.consumer = module
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Run behind every module, as a hook."""
-        run = self._stack.pop()
+        run = self.running.pop()
         if run.inside:
             run.returned = output[0] if isinstance(output, tuple) and output else output
-        if self._watch is not None:
-            self._watch.running.pop()
-
-    def _look(self, call: Call, module: nn.Module, x: Tensor) -> None:
-        """Note what a module makes of the output of a call, if that is what its input ``x`` is."""
-        if call.way != INTERFACE or call.out.ndim < 4 or x.numel() != call.out.numel():
-            return
-        flat = call.out.flatten(2)
-        linear, y = _is_linear(module), x.reshape(flat.shape)
-        same = torch.equal(y, flat)
-        if same and linear and x.shape[-1] == flat.shape[-1]:
-            call.consumer, self._waiting = module, None
-        elif same and "norm" in type(module).__name__.lower():
-            norm = type(module).__name__
-            call.changed = f"normalises its head outputs ({norm}) before they are projected"
-        elif linear and not call.changed and call.run in self._stack and _is_gated(y, flat):
-            call.changed = "multiplies its head outputs by a gate before they are projected"
-            call.gated, call.consumer = True, module
 
 
 def record(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    *,
-    watch: AttentionFinder | None = None,
-    cache: bool = False,
-) -> list[Call]:
-    """Return the calls of attention in one forward pass, in order.
+    model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False
+) -> tuple[list[Call], list[str]]:
+    """Return the calls of attention in one forward pass, in order, and what there is to tell of it.
 
     Args:
         model: in the context of `implementation`.
         inputs: of the pass.
-        watch: also told what runs, to find attention that is seen in no way.
         cache: whether the model may keep a cache.
 
     Returns:
-        Each call with the projection that consumed its output.
+        Each call with the projection that consumed its output; and sentences.
 
     Raises:
         CaptureError: the model computes no attention that is seen.
     """
     # tokens of all samples may be packed together
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
-    recorder = _Recorder(watch, samples, not getattr(model, "_supports_sdpa", True))
-    hooks = []
-    try:
+    recorder = _Recorder(samples, not getattr(model, "_supports_sdpa", True))
+    with ExitStack() as afterwards:
         for name, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(recorder.enter(name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(recorder.leave))
-        with (
-            handling(recorder.attention),
-            handling_fused(recorder.fused),
-            nullcontext() if watch is None else watch,
-            recorder.follower,
-        ):
+            enter = partial(recorder.enter, name)
+            afterwards.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            afterwards.callback(module.register_forward_hook(recorder.leave).remove)
+        with recorder.unseen, recorder:
             drew = forward(model, inputs, cache=cache)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not recorder.calls:
         own = "it seems to have no attention layers"
-        if watch is not None and watch.found:
-            own = f"its attention is of an unknown make, in {watch.names([])}"
+        if recorder.unseen.found:
+            own = f"its attention is of an unknown make, in {recorder.unseen.names([])}"
         raise CaptureError(
             f"{type(model).__name__} has no attention that can be captured: its forward pass "
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
             f"and multiplies no softmax of products of its tokens with others ({own})"
         )
-    for call in recorder.calls:
-        call.random = drew
-    return recorder.calls
+    notes = _notes(model, recorder.calls, recorder.unseen)
+    if drew:
+        notes.append(
+            "the model draws random numbers in its forward pass; it is measured at those of "
+            "torch.manual_seed(0)"
+        )
+    return recorder.calls, notes
 
 
 def _as_it_is(value: Any) -> Any:
@@ -289,6 +273,10 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+
+
+def _same(x: Tensor, out: Tensor) -> bool:
+    return torch.equal(x.flatten(), out.flatten())
 
 
 def _is_gated(x: Tensor, flat: Tensor) -> bool:

@@ -1,0 +1,282 @@
+"""The streams of tokens that attention is made of, and which of their tokens are padding."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lipbound.errors import CaptureError
+from lipbound.models.capture.rerun import ModuleCopy, Stopped
+from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call, ModuleRun
+from lipbound.models.capture.seeing.follower import Follower, Heads
+from lipbound.models.capture.seeing.fused import plain_attention
+from lipbound.schema import INPUT, MEMORY, QUERIES
+
+SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
+"""The sides that are made of each stream: of cross-attention queries, or keys and values."""
+
+
+class _UpToProjection(Follower):
+    """Stops where outputs of heads of one of the calls of a pass are projected."""
+
+    fused = staticmethod(plain_attention)
+
+    def __init__(self, position: int, adds: bool):
+        super().__init__(adds)
+        self._position = position
+        self.found: list[Heads] = []
+
+    def computed(self, heads: Heads) -> None:
+        self.found.append(heads)
+
+    def projected(self, x: Tensor, heads: Heads) -> None:
+        if len(self.found) > self._position and heads is self.found[self._position]:
+            raise Stopped(x)
+
+
+class Owner(ModuleCopy):
+    """A module in float64, run again with other tokens up to one of its calls of attention.
+
+    Args:
+        run: of the module, with the arguments that it was given.
+        position: number of calls of attention before the one that is meant.
+        call: the one that is meant.
+    """
+
+    def __init__(self, run: ModuleRun, position: int, call: Call):
+        super().__init__(run, call)
+        self._position = position
+
+    def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> tuple[Tensor, Heads]:
+        """Return what the output projection is given, or else the module returns, and the heads.
+
+        Args:
+            changed: pairs of a tensor that it was given, and one in float64 in its place.
+
+        Raises:
+            CaptureError: it cannot be run by itself, or computes no such attention.
+        """
+        follower = _UpToProjection(self._position, self.call.adds)
+        end = self.again(follower, changed)
+        if len(follower.found) <= self._position:
+            raise self.call.unsupported("computes no attention when it is run by itself")
+        heads = follower.found[self._position]
+        if isinstance(end, Stopped):
+            return end.args[0], heads
+        tensors = [t for t in tree_leaves(end) if isinstance(t, Tensor)]
+        return next((t for t in tensors if follower.kind(t) is heads), heads.raw), heads
+
+
+@dataclass
+class Streams:
+    """The inputs of an owner that its queries, and its keys and values, are made of.
+
+    Attributes:
+        named: tensors of each stream, by its name: the input of self-attention, or the queries and
+            the memory of cross-attention.
+        joint: whether the input is several tensors of which queries, keys and values all have some
+            (image and text together).
+        apart: whether no input is made into queries and into keys or values both.
+        single: whether keys and values are made of one tensor.
+    """
+
+    named: dict[str, list[Tensor]]
+    joint: bool
+    apart: bool
+    single: bool
+
+
+def _streams(owner: Owner) -> Streams:
+    leaves = [t.detach().double().requires_grad_() for t in owner.inputs]
+    with torch.enable_grad():
+        heads = owner(list(zip(owner.inputs, leaves, strict=True)))[1]
+        sides = [_sources(side, leaves) for side in (heads.q, heads.k, (heads.v,))]
+    q, k, v = ([owner.inputs[i] for i in side] for side in sides)
+
+    def among(t: Tensor, others: Collection[Tensor]) -> bool:
+        return any(t is other for other in others)
+
+    named = owner.run.kwargs.items()
+    beside = tree_leaves([value for name, value in named if _is_side_input(name)])
+    joint = [t for t in q if among(t, k) and among(t, v) and not among(t, beside)]
+    joint = [t for t in joint if t.ndim == 3 and t.shape[-1] == joint[0].shape[-1]]
+    memory = list({id(side[0]): side[0] for side in (v, k) if side}.values())
+    single = len(memory) == 1 or (len(memory) > 1 and among(memory[0], k))
+    shared = next((t for t in q if among(t, memory)), None)
+    queries = q[:1] if shared is None else [shared]
+    memory = memory[:1] if single else memory
+    apart = not any(among(t, (*k, *v)) for t in q if not among(t, beside))
+    found = {QUERIES: queries, MEMORY: memory}
+    if len(joint) > 1:
+        found = {INPUT: joint}
+    elif any(among(t, memory) for t in queries):
+        found = {INPUT: memory}
+    elif any(among(t, owner.run.learned) for t in queries):
+        found = {MEMORY: memory}
+    return Streams({n: t for n, t in found.items() if t}, len(joint) > 1, apart, single)
+
+
+def _sources(side: Sequence[Tensor], leaves: list[Tensor]) -> list[int]:
+    """Return which leaves some tensors depend on."""
+    found: set[int] = set()
+    for tensor in side:
+        if not tensor.requires_grad or not leaves:
+            continue
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        with torch._C.DisableTorchFunction():
+            total = (tensor * weights.to(tensor)).sum()
+            grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+        found |= {i for i, g in enumerate(grads) if g is not None and bool((g != 0).any())}
+    return sorted(found)
+
+
+def _is_side_input(name: str) -> bool:
+    return any(word in name for word in ("mask", "pos", "bias", "cos", "sin", "rot", "freq"))
+
+
+def owner_of(call: Call) -> tuple[Owner, Streams]:
+    """Return the innermost module whose inputs determine a call's queries, keys and values.
+
+    Raises:
+        CaptureError: no module around the call can be run by itself, or depends on its inputs.
+    """
+    found: list[tuple[Owner, Streams]] = []
+    refused: CaptureError | None = None
+    for level, (run, position) in enumerate(call.around):
+        if level and position:  # another attention stands between
+            break
+        try:
+            owner = Owner(run, position, call)
+            streams = _streams(owner)
+        except CaptureError as error:
+            refused = refused or error
+            continue
+        if streams.named:
+            found.append((owner, streams))
+            if streams.single:
+                return found[-1]
+    if found:
+        return found[0]
+    raise refused or call.unsupported("has no floating-point input that its attention depends on")
+
+
+def stream_names(call: Call) -> list[str]:
+    """Return the streams of a call: the input of self-attention, or queries and memory.
+
+    A module that is given one tensor beside masks and positions is taken for self-attention.
+    """
+    run = call.run
+    if call.way == INTERFACE:
+        named = {name: v for name, v in run.kwargs.items() if not _is_side_input(name)}
+        tensors = [t for t in tree_leaves((run.args, named)) if isinstance(t, Tensor)]
+        if len({id(t) for t in tensors if t.is_floating_point()}) == 1:
+            return [INPUT]
+    try:
+        owner, streams = owner_of(call)
+    except CaptureError:
+        return [INPUT]  # and the reason is told when it is captured
+    if call.way != INTERFACE and INPUT in streams.named:
+        call.run, call.stream = owner.run, streams.named[INPUT][0]
+    return list(streams.named)
+
+
+def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
+    """Return a call as one of its streams determines it, with what the others make held fixed.
+
+    Raises:
+        CaptureError: the layer makes its queries, keys and values in no way that has a closed form.
+    """
+    if stream != INPUT:
+        owner, streams = owner_of(call)
+        own = owner.run.module is call.module and {stream} <= set(streams.named) <= set(SIDES)
+        if not own or not streams.apart or len(streams.named[stream]) > 1:
+            raise call.unsupported(
+                "makes its queries, or its keys and values, of several streams of tokens, or of "
+                "some that are not its own inputs"
+            )
+        tokens = streams.named[stream][0]
+        call = replace(call, run=owner.run, stream=tokens, sides=SIDES[stream])
+    _ = call.x
+    if call.changed and not (call.gated and stream == INPUT):
+        raise call.unsupported(call.changed)
+    if call.run.calls > 1:
+        raise call.unsupported(
+            f"calls attention {call.run.calls} times whenever it runs (differential attention, "
+            "or tokens part by part)"
+        )
+    if stream != INPUT:
+        samples, queries, keys = len(call.q), call.q.shape[-2], call.k.shape[-2]
+        call.valid_rows = padding.of_queries(call, samples, queries)
+        call.valid_keys = padding.of_keys(call, samples, keys)
+    return call
+
+
+def marks_padding(name: str, value: object) -> bool:
+    """Return whether an input of a model is a mask of tokens, some of which are padding."""
+    if "mask" not in name or not isinstance(value, Tensor) or value.ndim != 2:
+        return False
+    return bool((value == 0).any())
+
+
+def hidden_keys(call: Call) -> Tensor | None:
+    """Return which keys no query may attend to, (samples, M) bool; None where that is not known."""
+    scores, samples = call.additive(), len(call.q)
+    if call.way == BY_HAND:
+        scores = call.scores
+        if scores is None or scores.ndim < 3:
+            return None
+        samples = len(call.out) if call.formed else len(scores)
+        scores = scores.reshape(samples, -1, *scores.shape[-2:])
+    if scores is None:
+        return None
+    low = (scores <= HIDDEN).all(-2)
+    while low.ndim > 2:
+        low = low.all(-2)
+    return low.expand(samples, -1)
+
+
+class Padding:
+    """Which tokens of each stream are padding, as the layers themselves treat them.
+
+    Padding belongs to a stream of tokens, and a model has several (an encoder's and a decoder's,
+    text and image). What a layer itself does decides which is its own: where some mask of the
+    inputs, (samples, any number), marks padding, those tokens are padding that no query may attend
+    to.
+
+    Args:
+        calls: of self-attention in a pass; their padding is noted.
+        inputs: of the model.
+    """
+
+    def __init__(self, calls: Collection[Call], inputs: Mapping[str, Any]):
+        self._marked = any(marks_padding(name, t) for name, t in inputs.items())
+        self._known: dict[tuple[str, int, int], Tensor] = {}
+        for call in calls if self._marked else ():
+            hidden = hidden_keys(call)
+            if hidden is not None and bool(hidden.any()):
+                self._known.setdefault((_stack_of(call), *hidden.shape), ~hidden)
+            call.valid_keys = self.of_keys(call, len(call.q), call.k.shape[-2])
+            call.valid_rows = call.valid_keys
+
+    def of_keys(self, call: Call, samples: int, tokens: int) -> Tensor | None:
+        """Return which keys of a call are no padding, (samples, tokens), or None for all."""
+        hidden = hidden_keys(call) if self._marked else None
+        if hidden is None or hidden.shape != (samples, tokens) or not bool(hidden.any()):
+            return None
+        return ~hidden
+
+    def of_queries(self, call: Call, samples: int, tokens: int) -> Tensor | None:
+        """Return which queries of a cross-attention are no padding, or None for all.
+
+        Padding is what self-attention in the same stack of layers hides.
+        """
+        return self._known.get((_stack_of(call), samples, tokens))
+
+
+def _stack_of(call: Call) -> str:
+    return re.split(r"\.\d+\.", call.name)[0]
