@@ -3,7 +3,7 @@
 They are written as text, Markdown, LaTeX or CSV.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ from lipbound.errors import LipboundError, choice
 from lipbound.formatting import counted, enclosed
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
-from lipbound.reporting.formats import FORMATTERS
 from lipbound.reporting.labels import footnotes, holds, label_of, left_out, mark, over, relabelled
 from lipbound.reporting.labels import run_caption as caption
-from lipbound.reporting.layout import Table
+from lipbound.reporting.latex import latex_table
+from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
 from lipbound.reporting.statistics import ROWS, breakdown, panels, ratio, summary, width, widths
 from lipbound.runs.store import takes_run
 from lipbound.schema import Contents, bounds_there, with_exact
@@ -27,9 +27,14 @@ __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "la
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
 __all__ += ["width", "widths"]
 
-FORMATS = tuple(
-    name for name, formatter in FORMATTERS.items() if formatter.table or formatter.fitted
-)
+WRITERS: dict[str, Callable[..., str]] = {
+    "text": text_table,
+    "markdown": markdown_table,
+    "latex": latex_table,
+    "csv": csv_table,
+}
+FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
+"""Formats by name, and those of them that are written in a width."""
 MEAN, RANGE = "geom. mean", "range over samples"
 HOLDS, BELOW = "assumptions hold", "below exact"
 READABLE = ("bound", MEAN, RANGE, "min", "max", BELOW, "of", HOLDS)
@@ -71,17 +76,16 @@ def render(
     Raises:
         LipboundError: unknown names, or a width for a format that has none.
     """
-    formatter = FORMATTERS[choice("format", format, FORMATS)]
+    choice("format", format, FORMATS)
     made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values, labels=labels)
-    if formatter.fitted is not None:
-        return formatter.fitted(made, width)
+    if format in FITTED:
+        return WRITERS[format](made, width)
     if width is not None:
         raise LipboundError(
             f"a width ({width}) was given, but {format} has none; it is for text (characters) "
             "and latex (column, page, slide or points)"
         )
-    assert formatter.table is not None
-    return formatter.table(made)
+    return WRITERS[format](made)
 
 
 @takes_run

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+from rich.cells import cell_len as cells
 from support.runs import made_up
 
 from lipbound import tables
 from lipbound.cli import main
 from lipbound.cli.output import coloured, show
 from lipbound.errors import LipboundError
-from lipbound.reporting.formats import text_table
-from lipbound.reporting.layout import cells, folded
+from lipbound.reporting.layout import folded, text_table
 from lipbound.runs import store
 
 KEPT = Path(__file__).parent / "terminals"
