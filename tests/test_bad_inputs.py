@@ -18,7 +18,7 @@ QUICK = "--data {text} --samples 1 --max-length 8 --bounds castin"
 SHORT = "--max-length 12"
 COUNT = "it must be a whole number, at least 1"
 NUMBERS = "give numbers from 0, such as 3, or 0-3,7"
-PROBABILITY = "it must be a probability between 0 and 1, or 0 for plain estimates"
+PROBABILITY = "it must be a probability between 0 and 1, or None for plain estimates"
 SIZE = "give a size such as '4GB', a number of bytes, or 'auto'"
 ONE_MODEL = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
 
@@ -85,10 +85,10 @@ MODELS = {
 NUMBERS_OF_COMPARE = {
     **{f"--samples {value}": f"--samples is {value}; {COUNT}" for value in (0, -1, -99)},
     **{
-        f"--samples {value}": f"--samples must be a whole number or 'all', not '{value}'"
+        f"--samples {value}": f"--samples is '{value}'; {COUNT}, or 'all'"
         for value in ("1.5", "many", "1e9", "nan")
     },
-    "--samples ''": "--samples must be a whole number or 'all', not ''",
+    "--samples ''": f"--samples is ''; {COUNT}, or 'all'",
     "--samples": "option '--samples' requires an argument",
     **{f"--exact-samples {value}": f"--exact-samples is {value}; {COUNT}" for value in (0, -3)},
     "--exact-samples x": "--exact-samples must be a whole number, not 'x'",
@@ -111,9 +111,10 @@ NUMBERS_OF_COMPARE = {
     },
     "--tol x": "--tol must be a number, not 'x'",
     **{
-        f"--delta {value}": f"--delta is '{value}'; {PROBABILITY}"
-        for value in ("-1", "1", "2", "nan", "inf", "x", "1e-400")
+        f"--delta {value}": f"--delta is {float(value)}; {PROBABILITY}"
+        for value in ("-1", "1", "2", "nan", "inf")
     },
+    "--delta x": "--delta must be a number, not 'x'",
     **{
         f"--seed {value}": f"--seed must be a whole number, not '{value}'"
         for value in ("x", "1.5", "1e3")
@@ -323,8 +324,8 @@ RUN_COMMANDS = {
     "verify {mess}/memory.zarr": "in memory, which no name leads back to; give it as --model",
 }
 OTHER_COMMANDS = {
-    "compair x": "there is no command 'compair'; did you mean 'compare'?",
-    "COMPARE x": "did you mean 'compare'?",
+    "compair x": "no such command 'compair'. Did you mean 'compare'?",
+    "COMPARE x": "no such command 'COMPARE'; see lipbound --help",
     "--samples 3": "no such option: --samples; see lipbound --help",
     "bounds yudin": "got unexpected extra argument(s) (yudin)",
     "bounds --layout x": "no such option: --layout",

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lipbound.cli.application import StoredRun, app
-from lipbound.cli.output import echo_folded, echo_json
+from lipbound.cli.application import app, echo_folded, echo_json
 from lipbound.formatting import number, plain
 from lipbound.schema import CHECKSUM, NORMS, Contents
 
 if TYPE_CHECKING:
     import xarray as xr
 
-Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
-
 
 @app.command("bounds", epilog="Example: lipbound bounds")
-def list_bounds(json: Json = False) -> None:
-    """List all bounds: statement, norm, source, assumptions, cost."""
+def list_bounds(*, json: bool = False) -> None:
+    """List all bounds: statement, norm, source, assumptions, cost.
+
+    Args:
+        json: JSON, for programs.
+    """
     from lipbound.attention.variants import VARIANTS
     from lipbound.bounds import get, names
 
@@ -46,8 +47,12 @@ def list_bounds(json: Json = False) -> None:
 
 
 @app.command(epilog="Example: lipbound models")
-def models(json: Json = False) -> None:
-    """List the checkpoints that come with lipbound: what each is, and its licence."""
+def models(*, json: bool = False) -> None:
+    """List the checkpoints that come with lipbound: what each is, and its licence.
+
+    Args:
+        json: JSON, for programs.
+    """
     from lipbound.models.sources.catalogue import BUILTINS, describe
 
     found = [describe(name) for name in BUILTINS]
@@ -71,8 +76,13 @@ def models(json: Json = False) -> None:
 
 
 @app.command(epilog="Example: lipbound info minilm.zarr")
-def info(run: StoredRun, json: Json = False) -> None:
-    """Say what a stored run holds: model, data, settings, bounds, and whether it was altered."""
+def info(run: Path, *, json: bool = False) -> None:
+    """Say what a stored run holds: model, data, settings, bounds, and whether it was altered.
+
+    Args:
+        run: A run saved by `lipbound compare --out`.
+        json: JSON, for programs.
+    """
     from lipbound.runs.store import load
 
     found = facts(load(run, damaged="accept"), run)
