@@ -21,8 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import lipbound as lb
-from lipbound.reporting.page.contents import contents
-from lipbound.reporting.page.render import report
+from lipbound.reporting.page.render import contents, report
 
 SHOTS = os.environ.get("LIPBOUND_SHOTS")
 """Folder for screenshots, to be looked at."""

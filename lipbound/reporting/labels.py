@@ -13,7 +13,7 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
-from lipbound.formatting import counted, joined, plain, small
+from lipbound.formatting import counted, joined, number, plain, small
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
@@ -30,6 +30,13 @@ from lipbound.schema import (
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
 is shown."""
+RECORDED = (
+    *("model", "called", "architecture", "revision", "quantization"),
+    *("data", "data_fingerprint", "preprocessing", "bounds"),
+    *("method", "tol", "delta", "dtype", "device", "seed", "capture_error"),
+    *("lipbound", "python", "date", "command", "versions"),
+)
+"""Attributes that `facts` tells as they are, or, where it has more to say, by its own words."""
 CALLED = "called"
 """Attribute with the names that `relabelled` gave to a run's model and data."""
 
@@ -393,3 +400,38 @@ def run_caption(ds: xr.Dataset) -> str:
         f"{model_name(ds)} ({kind}), {places(ds)}; map: {run.map_description}{norm}; "
         f"data: {data}{together}; {exact_words(ds)}{state}"
     )
+
+
+def facts(ds: xr.Dataset) -> dict[str, Any]:
+    """Contents and settings of a run, by names in words; None where there is nothing to say."""
+    there, exact, entries = Contents.of(ds), ds["exact"], audit(ds)
+    said = dict.fromkeys(RECORDED) | {name: ds.attrs[name] for name in RECORDED if name in ds.attrs}
+    found = {
+        "called": model_name(ds),
+        "data": data_name(ds),
+        "map": ds.attrs["map_description"],
+        "norm": norm_words(ds),
+        "samples": there.samples,
+        "exact on samples": there.exact_samples,
+        "tokens at most": there.tokens,
+        "layers": list(there.layers),
+        "layers and heads": places(ds),
+        "exact from": float(exact.min()),
+        "exact to": float(exact.max()),
+        "not converged": there.norms - there.closed,
+        "below exact": {
+            name: one["violations"] for name, one in entries.items() if one["violations"]
+        },
+        "left out": list(ds.attrs.get("not_applicable", {})),
+        "state": state_words(ds),
+    }
+    return {name.replace("_", " "): value for name, value in (said | found).items()}
+
+
+def fact_words(value: Any) -> str:
+    """One of `facts` on one line; empty where there is nothing to say."""
+    if isinstance(value, dict):
+        value = [f"{key} {item}" for key, item in value.items()]
+    if isinstance(value, list | tuple) or value is None:
+        return plain(", ".join(map(str, value or ())))
+    return number(value, 4) if isinstance(value, float) and value >= 1e-2 else plain(str(value))

@@ -26,9 +26,8 @@ from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import load_checkpoint
-from lipbound.reporting.page.contents import BINS, SINGLE
 from lipbound.reporting.page.details import of_layer
-from lipbound.reporting.page.render import report
+from lipbound.reporting.page.render import BINS, SINGLE, report
 
 HOSTILE = "</script><img src=x onerror=alert(1)> {{7*7}} \" ' & \x1b\u202e"
 

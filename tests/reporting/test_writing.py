@@ -19,7 +19,7 @@ import lipbound as lb
 from lipbound import plots, tables
 from lipbound.cli import main
 from lipbound.errors import StoreError
-from lipbound.formatting.files import replacing
+from lipbound.formatting import replacing
 from lipbound.reporting import statistics
 from lipbound.reporting.plots import Sheet
 from lipbound.reporting.styles import Drawing, look
@@ -40,7 +40,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("lipbound.formatting.files.os.fsync", no_space)
+    monkeypatch.setattr("lipbound.formatting.os.fsync", no_space)
 
 
 @pytest.mark.filterwarnings("ignore:style")

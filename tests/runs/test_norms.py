@@ -16,9 +16,9 @@ from transformers import BertModel
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
-from lipbound.cli.describing import facts
 from lipbound.errors import AlteredRunError, LipboundError, StoreError
 from lipbound.models.loading import load_checkpoint
+from lipbound.reporting.labels import facts
 from lipbound.reporting.page.render import report
 from lipbound.runs import store
 from lipbound.runs.checksums import damage
@@ -296,7 +296,7 @@ def test_the_norm_is_said_wherever_the_map_is(
         )
         assert "both ends deterministic" in paragraph
         assert not any(word in paragraph for word in ("Lanczos", "probability", "seed"))
-    said = facts(ds, run)
+    said = facts(ds)
     assert said["norm"] == f"{norm} ({meaning})"
     assert (said["method"], said["delta"], said["seed"]) == (None, None, None)
     status, out, _ = call(capsys, monkeypatch, "info", run)

@@ -132,7 +132,7 @@ def test_a_report_has_details_of_the_layers_that_have_a_closed_form(
     run: tuple[Path, xr.Dataset], tmp_path: Path
 ) -> None:
     """Cross-attention has none, and no words stand beside tokens of several streams."""
-    from lipbound.reporting.page.contents import contents
+    from lipbound.reporting.page.render import contents
 
     path, _ = run
     data = ["the ferry", "a clock of the island"]

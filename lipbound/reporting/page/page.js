@@ -116,7 +116,7 @@
         panel(run, name, data, figure, place, range, axisName);
       });
       start += Math.ceil(part.names.length / across) * row + foot;
-      figure[axisName] = { colorscale: part.colors, cmin: range[0], cmax: range[1], colorbar: {
+      figure[axisName] = { colorscale: part.colors[0].toUpperCase() + part.colors.slice(1), cmin: range[0], cmax: range[1], colorbar: {
         orientation: "h", thickness: 10, len: 0.6, x: 0.5, xanchor: "center", y: 1 - (start - 34) / whole, yanchor: "top", outlinewidth: 0,
         tickfont: { size: 11 }, ...ticks(range[0], range[1], 6),
       } };
