@@ -340,12 +340,6 @@ def test_hostile_names_are_text(opened: Any, hostile: xr.Dataset) -> None:
         for scale in contents(
             hostile,
             "x",
-            reduce="geomean",
-            sample=0,
-            model=None,
-            data=None,
-            device="cpu",
-            wanted=False,
         )["scales"]
     ]
     mouse(browser, [name for names in shown for name in names].index("yudin"), 0, 0, click=True)

@@ -280,8 +280,8 @@ RUN_COMMANDS = {
     "table {mess}/run.zarr --bounds kim": "the run has no bound 'kim'; it has yudin, castin",
     "table {mess}/run.zarr --by head --reduce average": "unknown reduction 'average'; allowed are",
     **{
-        f"table {{mess}}/run.zarr --by layer --reduce {value}": f"--reduce is {value}; a quantile "
-        "lies between 0 and 1"
+        f"table {{mess}}/run.zarr --by layer --reduce {value}": f"unknown reduction {value}; "
+        "allowed are"
         for value in ("2.0", "-1.0", "nan")
     },
     "table {mess}/run.zarr --by head --values ratios": "unknown values 'ratios'; did you mean "
@@ -301,8 +301,8 @@ RUN_COMMANDS = {
     },
     "heatmap {mess}/run.zarr -o {tmp}/x.png --scale log": "unknown scale 'log'; allowed are",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --bounds ''": "--bounds is '', which names none",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "--reduce is 1.5; a quantile lies "
-    "between 0 and 1",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "unknown reduction 1.5; allowed are "
+    "geomean, max, mean, median, or a quantile between 0 and 1",
     "report {mess}/run.zarr -o {tmp}/x.pdf": "is not an .html file",
     "report {mess}/run.zarr -o {tmp}/x.html --sample 9": "--sample is 9; the run has samples 0 "
     "to 1",

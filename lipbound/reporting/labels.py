@@ -173,15 +173,13 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     used = {sign for sign, _ in reasons}
     lines = [f"{sign}: {meaning}" for sign, meaning in MEANING.items() if sign in used]
     lines += [f"{sign} {', '.join(names)}: {why}" for (sign, why), names in reasons.items()]
-    if lost := missing(ds, "exact"):
-        places = int(ds["exact"].notnull().sum()) + lost
-        lines.append(f"exact norms: none at {lost} of {places} places, which are not compared")
     empty: dict[str, list[str]] = {}
-    for name in kept:
+    for name in ("exact", *kept):
         if lost := missing(ds, name):
-            places = int(ds[compared_with(ds, name)].notnull().sum())
+            own = name == "exact"
+            places = lost * own + int(ds["exact" if own else compared_with(ds, name)].count())
             words = f"no value at {lost} of {places} places, which are not compared"
-            empty.setdefault(words, []).append(named(ds, name))
+            empty.setdefault(words, []).append("exact norms" if own else named(ds, name))
     lines += [f"{', '.join(names)}: {words}" for words, names in empty.items()]
     return lines if bounds is not None else lines + left_out(ds)
 
@@ -231,15 +229,6 @@ def norm_words(ds: xr.Dataset) -> str:
     return "Frobenius" if norm == "frobenius" else f"{norm} ({NORMS[norm]})"
 
 
-def stored_as(ds: xr.Dataset) -> str:
-    """Short words on the quantisation of a run's weights, and a comma.
-
-    Empty where they were not quantised, or where an earlier version made the run.
-    """
-    how = str(ds.attrs.get("quantization", "")).partition(" (")[0]
-    return f"{how}, " if how else ""
-
-
 def listed(numbers: Iterable[int]) -> str:
     """Whole numbers in short: neighbours as a range.
 
@@ -272,7 +261,7 @@ def over(
     return f" over {joined(there)}" if there else ""
 
 
-def places(ds: xr.Dataset, times: str = "x") -> str:
+def places(ds: xr.Dataset) -> str:
     """Layers and heads that are shown, and of how many.
 
     "6 layers x 12 heads", "layers 0 to 2 of 6 counted from 0, heads 3 and 4 of 12 counted from 0".
@@ -290,7 +279,7 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
         return f"{text}, {kept} counted from 0"
     heads = counted(most, "head") if least == most else f"{least} to {counted(most, 'head')}"
     each = "" if whole or len(layers) == 1 else " each"
-    return f"{text} {times} {heads}" if whole else f"{text}, {heads}{each}"
+    return f"{text} x {heads}" if whole else f"{text}, {heads}{each}"
 
 
 def samples_words(there: Contents) -> str:
@@ -391,7 +380,8 @@ def run_caption(ds: xr.Dataset) -> str:
     The norm is named where it is another than Frobenius, so that captions stay short.
     """
     run, there = RunInfo.of(ds), Contents.of(ds)
-    kind = f"{builtin_name(ds)}{run.architecture}, {stored_as(ds)}{run.revision[:15]}"
+    stored = f"{run.quantization.partition(' (')[0]}, " if run.quantization else ""
+    kind = f"{builtin_name(ds)}{run.architecture}, {stored}{run.revision[:15]}"
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""

@@ -159,27 +159,19 @@ def _tabular(table: Table, widths: Mapping[str, float], size: float) -> str:
     def measure(text: str) -> float:
         return size * extent(text)
 
-    kinds, headings, columns = [], [], []
+    shown, kinds, headings = table.shown[list(widths)].copy(), [], []
     for title, width in widths.items():
-        words, cells = title in table.words, [str(cell) for cell in table.shown[title]]
+        words = title in table.words
         lines, kind = [typeset(line) for line in folded(title, width, measure)], "rl"[words]
         stacked = "\\\\".join(lines)
         headings.append(stacked if len(lines) == 1 else f"\\shortstack[{kind}]{{{stacked}}}")
-        if words and any(measure(cell) > width for cell in cells):
+        if words and any(measure(cell) > width for cell in shown[title]):
             kind = f">{{\\raggedright\\arraybackslash\\hangindent=0.8em}}p{{{width:.1f}pt}}"
         kinds.append(kind)
-        columns.append([typeset(cell) if words else _numbers(cell) for cell in cells])
-    rows = [" & ".join(cells) for cells in zip(*columns, strict=True)]
-    lines = [
-        f"\\noindent\\begin{{tabular}}[b]{{@{{}}{''.join(kinds)}@{{}}}}",
-        "\\toprule",
-        " & ".join(headings) + " \\\\",
-        "\\midrule",
-        *(f"{row} \\\\" for row in rows),
-        "\\bottomrule",
-        "\\end{tabular}\\par",
-    ]
-    return "\n".join(lines)
+        shown[title] = shown[title].map(typeset if words else _numbers)
+    style = shown.set_axis(headings, axis=1).style.hide(axis="index")
+    text = style.to_latex(column_format=f"@{{}}{''.join(kinds)}@{{}}", hrules=True)
+    return f"\\noindent{text.replace('{tabular}', '{tabular}[b]', 1).rstrip()}\\par"
 
 
 def _numbers(text: str) -> str:

@@ -39,8 +39,7 @@ class Table:
             below.
         spare: titles of columns that may be left out, the first one first. Without any, columns
             that do not fit go on below.
-        instead: what to say in place of a column that is left out. meaning: what to say of a column
-            that is there.
+        meaning: what to say of columns that are there, by their titles.
     """
 
     numbers: pd.DataFrame
@@ -51,14 +50,12 @@ class Table:
     notes: list[str]
     keys: tuple[str, ...]
     spare: tuple[str, ...] = ()
-    instead: Mapping[str, str] = field(default_factory=dict)
     meaning: Mapping[str, str] = field(default_factory=dict)
 
     def remarks(self, left_out: Sequence[str] = ()) -> list[str]:
-        """Sentences on columns that are there, and in place of those that are left out."""
+        """Sentences on columns that are there."""
         there = [title for title in self.shown.columns if title not in left_out]
-        said = [text for title, text in self.meaning.items() if title in there]
-        return said + [self.instead[title] for title in left_out if self.instead.get(title)]
+        return [text for title, text in self.meaning.items() if title in there]
 
     def plain(self) -> Table:
         """The same table with cells and titles on one line, without control characters."""

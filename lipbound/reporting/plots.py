@@ -59,7 +59,6 @@ class Sheet:
 
     Attributes:
         counts: panels of each section; sections stand below one another.
-        labels: of all panels.
         layers: rows of a panel. columns: its columns.
         inches: width of the figure. points: size of its type.
         own_bars: every panel has a colour bar, rather than every section.
@@ -67,7 +66,6 @@ class Sheet:
     """
 
     counts: Sequence[int]
-    labels: Sequence[str]
     layers: int
     columns: int
     inches: float
@@ -97,10 +95,6 @@ class Sheet:
         right = 4.4 if self.beside and not self.own_bars else 0.0
         return (self.inches - (3.2 + right) * self.line) / across - around * self.line
 
-    def title(self, label: str, across: int) -> list[str]:
-        """A label in lines that are no wider than a panel."""
-        return folded(label, self.side(across), self.points)
-
     def natural(self, across: int) -> float:
         """Height of a panel whose cells are square, or nearly so, in inches."""
         shape = self.layers / self.columns
@@ -113,7 +107,8 @@ class Sheet:
 
     def fixed(self, across: int) -> float:
         """Height of all that is no panel, in inches: titles, numbers, colour bars, the caption."""
-        titles = 1.15 * (1 + max(len(self.title(label, across)) for label in self.labels)) + 0.6
+        folds = self.side(across) < 10 * self.line  # long labels, into two lines
+        titles = 1.15 * (3 if folds else 2) + 0.6
         below = len(self.counts) * (2.8 if self.beside else 6.4)
         below += 2.4 * sum(count > across and count % across > 0 for count in self.counts)
         words = self.words.count("\n") + 2 if self.caption else 0
@@ -218,7 +213,6 @@ def heatmaps(
         sheet, across = arrange(
             Sheet(
                 counts=counts,
-                labels=[_label(ds, name) for name in grids],
                 layers=ds.sizes["layer"],
                 columns=ds.sizes[statistics.across(ds)],
                 inches=inches,
@@ -257,7 +251,8 @@ def _draw(
         for k, ((name, scale), axes) in enumerate(zip(panels, block, strict=False)):
             picture = image(axes, grids[name], scale)
             _say_beyond(axes, grids[name], scale)
-            title = sheet.title(_label(ds, name), across) + beside.get(name, [])
+            title = folded(_label(ds, name), sheet.side(across), sheet.points)
+            title += beside.get(name, [])
             axes.set_title("\n".join(title), fontsize=sheet.points, pad=3, parse_math=False)
             lowest = k + across >= len(panels)
             _number_axes(axes, ds, left=k % across == 0, lowest=lowest, room=high / sheet.line)

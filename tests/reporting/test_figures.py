@@ -34,7 +34,7 @@ def sheet(
     own: bool = False,
     caption: str = "",
 ) -> Sheet:
-    return Sheet(counts, LABELS, *shape, *WIDTHS[width], own, caption)
+    return Sheet(counts, *shape, *WIDTHS[width], own, caption)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -55,8 +55,9 @@ def test_figures_fit_on_the_paper(width: str) -> None:
         total = found.fixed(across) + found.rows(across) * high
         assert total <= paper_height(found.inches, captioned=bool(caption)) + 1e-9
         assert 1 <= across <= max(counts)
-        lines = [line for label in LABELS for line in found.title(label, across)]
-        assert max(inches(line, found.points) for line in lines) <= found.side(across)
+        side = found.side(across)
+        lines = [line for label in LABELS for line in folded(label, side, found.points)]
+        assert max(inches(line, found.points) for line in lines) <= side
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -191,14 +191,14 @@ def test_who_stays_on_an_axis_of_ratios() -> None:
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 12), (1, 1), (2, 64), (1, 64)])
 def test_one_layer_is_a_strip(layers: int, heads: int) -> None:
-    sheet = Sheet((4,), ["Exact"], layers, heads, 7.1, 7.0)
+    sheet = Sheet((4,), layers, heads, 7.1, 7.0)
     assert sheet.natural(4) < 0.5 * sheet.side(4)
     assert not sheet.beside
     figure = plots.heatmap(made_up(layers=layers, heads=heads)).figure
     figure.draw_without_rendering()
     box = figure.axes[0].get_window_extent()
     assert box.height < 0.5 * box.width
-    square = Sheet((4,), ["Exact"], 12, 12, 7.1, 7.0)
+    square = Sheet((4,), 12, 12, 7.1, 7.0)
     assert square.natural(4) == square.side(4)
     assert square.beside
 

@@ -25,7 +25,7 @@ from lipbound.formatting import formula, plain, replacing
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.labels import model_name, relabelled
-from lipbound.reporting.page.details import RADII, SIDE, Details, details
+from lipbound.reporting.page.details import SIDE, Details, details
 from lipbound.reporting.scales import log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
@@ -34,35 +34,11 @@ from lipbound.runs.store import run_of
 from lipbound.schema import AXES, Contents, bounds_there, compared_with, norm_of
 
 HERE = Path(__file__).parent
-DIFFERENCES = (
-    (
-        "tokens_most",
-        "Lengths in tokens differ: at most {}",
-        "constants and bounds grow with the number of tokens, each at its own pace",
-    ),
-    ("map", "Maps differ: {}", "these are constants of different functions"),
-    (
-        "norm",
-        "Norms differ: {}",
-        "these are constants of different perturbations, which are not compared",
-    ),
-    ("samples", "Numbers of samples differ: {}", "ranges over samples widen with their number"),
-)
-"""What may differ between runs side by side: its name on pages, what is said of it, and why."""
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
 BINS = 40
-STEEPEST = {
-    "frobenius": "Moved: share of each token in the input direction that the head amplifies "
-    "most; changes: in the output it moves",
-    "every-token": "Every token moves by at most one, in the way that moves one output furthest. "
-    "Moved: share of each token; changes: the output",
-    "one-token": "One token moves by one, in the way that moves all outputs furthest. Moved: "
-    "which; changes: share of each output",
-}
-"""Meaning of the shares of tokens, by norm."""
-DIGITS = {"right": 3, "left": 3, "alone": 4, "reached": 4}
-"""Digits of `Details` by name, where six would be too many."""
+DetailsOrReason = tuple[list[Details | None] | None, list[str], str]
+LEFT_OUT: DetailsOrReason = (None, [], "they were left out when the report was made")
 
 
 def report(
@@ -117,14 +93,14 @@ def report(
     if details:
         # before minutes of work, and before an older page is replaced
         device = resolve_device(device)
-    options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data}
-    options |= {"device": device, "wanted": details, "balls": balls}
     pages = []
     for run in several:
-        found = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
-        ds = relabelled(found, _own(labels, found, several))
+        ds = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
+        ds = relabelled(ds, _own(labels, ds, several))
         title = model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem
-        pages.append(contents(ds, title, **options))
+        _check(ds, sample)
+        found = _details(ds, sample, model, data, device, balls) if details else LEFT_OUT
+        pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
     titles = [one["title"] for one in pages]
     for i, one in enumerate(pages):  # names that tell runs apart
         if titles.count(one["title"]) > 1:
@@ -163,19 +139,7 @@ def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
     files = {
         name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")
     }
-    return environment.get_template("page.html").render(
-        runs=pages, parts=parts, differences=_differences(pages), **files
-    )
-
-
-def _differences(pages: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each difference between runs side by side that moves their numbers."""
-    found = []
-    for key, what, why in DIFFERENCES:
-        if len({one[key] for one in pages}) > 1:
-            each = ", ".join(f"{one[key]} in {one['title']}" for one in pages)
-            found.append(f"{what.format(each)}; {why}.")
-    return found
+    return environment.get_template("page.html").render(runs=pages, parts=parts, **files)
 
 
 @cache
@@ -189,25 +153,11 @@ def _packed(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
 
 
-def contents(
-    ds: xr.Dataset,
-    title: str,
-    *,
-    reduce: str | float,
-    sample: int,
-    model: Any,
-    data: Any,
-    device: str,
-    wanted: bool,
-    balls: bool = False,
-) -> dict[str, Any]:
-    """Collect a run's numbers, words and details for a page as plain data.
-
-    ``wanted``: with details of single heads, which need its model and inputs again; ``balls``:
-    these with bounds over balls.
+def _check(ds: xr.Dataset, sample: int) -> None:
+    """Refuse a run without such a sample, or without bounds.
 
     Raises:
-        LipboundError: the run has no such sample, or no bounds.
+        LipboundError: it is one.
     """
     if not 0 <= sample < ds.sizes["sample"]:
         raise LipboundError(
@@ -218,18 +168,29 @@ def contents(
             "the run has no bounds, which a report is about; draw it with heatmaps, or compare "
             "it with some"
         )
-    found, tokens, reason = (
-        _details(ds, sample, model, data, device, balls)
-        if wanted
-        else (None, [], "they were left out when the report was made")
-    )
+
+
+def contents(
+    ds: xr.Dataset,
+    title: str,
+    *,
+    reduce: str | float = "geomean",
+    sample: int = 0,
+    details: DetailsOrReason = LEFT_OUT,
+) -> dict[str, Any]:
+    """Collect a run's numbers, words and details for a page as plain data.
+
+    ``details`` are those of its layers and the words of the sample's tokens, or None and why there
+    are none.
+    """
+    found, tokens, reason = details
     return {
         "title": plain(title),
         **_words(ds),
         **_values(ds, reduce),
         "sample": int(ds["sample"][sample]),
         "tokens": [plain(token) for token in tokens],
-        "details": None if found is None else [one and _plain(one) for one in found],
+        "details": None if found is None else [_of_layer(one) for one in found],
         "reason": reason,
         "side": SIDE,
     }
@@ -253,7 +214,7 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
         "left": list(ds.attrs.get("not_applicable", {})),
         "map": plain(ds.attrs["map_description"]),
         "norm": plain(labels.norm_words(ds)),
-        "steepest": STEEPEST[norm_of(ds)],
+        "norm_name": norm_of(ds),
         "statements": {name: plain(said[name]["statement"]) for name in names},
         "formulas": {
             name: plain(said[name].get("statement_latex", said[name]["statement"]))
@@ -310,9 +271,17 @@ def attention_bytes(found: Sequence[dict[str, Any] | None] | None) -> bytes:
     return b"".join(one.pop("attention") for one in found or [] if one)
 
 
+def _of_layer(one: Details | None) -> dict[str, Any] | None:
+    """`Details` as plain data, but for the attention maps, which stay bytes."""
+    if one is None:
+        return None
+    maps = {"attention": one.attention.tobytes(), "shape": list(one.attention.shape)}
+    return _plain({**one._asdict(), "attention": None}) | maps
+
+
 def _details(
     ds: xr.Dataset, sample: int, model: Any, data: Any, device: str, balls: bool
-) -> tuple[list[Details | None] | None, list[str], str]:
+) -> DetailsOrReason:
     """Details of all layers and the words of the sample's tokens; or None and the reason.
 
     There are no words where layers are of several streams of tokens.
@@ -347,23 +316,11 @@ def _same(stored: np.ndarray, norm: np.ndarray, tol: float) -> bool:
     return bool((np.isnan(stored) | near).all())
 
 
-def _plain(one: Details) -> dict[str, Any]:
-    """`Details` as plain data, but for the attention maps, which stay bytes."""
-    kept = ("stride", "softmax_norm", "right", "left", "alone", "reached", "parts", "bounds")
-    found = {name: _rounded(getattr(one, name), DIGITS.get(name, 6)) for name in kept}
-    found |= {"balls": None, "attention": one.attention.tobytes()}
-    found["shape"] = list(one.attention.shape)
-    if one.balls is not None:
-        length, upper = float(f"{one.balls.length:.3g}"), _numbers(one.balls.upper)
-        found["balls"] = {"length": length, "radii": RADII, "upper": upper}
-    return found
-
-
-def _rounded(value: Any, digits: int) -> Any:
+def _plain(value: Any) -> Any:
     """Arrays as lists of numbers, in dictionaries too."""
     if isinstance(value, dict):
-        return {name: _rounded(part, digits) for name, part in value.items()}
-    return _numbers(value, digits) if isinstance(value, np.ndarray) else value
+        return {name: _plain(part) for name, part in value.items()}
+    return _numbers(value) if isinstance(value, np.ndarray) else value
 
 
 def _nested(values: xr.DataArray) -> Any:
@@ -372,13 +329,13 @@ def _nested(values: xr.DataArray) -> Any:
     return _numbers(values.transpose(*(AXES if heads else ("layer", "sample"))).values)
 
 
-def _numbers(values: np.ndarray, digits: int = 6) -> Any:
+def _numbers(values: np.ndarray) -> Any:
     """Nested lists of rounded numbers; "inf" and null where JSON has no number."""
     if values.ndim:
-        return [_numbers(row, digits) for row in values]
+        return [_numbers(row) for row in values]
     x = float(values)
     if np.isfinite(x):
-        return float(f"{x:.{digits - 1}e}")
+        return float(f"{x:.5e}")
     return None if np.isnan(x) else "inf" if x > 0 else "-inf"
 
 
