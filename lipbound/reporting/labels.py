@@ -424,4 +424,6 @@ def fact_words(value: Any) -> str:
         value = [f"{key} {item}" for key, item in value.items()]
     if isinstance(value, list | tuple) or value is None:
         return plain(", ".join(map(str, value or ())))
-    return number(value, 4) if isinstance(value, float) and value >= 1e-2 else plain(str(value))
+    if isinstance(value, float):
+        return number(value, 4) if value >= 1e-2 else small(float(f"{value:.3g}"))
+    return plain(str(value))
