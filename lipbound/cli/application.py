@@ -59,7 +59,7 @@ class Command(TyperCommand):
         for param in self.params:
             times = sum(word.partition("=")[0] in param.opts for word in words)
             repeatable = getattr(param, "multiple", False) or getattr(param, "is_flag", False)
-            if times > 1 and not repeatable:
+            if times > 1 and not repeatable and not ctx.resilient_parsing:
                 kind = LISTS.get(param.name or "")
                 more = f", with its {kind} separated by commas" if kind else ""
                 raise LipboundError(

@@ -99,7 +99,8 @@ def report(
         ds = relabelled(ds, _own(labels, ds, several))
         title = model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem
         _check(ds, sample)
-        found = _details(ds, sample, model, data, device, balls) if details else LEFT_OUT
+        again: Any = {"model": model, "data": data, "device": device, "balls": balls}
+        found = details_or_reason(ds, sample, **again) if details else LEFT_OUT
         pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
     titles = [one["title"] for one in pages]
     for i, one in enumerate(pages):  # names that tell runs apart
@@ -279,8 +280,8 @@ def _of_layer(one: Details | None) -> dict[str, Any] | None:
     return _plain({**one._asdict(), "attention": None}) | maps
 
 
-def _details(
-    ds: xr.Dataset, sample: int, model: Any, data: Any, device: str, balls: bool
+def details_or_reason(
+    ds: xr.Dataset, sample: int, *, model: Any, data: Any, device: str, balls: bool = False
 ) -> DetailsOrReason:
     """Details of all layers and the words of the sample's tokens; or None and the reason.
 
