@@ -18,7 +18,7 @@ import torch
 import xarray as xr
 
 import lipbound as lb
-from lipbound.runs.dataset import versions
+from lipbound.devices import versions
 from lipbound.schema import NORMS
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {

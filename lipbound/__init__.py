@@ -77,69 +77,20 @@ _HOME = {
     "token_profile": "jacobians.token_norms.profile",
     "verify": "runs.verify",
 }
-_MODULES = {
-    "bounds": "bounds",
-    "plots": "reporting.plots",
-    "regularizers": "regularizers",
-    "tables": "reporting.tables",
-}
-_INSIDE = (
-    "analysis",
-    "attention",
-    "devices",
-    "errors",
-    "formatting",
-    "jacobians",
-    "linalg",
-    "models",
-    "reporting",
-    "runs",
-)
-__all__ = [
-    "Attention",
-    "HeadJacobian",
-    "LipboundError",
-    "ModuleAttention",
-    "Norm",
-    "Notice",
-    "TokenProfile",
-    "attack",
-    "attention_probabilities",
-    "bounds",
-    "capture",
-    "cite",
-    "compare",
-    "concat",
-    "cross_attention",
-    "load",
-    "load_checkpoint",
-    "network_norm",
-    "plots",
-    "prepare",
-    "radius_curve",
-    "regularizers",
-    "report",
-    "save",
-    "spectral_norm",
-    "sweep",
-    "tables",
-    "token_norm",
-    "token_profile",
-    "verify",
-]
+_MODULES = {"plots": "reporting.plots", "tables": "reporting.tables"}
+__all__ = sorted([*_HOME, *_MODULES, "bounds", "regularizers"])
 
 
 def __getattr__(name: str) -> Any:
-    """Public names on first use (PEP 562)."""
-    if name in _MODULES:
-        value = importlib.import_module(f"lipbound.{_MODULES[name]}")
-    elif name in _HOME:
-        value = getattr(importlib.import_module(f"lipbound.{_HOME[name]}"), name)
-    elif name in _INSIDE:
-        return importlib.import_module(f"lipbound.{name}")
-    else:
-        raise AttributeError(f"module 'lipbound' has no attribute {name!r}")
-    globals()[name] = value
+    """Public names on first use (PEP 562), and the folders of the package."""
+    home = f"lipbound.{_HOME.get(name, _MODULES.get(name, name))}"
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name != home:
+            raise
+        raise AttributeError(f"module 'lipbound' has no attribute {name!r}") from None
+    globals()[name] = value = getattr(module, name) if name in _HOME else module
     return value
 
 

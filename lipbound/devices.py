@@ -1,9 +1,10 @@
-"""Devices, dtypes, memory and threads to compute with."""
+"""Devices, dtypes, memory, threads and packages to compute with."""
 
+import importlib.metadata
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -12,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lipbound.errors import CheckpointError, LipboundError, UnknownNameError, shown
+from lipbound.errors import LipboundError, UnknownNameError, shown
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -21,26 +22,6 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """Dtypes that numbers are computed in, by name."""
 WEIGHTS = ("auto", "whole", "layers")
 """Places of a model's weights, as `lipbound.models.loading.load_checkpoint` explains them."""
-
-
-def check_weights(weights: object) -> str:
-    """Check an argument that says where weights are.
-
-    Args:
-        weights: what was given.
-
-    Returns:
-        One of `WEIGHTS`.
-
-    Raises:
-        CheckpointError: anything else.
-    """
-    if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise CheckpointError(
-            f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and "
-            "'layers' (on disk, read layer by layer)"
-        )
-    return weights
 
 
 def resolve_device(device: str | torch.device) -> str:
@@ -62,11 +43,10 @@ def resolve_device(device: str | torch.device) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        works = float(torch.ones(1, device=device)) == 1
-    except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError):
-        works = False
-    if not works:
-        raise LipboundError(f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'")
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError) as error:
+        what = f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'"
+        raise LipboundError(what) from error
     return device
 
 
@@ -98,19 +78,9 @@ def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> 
     >>> dtype_name("float32"), dtype_name(torch.float64)
     ('float32', 'float64')
     """
-    name: object = None
-    if isinstance(dtype, str | torch.dtype):
-        name = str(dtype)
-    elif isinstance(dtype, type):
-        name = dtype.__name__
-    elif hasattr(dtype, "itemsize"):  # a dtype of numpy
-        name = getattr(dtype, "name", None)
-    name = name.removeprefix("torch.") if isinstance(name, str) else None
+    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
     if name not in DTYPES:
-        raise error(
-            f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64' (half-precision "
-            "checkpoints are cast up)"
-        )
+        raise error(f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64'")
     return name
 
 
@@ -118,6 +88,24 @@ def device_name(device: str) -> str:
     """Return a device as provenance names it, with the name of the GPU."""
     gpu = device.startswith("cuda")
     return f"{device} ({torch.cuda.get_device_name(device)})" if gpu else device
+
+
+PACKAGES = (
+    *("lipbound", "torch", "transformers", "numpy"),
+    *("scipy", "xarray", "tokenizers", "datasets"),
+)
+"""Packages that the numbers of a run can depend on."""
+
+
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of packages, by default of those that numbers can depend on."""
+    found = dict.fromkeys(names, "not installed")
+    for name in found:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if "torch" in found:
+        found["torch"] = str(torch.__version__)  # with what it was built for
+    return found
 
 
 LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
@@ -149,10 +137,8 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
     """
     free = available(device)
     if needed > 0.9 * free:
-        raise LipboundError(
-            f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; "
-            f"{instead}"
-        )
+        sizes = f"about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
+        raise LipboundError(f"{what}, {sizes}; {instead}")
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
@@ -199,21 +185,13 @@ class Room:
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
-        self._views: dict[tuple[int, ...], Tensor] = {}
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
         """Return a tensor of a shape, arbitrary entries, dtype and device of ``like``."""
-        size, kept = math.prod(shape), self._kept
-        if (
-            kept is None
-            or kept.numel() < size
-            or (kept.dtype, kept.device) != (like.dtype, like.device)
-        ):
+        size, kept, kind = math.prod(shape), self._kept, (like.dtype, like.device)
+        if kept is None or kept.numel() < size or (kept.dtype, kept.device) != kind:
             kept = self._kept = like.new_empty(size)
-            self._views = {}
-        if shape not in self._views:
-            self._views[shape] = kept[:size].view(shape)
-        return self._views[shape]
+        return kept[:size].view(shape)
 
 
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:

@@ -294,8 +294,7 @@ def adapter_name(value: Any) -> str | None:
     if name:
         return str(value)
     raise LipboundError(
-        f"adapter is {shown(value)}; give the directory that PEFT wrote, its hub id, or 'none' "
-        "for the weights without one"
+        f"adapter is {shown(value)}; give the directory of PEFT, a hub id, or 'none'"
     )
 
 
@@ -323,9 +322,8 @@ def indices(name: str, value: Any) -> list[int]:
             return [whole(name, i) for i in value]
         return [whole(name, value)]
     except LipboundError as error:
-        raise LipboundError(
-            f"{name} is {shown(value)}; give numbers from 0, such as 3, or 0-3,7, or a list of them"
-        ) from error
+        what = f"{name} is {shown(value)}; give numbers from 0, such as 3, or 0-3,7, or a list"
+        raise LipboundError(what) from error
 
 
 def _span(text: str) -> range:  # the numbers of "3" or "0-3"
@@ -347,15 +345,10 @@ def check_layer(att: object, what: str) -> None:
         LipboundError: it is none.
     """
     if reason := getattr(att, "reason", ""):
-        raise LipboundError(
-            f"{what} needs a layer in closed form; this one is measured by automatic "
-            f"differentiation, of which there is spectral_norm alone: {reason}"
-        )
+        instead = "this one is measured by automatic differentiation, by spectral_norm alone"
+        raise LipboundError(f"{what} needs a layer in closed form; {instead}: {reason}")
     if not hasattr(att, "only") or not hasattr(att, "scoring"):
-        raise LipboundError(
-            f"{what} was given {shown(att)}; it takes one Attention, such as a layer of "
-            "lipbound.capture"
-        )
+        raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention (lb.capture)")
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ Needs neither torch nor numpy, so that commands start and stored runs are read q
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from types import UnionType
@@ -26,7 +26,6 @@ TOKEN_NORMS = ("every-token", "one-token")
 
 AXES = ("sample", "layer", "head")
 """Axes of every variable, in this order; runs of whole layers have no heads."""
-COORDINATES = (*AXES, "layer_name", "length")
 LAYER_WORDS = ("layer_name", "kind", "stream", "measured")
 """Coordinates of layers in words: the module, self- or cross-attention, which of its inputs is
 perturbed, and how its norms are found."""
@@ -94,7 +93,7 @@ class RunInfo:
         loaded: whether the model was an object in memory. commit: on the hub, where it is known.
         configuration: hash of the model's configuration.
         data, data_fingerprint, preprocessing: the inputs.
-        source: where model and data are found again (see `lipbound.runs.dataset.source`).
+        source: where model and data are found again (see `lipbound.runs.config.RunConfig.source`).
         bounds, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
         method, delta, seed: of exact norms that are found from random vectors.
         python, date, command: when and how.
@@ -103,7 +102,7 @@ class RunInfo:
         block: samples measured at a time. variants: what its attention has besides softmax.
         not_applicable: bounds left out, and why. notes: what is not as it was asked for.
         made: extent of the whole run. runs: attributes of each run that was put together.
-        settings_checksum: see `lipbound.runs.checksums`.
+        settings_checksum: see `lipbound.runs.dataset`.
     """
 
     lipbound: str
@@ -298,28 +297,27 @@ def repeated(ds: xr.Dataset) -> list[str]:
 def lacking_settings(ds: xr.Dataset) -> str:
     """Describe the first setting that is missing or of a wrong kind; empty where all are good."""
     attrs = ds.attrs
-    missing, wrong = _faults(RunInfo, attrs)
     drawn = DRAWN if attrs.get("norm") == "frobenius" else ()
-    missing += [name for name in (*drawn, "settings_checksum") if name not in attrs]
-    if missing:
-        return f"its setting {missing[0]!r} is missing"
-    wrong += [name for name, known in CHOICES.items() if attrs[name] not in known]
-    if wrong:
-        return f"its setting {wrong[0]!r} is {attrs[wrong[0]]!r}"
-    good = all(isinstance(one, dict) for one in attrs.get("runs", []))
+    if fault := _fault(RunInfo, attrs, (*drawn, "settings_checksum")):
+        return fault
+    wrong = [name for name, known in CHOICES.items() if attrs[name] not in known]
     return (
-        ""
-        if good and not any(_faults(Extent, attrs["made"]))
-        else ("the record of what it was made with is damaged")
+        f"its setting {wrong[0]!r} is {attrs[wrong[0]]!r}"
+        if wrong
+        else _fault(Extent, attrs["made"])
     )
 
 
-def _faults(kind: type, attrs: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Names of the fields without default that are missing, and of those of a wrong type."""
-    needed = [one.name for one in fields(kind) if one.default is one.default_factory is MISSING]
+def _fault(kind: type, said: Mapping[str, Any], needed: Collection[str] = ()) -> str:
+    """Describe the first field that is missing, though it has no default, or of a wrong type."""
     hints = _hints(kind)
-    wrong = [name for name in hints if name in attrs and not _is_a(attrs[name], hints[name])]
-    return [name for name in needed if name not in attrs], wrong
+    for one in fields(kind):
+        required = one.default is one.default_factory is MISSING or one.name in needed
+        if required and one.name not in said:
+            return f"its setting {one.name!r} is missing"
+        if one.name in said and not _is_a(said[one.name], hints[one.name]):
+            return f"its setting {one.name!r} is {said[one.name]!r}"
+    return ""
 
 
 _hints = cache(get_type_hints)
@@ -327,8 +325,8 @@ _hints = cache(get_type_hints)
 
 def _is_a(value: object, hint: Any) -> bool:
     """Tell whether a value is of a type; whole numbers are floats, too, truth values are not."""
-    kinds: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    stored: dict[Any, Any] = {float: (int, float), Extent: dict}
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    stored: dict[Any, Any] = {float: int | float, Extent: dict}
     return any(
         isinstance(value, stored.get(kind, get_origin(kind) or kind))
         and (kind is bool or not isinstance(value, bool))

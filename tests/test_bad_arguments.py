@@ -383,7 +383,7 @@ def test_runs_are_taken_by_path_and_in_part(run: xr.Dataset, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("axis", ["sample", "layer", "head"])
 def test_a_mean_over_an_axis_is_named(axis: str, run: xr.Dataset) -> None:
-    with pytest.raises(LipboundError, match=f"the run has no {axis}s any more, as after .mean"):
+    with pytest.raises(LipboundError, match=f"it has no {axis}s any more, as after .mean"):
         lb.tables.summary(run.mean(axis))
 
 

@@ -15,7 +15,7 @@ from lipbound.analysis.recipes.registry import RECIPES
 from lipbound.cli import application
 from lipbound.cli.application import _program
 from lipbound.devices import DTYPES, WEIGHTS
-from lipbound.errors import LipboundError, Notice
+from lipbound.errors import Notice
 from lipbound.jacobians.maps import MAPS
 from lipbound.reporting.statistics import REDUCTIONS
 from lipbound.runs.config import RunConfig
@@ -103,25 +103,16 @@ def test_without_a_command_the_help_is_shown_and_nothing_else(said) -> None:
     assert "compare" in out
 
 
-@pytest.mark.parametrize("memory", ["4", " 16", "0.5", "100000"])
-def test_memory_without_its_unit_is_refused(said, memory: str) -> None:
-    status, _, error = said("compare", "builtin:gpt2", "--memory", memory)
-    assert (
-        status,
-        f"which is {float(memory):g} bytes; give it with its unit, such as '{memory.strip()}GB'"
-        in error,
-    ) == (2, True)
-    with pytest.raises(LipboundError, match=r"memory is '.*', which is .* bytes"):
-        RunConfig("builtin:gpt2", memory=memory)
-
-
 def test_memory_with_a_unit_or_of_a_size_is_taken() -> None:
-    assert [RunConfig("m", memory=m).memory for m in ("4GB", "2000000", "4kB", 5, "1e9")] == [
+    assert [
+        RunConfig("m", memory=m).memory for m in ("4GB", "2000000", "4kB", 5, "1e9", " 16")
+    ] == [
         4e9,
         2e6,
         4e3,
         5.0,
         1e9,
+        16.0,
     ]
 
 
@@ -135,29 +126,22 @@ def test_a_few_bytes_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "command"),
+    "name",
     [
-        ("my run.csv", "lipbound table 'my run.zarr' --format csv"),
-        ("run.tex", "lipbound table run.zarr --format latex"),
-        ("run.PDF", "lipbound heatmap run.zarr -o heatmap.pdf"),
-        ("run.html", "lipbound report run.zarr -o report.html"),
-        ("run.json", "lipbound table run.zarr --json"),
-        ("run.bib", "lipbound cite run.zarr"),
-        ("run.jpeg", "lipbound heatmap run.zarr -o heatmap.jpeg"),
-        ("run.nc", "lb.save(lb.load('run.zarr'), 'run.nc') in Python"),
-        ("run.npz", "lb.load('run.zarr') in Python"),
+        *("my run.csv", "run.tex", "run.PDF", "run.html", "run.json", "run.bib", "run.jpeg"),
+        *("run.nc", "run.npz"),
     ],
 )
 def test_a_run_is_no_file_of_another_kind(
-    said, name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     status, _, error = said("compare", "builtin:gpt2", "--out", name)
     run = shlex.quote(str(Path(name).with_suffix(".zarr")))
     assert (status, error) == (
         2,
-        f"error: --out is {name!r}, and a run is a folder of its own kind; name it {run}, then: "
-        f"{command}",
+        f"error: --out is {name!r}, and a run is a folder of its own kind; name it {run}, from "
+        "which lipbound table, heatmap, report and cite make files",
     )
     assert not list(tmp_path.iterdir())
 
@@ -193,7 +177,7 @@ def test_a_folder_is_no_file(
 
 @pytest.mark.parametrize("layers", ["-1", [-1, 0]])
 def test_layers_from_the_end_are_told(layers: object) -> None:
-    with pytest.warns(Notice, match="layers below zero count from the end: layers? .*5.* measured"):
+    with pytest.warns(Notice, match="layers below zero count from the end: here .*5"):
         ds = lb.compare("builtin:gpt2", bounds="castin", layers=layers, **QUICK)
     assert 5 in ds["layer"].values
     assert any("layers below zero count from the end" in note for note in ds.attrs["notes"])
@@ -204,7 +188,7 @@ def test_layers_from_the_end_are_told(layers: object) -> None:
     [
         ("--device gpu", "device 'gpu' cannot be used here"),
         ("--dtype half", "--dtype is 'half'; allowed are 'float32' and 'float64'"),
-        ("--weights ram", "--weights is 'ram'; allowed are 'auto', 'whole'"),
+        ("--weights ram", "unknown weights 'ram'; allowed are auto, layers, whole"),
         ("--max-length 0", "--max-length is 0; it must be a whole number"),
         ("--max-length x", "--max-length must be a whole number, not 'x'"),
         ("--norm l2", "unknown norm 'l2'"),

@@ -19,13 +19,12 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer
-from lipbound.devices import device_name, resolve_device
+from lipbound.devices import device_name, resolve_device, versions
 from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.text import stream
-from lipbound.runs.dataset import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

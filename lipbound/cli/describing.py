@@ -80,7 +80,7 @@ def info(run: Path, *, json: bool = False) -> None:
         json: JSON, for programs.
     """
     from lipbound.reporting.labels import fact_words, facts
-    from lipbound.runs.checksums import damage
+    from lipbound.runs.dataset import damage
     from lipbound.runs.store import load
 
     ds = load(run, damaged="accept")

@@ -62,7 +62,7 @@ def blocks_in(out: Path) -> str:
         return f"{out} was there already, and nothing was written"
     if not partial.exists():
         return "nothing was measured yet"
-    done = sum(1 for mark in (partial / ".done" / "c").rglob("*") if mark.is_file())
+    done = sum(1 for _ in partial.glob("[!.]*.npz"))
     kept = f"{counted(done, 'measured block')}, of one layer each, kept in {partial}"
     return f"{kept}; the same command with --resume goes on from there"
 
@@ -154,7 +154,7 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         raise LipboundError(
             "--scheduler needs dask.distributed; pip install 'lipbound[distributed]'"
         ) from error
-    from lipbound.runs.execute import TRIMMING
+    from lipbound.runs.measure import TRIMMING
 
     with ExitStack() as opened:
         address: Any = scheduler

@@ -12,10 +12,11 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from transformers import PreTrainedModel
 
-from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
+from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
 from lipbound.errors import (
     CheckpointError,
     adapter_name,
+    choice,
     name_or_none,
     neighbours,
     shown,
@@ -89,7 +90,7 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    check_weights(weights)
+    choice("weights", weights, WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"

@@ -12,7 +12,7 @@ from lipbound.formatting import joined, plain, small
 from lipbound.reporting import labels as said
 from lipbound.reporting.labels import relabelled
 from lipbound.reporting.latex import typeset
-from lipbound.runs.checksums import edited
+from lipbound.runs.dataset import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
     Contents,

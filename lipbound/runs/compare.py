@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from lipbound.devices import in_own_modes, resolve_device
+from lipbound.devices import device_name, in_own_modes, resolve_device, versions
 from lipbound.errors import LipboundError, StoreError, flag
+from lipbound.jacobians.maps import MAPS, WHOLE
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import allocate, assemble, versions
-from lipbound.runs.execute import DaskExecutor, Executor, SerialExecutor, fill, progress_bar
-from lipbound.runs.partial_store import PartialRun, check_free, same_configuration
+from lipbound.runs.dataset import dataset, sealed
+from lipbound.runs.measure import check_client, measured_by, measured_here
+from lipbound.runs.partial_store import (
+    LayerResult,
+    PartialRun,
+    check_free,
+    same_configuration,
+)
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
-from lipbound.schema import norm_of
+from lipbound.schema import Extent, RunInfo, norm_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
+"""What a run says about its checkpoint, under the same names."""
 
 
 @in_own_modes
@@ -140,7 +154,8 @@ def compare(
 @in_own_modes
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
-    executor = SerialExecutor() if client is None else DaskExecutor(client, config)
+    if client is not None:
+        check_client(client, config)
     device = resolve_device(config.device)
     memory = memory_bytes(config.memory, device)
     target = config.target
@@ -151,43 +166,129 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     sources = open_sources(config, device)
     if finished is not None:
         return _finished(finished, identity(config, sources), config.chosen_layers)
-    planned = plan(config, sources, memory, executor.parts())
-    tables = allocate(planned)
-    with _partial_run(config, sources, planned, tables, executor) as partial:
-        done = planned.nothing_done() if partial is None else partial.done
-        with progress_bar(
-            progress, f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers)
-        ) as advance:
-            advance(planned.count(done))
-            lengths, error = fill(
-                tables,
-                executor.results(config, sources, planned, planned.blocks(done)),
-                partial,
-                advance,
-            )
-        ds = assemble(config, sources, planned, tables, lengths, error)
+    parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
+    planned = plan(config, sources, memory, parts)
+    spec, tables = planned.spec, planned.tables()
+    where = device if client is None else str(config.device)  # "auto" may be several on workers
+    with _partial_run(config, sources, planned, where) as kept:
+        blocks = planned.blocks(() if kept is None else kept.found)
+        results = (
+            measured_here(sources, spec, blocks)
+            if client is None
+            else measured_by(client, config, sources, spec, blocks)
+        )
+        if kept is not None:
+            results = kept.keeping(results)
+        title = f"{sources.checkpoint.name}: layers"
+        with _progress_bar(progress, title, planned.samples * len(planned.layers)) as advance:
+            lengths, error = _fill(tables, results, advance)
+        ds = _assembled(config, sources, planned, tables, lengths, error)
         if target is not None:
             _save(ds, target)
     return ds
 
 
 def _partial_run(
-    config: RunConfig,
-    sources: Sources,
-    planned: Plan,
-    tables: dict[str, np.ndarray],
-    executor: Executor,
+    config: RunConfig, sources: Sources, planned: Plan, device: str
 ) -> AbstractContextManager[PartialRun | None]:
     """Keep finished blocks while the run is computed, where it is saved at all."""
     if config.target is None:
         return nullcontext()
     asked = identity(config, sources) | {
         "layers": [layer.index for layer in planned.layers],
-        "device": executor.device(config, sources),
+        "device": device,
         "versions": versions(),
         "block": planned.block,
     }
-    return PartialRun(config.target, asked, tables, planned.block, resume=config.resume)
+    return PartialRun(config.target, asked)
+
+
+def _fill(
+    tables: dict[str, np.ndarray], results: Iterable[LayerResult], advance: Callable[[int], None]
+) -> tuple[np.ndarray, float]:
+    """Put results where they belong in the tables.
+
+    Args:
+        tables: (samples, layers, heads) each.
+        results: of layers at blocks of samples.
+        advance: is told how many samples were measured.
+
+    Returns:
+        Lengths of all samples, and the largest error of their captures.
+    """
+    lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
+    for one in results:
+        rows = slice(one.start, one.start + len(one.lengths))
+        for name, value in one.values.items():
+            tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
+        lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
+        error = max(error, one.error)
+        advance(len(one.lengths))
+    return lengths, error
+
+
+@contextmanager
+def _progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
+    """Show a progress bar over samples x layers.
+
+    Yields:
+        Function to call with the number of layers that were measured.
+    """
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    silent = not (show and (console.is_terminal or console.is_jupyter))
+    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda layers: bar.update(task, advance=layers)
+
+
+def _assembled(
+    config: RunConfig,
+    sources: Sources,
+    plan: Plan,
+    tables: dict[str, np.ndarray],
+    lengths: np.ndarray,
+    error: float,
+) -> xr.Dataset:
+    """Make the finished run of filled tables, lengths of inputs and the largest capture error."""
+    ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm)
+    if config.map in WHOLE:
+        ds = ds.isel(head=0, drop=True)
+    checkpoint, inputs = sources.checkpoint, sources.inputs
+    packages = versions()
+    heads = None if config.map in WHOLE else plan.shape[2]
+    numbers = [layer.index for layer in plan.layers]
+    info = RunInfo(
+        lipbound=packages["lipbound"],
+        model=checkpoint.name,
+        **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
+        architecture=type(checkpoint.model).__name__,
+        data=inputs.description,
+        data_fingerprint=inputs.fingerprint,
+        source=config.source,
+        preprocessing=inputs.preprocessing,
+        bounds=list(plan.spec.names),
+        map_description=MAPS[config.map],
+        **config.options("map", "norm", "tol", "dtype"),
+        **config.drawn,
+        device=device_name(sources.device),
+        versions=packages,
+        python=sys.version.split()[0],
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        samples=plan.samples,
+        exact_samples=plan.spec.exact_samples,
+        tokens=int(lengths.max()),
+        capture_error=error,
+        block=plan.block,
+        variants=sorted(plan.variants),
+        not_applicable=plan.not_applicable,
+        notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
+        made=Extent(
+            plan.samples, plan.spec.exact_samples, numbers, heads, model_layers=plan.model_layers
+        ),
+    )
+    return sealed(ds, info)
 
 
 def _save(ds: xr.Dataset, target: Path) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import xarray as xr
 
 from lipbound.errors import StoreError, shown
-from lipbound.runs.checksums import altered, damage, sealed
-from lipbound.runs.dataset import audited
+from lipbound.runs.dataset import damage, sealed
 from lipbound.runs.store import run_of
 from lipbound.schema import (
     AGREE,
@@ -63,7 +62,7 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
     # parts of one run are from one run
     origins = {str(part.attrs["settings_checksum"]): part.attrs for part in parts}
     ds = _filled(parts, samples, layers, list(origins))
-    return audited(sealed(ds, _together(ds, list(origins.values()))))
+    return sealed(ds, _together(ds, list(origins.values())))
 
 
 def split(ds: xr.Dataset) -> list[xr.Dataset]:
@@ -89,37 +88,22 @@ def split(ds: xr.Dataset) -> list[xr.Dataset]:
 def _check(part: xr.Dataset, number: int, first: xr.Dataset) -> None:
     """Refuse a run that is not as it was computed, or does not agree with the first one."""
     name = f"run {number + 1} of those given ({part.attrs['model']}, {part.attrs['data']})"
-    if altered(part) is None:
-        raise StoreError(
-            f"{name} has no checksums, so nothing tells whether it is as it was computed; compute "
-            "it again"
-        )
-    if lacks_variables(part):
-        raise StoreError(
-            f"{name} lacks variables that it was made with; give it whole, or a selection of "
-            "samples, layers or heads"
-        )
-    if what := damage(part):
-        raise StoreError(
-            f"{name} is damaged or was edited: {what}; put together runs that are as they were "
-            "computed"
-        )
+    left_out = "variables that it was made with were left out"
+    if what := left_out if lacks_variables(part) else damage(part):
+        raise StoreError(f"{name} is not as it was computed: {what}; give runs that are")
+    heads = min(len(_heads(part)), len(_heads(first)))  # layers may differ in how many they have
     mine, theirs = (
-        one.attrs | {"bounds": sorted(one.attrs["bounds"]), "variables": sorted(own(one))}
+        one.attrs
+        | {"bounds": sorted(one.attrs["bounds"]), "variables": sorted(own(one))}
+        | {"heads": _heads(one)[:heads]}
         for one in (part, first)
     )
-    for key in (*AGREE, "variables"):
+    for key in (*AGREE, "variables", "heads"):
         if mine.get(key) != theirs.get(key):
             raise StoreError(
                 f"the runs do not agree: {key} is {shown(theirs.get(key))} in the first and "
                 f"{shown(mine.get(key))} in {name}; put together what was measured alike"
             )
-    few, many = sorted((_heads(part), _heads(first)), key=len)
-    if many[: len(few)] != few:
-        raise StoreError(
-            f"the runs do not agree: heads are {shown(_heads(first))} in the first and "
-            f"{shown(_heads(part))} in {name}; select the same"
-        )
 
 
 def _heads(ds: xr.Dataset) -> list[int]:
@@ -145,8 +129,7 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
         for key, known in zip(_keys(part), with_exact(part).values.tolist(), strict=True):
             if exact.setdefault(key, known) != known:
                 raise StoreError(
-                    f"sample {key[1]} of {data} has exact norms in some of the runs only; take "
-                    "the same exact_samples"
+                    f"sample {key[1]} of {data} has exact norms in some of the runs alone"
                 )
             for layer in map(int, part["layer"].values):
                 if (other := owner.setdefault((key, layer), number)) != number:
@@ -156,13 +139,10 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
                     )
     samples = sorted(exact, key=lambda key: not exact[key])
     layers = sorted({layer for _, layer in owner})
-    data_of = {part.attrs["data_fingerprint"]: part.attrs["data"] for part in reversed(parts)}
     for key in samples:
         if missing := [str(layer) for layer in layers if (key, layer) not in owner]:
-            raise StoreError(
-                f"sample {key[1]} of {data_of[key[0]]} has no layer {', '.join(missing)}, which "
-                "other samples have; all need the same layers"
-            )
+            words = f"sample {key[1]} of the data {key[0]} has no layer {', '.join(missing)}"
+            raise StoreError(f"{words}, which other samples have; all need the same layers")
     return samples, layers
 
 
@@ -173,13 +153,15 @@ def _filled(
     first, heads = parts[0], max(map(_heads, parts), key=len)
     dims = first["exact"].dims
     shape = (len(samples), len(layers), *([len(heads)] if heads else []))
-    tables = {  # layers of fewer heads leave places empty
-        name: np.full(shape, np.nan if kind.kind == "f" else 0, dtype=kind)
-        for name, kind in ((name, first[name].dtype) for name in own(first))
-    }
+    tables = {}  # layers of fewer heads leave places empty
+    for name in own(first):
+        kind = first[name].dtype
+        tables[name] = np.full(shape, np.nan if kind.kind == "f" else 0, dtype=kind)
     run = np.zeros(shape[:2], dtype=np.int64)
     number, length = np.zeros((2, shape[0]), dtype=np.int64)
-    words = {name: np.full(len(layers), "", dtype=object) for name in _layer_words(first)}
+    words = {
+        name: np.full(len(layers), "", dtype=object) for name in LAYER_WORDS if name in first.coords
+    }
     row = {key: i for i, key in enumerate(samples)}
     for part in parts:
         rows = [row[key] for key in _keys(part)]
@@ -207,10 +189,6 @@ def _filled(
     return ds.set_coords(flags(ds))
 
 
-def _layer_words(ds: xr.Dataset) -> list[str]:
-    return [name for name in LAYER_WORDS if name in ds.variables]
-
-
 def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> RunInfo:
     """Put together what runs say: delta of all, the largest error, each text once."""
     first = runs[0]
@@ -223,18 +201,19 @@ def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> RunInfo:
     said |= {name: joined(str(run[name]) for run in runs) for name in JOINED}
     if first.get("delta") is not None:
         said["delta"] = min(1.0, sum(run["delta"] for run in runs))
-    samples, exact_samples = len(ds["sample"]), int(with_exact(ds).sum())
-    layers, heads = ds["layer"].values.tolist(), ds.sizes.get("head")
+    sizes, layers = ds.sizes, ds["layer"].values.tolist()
+    exact_samples, of_model = int(with_exact(ds).sum()), first["made"]["model_layers"]
+    made = Extent(sizes["sample"], exact_samples, layers, sizes.get("head"), of_model)
     return RunInfo(
         **said,
         source=None,
         map_description=first["map_description"],
         versions={name: joined(run["versions"].get(name, "") for run in runs) for name in packages},
-        samples=samples,
-        exact_samples=exact_samples,
+        samples=made.samples,
+        exact_samples=made.exact_samples,
         tokens=int(ds["length"].max()),
         capture_error=max(run["capture_error"] for run in runs),
         notes=list(dict.fromkeys(note for run in runs for note in run.get("notes", []))),
-        made=Extent(samples, exact_samples, layers, heads, first["made"]["model_layers"]),
+        made=made,
         runs=runs,
     )

@@ -6,10 +6,10 @@ loads nothing of size; what checks the options is imported where that happens.
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -22,7 +22,6 @@ from lipbound.errors import (
     choice,
     flag,
     indices,
-    is_number,
     name_or_none,
     real,
     sample_count,
@@ -37,25 +36,12 @@ if TYPE_CHECKING:
 
 TOL = "between 0 and 1 (relative width of the enclosures)"
 DELTA = "a probability between 0 and 1, or None for plain estimates without upper ends"
-EXPORTS = {
-    **dict.fromkeys(
-        (".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather"),
-        "lipbound table {run} --format csv",
-    ),
-    ".md": "lipbound table {run} --format markdown",
-    ".tex": "lipbound table {run} --format latex",
-    ".txt": "lipbound table {run} --format text",
-    **{
-        f".{kind}": f"lipbound heatmap {{run}} -o heatmap.{kind}"
-        for kind in ("pdf", "png", "svg", "jpg", "jpeg", "tif", "tiff", "webp", "eps", "ps", "pgf")
-    },
-    ".json": "lipbound table {run} --json",
-    ".html": "lipbound report {run} -o report.html",
-    ".bib": "lipbound cite {run}",
-    **dict.fromkeys((".nc", ".h5", ".hdf5"), "lb.save(lb.load('{run}'), 'run.nc') in Python"),
-    **dict.fromkeys((".npy", ".npz", ".pkl", ".pt"), "lb.load('{run}') in Python"),
-}
-"""Commands that make a file of such an ending from a run."""
+EXPORTS = (
+    *(".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather", ".md", ".tex", ".txt", ".json"),
+    *(".pdf", ".png", ".svg", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".eps", ".ps", ".pgf"),
+    *(".html", ".bib", ".nc", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pt"),
+)
+"""Endings of files that are made from a run, and are none."""
 LEAST_MEMORY = 1e6
 """Bytes that no unit need be written behind."""
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -150,9 +136,11 @@ class RunConfig:
 
     def _checked(self) -> dict[str, Any]:
         """The arguments in the types that everything behind relies on."""
-        from lipbound.devices import check_weights, dtype_name
+        from lipbound.devices import WEIGHTS, dtype_name
 
-        self._check_names()
+        check_run_name(self.out)
+        for name in ("split", "column", "revision", "gguf_file"):
+            name_or_none(name, getattr(self, name))
 
         def optional(name: str, check: Callable[..., Any], *args: Any, **limits: Any) -> Any:
             value = getattr(self, name)
@@ -167,28 +155,12 @@ class RunConfig:
             "layers": optional("layers", lambda *layers: tuple(indices(*layers))),
             "tol": real("tol", self.tol, TOL, above=0, below=1),
             "delta": optional("delta", real, DELTA, above=0, below=1),
-            "weights": check_weights(self.weights),
+            "weights": choice("weights", self.weights, WEIGHTS),
             "dtype": dtype_name(self.dtype),
             "resume": flag("resume", self.resume),
             "memory": _memory(self.memory),
             "adapter": adapter_name(self.adapter),
         }
-
-    def _check_names(self) -> None:
-        """Refuse empty names of model, data and what belongs to them, and names of other files."""
-        if isinstance(self.model, str | Path) and not str(self.model).strip():
-            raise LipboundError(
-                "model is empty; give a hub id, a checkpoint directory or a builtin such as "
-                "'builtin:minilm'"
-            )
-        if isinstance(self.data, str) and not self.data.strip():
-            raise LipboundError(
-                "data is empty; give a file, a folder, a hub dataset or a text, or leave it out "
-                "for the default"
-            )
-        check_run_name(self.out)
-        for name in ("split", "column", "revision", "gguf_file"):
-            name_or_none(name, getattr(self, name))
 
     def _checked_map(self) -> dict[str, Any]:
         """Bounds, map and norm, which go together."""
@@ -210,10 +182,9 @@ class RunConfig:
 
     def _check_deterministic(self) -> None:
         """Refuse options of random start vectors where nothing is random; delta is None then."""
-        if self.delta not in (None, RunConfig.delta):
-            refuse_drawn("delta", self.delta, self.norm)
-        if self.seed != RunConfig.seed:
-            refuse_drawn("seed", self.seed, self.norm)
+        for name in ("delta", "seed"):
+            if (value := getattr(self, name)) not in (None, getattr(RunConfig, name)):
+                refuse_drawn(name, value, self.norm)
         object.__setattr__(self, "delta", None)
 
     @classmethod
@@ -242,19 +213,14 @@ class RunConfig:
         info = RunInfo.of(ds)
         source = {"model": None, "data": False} | (info.source or {})
         if info.runs:
+            raise StoreError("runs put together cannot be computed again as one; give one of them")
+        lost = [f"a {info.architecture}", "model"] if model is None and info.loaded else []
+        if not lost and data is None and source["data"] is False:
+            lost = [f"data ({info.data})", "data"]
+        if lost:
             raise StoreError(
-                f"the run was put together from {len(info.runs)} runs, which cannot be computed "
-                "again as one; give one of them"
-            )
-        if model is None and info.loaded:
-            raise StoreError(
-                f"the run was made from a {info.architecture} in memory, which no name leads "
-                "back to; give it as model="
-            )
-        if data is None and source["data"] is False:
-            raise StoreError(
-                f"the run was made from data in memory ({info.data}), which no name leads back "
-                "to; give it as data="
+                f"the run was made from {lost[0]} in memory, which no name leads back to; give it "
+                f"as {lost[1]}="
             )
         recorded = source["model"] or info.model
         if model is None and info.commit is not None:
@@ -277,9 +243,21 @@ class RunConfig:
                 adapter=source.get("adapter") if named else None,
             )
         except LipboundError as error:
-            raise AlteredRunError(
-                f"the run's settings (attributes) were changed, no run can have them: {error}"
-            ) from error
+            what = "the run's settings (attributes) were changed, no run can have them"
+            raise AlteredRunError(f"{what}: {error}") from error
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Where model and data are found again, paths absolute.
+
+        ``model`` is None for one in memory; ``data`` is None for the default, False for objects in
+        memory.
+        """
+        found = self.options(*RECORDED_SOURCE, "gguf_file")
+        for name in ("model", "data", "tokenizer", "processor", "adapter"):
+            value = getattr(self, name)
+            found[name] = absolute(value) if isinstance(value, str | Path) else None
+        return found if found["data"] or self.data is None else found | {"data": False}
 
     @property
     def names(self) -> list[str]:
@@ -297,6 +275,10 @@ class RunConfig:
         """The settings `DRAWN`; none in norms whose ends are deterministic."""
         drawn = zip(DRAWN, ("lanczos", self.delta, self.seed), strict=True)
         return dict(drawn) if self.norm == "frobenius" else {}
+
+    def options(self, *names: str) -> dict[str, Any]:
+        """Some of the options, by their names."""
+        return {name: getattr(self, name) for name in names}
 
     @property
     def chosen_layers(self) -> tuple[int, ...] | None:
@@ -318,9 +300,24 @@ class RunConfig:
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
 
 
+READING = ("samples", "max_length", "split", "column", "shuffle")
+"""Options of `lipbound.models.inputs.prepare`."""
+LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor", "adapter")
+"""Options of `lipbound.load_checkpoint`, but for the device."""
 RECORDED = ("map", "norm", "samples", "exact_samples", "tol")
 RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""
+
+
+def absolute(name: str | Path) -> str:
+    """Resolve a path that is there, so that it leads to the same files from elsewhere.
+
+    Any other name, or text, stays as it is.
+    """
+    with suppress(OSError, ValueError, RuntimeError):
+        if name != "none" and (path := Path(name).expanduser()).exists():
+            return str(path.resolve())
+    return str(name)
 
 
 def check_run_name(out: Any, argument: str = "out") -> None:
@@ -328,15 +325,12 @@ def check_run_name(out: Any, argument: str = "out") -> None:
     if out is None:
         return
     if not isinstance(out, str | Path) or not str(out).strip():
-        raise LipboundError(
-            f"{argument} is {shown(out)}; give the name of a run that does not exist yet, such as "
-            "'run.zarr'"
-        )
-    if command := EXPORTS.get(Path(out).suffix.lower()):
+        raise LipboundError(f"{argument} is {shown(out)}; give the name of a run, as 'run.zarr'")
+    if Path(out).suffix.lower() in EXPORTS:
         run = shlex.quote(str(Path(out).with_suffix(".zarr")))
         raise LipboundError(
             f"{argument} is {shown(str(out))}, and a run is a folder of its own kind; name it "
-            f"{run}, then: {command.format(run=run)}"
+            f"{run}, from which lipbound table, heatmap, report and cite make files"
         )
 
 
@@ -359,21 +353,10 @@ def refuse_drawn(name: str, value: Any, norm: str) -> None:
 
 def _memory(memory: Any) -> str | float:
     """Read a size in bytes, or "auto"."""
-    if isinstance(memory, str) and memory == "auto":
-        return "auto"
-    size = memory
     if isinstance(memory, str):
-        text = memory.strip().lower()
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?)i?b?", text)
-        size = float(match[1]) * UNITS[match[2]] if match else None
-        unit = re.search("[a-z]", text.replace("e", ""))
-        if size is not None and 0 < size < LEAST_MEMORY and not unit:
-            raise LipboundError(
-                f"memory is {shown(memory)}, which is {size:g} bytes; give it with its unit, "
-                f"such as '{memory.strip()}GB', or 'auto'"
-            )
-    if isinstance(size, bool) or not is_number(size) or not 0 < float(size) < math.inf:
-        raise LipboundError(
-            f"memory is {shown(memory)}; give a size such as '4GB', a number of bytes, or 'auto'"
-        )
-    return float(size)
+        if memory == "auto":
+            return "auto"
+        size = r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?)i?b?"
+        if match := re.fullmatch(size, memory.strip().lower()):
+            memory = float(match[1]) * UNITS[match[2]]
+    return real("memory", memory, "a size such as '4GB', a number of bytes, or 'auto'", above=0)

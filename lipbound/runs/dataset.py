@@ -1,13 +1,15 @@
-"""A run's Dataset: empty tables, then the labelled variables with their provenance."""
+"""A run's Dataset: labelled, audited, sealed with hashes that tell whether it was changed since.
+
+Hashes guard against accidents (a value edited, a file damaged), not against somebody who computes
+them anew.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
-import shlex
-import sys
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+import hashlib
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,21 +17,27 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.bounds.registry import get
-from lipbound.devices import device_name
-from lipbound.jacobians.maps import MAPS, WHOLE
-from lipbound.runs.checksums import sealed
-from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import LayerInfo
-from lipbound.schema import AXES, LAYER_WORDS, Extent, RunInfo, sound
-
-if TYPE_CHECKING:
-    from lipbound.runs.plan import Plan, Sources
-
-PACKAGES = (
-    *("lipbound", "torch", "transformers", "numpy"),
-    *("scipy", "xarray", "tokenizers", "datasets"),
+from lipbound.schema import (
+    AXES,
+    CHECKSUM,
+    IDENTITY,
+    LAYER_WORDS,
+    RUN,
+    RUN_SAMPLE,
+    RunInfo,
+    flags,
+    lacks_variables,
+    own,
+    repeated,
 )
-"""Packages that the numbers of a run can depend on."""
+
+if TYPE_CHECKING:  # reading a run needs no torch
+    from lipbound.runs.measure import LayerInfo
+
+UNHASHED = ("block", "settings_checksum")
+HASHED = tuple(one.name for one in fields(RunInfo) if one.name not in UNHASHED)
+IF_THERE = ("norm", "variants", "not_applicable", "notes", "quantization", "configuration")
+"""Attributes that enter the hash of the settings only where they say something."""
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
     "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
@@ -39,90 +47,10 @@ LABELS = {
     ),
 }
 """Labels and long names of exact norms."""
-
-
-def allocate(plan: Plan) -> dict[str, np.ndarray]:
-    """Make the tables (samples, layers, heads) of a run, of NaN, 0 or False."""
-    spec, shape = plan.spec, plan.shape
-    l2 = any(get(name).exact == "exact_l2" for name in spec.names)
-    ends = ["exact", *["exact_upper"] * spec.encloses, *["exact_l2"] * l2]
-    tables = {name: np.full(shape, np.nan) for name in (*ends, *spec.names)}
-    tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
-    flags = ("exact_converged", *map(sound, spec.names))
-    return tables | {name: np.zeros(shape, dtype=bool) for name in flags}
-
-
-def assemble(
-    config: RunConfig,
-    sources: Sources,
-    plan: Plan,
-    tables: dict[str, np.ndarray],
-    lengths: np.ndarray,
-    error: float,
-) -> xr.Dataset:
-    """Make the finished run of filled tables, with provenance, checksums and audit.
-
-    Args:
-        config: what was asked for. sources: what it led to. plan: of the run.
-        tables: filled.
-        lengths: (samples,) tokens of the inputs.
-        error: the largest error of the captures.
-    """
-    ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm)
-    if config.map in WHOLE:
-        ds = ds.isel(head=0, drop=True)
-    checkpoint, inputs, capturer = sources.checkpoint, sources.inputs, sources.capturer
-    packages = versions()
-    made = Extent(
-        samples=plan.samples,
-        exact_samples=plan.spec.exact_samples,
-        layers=[layer.index for layer in plan.layers],
-        heads=None if config.map in WHOLE else plan.shape[2],
-        model_layers=plan.model_layers,
-    )
-    info = RunInfo(
-        lipbound=packages["lipbound"],
-        model=checkpoint.name,
-        revision=checkpoint.revision,
-        loaded=checkpoint.loaded,
-        commit=checkpoint.commit,
-        architecture=type(checkpoint.model).__name__,
-        data=inputs.description,
-        data_fingerprint=inputs.fingerprint,
-        source=source(config),
-        preprocessing=inputs.preprocessing,
-        bounds=list(plan.spec.names),
-        map=config.map,
-        map_description=MAPS[config.map],
-        norm=config.norm,
-        tol=config.tol,
-        **config.drawn,
-        dtype=config.dtype,
-        device=device_name(sources.device),
-        versions=packages,
-        python=sys.version.split()[0],
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        samples=plan.samples,
-        exact_samples=plan.spec.exact_samples,
-        tokens=int(lengths.max()),
-        capture_error=error,
-        block=plan.block,
-        variants=sorted(plan.variants),
-        not_applicable=plan.not_applicable,
-        notes=[*checkpoint.notes, *inputs.notes, *capturer.notes],
-        quantization=checkpoint.quantization,
-        configuration=checkpoint.configuration,
-        made=made,
-    )
-    return audited(sealed(ds, info))
-
-
-def audited(ds: xr.Dataset) -> xr.Dataset:
-    """Give a run its audit, and how often each bound is below the exact norm."""
-    found = audit(ds)
-    counts = {name: entry["violations"] for name, entry in found.items()}
-    return ds.assign_attrs(audit=found, violations=counts)
+OF_BOUND = (
+    *("label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"),
+)
+"""What a bound's variable says about it."""
 
 
 def dataset(
@@ -148,82 +76,137 @@ def dataset(
         head=np.arange(ds.sizes["head"]),
         length=("sample", lengths),
     )
-    ds = ds.assign_coords({word: ("layer", _words(layers, word)) for word in LAYER_WORDS})
+    ds = ds.assign_coords(
+        {
+            word: ("layer", np.array([getattr(one, word) for one in layers], dtype=object))
+            for word in LAYER_WORDS
+        }
+    )
     kind = "spectral" if norm == "frobenius" else norm
     for name, (label, long_name) in LABELS.items():
         if name in ds:
             ds[name].attrs = {"label": label, "long_name": long_name.format(norm=kind)}
     for name in names:
         bound = get(name)
-        ds[name].attrs = {
-            "label": bound.label,
-            "citation": bound.citation,
-            "statement": bound.statement,
-            "statement_latex": bound.statement_latex,
-            "source": bound.source,
-            "assumptions": bound.assumptions,
-            "compared_with": bound.exact,
-            "caveat": bound.caveat,
-        }
+        ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
+        ds[name].attrs["compared_with"] = bound.exact
     return ds.set_coords([name for name in tables if tables[name].dtype == bool])
 
 
-def _words(layers: Sequence[LayerInfo], word: str) -> np.ndarray:
-    """One of `LAYER_WORDS` of every layer."""
-    name = "name" if word == "layer_name" else word
-    return np.array([getattr(layer, name) for layer in layers], dtype=object)
+def sealed(ds: xr.Dataset, info: RunInfo) -> xr.Dataset:
+    """Give a finished run its attributes, audit, and checksums of settings and of every place.
 
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that numbers can depend on."""
-    return {name: package_version(name) for name in PACKAGES}
-
-
-def package_version(name: str) -> str:
-    """Version of a package; torch's with what it was built for, which metadata may leave out.
-
-    ``importlib.metadata.PackageNotFoundError`` is raised where it is not installed.
+    Args:
+        ds: its variables and coordinates.
+        info: what it says about itself; the names of its variables are filled in.
     """
-    if name != "torch":
-        return importlib.metadata.version(name)
-    import torch
+    ds = ds.assign_attrs(info.attributes())
+    said = json.dumps([ds.attrs.get(name) for name in IDENTITY])
+    identity = hashlib.sha256(said.encode()).hexdigest()
+    ds.attrs["made"] = asdict(replace(info.made, variables=own(ds), identity=identity))
+    ds.attrs["settings_checksum"] = settings_checksum(ds.attrs)
+    ds[CHECKSUM] = checksums(ds)
+    ds = ds.set_coords(flags(ds))
+    found = audit(ds)
+    counts = {name: entry["violations"] for name, entry in found.items()}
+    return ds.assign_attrs(audit=found, violations=counts)
 
-    return str(torch.__version__)
+
+def settings_checksum(attrs: Mapping[str, Any]) -> str:
+    """Hash (sha256) over what a run says about itself, whatever part of it is there."""
+    said = {name: attrs.get(name) for name in HASHED if name in attrs or name not in IF_THERE}
+    if said.get("norm") == "frobenius":
+        del said["norm"]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def source(config: RunConfig) -> dict[str, Any]:
-    """Record where model and data are found again, paths absolute.
+def settings_altered(ds: xr.Dataset) -> bool:
+    """Tell whether settings, of the run or of those put together, are not as they were recorded."""
+    return any(
+        settings_checksum(attrs) != attrs.get("settings_checksum")
+        for attrs in (ds.attrs, *ds.attrs.get("runs", []))
+    )
 
-    ``model`` is None for one in memory; ``data``, ``split``, ``column`` and ``max_length`` are what
-    `lipbound.models.inputs.prepare` was given: ``data`` None for the default, False for objects in
-    memory. The others are there where they were given.
+
+def checksums(ds: xr.Dataset) -> xr.DataArray:
+    """Four bytes of a hash over everything that stands at a place, int32, as ``exact``.
+
+    Over the values of all variables, the numbers of sample, layer and head, the layer's words
+    (`LAYER_WORDS`), the sample's length, and what decides the numbers of the run that it is from
+    (`IDENTITY`); so every part of a run can be checked, and places of other runs do not pass.
     """
-    data = config.data
-    named = isinstance(data, str | Path)
-    optional = {
-        "gguf_file": config.gguf_file,
-        "shuffle": config.shuffle,
-        **{
-            name: one if (one := getattr(config, name)) in (None, "none") else absolute(one)
-            for name in ("adapter", "tokenizer", "processor")
-        },
-    }
-    return {
-        "model": absolute(config.model) if isinstance(config.model, str | Path) else None,
-        "data": absolute(data) if named else None if data is None else False,
-        "split": config.split,
-        "column": config.column,
-        "max_length": config.max_length,
-    } | {name: value for name, value in optional.items() if value is not None}
+    dims = ds["exact"].dims
+    shape = tuple(ds.sizes[dim] for dim in dims)
+    names = sorted(own(ds))
+    sample = RUN_SAMPLE if RUN_SAMPLE in ds.variables else "sample"
+    numbers = (sample, "layer", "length", *(["head"] if "head" in dims else []))
+    columns = [_column(ds, name, dims) for name in (*names, *numbers)]
+    rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
+    run = ds[RUN].transpose("sample", "layer").values if RUN in ds.variables else 0
+    run = np.broadcast_to(run, shape[:2])
+    identities = [str(one["made"]["identity"]) for one in ds.attrs.get("runs", [ds.attrs])]
+    words = [ds[name].values for name in LAYER_WORDS if name in ds.variables]
+    of_layers = list(zip(*words, strict=True)) or [("",)] * shape[1]
+    values = np.zeros(shape, dtype=np.int32)
+    for s, layer in np.ndindex(*shape[:2]):
+        said = [identities[int(run[s, layer])], *map(str, of_layers[layer]), *names]
+        start = hashlib.blake2b(json.dumps(said).encode(), digest_size=4)
+        for place in np.ndindex(*shape[2:]):
+            digest = start.copy()
+            digest.update(rows[(s, layer, *place)].tobytes())
+            values[(s, layer, *place)] = int.from_bytes(digest.digest(), "little", signed=True)
+    long_name = "hash of what stood at this place when it was computed"
+    return xr.DataArray(values, dims=dims, attrs={"long_name": long_name})
 
 
-def absolute(name: str | Path) -> str:
-    """Resolve a path that is there, so that it leads to the same files from elsewhere.
+def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray:
+    """A variable at every place, as eight bytes.
 
-    Any other name, or text, stays as it is.
+    Neither its type on disk nor the kind of NaN or zero changes them.
     """
-    try:
-        path = Path(name).expanduser()
-        return str(path.resolve()) if path.exists() else str(name)
-    except (OSError, ValueError, RuntimeError):
-        return str(name)
+    sizes = {dim: ds.sizes[dim] for dim in dims}
+    if name not in ds.variables:
+        return np.zeros(list(sizes.values()), dtype=np.int64)
+    values = ds.variables[name].set_dims(sizes).transpose(*dims).values  # type: ignore[no-untyped-call]
+    if values.dtype.kind != "f":
+        return values.astype("<i8")
+    values = values.astype("<f8") + 0.0
+    return np.where(np.isnan(values), np.nan, values).view("<i8")
+
+
+def altered(ds: xr.Dataset) -> list[tuple[int, int]] | None:
+    """Positions (sample, layer) that are not as they were computed; None without checksums."""
+    if CHECKSUM not in ds.variables:
+        return None
+    wrong = checksums(ds) != ds[CHECKSUM].transpose(*ds["exact"].dims).variable
+    places = wrong.any([dim for dim in wrong.dims if dim not in AXES[:2]]).values
+    return [(int(s), int(layer)) for s, layer in np.argwhere(places)]
+
+
+def edited(ds: xr.Dataset) -> bool | None:
+    """Tell whether something is not as it was computed; None where variables were left out.
+
+    Parts of a run (``ds.isel(sample=[0])``) are as they were computed; arithmetic, and runs joined
+    by ``xarray.concat``, whose attributes are those of one of them, are not.
+    """
+    if settings_altered(ds) or CHECKSUM not in ds.variables or repeated(ds):
+        return True
+    return None if lacks_variables(ds) else bool(altered(ds))
+
+
+def damage(ds: xr.Dataset) -> str:
+    """Describe what is no longer as it was computed, as the end of a sentence; else empty."""
+    said = []
+    if settings_altered(ds):
+        said.append("its settings (attributes) are not those that were recorded")
+    if CHECKSUM not in ds.variables:
+        said.append("the checksums of its numbers are missing")
+    if places := altered(ds):
+        where = "every sample and layer"
+        if len(places) < ds.sizes["sample"] * ds.sizes["layer"]:
+            first = [
+                f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places
+            ]
+            where = ", ".join(first[:3]) + f" and {len(first) - 3} more" * (len(first) > 3)
+        said.append(f"its numbers at {where} are not those that were computed")
+    return " and ".join(said)

@@ -1,22 +1,33 @@
-"""Exact norms and bounds of every layer at a block of samples: the unit of work of a run."""
+"""Exact norms and bounds of every layer at blocks of samples, here or by workers of a cluster."""
+
+from __future__ import annotations
 
 import hashlib
 import itertools
+import os
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
-from lipbound.devices import side_by_side
-from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
+from lipbound.devices import resolve_device, side_by_side
+from lipbound.errors import (
+    CaptureError,
+    CheckpointError,
+    DifferentPositionsError,
+    LipboundError,
+    shown,
+    tell,
+)
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
@@ -24,11 +35,27 @@ from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.verification import one_sample
 from lipbound.models.given_layers import GivenCapturer, GivenLayers
+from lipbound.models.loading import load_checkpoint
+from lipbound.runs.config import LOADING, RunConfig
+from lipbound.runs.partial_store import LayerResult
 from lipbound.schema import CLOSED_FORM, INPUT, TOKEN_NORMS, sound
+
+if TYPE_CHECKING:
+    from lipbound.runs.plan import SampleBlock, Sources
 
 SMALL = 1024
 """Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's
 own threads busy."""
+
+TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
+"""Setting of dask for what its workers' allocators do with freed memory.
+
+By default they give all of it back to the system, and fresh memory costs more than the arithmetic
+on it; None leaves them as they are.
+"""
+
+_MEASURERS: dict[tuple[RunConfig, str, MeasurementSpec], Measurer] = {}
+_TURN = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -69,29 +96,13 @@ class LayerInfo:
     """A layer as one sample shows it, with its `lipbound.attention.variants.VARIANTS`."""
 
     index: int
-    name: str
+    layer_name: str
     heads: int
     tokens: int
     variants: frozenset[str]
     kind: str = "self"
     stream: str = INPUT
     measured: str = CLOSED_FORM
-
-
-class LayerResult(NamedTuple):
-    """One layer at one block of samples.
-
-    Attributes:
-        layer: its position among the chosen layers.
-        values: by name, (samples, heads) each.
-        lengths: (samples,) tokens of the inputs.
-        error: of the capture.
-    """
-
-    layer: int
-    values: dict[str, np.ndarray]
-    lengths: np.ndarray
-    error: float
 
 
 def capturer_of(
@@ -117,14 +128,12 @@ def capturer_of(
 
 def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
     """Describe the layers at some inputs."""
-    found = []
-    for layer in capturer.each(inputs):
-        att = layer.attention
-        words = described(att)
-        found.append(
-            LayerInfo(layer.index, layer.name, att.heads, att.tokens, att.variants, **words)
+    return [
+        LayerInfo(index, name, att.heads, att.tokens, att.variants, **described(att))
+        for index, name, att in (
+            (layer.index, layer.name, layer.attention) for layer in capturer.each(inputs)
         )
-    return found
+    ]
 
 
 class Measurer:
@@ -178,36 +187,41 @@ class Measurer:
             count = next(len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
             if attention.samples != windows * count:
                 raise CaptureError(
-                    f"layer {layer.name}: its attention has {attention.samples} samples where the "
-                    f"inputs have {count}: their first axis counts something else (codebooks, "
-                    "patches); lipbound.capture takes such inputs"
+                    f"layer {layer.name} has {attention.samples} samples where the inputs have "
+                    f"{count} on their first axis; lipbound.capture takes such inputs"
                 )
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
             lengths = lengths.reshape(-1, windows).sum(-1)
             seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
-            exact_count = spec.exact_samples - start
-            if isinstance(attention, ModuleAttention):
-                values = _automatic(attention, spec, seeds, exact_count)
-            else:
-                values = _measured(attention, spec, seeds, exact_count, windows)
+            values = _measured(attention, spec, seeds, spec.exact_samples - start, windows)
             del layer, attention  # frees P and what hangs on it
-            yield LayerResult(i, values, lengths, error)
+            yield LayerResult(start, i, values, lengths, error)
 
 
 def _joined(results: Sequence[LayerResult]) -> LayerResult:
     """Join the results of a layer at several samples, of which the first alone may be exact."""
-    values = {
-        name: np.concatenate([one.values[name] for one in results if name in one.values])
-        for name in results[0].values
-    }
+    values = _stacked([one.values for one in results])
     lengths = np.concatenate([one.lengths for one in results])
-    return LayerResult(results[0].layer, values, lengths, max(one.error for one in results))
+    return results[0]._replace(
+        values=values, lengths=lengths, error=max(one.error for one in results)
+    )
+
+
+def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Join tables of consecutive samples; exact norms may be missing from the last ones."""
+    return {
+        name: np.concatenate([part[name] for part in parts if name in part]) for name in parts[0]
+    }
 
 
 def _measured(
-    att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int, windows: int = 1
+    att: Any,
+    spec: MeasurementSpec,
+    seeds: list[int],
+    exact_count: int,
+    windows: int = 1,
 ) -> dict[str, np.ndarray]:
-    """Measure a block in parts side by side, as many as torch has threads.
+    """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
 
     The norm, and a bound, of a sample is the largest of those of its windows.
     """
@@ -217,62 +231,20 @@ def _measured(
         found = _measured(att, replace(spec, delta=delta), seeds, exact_count * windows)
         each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
         return {n: np.asarray(t.all(1) if t.dtype == bool else t.max(1)) for n, t in each.items()}
-    count = (
-        min(att.samples, torch.get_num_threads())
-        if att.device.type == "cpu" and att.tokens <= SMALL
-        else 1
-    )
-    if count == 1:
+    count = min(att.samples, torch.get_num_threads())
+    alone = isinstance(att, ModuleAttention) or att.device.type != "cpu" or att.tokens > SMALL
+    if alone or count == 1:
         return _measure(att, spec, seeds, exact_count)
     ends = [att.samples * i // count for i in range(count + 1)]
-    parts = side_by_side(
-        [
-            partial(_measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i)
-            for i, j in itertools.pairwise(ends)
-        ]
-    )
-    # exact norms may be missing from the last parts
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
-
-
-def _automatic(
-    att: ModuleAttention, spec: MeasurementSpec, seeds: list[int], exact_count: int
-) -> dict[str, np.ndarray]:
-    """Measure a layer through its module, (samples, heads) each; no bound says anything of it.
-
-    The norm of a sample is the largest of its windows, which do not see each other.
-
-    Raises:
-        LipboundError: the norm is not the Frobenius norm.
-    """
-    if spec.norm != "frobenius":
-        raise LipboundError(
-            f"norm {spec.norm!r} needs layers in closed form, and one is measured by automatic "
-            f"differentiation: {att.reason}; choose others by layers="
-        )
-    heads = 1 if spec.map in WHOLE else att.heads
-    nothing = np.full((len(seeds), heads), np.nan)
-    values = dict.fromkeys(spec.names, nothing)
-    values |= {sound(name): np.zeros(nothing.shape, dtype=bool) for name in spec.names}
-    count = min(exact_count, len(seeds))
-    if count <= 0:
-        return values
-    part = att if count == len(seeds) else att.select(slice(0, count * att.windows))
-    each = [seed + window for seed in seeds[:count] for window in range(att.windows)]
-    delta = spec.delta_of(count, heads)
-    norm = spectral_norm(part, map=spec.map, tol=spec.tol, delta=delta, seed=each)
-    shape = (count, att.windows, heads)
-    found = {"exact": norm.lower, "exact_upper": norm.upper, "exact_steps": norm.steps}
-    if not spec.encloses:
-        del found["exact_upper"]
-    values |= {name: t.reshape(shape).amax(1).cpu().numpy() for name, t in found.items()}
-    values["exact_converged"] = norm.converged.reshape(shape).all(1).cpu().numpy()
-    return values
+    parts = [
+        partial(_measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i)
+        for i, j in itertools.pairwise(ends)
+    ]
+    return _stacked(side_by_side(parts))
 
 
 def _measure(
-    att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int
+    att: Any, spec: MeasurementSpec, seeds: list[int], exact_count: int
 ) -> dict[str, np.ndarray]:
     """Measure one layer at one block of samples, (samples, heads) each.
 
@@ -280,36 +252,37 @@ def _measure(
     """
     values: dict[str, Any] = {}
     whole = spec.map in WHOLE
+    said = [name for name in spec.names if _covers(name, att)]
     for name in spec.names:
-        if not att.variants <= get(name).covers:  # such as published bounds at cross-attention
+        if name not in said:
             values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
             values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
-            continue
-        if spec.map == "head_out":
+        elif spec.map == "head_out":
             values[name], values[sound(name)] = with_output(att, name)
-            continue
-        holds = get(name).sound(att)
-        values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
-        values[sound(name)] = holds.all(-1) if whole else holds
+        else:
+            holds = get(name).sound(att)
+            values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
+            values[sound(name)] = holds.all(-1) if whole else holds
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
         norm = _exact(part, spec, seeds[:exact_count])
-        values |= {
-            "exact": norm.lower,
-            "exact_steps": norm.steps,
-            "exact_converged": norm.converged,
-        }
+        values["exact"], values["exact_steps"] = norm.lower, norm.steps
+        values["exact_converged"] = norm.converged
         if spec.encloses:
             values["exact_upper"] = norm.upper
-        bounds = map(get, spec.names)
-        if any(b.exact == "exact_l2" and att.variants <= b.covers for b in bounds):
+        if any(get(name).exact == "exact_l2" for name in said):
             l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
             values["exact_l2"] = l2.lower
     return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
 
 
-def _exact(att: Attention, spec: MeasurementSpec, seeds: list[int]) -> Norm:
+def _covers(name: str, att: Any) -> bool:
+    """Tell whether a bound says something of a layer; published ones do not of cross-attention."""
+    return not isinstance(att, ModuleAttention) and att.variants <= get(name).covers
+
+
+def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
     """Measure the exact norms of all samples of a layer."""
     if spec.norm in TOKEN_NORMS:
         return token_norm(att, spec.norm, map=spec.map, tol=spec.tol)
@@ -320,3 +293,134 @@ def _exact(att: Attention, spec: MeasurementSpec, seeds: list[int]) -> Norm:
 def _seed(seed: int, layer: int, sample: int) -> int:
     """Seed of a layer and sample, whatever block the sample is in."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")
+
+
+def work(
+    config: RunConfig,
+    revision: str,
+    spec: MeasurementSpec,
+    inputs: Mapping[str, Tensor],
+    start: int,
+    skip: Collection[int] = (),
+) -> list[LayerResult]:
+    """Run `Measurer.block` in a process of its own, which loads the checkpoint once.
+
+    Threads of one process take turns, since they share the model.
+
+    Args:
+        config: of the run, which says how the model is loaded, without its data.
+        revision: of the checkpoint that must be found.
+        spec: what is measured.
+        inputs: of the model, for the samples of the block.
+        start: number of the first of them.
+        skip: positions of layers that are measured already.
+
+    Returns:
+        Layer by layer.
+
+    Raises:
+        CheckpointError: the checkpoint found here is another one.
+    """
+    device, worker = resolve_device(config.device), (config, revision, spec)
+    with _TURN:
+        if worker not in _MEASURERS:
+            _MEASURERS.clear()
+            checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
+            if checkpoint.revision != revision:
+                found = f"{config.model} is {checkpoint.revision} on a worker"
+                raise CheckpointError(f"{found} but {revision} here; give all the same")
+            capturer = capturer_of(checkpoint.model, config.chosen_layers, spec.map)
+            _MEASURERS[worker] = Measurer(capturer, spec)
+        here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+        return list(_MEASURERS[worker].block(here, start, skip))
+
+
+def check_client(client: Any, config: RunConfig) -> None:
+    """Check that the workers of a client can load the model by its name.
+
+    Raises:
+        LipboundError: the model has no name, or the client is none.
+    """
+    if not isinstance(config.model, str | Path):
+        raise LipboundError("with a client, model must be a name that every worker can load")
+    if not hasattr(client, "submit") or not hasattr(client, "ncores"):
+        raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
+
+
+def measured_here(
+    sources: Sources, spec: MeasurementSpec, blocks: Sequence[SampleBlock]
+) -> Iterator[LayerResult]:
+    """Measure blocks in this process, on the model that is loaded already.
+
+    Args:
+        sources: model and inputs.
+        spec: what is measured.
+        blocks: of samples.
+
+    Yields:
+        Layer by layer.
+    """
+    measurer = Measurer(sources.capturer, spec)
+    for start, stop, skip in blocks:
+        yield from measurer.block(sources.inputs.block(start, stop, sources.device), start, skip)
+
+
+def measured_by(
+    client: Any,
+    config: RunConfig,
+    sources: Sources,
+    spec: MeasurementSpec,
+    blocks: Sequence[SampleBlock],
+) -> Iterator[LayerResult]:
+    """Have blocks measured by the workers of a dask.distributed client, which load the model.
+
+    Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is
+    given up).
+
+    Args:
+        client: of dask.
+        config: of the run.
+        sources: model, whose layers are let go, and inputs.
+        spec: what is measured.
+        blocks: of samples.
+
+    Yields:
+        Layer by layer, in the order in which blocks end.
+
+    Raises:
+        LipboundError: workers died again and again.
+    """
+    from dask.distributed import KilledWorker, as_completed
+
+    _tell_of_trimming(client)
+    sources.capturer.release()
+    alone = replace(config, data=None, out=None, resume=False)
+    worker = (alone, sources.checkpoint.revision, spec)
+    futures = [
+        client.submit(work, *worker, sources.inputs.block(a, b, "cpu"), a, skip, pure=False)
+        for a, b, skip in blocks
+    ]
+    try:
+        for future in as_completed(futures):
+            yield from future.result()
+            future.release()
+    except KilledWorker as error:
+        what = f"workers of the cluster died again and again ({error.args[0]})"
+        raise LipboundError(f"{what}; give them more memory, or a smaller memory=") from error
+    finally:
+        client.cancel(futures)
+
+
+def _tell_of_trimming(client: Any) -> None:
+    """Warn where workers have dask's own setting of `TRIMMING`."""
+    name = TRIMMING.rpartition(".")[2]
+    found = {
+        value
+        for value in client.run(os.environ.get, name).values()
+        if value is not None and value.isdigit() and int(value) < 2**20
+    }
+    if found:
+        tell(
+            f"workers free memory at once ({name}={min(found)}, dask's default), which can make "
+            f"them several times slower; set {{{TRIMMING!r}: None}} by dask.config.set before"
+        )

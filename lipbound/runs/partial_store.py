@@ -1,59 +1,62 @@
-"""Unfinished runs: Zarr stores filled block by block, that another process can take up."""
+"""Unfinished runs: folders filled block by block, that another process can take up."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-import zarr
 from filelock import FileLock, Timeout
 
 from lipbound.errors import StoreError, one_line, tell
 
-if TYPE_CHECKING:  # saying that a run is unfinished needs no torch
-    from lipbound.runs.measure import LayerResult
-
 PARTIAL = ".partial"
-LENGTH, ERROR, DONE = ".length", ".capture_error", ".done"
+CONFIGURATION = "configuration.json"
+START, LAYER, LENGTHS, ERROR, MARK = ".start", ".layer", ".lengths", ".capture_error", ".mark"
+"""Names in a file that are no variables of a run."""
+
+
+class LayerResult(NamedTuple):
+    """One layer at one block of samples.
+
+    Attributes:
+        start: number of the first sample.
+        layer: its position among the chosen layers.
+        values: by name, (samples, heads) each.
+        lengths: (samples,) tokens of the inputs.
+        error: of the capture.
+    """
+
+    start: int
+    layer: int
+    values: dict[str, np.ndarray]
+    lengths: np.ndarray
+    error: float
 
 
 def partial_path(path: Path) -> Path:
-    """Name the store of the unfinished run that will become ``path``."""
+    """Name the folder of the unfinished run that will become ``path``."""
     return path.with_name(path.name + PARTIAL)
 
 
 def _hold(path: Path) -> FileLock:
     """Take the lock of an unfinished run, which the system lets go when its process ends."""
-    lock = FileLock(partial_path(path) / ".lock")
+    folder = partial_path(path)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise StoreError(
-            f"another process is filling {path} at this moment; wait for it to end, or choose "
-            "another name"
-        ) from error
+        what = f"another process is filling {path} at this moment"
+        raise StoreError(f"{what}; wait for it to end, or choose another name") from error
     except OSError as error:
-        raise _unwritable(partial_path(path), error) from error
+        raise StoreError(f"{folder} cannot be written: {one_line(error)}") from error
     return lock
-
-
-def _unwritable(path: Path, error: OSError) -> StoreError:
-    """Describe a place that cannot be written to."""
-    return StoreError(f"{path} cannot be written: {error.strerror or error}")
-
-
-def unfinished(path: Path) -> StoreError:
-    """Describe a run that is there in part, and was not asked for."""
-    return StoreError(
-        f"{partial_path(path)} holds an unfinished run; continue it with resume (--resume), or "
-        "remove it first"
-    )
 
 
 def check_free(path: Path, *, resume: bool) -> None:
@@ -65,272 +68,144 @@ def check_free(path: Path, *, resume: bool) -> None:
     if partial_path(path).exists():
         _hold(path).release()
         if not resume:
-            raise unfinished(path)
+            what = f"{partial_path(path)} holds an unfinished run"
+            raise StoreError(f"{what}; continue it with resume (--resume), or remove it first")
 
 
 class PartialRun:
-    """Store of an unfinished run, held by one process at a time.
+    """Folder of an unfinished run, held by one process at a time.
 
-    A block's values are written first and its mark last, each file whole or not at all: what is
-    marked is there, and a process may be killed at any moment. The mark of a layer at a block is a
-    hash over everything that was written for it and over the configuration; what does not fit its
-    mark when a run is taken up counts as not measured.
+    Each layer at a block of samples is a file, which is there whole or not at all: a process may be
+    killed at any moment. It has a mark, a hash over its values and over the configuration; a file
+    that does not fit its mark when the run is taken up counts as not measured.
 
     Args:
         path: where the finished run will be.
         config: everything that decides its numbers, in JSON's types.
-        tables: empty arrays (samples, layers, heads) of the run; filled with what is there already,
-            and by `write`.
-        block: samples in a block.
-        resume: take up what is there; otherwise there must be nothing.
 
     Attributes:
-        done: (blocks, layers) bool: what was there already, and as it was written.
-        lengths: (samples,) tokens of the samples; 0 where no layer is measured yet.
-        error: the largest error of the captures.
+        found: what was there already.
 
     Raises:
-        StoreError: something is there and ``resume`` is not asked for; another process fills it; it
-            belongs to another configuration; it cannot be written.
+        StoreError: another process fills it; it belongs to another configuration; it cannot be
+            written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        config: Mapping[str, Any],
-        tables: Mapping[str, np.ndarray],
-        block: int,
-        *,
-        resume: bool,
-    ):
-        self._path, self._block, self._tables = partial_path(path), block, tables
-        count, layers = next(iter(tables.values())).shape[:2]
-        self.done = np.zeros((-(-count // block), layers), dtype=bool)
-        self.lengths, self.error = np.zeros(count, dtype=np.int64), 0.0
-        there = self._path.exists()
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
+    def __init__(self, path: Path, config: dict[str, Any]):
+        self._path, self._salt = partial_path(path), json.dumps(config, sort_keys=True)
         self._lock = _hold(path)
         try:
-            if there and not resume:
-                raise unfinished(path)
-            self._open(dict(config))
+            self.found = self._take_up(config)
         except BaseException:
             self._lock.release()
             raise
 
-    def _open(self, config: dict[str, Any]) -> None:
-        """Open the arrays, make those that are not there, and take up what is as it was written."""
-        self._arrays: dict[str, zarr.Array] = {}
-        self._salt = json.dumps(config, sort_keys=True).encode()
-        try:
-            stored = self._described(config)
-            lost: list[str] = []
-            for name, table in self._tables.items():
-                self._array_of(
-                    name, table.dtype, table.shape, (self._block, 1, table.shape[2]), lost
-                )
-            self._array_of(LENGTH, self.lengths.dtype, self.lengths.shape, (self._block,), lost)
-            self._array_of(ERROR, np.dtype(float), self.done.shape, (1, 1), lost)
-            self._array_of(DONE, np.dtype(np.int64), self.done.shape, (1, 1), lost)
-            damaged, marked = self._take_up()
-        except StoreError:
-            raise
-        except (OSError, ValueError) as error:
-            raise StoreError(
-                f"{self._path} cannot be used for an unfinished run: {one_line(error)}"
-            ) from error
-        if marked and not stored and not self.done.any():
-            raise StoreError(
-                f"the description of {self._path} is lost, and nothing in it fits this run; "
-                "remove it, or choose another name"
+    def _take_up(self, config: dict[str, Any]) -> list[LayerResult]:
+        """Read the files that fit their marks; those that do not are told."""
+        if stored := configuration(self._path):
+            same_configuration(self._path, stored, config)
+        files = sorted(self._path.glob("[!.]*.npz"))
+        found = [one for one in map(self._read, files) if one is not None]
+        if files and not stored and not found:
+            what = f"the description of {self._path} is lost"
+            raise StoreError(f"{what}, and nothing in it fits this run; choose another name")
+        if lost := len(files) - len(found):
+            tell(
+                f"{lost} of the {len(files)} measured blocks of one layer each in {self._path} "
+                f"{'is' if lost == 1 else 'are'} damaged, and measured again"
             )
-        self._group.attrs["config"] = config  # last: a store without it was never begun
-        if damaged or (stored and lost):
-            be = "is" if damaged == 1 else "are"
-            told = (
-                f"{damaged} of the {marked} measured blocks of one layer each in {self._path} {be} "
-                f"lost or damaged{', and measured again' if damaged else ''}"
-            )
-            if stored and lost:
-                what = f"the description of {', '.join(lost)} in {self._path}"
-                told = f"{what} was lost and is written anew; {told}"
-            tell(told)
+        self._put(CONFIGURATION, self._salt.encode())
+        return found
 
-    def _described(self, config: dict[str, Any]) -> bool:
-        """Open the group, and tell whether it says what run it is of, which must be this one."""
-        description = self._path / "zarr.json"
+    def _read(self, file: Path) -> LayerResult | None:
+        """Read a layer at a block; None where it is not as it was written."""
         try:
-            self._group = zarr.open_group(self._path, mode="a")
-        except Exception:  # no group's: what it holds shows whether it is of this run
-            description.unlink(missing_ok=True)
-            self._group = zarr.open_group(self._path, mode="a")
-        stored = self._group.attrs.get("config")
-        if not isinstance(stored, Mapping):
-            return False
-        same_configuration(self._path, dict(stored), config)
-        return True
+            with np.load(file) as stored:
+                parts = dict(stored)
+            if str(parts.pop(MARK)) != self._mark(parts):
+                return None
+        except Exception:  # whatever numpy makes of bytes that are not its own
+            return None
+        start, layer, error = (parts.pop(name).item() for name in (START, LAYER, ERROR))
+        lengths = parts.pop(LENGTHS)
+        return LayerResult(start, layer, parts, lengths, error)
 
-    def _array_of(
-        self,
-        name: str,
-        dtype: np.dtype,
-        shape: tuple[int, ...],
-        chunks: tuple[int, ...],
-        lost: list[str],
-    ) -> None:
-        """Open one of the arrays.
-
-        Where its description is gone, or is another's, it is written anew beside the values, which
-        are kept, and the name is added to ``lost``.
-        """
-        description = self._path / name / "zarr.json"
-        try:
-            array = self._group[name]
-        except Exception:  # whatever zarr makes of a description that is no longer one
-            array = None
-        said = (shape, chunks, dtype)
-        if not isinstance(array, zarr.Array) or (array.shape, array.chunks, array.dtype) != said:
-            lost.append(name)
-            description.unlink(missing_ok=True)
-            array = self._group.create_array(
-                name, shape=shape, chunks=chunks, dtype=dtype, fill_value=0
-            )
-        self._arrays[name] = array
-
-    def _take_up(self) -> tuple[int, int]:
-        """Fill the tables with what fits its mark.
-
-        Returns:
-            How many marked pairs of block and layer do not, and how many are marked.
-        """
-        found = {name: _values(array) for name, array in self._arrays.items()}
-        marks, readable = found.pop(DONE)
-        damaged = int((~readable).sum())
-        for block, layer in np.argwhere((marks != 0) & readable):
-            rows = slice(block * self._block, (block + 1) * self._block)
-            where: dict[str, Any] = dict.fromkeys(found, (rows, layer))
-            where |= {LENGTH: rows, ERROR: (block, layer)}
-            parts = {name: found[name][0][at] for name, at in where.items()}
-            whole = all(found[name][1][at].all() for name, at in where.items())
-            if not whole or self._mark(block, layer, parts) != marks[block, layer]:
-                damaged += 1
-                continue
-            self.done[block, layer] = True
-            for name in self._tables:
-                self._tables[name][rows, layer] = parts[name]
-            self.lengths[rows] = np.maximum(self.lengths[rows], parts[LENGTH])
-            self.error = max(self.error, float(parts[ERROR]))
-        return damaged, int((marks != 0).sum() + (~readable).sum())
-
-    def _mark(self, block: int, layer: int, parts: Mapping[str, np.ndarray]) -> int:
-        """Hash over what is stored of a layer at a block, over where, and of what run that is.
-
-        It is never 0, which means that nothing is stored.
-        """
-        digest = hashlib.blake2b(self._salt, digest_size=8)
-        digest.update(f"{block}/{layer}".encode())
+    def _mark(self, parts: Mapping[str, np.ndarray]) -> str:
+        """Hash over what is stored of a layer at a block, and over what run that is of."""
+        digest = hashlib.blake2b(self._salt.encode(), digest_size=16)
         for name in sorted(parts):
-            digest.update(name.encode())
+            digest.update(f"{name} {parts[name].dtype} {parts[name].shape}".encode())
             digest.update(np.ascontiguousarray(parts[name]).tobytes())
-        return int.from_bytes(digest.digest(), "little", signed=True) or 1
+        return digest.hexdigest()
 
-    def write(self, start: int, measured: LayerResult) -> None:
-        """Store one layer at a block from the tables, into which it was put.
+    def write(self, measured: LayerResult) -> None:
+        """Store one layer at a block.
 
         Args:
-            start: first sample of the block.
             measured: the layer.
 
         Raises:
             StoreError: it cannot be written.
         """
-        i, block = measured.layer, start // self._block
-        rows = slice(start, start + len(measured.lengths))
-        self.lengths[rows] = np.maximum(self.lengths[rows], measured.lengths)
-        self.error = max(self.error, measured.error)
-        parts: dict[str, np.ndarray] = {
-            name: table[rows, i] for name, table in self._tables.items()
-        }
-        parts |= {LENGTH: measured.lengths, ERROR: np.asarray(measured.error)}
+        parts: dict[str, Any] = {START: measured.start, LAYER: measured.layer}
+        parts |= measured.values | {LENGTHS: measured.lengths, ERROR: measured.error}
+        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in parts.items()}
+        arrays[MARK] = np.asarray(self._mark(arrays))
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        self._put(f"{measured.start}-{measured.layer}.npz", content.getvalue())
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all."""
+        unfinished = self._path / f".{name}"
         try:
-            for name in self._tables:
-                self._arrays[name][rows, i] = parts[name]
-            self._arrays[LENGTH][rows] = parts[LENGTH]
-            self._arrays[ERROR][block, i] = parts[ERROR]
-            self._arrays[DONE][block, i] = self._mark(block, i, parts)
+            unfinished.write_bytes(content)
+            unfinished.replace(self._path / name)
         except OSError as error:
-            raise StoreError(
-                f"{self._path} could not be written: {error.strerror or error}; run again with "
-                "resume once it can"
-            ) from error
+            what = f"{self._path} could not be written: {one_line(error)}"
+            raise StoreError(f"{what}; run again with resume once it can") from error
+
+    def keeping(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
+        """Store results as they come.
+
+        Yields:
+            What was there already, then the results.
+        """
+        yield from self.found
+        for measured in results:
+            self.write(measured)
+            yield measured
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        self.close(finished=failure is None)
-
-    def close(self, *, finished: bool) -> None:
-        """Let go of the store, and remove it where the run is ``finished`` and saved."""
+        """Let go of the folder, and remove it where the run is finished and saved."""
         self._lock.release()
-        if finished:
+        if failure is None:
             shutil.rmtree(self._path, ignore_errors=True)
 
 
-def _values(array: zarr.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Read an array, chunk by chunk where some cannot be, and tell where it could."""
+def configuration(folder: Path) -> dict[str, Any]:
+    """Read the configuration of an unfinished run; empty where it is lost."""
     try:
-        return np.asarray(array[...]), np.ones(array.shape, dtype=bool)
-    except Exception:  # whatever a codec makes of bytes that are not its own
-        values = np.zeros(array.shape, dtype=array.dtype)
-    readable = np.zeros(array.shape, dtype=bool)
-    counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
-    for index in np.ndindex(*counts):
-        chunks = zip(index, array.chunks, strict=True)
-        at = tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in chunks)
-        with suppress(Exception):
-            values[at] = array[at]
-            readable[at] = True
-    return values, readable
-
-
-def measured_blocks(path: Path) -> tuple[int, int]:
-    """Count measured blocks of one layer each, and all, in the unfinished run at ``path``.
-
-    Returns:
-        Both counts; (0, 0) where they are lost.
-    """
-    try:
-        marks, readable = _values(zarr.open_array(path / DONE, mode="r"))
-    except Exception:
-        return 0, 0
-    return int(((marks != 0) & readable).sum()), marks.size
-
-
-def stored_block(path: Path, *, default: int) -> int:
-    """Count the samples in a block of the unfinished run at ``path``; else ``default``."""
-    for name in (LENGTH, "exact"):
-        try:
-            return int(zarr.open_array(path / name, mode="r").chunks[0])
-        except Exception:  # never begun, or the description is lost
-            continue
-    return default
+        stored = json.loads((folder / CONFIGURATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:
     """Refuse a run that differs from what is asked for, naming the settings that do."""
-    pairs = {key: (stored.get(key), asked.get(key)) for key in {**stored, **asked}}
-    if different := {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}:
-        what = "; ".join(
-            f"{key} was {_said(then)} and is now {_said(now)}"
-            for key, (then, now) in different.items()
-        )
+    different = [
+        f"{key} was {_said(stored.get(key))} and is now {_said(asked.get(key))}"
+        for key in {**stored, **asked}
+        if stored.get(key) != asked.get(key)
+    ]
+    if different:
         raise StoreError(
-            f"{path} belongs to another configuration: {what}; use the same arguments, or "
-            "another name"
+            f"{path} belongs to another configuration: {'; '.join(different)}; use the same "
+            "arguments, or another name"
         )
 
 

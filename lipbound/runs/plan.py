@@ -1,7 +1,8 @@
 """Decisions before anything is computed: sources, bounds that apply, blocks, shares of delta."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +20,10 @@ from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
-from lipbound.runs.config import LEAST_MEMORY, RunConfig
+from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
-from lipbound.runs.partial_store import partial_path, stored_block
-from lipbound.schema import CLOSED_FORM, TOKEN_NORMS
+from lipbound.runs.partial_store import LayerResult, configuration, partial_path
+from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -66,28 +67,14 @@ def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
     """
     return load_checkpoint(
         config.model,
-        revision=config.revision,
-        dtype=config.dtype,
         device=device,
-        weights=config.weights,
-        gguf_file=config.gguf_file,
-        tokenizer=config.tokenizer,
-        processor=config.processor,
-        adapter=config.adapter,
+        **config.options(*LOADING),
     )
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
     """Prepare the inputs."""
-    inputs = prepare(
-        checkpoint,
-        config.data,
-        samples=config.samples,
-        max_length=config.max_length,
-        split=config.split,
-        column=config.column,
-        shuffle=config.shuffle,
-    )
+    inputs = prepare(checkpoint, config.data, **config.options(*READING))
     if config.exact_samples is not None and config.exact_samples > inputs.samples:
         inputs.notes.append(
             f"exact norms of {config.exact_samples} samples were asked for, and there are "
@@ -107,11 +94,8 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
         "data_fingerprint": inputs.fingerprint,
         "samples": inputs.samples,
         "bounds": config.names,
-        "map": config.map,
-        "norm": config.norm,
         "exact_samples": config.exact_count(inputs.samples),
-        "tol": config.tol,
-        "dtype": config.dtype,
+        **config.options("map", "norm", "tol", "dtype"),
         **{name: value for name, value in config.drawn.items() if name != "method"},
     }
 
@@ -150,32 +134,31 @@ class Plan:
         """Shape of the tables: samples, layers, heads (1 for maps of whole layers)."""
         return (self.samples, *norms_shape(self.layers, self.spec.map))
 
+    def tables(self) -> dict[str, np.ndarray]:
+        """Make the tables (samples, layers, heads) of a run, of NaN, 0 or False."""
+        spec, shape = self.spec, self.shape
+        l2 = any(get(name).exact == "exact_l2" for name in spec.names)
+        ends = ["exact", *["exact_upper"] * spec.encloses, *["exact_l2"] * l2]
+        tables = {name: np.full(shape, np.nan) for name in (*ends, *spec.names)}
+        tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
+        flags = ("exact_converged", *map(sound, spec.names))
+        return tables | {name: np.zeros(shape, dtype=bool) for name in flags}
+
     @property
     def variants(self) -> frozenset[str]:
         """Those of `lipbound.attention.variants.VARIANTS` that the layers have."""
         return all_variants(self.layers)
 
-    def blocks(self, done: np.ndarray) -> list[SampleBlock]:
-        """List the blocks with layers not measured yet; ``done`` is (blocks, layers) bool."""
+    def blocks(self, found: Iterable[LayerResult]) -> list[SampleBlock]:
+        """List the blocks with layers that are not found."""
+        done: defaultdict[int, set[int]] = defaultdict(set)
+        for one in found:
+            done[one.start].add(one.layer)
         return [
-            SampleBlock(start, stop, frozenset(np.flatnonzero(row).tolist()))
-            for (start, stop), row in zip(self._extents(), done, strict=True)
-            if not row.all()
+            SampleBlock(start, min(self.samples, start + self.block), frozenset(done[start]))
+            for start in range(0, self.samples, self.block)
+            if len(done[start]) < len(self.layers)
         ]
-
-    def _extents(self) -> list[tuple[int, int]]:
-        """Start and end of every block."""
-        starts = range(0, self.samples, self.block)
-        return [(start, min(self.samples, start + self.block)) for start in starts]
-
-    def nothing_done(self) -> np.ndarray:
-        """(blocks, layers) bool, all False."""
-        return np.zeros((len(self._extents()), len(self.layers)), dtype=bool)
-
-    def count(self, done: np.ndarray) -> int:
-        """Count the pairs of sample and layer that are measured already."""
-        pairs = zip(self._extents(), done, strict=True)
-        return int(sum((stop - start) * row.sum() for (start, stop), row in pairs))
 
 
 def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
@@ -197,18 +180,14 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     for sample in telling_samples(sources.inputs.batch):
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
-        measured = (
-            f"layers {', '.join(str(one.index) for one in layers)} are"
-            if len(layers) > 1
-            else f"layer {layers[0].index} is"
-        )
-        sources.inputs.notes.append(f"layers below zero count from the end: {measured} measured")
+        measured = ", ".join(str(one.index) for one in layers)
+        sources.inputs.notes.append(f"layers below zero count from the end: here {measured}")
         tell(sources.inputs.notes[-1])
     check_norm(config.norm, layers)
     names, not_applicable = about(config.names, layers, everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits
-        block = stored_block(partial_path(config.target), default=block)
+        block = configuration(partial_path(config.target)).get("block", block)
     spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
@@ -221,17 +200,14 @@ def check_norm(norm: str, layers: Sequence[LayerInfo]) -> None:
     Raises:
         LipboundError: one has not.
     """
-    if norm not in TOKEN_NORMS:
-        return
-    for layer in layers:
+    for layer in layers if norm in TOKEN_NORMS else ():
         without = layer.variants - set(WITH_TOKEN_NORMS)
-        if layer.measured == CLOSED_FORM and not without:
-            continue
-        what = titles(without) or "layers that are measured by automatic differentiation"
-        raise LipboundError(
-            f"norm {norm!r} does not cover {what}, such as layer {layer.index} ({layer.name}); "
-            "choose others by layers=, or take norm='frobenius'"
-        )
+        if layer.measured != CLOSED_FORM or without:
+            what = titles(without) or "layers that are measured by automatic differentiation"
+            raise LipboundError(
+                f"norm {norm!r} does not cover {what}, such as layer {layer.index} "
+                f"({layer.layer_name}); choose others by layers=, or take norm='frobenius'"
+            )
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
@@ -276,33 +252,23 @@ def about(
     Raises:
         LipboundError: when one of the others was asked for by name.
     """
-    layers = [layer for layer in layers if layer.measured == CLOSED_FORM]
-    if not layers:
-        silent = dict.fromkeys(names, "does not cover layers without a closed form")
-        if names and not everything:
-            raise LipboundError(
-                f"bound {names[0]!r} needs layers in closed form, and all of these are measured by "
-                "automatic differentiation; take bounds='none'"
-            )
-        return [], silent
-    variants = all_variants(layers)
-    silent = {}
+    closed = [layer for layer in layers if layer.measured == CLOSED_FORM]
+    variants, silent = all_variants(closed), {}
     for name in names:
-        if other := variants - get(name).covers:
+        bound = get(name)
+        if not closed:
+            silent[name] = "does not cover layers without a closed form"
+        elif other := variants - bound.covers:
             silent[name] = "does not cover " + titles(other)
         else:
-            said = (get(name).too_long(one.tokens, one.heads, one.variants) for one in layers)
+            said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
             if why := next(filter(None, said), None):
                 silent[name] = why
     if silent and not everything:
-        name, why_not = next(iter(silent.items()))
-        if not variants <= get(name).covers:
-            fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers]
-            why_not += (
-                ", which this model has; leave it out, or take bounds='default' or some "
-                f"of {', '.join(fitting)}"
-            )
-        raise LipboundError(f"bound {name!r} {why_not}")
+        name, why = next(iter(silent.items()))
+        fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers and closed]
+        instead = f", or take some of {', '.join(fitting)}" if fitting else ""
+        raise LipboundError(f"bound {name!r} {why}; leave it out{instead}")
     return [name for name in names if name not in silent], silent
 
 
@@ -319,7 +285,7 @@ def memory_bytes(memory: str | float, device: str) -> float:
         return min(BLOCK_BYTES, quarter) if device == "cpu" else quarter
     if float(memory) < LEAST_MEMORY:
         tell(
-            f"memory is {float(memory):g} byte{'s' * (memory != 1)}, so that samples are "
-            "measured one at a time; write '4GB' for gigabytes"
+            f"memory is {float(memory):g} bytes, so that samples are measured one at a time; write "
+            "'4GB' for gigabytes"
         )
     return float(memory)

@@ -5,15 +5,14 @@ import os
 import shlex
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import xarray as xr
-import zarr
 
 from lipbound.errors import (
     AlteredRunError,
@@ -24,9 +23,9 @@ from lipbound.errors import (
     shown,
     warn,
 )
-from lipbound.runs.checksums import again, damage
 from lipbound.runs.config import check_run_name
-from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
+from lipbound.runs.dataset import damage
+from lipbound.runs.partial_store import PARTIAL, partial_path
 from lipbound.schema import (
     AXES,
     LAYER_WORDS,
@@ -55,9 +54,7 @@ def check_target(path: str | Path) -> Path:
     """
     path = Path(path).expanduser()
     if path.name.endswith(PARTIAL):
-        raise StoreError(
-            f"{path} is named as unfinished runs are; choose a name that does not end in {PARTIAL}"
-        )
+        raise StoreError(f"choose a name that does not end in {PARTIAL}, as {path} does")
     if path.exists():
         raise StoreError(f"{path} exists already; choose another name, or remove it first")
     try:
@@ -65,7 +62,7 @@ def check_target(path: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise StoreError(f"{path} cannot be written: {one_line(error)}") from error
     return path
 
 
@@ -89,65 +86,49 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
         LipboundError: its name is that of a file of another kind, such as ``run.csv``.
     """
     if not isinstance(ds, xr.Dataset):
-        raise StoreError(
-            f"a run is wanted, not {shown(ds)}; give the Dataset of lipbound.compare or "
-            "lipbound.load"
-        )
+        raise _no_dataset(ds)
     if "bounds" in ds.attrs and (lacking := lacking_variables(ds)):
-        raise StoreError(
-            f"the Dataset could not be loaded as a run again: {lacking}; keep the run's axes and "
-            "variables, or save it with its own to_zarr"
-        )
+        raise StoreError(f"{lacking}; keep the run's axes and variables, or save it by to_zarr")
     path = check_target(path)
     if path.suffix != NETCDF:
         check_run_name(path, "path")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.suffix == NETCDF:
-            _plain_attributes(ds).to_netcdf(unfinished)
+            _with_attributes(ds, _for_netcdf).to_netcdf(unfinished)
         else:
             ds.to_zarr(unfinished, mode="w", consolidated=False)
         unfinished.rename(path)
     except OSError as error:
-        _remove(unfinished)
-        raise StoreError(f"{path} could not be written: {error.strerror or error}") from error
-    except BaseException:  # interrupted; what it is made of is still there
-        _remove(unfinished)
-        raise
+        raise StoreError(f"{path} could not be written: {one_line(error)}") from error
+    finally:  # what is left where it failed or was interrupted, a store or a file
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
     return path
 
 
-def _remove(path: Path) -> None:
-    """Delete a store, a file, or nothing."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _with_attributes(ds: xr.Dataset, change: Callable[[Any], Any]) -> xr.Dataset:
+    """Copy a Dataset with the values of all attributes, also of its variables, changed."""
+    ds = ds.copy()
+    holders: list[Any] = [ds, *ds.variables.values()]
+    for one in holders:
+        one.attrs = {name: change(value) for name, value in one.attrs.items()}
+    return ds
 
 
-def _plain_attributes(ds: xr.Dataset) -> xr.Dataset:
-    """Copy a Dataset with attributes that netCDF can hold; a word before them marks JSON."""
-    plain = ds.copy()
-    for attrs in _attributes(plain):
-        for name, value in attrs.items():
-            if not isinstance(value, str | int | float) or isinstance(value, bool):
-                attrs[name] = JSON + json.dumps(value)
-    return plain
+def _for_netcdf(value: Any) -> Any:
+    """Write a value that netCDF cannot hold as JSON, marked by a word before it."""
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return value if plain else JSON + json.dumps(value)
 
 
-def _own_attributes(ds: xr.Dataset) -> None:
-    """Undo `_plain_attributes`, and the types of numbers that netCDF gives."""
-    for attrs in _attributes(ds):
-        for name, value in attrs.items():
-            if isinstance(value, str) and value.startswith(JSON):
-                attrs[name] = json.loads(value.removeprefix(JSON))
-            elif isinstance(value, np.generic):
-                attrs[name] = value.item()
-
-
-def _attributes(ds: xr.Dataset) -> list[dict[Any, Any]]:
-    """Attributes of a Dataset, and of each of its variables."""
-    return [ds.attrs, *(variable.attrs for variable in ds.variables.values())]
+def _from_netcdf(value: Any) -> Any:
+    """Undo `_for_netcdf`, and the types of numbers that netCDF gives."""
+    if isinstance(value, str) and value.startswith(JSON):
+        return json.loads(value.removeprefix(JSON))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
@@ -170,27 +151,16 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
     choice("damaged", damaged, DAMAGED)
     _check_there(path)
     ds = read(path)
-    if "lipbound" not in ds.attrs and {"exact", "exact_converged"} <= {*ds.variables}:
-        raise AlteredRunError(
-            f"{path} is damaged: its description zarr.json cannot be read (it has no settings)"
-        )
-    if "lipbound" not in ds.attrs:
-        kind = "netCDF file" if path.is_file() else "Zarr store"
-        raise StoreError(f"{path} is a {kind} but not a run of lipbound")
     if "recipe" in ds.attrs and "bounds" not in ds.attrs:
         if damaged == "refuse":
-            raise StoreError(
-                f"{path} holds the data of the figure {ds.attrs['recipe']!r}, not a run of "
-                "`lipbound compare`"
-            )
+            what = f"the data of the figure {ds.attrs['recipe']!r}"
+            raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
     if lacking := lacking_settings(ds) or lacking_variables(ds):
-        raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; {again(ds.attrs)}")
+        raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; compute it again")
     if damaged != "accept" and (what := damage(ds)):
-        message = (
-            f"{path} is damaged or was edited: {what}; `lipbound verify "
-            f"{shlex.quote(str(path))}` tells what differs; {again(ds.attrs)}"
-        )
+        verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs"
+        message = f"{path} is damaged or was edited: {what}; {verify}; compute it again"
         if damaged == "refuse":
             raise AlteredRunError(message)
         warn(message, DamagedRunWarning)
@@ -200,40 +170,22 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
 
 def _check_there(path: Path) -> None:
     """Refuse a path where no finished run is."""
+    finished = path.with_name(path.name.removesuffix(PARTIAL)) if path.name else path
+    out = shlex.quote(str(finished))
     try:
-        there, partly = path.exists(), bool(path.name) and partial_path(path).exists()
+        unfinished = bool(path.name) and partial_path(finished).exists()
         if path.is_dir():
             next(path.iterdir(), None)
+        there = path.exists()
     except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
-    if path.name.endswith(PARTIAL) and there:
-        finished = path.with_name(path.name.removesuffix(PARTIAL))
-        raise StoreError(f"{path} is an unfinished run{_so_far(path)}; {_resumed(finished)}")
-    if partly and not there:
+        raise StoreError(f"{path} cannot be read: {one_line(error)}") from error
+    if unfinished and (path != finished or not there):
         raise StoreError(
-            f"there is no run {path} yet, but an unfinished one{_so_far(partial_path(path))}; "
-            f"{_resumed(path)}"
+            f"{partial_path(finished)} is an unfinished run; the command that began it, with "
+            f"--out {out} --resume, finishes it"
         )
-    if not there and path.name.endswith(PARTIAL):
-        finished = path.with_name(path.name.removesuffix(PARTIAL))
-        instead = f"; {finished} is finished" if finished.exists() else ""
-        raise StoreError(f"there is no unfinished run {path}{instead}")
     if not there:
-        raise StoreError(
-            f"there is no run {path}; `lipbound compare MODEL --out {shlex.quote(str(path))}` "
-            "makes one"
-        )
-
-
-def _so_far(partial: Path) -> str:
-    """Measured share of an unfinished run, in brackets."""
-    done, count = measured_blocks(partial)
-    return f" ({done} of {count} blocks of one layer each are measured)" if count else ""
-
-
-def _resumed(path: Path) -> str:
-    """Say how an unfinished run is finished."""
-    return f"the command that began it, with --out {shlex.quote(str(path))} --resume, finishes it"
+        raise StoreError(f"there is no run {path}; `lipbound compare MODEL --out {out}` makes one")
 
 
 def read(path: Path) -> xr.Dataset:
@@ -241,61 +193,27 @@ def read(path: Path) -> xr.Dataset:
 
     Raises:
         StoreError: there is none.
-        AlteredRunError: the values of a variable cannot be read.
+        AlteredRunError: a part of it cannot be read.
     """
     netcdf = path.is_file()
-    if not netcdf and (what := _no_store(path)):
-        raise StoreError(f"{path} is not a run of lipbound: {what}")
-    # one by one: zarr, which opens all at once, goes on with the others when one fails
-    for description in sorted(path.glob("*/zarr.json")):
-        try:
-            array = zarr.open_array(description.parent, mode="r")
-        except Exception as error:
-            raise AlteredRunError(
-                f"{path} is damaged: the description of {description.parent.name!r} cannot be "
-                f"read ({one_line(error)})"
-            ) from error
-        if array.ndim == 1:  # coordinates, which are read with the descriptions
-            _readable(path, description.parent.name, partial(array.__getitem__, ...))
+    how: dict[str, Any] = {} if netcdf else {"engine": "zarr", "consolidated": False}
     try:
-        how: dict[str, Any] = {} if netcdf else {"engine": "zarr", "consolidated": False}
-        ds = xr.open_dataset(path, **how)
-    except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
-        if (path / "exact" / "zarr.json").exists():
-            raise AlteredRunError(
-                f"{path} is damaged: its description zarr.json cannot be read ({one_line(error)})"
-            ) from error
-        why = "it is a file, and none that netCDF can read" if netcdf else one_line(error)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a variable that zarr cannot read is missed below
+            with xr.open_dataset(path, **how) as ds:
+                ds.load()
+        if "lipbound" not in ds.attrs:
+            raise StoreError("it has no settings of one")
+    except Exception as error:  # zarr and xarray raise a zoo of types for what they cannot read
+        if (path / "exact").is_dir():
+            what = f"a part of it cannot be read ({one_line(error)}); compute it again"
+            raise AlteredRunError(f"{path} is damaged: {what}") from error
+        runs = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
+        why = "it is a file of another kind" if netcdf else one_line(error)
+        if runs:
+            why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
-    with ds:
-        for name, variable in ds.variables.items():
-            _readable(path, name, variable.load)  # all of it at once, without dask
-    if netcdf:
-        _own_attributes(ds)
-    return ds
-
-
-def _no_store(path: Path) -> str:
-    """Describe a folder that is neither a run nor what is left of one; empty for those."""
-    if any((path / name).exists() for name in ("zarr.json", ".zgroup", "exact")):
-        return ""
-    inside = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
-    if not inside:
-        return "it is a folder"
-    more = ", ..." if len(inside) > 5 else ""
-    return f"it is a folder of runs ({', '.join(inside[:5])}{more}); name one of them"
-
-
-def _readable(path: Path, name: object, values: Callable[[], object]) -> None:
-    """Refuse a run of which some values cannot be read."""
-    try:
-        values()
-    except Exception as error:  # whatever a codec makes of bytes that are not its own
-        what = f"the values of {name!r} cannot be read ({type(error).__name__})"
-        attrs = {}
-        with suppress(Exception):  # how it was made, if that can be read
-            attrs = dict(zarr.open_group(path, mode="r").attrs)
-        raise AlteredRunError(f"{path} is damaged: {what}; {again(attrs)}") from error
+    return _with_attributes(ds, _from_netcdf) if netcdf else ds
 
 
 def takes_run(function: F) -> F:
@@ -311,17 +229,6 @@ def takes_run(function: F) -> F:
     return cast("F", taking)
 
 
-def whole_run(given: object) -> xr.Dataset:
-    """Read a run as `run_of` does, but refuse what has not all its axes."""
-    ds = run_of(given)
-    if isinstance(given, xr.Dataset) and ds is not given:
-        raise StoreError(
-            "a part of a run, or one whose axes were moved, cannot be checked; give the whole "
-            "run, or its path"
-        )
-    return ds
-
-
 def run_of(given: object) -> xr.Dataset:
     """Read or complete a run: axes sample, layer and, unless it is of whole layers, head.
 
@@ -334,33 +241,11 @@ def run_of(given: object) -> xr.Dataset:
     if isinstance(given, str | Path):
         return load(given)
     if not isinstance(given, xr.Dataset):
-        kind = f"the variable {given.name}" if isinstance(given, xr.DataArray) else shown(given)
+        raise _no_dataset(given)
+    if what := _lost(given):
         raise StoreError(
-            f"a run is wanted, not {kind}; give the Dataset of lipbound.compare or "
-            "lipbound.load, or its path"
-        )
-    if "exact" not in given or "bounds" not in given.attrs or "map" not in given.attrs:
-        raise StoreError(
-            "the Dataset is not a run of lipbound, or its attributes were dropped; keep them "
-            "(xarray.set_options(keep_attrs=True))"
-        )
-    if what := lacking_settings(given):
-        what += ", as after arithmetic on two runs" if "missing" in what else ""
-        raise StoreError(
-            f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray"
-        )
-    for axis in AXES if given.attrs["made"]["heads"] else AXES[:2]:
-        if axis not in given.dims and axis not in given.coords:
-            raise StoreError(
-                f"the run has no {axis}s any more, as after .mean({axis!r}); give the run itself, "
-                "and choose by reduce= what is shown of it"
-            )
-    bounds = [name for name in given.attrs["bounds"] if name in given.variables]
-    needed = ("exact_converged", "length", *map(sound, bounds))
-    if lost := [name for name in needed if name not in given.variables]:
-        raise StoreError(
-            f"the Dataset is no longer a run: {lost[0]!r} is missing, which arithmetic on two "
-            "runs drops where it differs; show the runs"
+            f"the Dataset is no run, or no longer one: {what}; give the run itself (arithmetic on "
+            "two runs drops what differs, or all attributes unless keep_attrs is set)"
         )
     ds = given
     for axis in AXES:
@@ -370,7 +255,25 @@ def run_of(given: object) -> xr.Dataset:
             ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
             along = [name for name in ALONG if ALONG[name] == axis and name in ds.coords]
             ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name in along})
-        if axis in ds.dims and not ds.sizes[axis]:
-            raise StoreError(f"the run has no {axis} left; keep at least one")
     order = [axis for axis in AXES if axis in ds.dims]
     return ds if ds["exact"].dims == tuple(order) else ds.transpose(*order, ...)
+
+
+def _no_dataset(given: object) -> StoreError:
+    """Describe what is no Dataset."""
+    what = f"a run is wanted, not {shown(given)}"
+    return StoreError(f"{what}; give the Dataset of lipbound.compare or lipbound.load")
+
+
+def _lost(ds: xr.Dataset) -> str:
+    """Describe what a Dataset lacks to be shown as a run, or a part of one; empty for nothing."""
+    if "exact" not in ds.variables:
+        return "'exact' is missing"
+    if what := lacking_settings(ds):
+        return what
+    for axis in AXES if ds.attrs["made"]["heads"] else AXES[:2]:
+        if axis not in ds.coords or not ds[axis].size:
+            return f"it has no {axis}s any more, as after .mean({axis!r})"
+    bounds = [name for name in ds.attrs["bounds"] if name in ds.variables]
+    needed = ("exact_converged", "length", *map(sound, bounds))
+    return next((f"{name!r} is missing" for name in needed if name not in ds.variables), "")

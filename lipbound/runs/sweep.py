@@ -13,7 +13,7 @@ import xarray as xr
 import yaml
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, nearest
+from lipbound.errors import LipboundError, nearest, one_line
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_folder_name
 from lipbound.schema import Contents, compared_with
@@ -54,57 +54,34 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
-    if not isinstance(content, dict) or not (content.get("model") or content.get(PAIRS)):
-        raise LipboundError(
-            f"{path} is not a sweep; give a mapping with at least a model, such as 'model: "
-            "[builtin:minilm, builtin:gpt2]'"
-        )
-    shared = {key: value for key, value in content.items() if key != PAIRS}
-    pairs = content.get(PAIRS, [{}])
-    listed = isinstance(pairs, list) and len(pairs) > 0
-    if not listed or not all(isinstance(pair, dict) for pair in pairs):
-        raise LipboundError(
-            f"{path} has pairs that are no list of mappings; give for each run such as '- "
-            "{model: builtin:gpt2, data: words.txt}'"
-        )
+    if not isinstance(content, dict):
+        raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model")
+    pairs = content.pop(PAIRS, [{}])
+    if not isinstance(pairs, list) or not pairs or not all(isinstance(one, dict) for one in pairs):
+        what = f"{path} has pairs that are no list of mappings"
+        raise LipboundError(f"{what} such as '- {{model: builtin:gpt2, data: words.txt}}'")
     known = (*AXES, *OPTIONS)
-    allowed = [(key, (*known, PAIRS)) for key in content]
-    allowed += [(key, known) for pair in pairs for key in pair]
-    for key, names in allowed:
-        if key not in names:
-            raise LipboundError(f"{path} has an unknown key {key!r}; {nearest(str(key), names)}")
-    if unused := [key for key in shared if PAIRS in content and all(key in pair for pair in pairs)]:
-        raise LipboundError(
-            f"{path} has {unused[0]!r} beside pairs, which all have their own; leave it out in "
-            "one of the two places"
-        )
     runs: dict[str, SweepRun] = {}
-    for number, pair in enumerate(pairs):
-        if not (merged := shared | pair).get("model"):
-            raise LipboundError(
-                f"{path} has a pair without a model (number {number + 1}); name it there, or "
-                "beside the pairs for all of them"
-            )
-        for one in _combinations(merged):
-            base = name = _name(*(one[key] for key in AXES))
-            count = 1
+    for pair in pairs:
+        merged = content | pair
+        for key in merged:
+            if key not in known:
+                names = (*known, PAIRS)
+                raise LipboundError(
+                    f"{path} has an unknown key {key!r}; {nearest(str(key), names)}"
+                )
+        if not merged.get("model"):
+            raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
+        options = {key: value for key, value in merged.items() if key in OPTIONS}
+        values = [merged.get(key, getattr(RunConfig, key, None)) for key in AXES]
+        several = [one if isinstance(one, list) else [one] for one in values]
+        for chosen in itertools.product(*several):
+            base = name = _name(*chosen)
+            count = itertools.count(2)
             while name in runs:
-                count += 1
-                name = f"{base}-{count}"
-            runs[name] = SweepRun(name, one)
+                name = f"{base}-{next(count)}"
+            runs[name] = SweepRun(name, dict(zip(AXES, chosen, strict=True)) | options)
     return list(runs.values())
-
-
-def _combinations(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Combine models, data and lengths.
-
-    Yields:
-        Arguments of each run.
-    """
-    axes = [content.get(key, getattr(RunConfig, key, None)) for key in AXES]
-    options = {key: value for key, value in content.items() if key in OPTIONS}
-    for values in itertools.product(*(one if isinstance(one, list) else [one] for one in axes)):
-        yield dict(zip(AXES, values, strict=True)) | options
 
 
 def sweep(
@@ -144,7 +121,7 @@ def rows(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LipboundError(f"{folder} cannot be written: {error.strerror or error}") from error
+        raise LipboundError(f"{folder} cannot be written: {one_line(error)}") from error
     ended: list[dict[str, Any]] = []
     for one in planned:
         store = folder / f"{one.name}.zarr"
@@ -198,13 +175,9 @@ def _geomean(values: np.ndarray) -> float:
 
 
 def _why(error: Exception) -> str:
-    """Say why a file cannot be read, and in which line."""
-    if isinstance(error, OSError):
-        return str(error.strerror or error)
-    if isinstance(error, UnicodeDecodeError):
-        return "it is not UTF-8 text"
+    """Say why a file cannot be read, and in which line of YAML."""
+    what = str(getattr(error, "problem", None) or one_line(error))
     mark = getattr(error, "problem_mark", None)
-    what = str(getattr(error, "problem", None) or error).splitlines()[0]
     return what if mark is None else f"line {mark.line + 1}, {what}"
 
 
@@ -225,7 +198,5 @@ def _index(path: Path, rows: list[dict[str, Any]]) -> None:
             writer.writerows(rows)
         new.replace(path)
     except OSError as error:
-        what = f"{path} could not be written: {error.strerror or error}"
-        raise LipboundError(
-            f"{what}; the runs beside it are kept, and the same command goes on from there"
-        ) from error
+        what = f"{path} could not be written: {one_line(error)}; the runs beside it are kept"
+        raise LipboundError(what) from error

@@ -1,43 +1,164 @@
-"""Check that the numbers of a run still hold, by computing some of them again."""
+"""Check that the numbers of a run still hold, by computing some of them again.
+
+Model and inputs are found by the provenance that the run recorded.
+"""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
 import xarray as xr
 
 from lipbound.bounds.audit import audit
-from lipbound.devices import dtype_name
-from lipbound.errors import AlteredRunError, CaptureError, flag, whole
+from lipbound.devices import dtype_name, resolve_device, versions
+from lipbound.errors import AlteredRunError, CaptureError, InputsError, flag, whole
 from lipbound.formatting import plain
-from lipbound.runs.checksums import altered, impossible, settings_altered
+from lipbound.models.checkpoint import Inputs
+from lipbound.models.loading import Checkpoint
 from lipbound.runs.concat import split
-from lipbound.runs.replay import OtherModelError, Replay, changed_versions, measure_again, replay
-from lipbound.runs.store import whole_run
-from lipbound.schema import AXES, Extent, lacks_variables, norm_of, own, with_exact
+from lipbound.runs.config import RunConfig
+from lipbound.runs.dataset import altered, settings_altered
+from lipbound.runs.measure import Measurer, capturer_of
+from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
+from lipbound.runs.store import run_of
+from lipbound.schema import (
+    AXES,
+    Extent,
+    RunInfo,
+    lacks_variables,
+    norm_of,
+    own,
+    repeated,
+    with_exact,
+)
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in
 some bounds amplify it."""
 AUTOMATICALLY = "exact by automatic differentiation"
 """Name, in the table, of exact norms that were computed through the model's own modules."""
-FLAGS = ("_sound", "_converged")
-"""Ends of names of variables that are true or false."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A number that does not agree, as text then and now, with the relative difference."""
+class Replay(NamedTuple):
+    """Model and inputs of a run, found again.
+
+    Attributes:
+        config: the run's, read from what it recorded.
+        checkpoint, inputs: loaded and prepared as they were for the run.
+        device: where to.
+        differences: a sentence for everything that is not what the run recorded: weights, data.
+        notes: what could not be compared.
+    """
+
+    config: RunConfig
+    checkpoint: Checkpoint
+    inputs: Inputs
+    device: str
+    differences: list[str]
+    notes: list[str]
+
+
+def replay(
+    ds: xr.Dataset,
+    *,
+    model: Any = None,
+    data: Any = None,
+    device: str = "auto",
+    dtype: str | None = None,
+) -> Replay:
+    """Load the model and prepare the inputs of a run anew.
+
+    Args:
+        ds: a run.
+        model: in place of the recorded one; needed where that was an object in memory.
+        data: the same.
+        device: a torch device, or "auto".
+        dtype: that of the run by default.
+
+    Raises:
+        StoreError: see `RunConfig.of`.
+        LipboundError: they are no longer there.
+        AlteredRunError: the model is not the recorded one, and does not take the run's data.
+    """
+    config = RunConfig.of(ds, model=model, data=data, device=device, dtype=dtype)
+    where = resolve_device(device)
+    checkpoint = open_checkpoint(config, where)
+    info, named = RunInfo.of(ds), f"{checkpoint.name} ({type(checkpoint.model).__name__})"
+    differences, notes = [], []
+    kinds = {revision.startswith("sha256:") for revision in (checkpoint.revision, info.revision)}
+    # the hash of a model in memory is that of its numbers, rounded
+    rounded = checkpoint.loaded and dtype not in (None, info.dtype)
+    if len(kinds) > 1 or checkpoint.loaded != info.loaded or rounded:
+        how = f"the weights of {checkpoint.name} were found another way than the run's"
+        notes.append(f"{how}, so only the numbers tell whether they are the same")
+    else:
+        differences += [
+            f"not the recorded {what}: the run is of {info.model} ({info.architecture}, {then}), "
+            f"{named} has {now}"
+            for what, then, now in (
+                ("weights" if model is None else "model", info.revision, checkpoint.revision),
+                ("configuration", info.configuration, checkpoint.configuration),
+            )
+            if None not in (then, now) and then != now
+        ]
+    try:
+        inputs = open_inputs(config, checkpoint)
+    except InputsError as error:
+        if differences:
+            raise AlteredRunError(differences[0]) from error
+        raise
+    if inputs.fingerprint != info.data_fingerprint:
+        now = f"{inputs.description} now gives {inputs.fingerprint}"
+        differences.append(f"not the recorded data: the run has {info.data_fingerprint}, {now}")
+    return Replay(config, checkpoint, inputs, where, differences, notes)
+
+
+def measure_again(
+    rerun: Replay, ds: xr.Dataset, s: int, i: int, *, closed: bool = True
+) -> dict[str, np.ndarray]:
+    """Compute again what the run stores about the sample and layer at some positions.
+
+    Args:
+        rerun: of the run.
+        ds: the run.
+        s: position of the sample.
+        i: position of the layer.
+        closed: False for the exact norms alone, by automatic differentiation.
+
+    Returns:
+        By name, (heads,), as the run has them: NaN or False for heads that the layer does not have.
+    """
+    made = Extent(**ds.attrs["made"])
+    names = rerun.config.names if closed else []
+    shape = (len(made.layers), made.heads or 1)
+    spec = measurement_spec(rerun.config, names, made.exact_samples, shape)
+    capturer = capturer_of(rerun.checkpoint.model, [int(ds["layer"][i])], spec.map, closed=closed)
+    number = int(ds["sample"][s])
+    block = rerun.inputs.block(number, number + 1, rerun.device)
+    with torch.no_grad():
+        (measured,) = Measurer(capturer, spec).block(block, number)
+    there = ds["head"].values if "head" in ds.dims else np.zeros(1, dtype=int)
+    found = {}
+    for name, value in measured.values.items():
+        found[name] = np.full(len(there), np.nan if value.dtype.kind == "f" else 0, value.dtype)
+        known = there < value.shape[1]
+        found[name][known] = value[0, there[known]]
+    return found
+
+
+class Comparison(NamedTuple):
+    """A number as text then and now, with the relative difference, and whether that is too much."""
 
     variable: str
     place: str
     stored: str
     now: str
     relative: float
+    off: bool
 
     def __str__(self) -> str:
         return f"{self.variable} at {self.place}: stored {self.stored}, now {self.now}"
@@ -48,30 +169,39 @@ class Verification:
     """Findings of `verify`.
 
     Attributes:
-        faults: a sentence for everything that does not hold beside single numbers: weights, data,
-            settings, checksums.
-        numbers: those that do not agree.
-        remarks: what differs without harm, such as versions of packages.
-        table: per variable ``values`` compared, the ``largest`` relative difference, how many were
-            ``off``.
-        places: the (sample, layer) coordinates whose heads were computed again.
-        judged: whether numbers that do not agree count against the run; not where it was computed
-            again in another dtype.
         dtype: what was computed in.
         norm: of the run, which is that of what was computed again.
+        judged: whether numbers that do not agree count against the run; not where it was computed
+            again in another dtype.
+        faults: a sentence for everything that does not hold beside single numbers: weights, data,
+            settings, checksums.
+        remarks: what differs without harm, such as versions of packages.
+        compared: the numbers that were computed again.
+        places: the (sample, layer) coordinates whose heads were computed again.
         runs: how many runs were put together; samples of ``places`` are then those of each run, one
             run after the other.
     """
 
-    faults: tuple[str, ...]
-    numbers: tuple[Difference, ...]
-    remarks: tuple[str, ...]
-    table: pd.DataFrame
-    places: tuple[tuple[int, int], ...]
-    judged: bool
     dtype: str
-    norm: str = "frobenius"
+    norm: str
+    judged: bool
+    faults: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    compared: tuple[Comparison, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
     runs: int = 1
+
+    @property
+    def numbers(self) -> tuple[Comparison, ...]:
+        """Numbers that do not agree."""
+        return tuple(one for one in self.compared if one.off)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """Per variable: ``values`` compared, the ``largest`` relative difference, the ``off``."""
+        rows = pd.DataFrame(self.compared, columns=Comparison._fields)
+        groups = rows.groupby("variable", sort=False)
+        return groups.agg(values=("off", "size"), largest=("relative", "max"), off=("off", "sum"))
 
     @property
     def ok(self) -> bool:
@@ -89,75 +219,43 @@ class Verification:
         return self.remarks + (() if self.judged else tuple(map(str, self.numbers)))
 
     def __str__(self) -> str:
-        lines = [self._recomputed(), *self._holding()]
+        lines = [self._recomputed()]
+        table = self.table
+        good = table[table["off"] == 0]
+        for words, rows in (
+            ("the same", good[good["largest"] == 0]),
+            ("equal up to what rounding and tol explain", good[good["largest"] > 0]),
+        ):
+            if len(rows):
+                largest = float(rows["largest"].max())
+                most = f", the largest relative difference {largest:.1e}" if largest else ""
+                names, count = ", ".join(map(str, rows.index)), int(rows["values"].sum())
+                lines.append(f"{words}: {names} ({count} values){most}")
         lines += [f"note: {remark}" for remark in self.remarks]
         lines += [f"DIFFERS: {fault}" for fault in self.faults]
-        lines += [f"{'DIFFERS' if self.judged else 'note'}: {group}" for group in self._differing()]
+        word = "DIFFERS" if self.judged else "note"
+        for name, row in table[table["off"] > 0].iterrows():
+            worst = max(self.numbers, key=lambda one: (one.variable == name, one.relative))
+            lines.append(
+                f"{word}: {name}, {row['off']:.0f} of {row['values']:.0f} values, most at "
+                f"{worst.place}: stored {worst.stored}, now {worst.now}"
+            )
         if not self.ok:
             lines.append("the run does not hold")
         elif self.numbers:
-            lines.append(
-                f"nothing speaks against the run; what {self.dtype} tells differently is noted "
-                "above"
-            )
+            lines.append("nothing speaks against the run, what differs is noted above")
         else:
             lines.append("the numbers hold")
-        return "\n".join(plain(line) for line in lines)
+        return "\n".join(map(plain, lines))
 
     def _recomputed(self) -> str:
         """Say what was computed again."""
         if not self.places:
             return "nothing was computed again"
-        layers: dict[int, list[str]] = {}
-        for sample, layer in self.places:
-            layers.setdefault(sample, []).append(str(layer))
-        where = "; ".join(
-            f"sample {s}, layer{'s' if len(found) > 1 else ''} {', '.join(found)}"
-            for s, found in layers.items()
-        )
         norm = "" if self.norm == "frobenius" else f" and the {self.norm} norm"
-        each = (
-            ""
-            if self.runs == 1
-            else f", of {self.runs} runs that were put together, each by its own numbers"
-        )
-        return f"computed again, in {self.dtype}{norm}{each}: all heads at {where}"
-
-    def _holding(self) -> list[str]:
-        """Sentences on what agrees: the same numbers, and those within rounding."""
-        good = self.table[self.table["off"] == 0]
-        lines = []
-        same, near = good[good["largest"] == 0], good[good["largest"] > 0]
-        if len(same):
-            lines.append(
-                f"the same: {', '.join(map(str, same.index))} ({int(same['values'].sum())} values)"
-            )
-        if len(near):
-            most = near["largest"].idxmax()
-            lines.append(
-                f"equal up to what rounding and tol explain: {', '.join(map(str, near.index))} "
-                f"({int(near['values'].sum())} values), "
-                f"the largest relative difference {near['largest'].max():.1e}, of {most}"
-            )
-        return lines
-
-    def _differing(self) -> list[str]:
-        """Sentences on every variable with numbers that do not agree."""
-        groups: dict[str, list[Difference]] = {}
-        for one in self.numbers:
-            groups.setdefault(one.variable, []).append(one)
-        sentences = []
-        for name, found in groups.items():
-            worst = max(found, key=lambda one: one.relative)
-            count = f"{len(found)} of {int(self.table.loc[name, 'values'])} values"
-            finite = np.isfinite(worst.relative) and not name.endswith(FLAGS)
-            by = f", by up to {100 * worst.relative:.2g} %" if finite else ""
-            rest = f", and {len(found) - 1} more" if len(found) > 1 else ""
-            sentences.append(
-                f"{name}, {count}{by}: at {worst.place} stored {worst.stored}, now "
-                f"{worst.now}{rest}"
-            )
-        return sentences
+        runs = "" if self.runs == 1 else f", of {self.runs} runs that were put together"
+        where = ", ".join(f"sample {s} layer {layer}" for s, layer in self.places)
+        return f"computed again, in {self.dtype}{norm}{runs}: all heads at {where}"
 
 
 def verify(
@@ -205,144 +303,102 @@ def verify(
     Raises:
         LipboundError: places below 1; the model or the data is no longer to be found.
     """
-    ds = whole_run(ds)
+    ds = run_of(ds)
     places, seed = whole("places", places, least=1), whole("seed", seed, least=0)
-    asked = (places, seed, model, data, device, dtype, flag("automatic", automatic))
+    automatic = flag("automatic", automatic)
+    wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
+    how = {"model": model, "data": data, "device": device, "dtype": wanted}
+    found = [_verify_one(part, places, seed, automatic, how) for part in split(ds)]
     if "runs" not in ds.attrs:
-        return _verify_one(ds, *asked)
-    found = [_verify_one(part, *asked) for part in split(ds)]
-    return _together(found, _own_faults(ds))
+        return found[0]
+    named = [(f"run {number}: ", one) for number, one in enumerate(found)]
+    return replace(
+        found[0],
+        judged=all(one.judged for one in found),
+        faults=(*_own_faults(ds), *(name + text for name, one in named for text in one.faults)),
+        remarks=tuple(name + text for name, one in named for text in one.remarks),
+        compared=tuple(
+            number._replace(place=name + number.place)
+            for name, one in named
+            for number in one.compared
+        ),
+        places=tuple(place for one in found for place in one.places),
+        runs=len(found),
+    )
 
 
 def _own_faults(ds: xr.Dataset) -> list[str]:
     """Sentences on settings and audit that a run records and that do not hold."""
     faults = []
     if settings_altered(ds):
-        faults.append(
-            "the run's settings (attributes) are not those that were recorded when it was "
-            "computed (checksum)"
-        )
+        faults.append("the run's settings (attributes) are not those recorded (checksum)")
     # as text, since NaN differs from itself
     now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs["audit"]))
-    if now != then and _is_whole(ds):
+    made = Extent(**ds.attrs["made"])
+    whole_table = (made.samples, len(made.layers), made.heads)
+    if now != then and tuple(ds.sizes.get(axis) for axis in AXES) == whole_table:
         faults.append("the audit stored with the run is not that of its numbers")
     return faults
 
 
-def _is_whole(ds: xr.Dataset) -> bool:
-    """Tell whether the whole of a run is there, not a selection."""
-    made = Extent(**ds.attrs["made"])
-    sizes = tuple(ds.sizes.get(axis) for axis in AXES)
-    return sizes == (made.samples, len(made.layers), made.heads)
-
-
-def _together(found: list[Verification], faults: list[str]) -> Verification:
-    """Join the verifications of several runs, told apart by their place in ``attrs["runs"]``."""
-    named = [(f"run {number}: ", one) for number, one in enumerate(found)]
-    table = pd.concat([one.table for one in found]).groupby(level=0, sort=False)
-    return Verification(
-        faults=(*faults, *(name + fault for name, one in named for fault in one.faults)),
-        numbers=tuple(
-            replace(number, place=f"{name}{number.place}")
-            for name, one in named
-            for number in one.numbers
-        ),
-        remarks=tuple(name + remark for name, one in named for remark in one.remarks),
-        table=table.agg({"values": "sum", "largest": "max", "off": "sum"}),
-        places=tuple(place for one in found for place in one.places),
-        judged=all(one.judged for one in found),
-        dtype=found[0].dtype,
-        norm=found[0].norm,
-        runs=len(found),
-    )
-
-
 def _verify_one(
-    ds: xr.Dataset,
-    places: int,
-    seed: int,
-    model: Any,
-    data: Any,
-    device: str,
-    dtype: str | None,
-    automatic: bool,
+    ds: xr.Dataset, places: int, seed: int, automatic: bool, how: dict[str, Any]
 ) -> Verification:
-    """Verify one run."""
-    wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
-    found = Verification(
-        faults=(),
-        numbers=(),
-        remarks=(),
-        table=_table({}),
-        places=(),
-        judged=wanted == ds.attrs["dtype"],
-        dtype=wanted,
-        norm=norm_of(ds),
-    )
+    """Verify one run; ``how`` it is found again are the arguments of `replay`."""
+    judged = how["dtype"] == ds.attrs["dtype"]
     try:
-        rerun = replay(ds, model=model, data=data, device=device, dtype=wanted)
-    except (AlteredRunError, OtherModelError) as error:  # nothing can be computed with those
-        return replace(found, faults=(str(error),), judged=True)
-    broken, faults, remarks = _checked_sums(ds)
-    faults = [*rerun.differences, *_own_faults(ds), *faults]
-    remarks += [f"{name} was {old}, is {now}" for name, (old, now) in changed_versions(ds).items()]
-    remarks += rerun.notes
-    samples = int(ds.attrs["samples"])
-    if rerun.inputs.samples != samples:
-        faults.append(f"the data now has {rerun.inputs.samples} samples, the run {samples}")
-    same_shape = rerun.inputs.samples == samples and not (broken and {*AXES} & {*impossible(ds)})
-    chosen = _choose(ds, places, seed, broken) if same_shape else []
-    counts: dict[str, tuple[int, float, int]] = {}
-    wrong: list[Difference] = []
+        rerun = replay(ds, **how)
+    except AlteredRunError as error:  # nothing can be computed with those
+        return Verification(how["dtype"], norm_of(ds), judged=True, faults=(str(error),))
+    broken = None if lacks_variables(ds) else altered(ds)
+    faults, remarks = [*rerun.differences, *_own_faults(ds)], [*rerun.notes]
+    compared: list[Comparison] = []
+    if broken is None:
+        remarks.append("the run has no checksums of all its variables, so a few are checked alone")
+    wrong = _impossible(ds)
+    if wrong:
+        faults.append(f"the coordinates {', '.join(wrong)} cannot be those of the run")
+    faults += [
+        f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)"
+        for s, i in broken or []
+    ]
+    now = versions(ds.attrs["versions"])
+    was = ds.attrs["versions"]
+    remarks += [f"{name} was {was[name]}, is {now[name]}" for name in was if was[name] != now[name]]
+    samples, there = int(ds.attrs["samples"]), rerun.inputs.samples
+    if there != samples:
+        faults.append(f"the data now has {there} samples, the run {samples}")
+    chosen = [] if wrong or there != samples else _choose(ds, places, seed, broken or [])
     try:
         for s, i in chosen:
-            compared = [_compare(ds, rerun, s, i)]
+            compared += _compared(ds, rerun, s, i)
             if automatic and bool(with_exact(ds)[s]):
-                compared.append(_through_module(ds, rerun, s, i))
-            for name, relative, difference in chain(*compared):
-                count, largest, off = counts.get(name, (0, 0.0, 0))
-                counts[name] = (count + 1, max(largest, relative), off + (difference is not None))
-                wrong += [] if difference is None else [difference]
+                compared += _through_module(ds, rerun, s, i)
     except CaptureError as error:
         if not rerun.differences:
             raise
         faults.append(f"with it nothing can be computed again: {error}")
-        return replace(found, faults=tuple(faults), judged=True)
-    where = tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen)
-    return replace(
-        found,
+        judged, chosen, compared = True, [], []
+    return Verification(
+        how["dtype"],
+        norm_of(ds),
+        judged,
         faults=tuple(faults),
-        numbers=tuple(wrong),
         remarks=tuple(remarks),
-        table=_table(counts),
-        places=where,
+        compared=tuple(compared),
+        places=tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen),
     )
 
 
-def _checked_sums(ds: xr.Dataset) -> tuple[list[tuple[int, int]], list[str], list[str]]:
-    """Positions (sample, layer) that do not fit their checksums, faults and remarks about them."""
-    left_out = lacks_variables(ds)
-    broken = None if left_out else altered(ds)
-    if broken is None:
-        why = "the run has no checksums"
-        if left_out:
-            why = "variables that its checksums are over were left out of the run"
-        said = "numbers that were changed by hand show only where they are computed again"
-        return [], [], [f"{why}, so {said}"]
-    wrong = impossible(ds) if broken else []
-    faults = [f"the coordinates {', '.join(wrong)} cannot be those of the run"] if wrong else []
-    faults += [
-        f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)"
-        for s, i in broken
+def _impossible(ds: xr.Dataset) -> list[str]:
+    """List the axes with numbers that the run did not have, or that are there twice."""
+    made = Extent(**ds.attrs["made"])
+    known = zip(AXES, (range(made.samples), made.layers, range(made.heads or 0)), strict=True)
+    return repeated(ds) + [
+        axis
+        for axis, numbers in known
+        if axis in ds.dims and not set(ds[axis].values.tolist()) <= set(numbers)
     ]
-    return broken, faults, []
-
-
-def _table(found: dict[str, tuple[int, float, int]]) -> pd.DataFrame:
-    """Per variable: values compared, the largest relative difference, how many were off."""
-    columns = ["variable", "values", "largest", "off"]
-    rows = [(name, *row) for name, row in found.items()]
-    return pd.DataFrame(rows, columns=columns).set_index("variable")
 
 
 def _choose(
@@ -358,94 +414,72 @@ def _choose(
     return sorted({*pairs[:places], *broken})
 
 
-def _place(ds: xr.Dataset, sample: int, layer: int, head: int | None = None) -> str:
+def _place(ds: xr.Dataset, s: int, i: int, head: int | None = None) -> str:
     """Name a place by its numbers."""
-    where = f"sample {int(ds['sample'][sample])}, layer {int(ds['layer'][layer])}"
+    where = f"sample {int(ds['sample'][s])}, layer {int(ds['layer'][i])}"
     if head is None or "head" not in ds.dims:
         return where
     return f"{where}, head {int(ds['head'][head])}"
 
 
-def _compare(
-    ds: xr.Dataset, rerun: Replay, s: int, i: int
-) -> Iterator[tuple[str, float, Difference | None]]:
-    """Compare every number of a place with the one that is computed now.
-
-    Yields:
-        Name, relative difference and, where it is too large, what differs.
-    """
+def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
+    """Compare every number of a place with the one that is computed now."""
     new = measure_again(rerun, ds, s, i)
-    heads = len(next(iter(new.values())))
-    dtypes = (ds.attrs["dtype"], str(rerun.checkpoint.dtype).removeprefix("torch."))
-    slack = max(ALLOWED[dtype] for dtype in dtypes)
+    slack = max(ALLOWED[dtype] for dtype in (ds.attrs["dtype"], rerun.config.dtype))
     for name in own(ds):
         if name == "exact_steps":  # depends on the machine
             continue
         old = np.atleast_1d(ds[name].isel(sample=s, layer=i).values)
-        flag = old.dtype == bool
-        for h, stored in enumerate(old):
-            now = new[name][h] if name in new and h < heads else False if flag else float("nan")
-            if np.isnan(float(stored)) and np.isnan(float(now)):
-                continue
-            difference = _difference(float(stored), float(now))
-            near = not flag and difference <= _tolerance(ds, new, name, h, slack)
-            told = None
-            if stored != now and not near:
-                then, found = (str(bool(x)) if flag else f"{float(x):.8g}" for x in (stored, now))
-                told = Difference(name, _place(ds, s, i, h), then, found, difference)
-            yield name, difference, told
+        flags = old.dtype == bool
+        now = new.get(name, np.full(old.shape, False if flags else np.nan))
+        there = ~(np.isnan(old) & np.isnan(now))
+        gap = _difference(old.astype(float), now.astype(float))
+        off = old != now if flags else ~(gap <= _tolerance(ds, new, name, now, slack))
+        for h in map(int, np.flatnonzero(there)):
+            then, found = (str(bool(x)) if flags else f"{x:.8g}" for x in (old[h], now[h]))
+            place = _place(ds, s, i, h)
+            yield Comparison(name, place, then, found, float(gap[h]), bool(off[h]))
 
 
-def _through_module(
-    ds: xr.Dataset, rerun: Replay, s: int, i: int
-) -> Iterator[tuple[str, float, Difference | None]]:
-    """Compare the enclosures of exact norms with those of automatic differentiation.
-
-    Yields:
-        Name, relative gap between the two and, where it is too large, what differs.
-    """
+def _through_module(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Comparison]:
+    """Compare the enclosures of exact norms with those of automatic differentiation."""
     new = measure_again(rerun, ds, s, i, closed=False)
     slack = max(ALLOWED[t] for t in (ds.attrs["dtype"], "float64"))
+    allowed = slack if "exact_upper" in new else slack + 2 * float(ds.attrs["tol"])
     ends = []
     for found in (ds.isel(sample=s, layer=i), new):
-        low = np.atleast_1d(found["exact"])
-        wide = "exact_upper" in found
-        ends.append((low, np.atleast_1d(found["exact_upper"]) if wide else low))
-    allowed = slack if "exact_upper" in new else slack + 2 * float(ds.attrs["tol"])
-    for h, (low, high, its_low, its_high) in enumerate(zip(*ends[0], *ends[1], strict=False)):
-        if np.isnan(low):
-            continue
-        gap = max(0.0, float(low) / float(its_high) - 1, float(its_low) / float(high) - 1)
-        told = None
-        if not gap <= allowed:
+        upper = "exact_upper" if "exact_upper" in found else "exact"
+        ends += [np.atleast_1d(found["exact"]), np.atleast_1d(found[upper])]
+    for h, (low, high, its_low, its_high) in enumerate(zip(*ends, strict=True)):
+        if not np.isnan(low):
+            gaps = ((a - b) / max(b, 1e-300) for a, b in ((low, its_high), (its_low, high)))
+            gap = float(np.max([0.0, *gaps]))
             then, now = f"{low:.8g} to {high:.8g}", f"{its_low:.8g} to {its_high:.8g}"
-            told = Difference(AUTOMATICALLY, _place(ds, s, i, h), then, now, gap)
-        yield AUTOMATICALLY, gap, told
+            where = _place(ds, s, i, h)
+            yield Comparison(AUTOMATICALLY, where, then, now, gap, not gap <= allowed)
 
 
 def _tolerance(
-    ds: xr.Dataset, new: dict[str, np.ndarray], name: str, h: int, slack: float
-) -> float:
-    """Relative difference that a number may have, from the numbers computed now alone.
+    ds: xr.Dataset, new: dict[str, np.ndarray], name: str, now: np.ndarray, slack: float
+) -> np.ndarray:
+    """Relative differences that numbers may have, from those computed now alone.
 
     Those stored may be wrong.
     """
-    value = float(new[name][h]) if name in new and h < len(new[name]) else float("nan")
-    if not np.isfinite(value):
-        return -1.0  # nothing but the same
+    size, tol = np.maximum(now, 1e-300), float(ds.attrs["tol"])
     if name in ds.attrs["bounds"]:
-        return slack * max(1.0, abs(float(np.log(max(value, 1e-300)))))
-    tol = float(ds.attrs["tol"])
-    wide = 2 * tol * value
-    if "exact_upper" in new and name != "exact_l2":
-        exact = float(new["exact"][h])
-        wide = max(tol * exact, float(new["exact_upper"][h]) - exact)
-    return wide / max(value, 1e-300) + slack
+        allowed = slack * np.maximum(1, np.abs(np.log(size)))
+    elif "exact_upper" in new and name != "exact_l2":
+        exact = new["exact"]
+        allowed = np.maximum(tol * exact, new["exact_upper"] - exact) / size + slack
+    else:
+        allowed = 2 * tol * now / size + slack
+    return np.where(np.isfinite(now), allowed, 0)  # nothing but the same
 
 
-def _difference(a: float, b: float) -> float:
-    """Relative difference; 0 for equal values, infinite ones included."""
-    if a == b:
-        return 0.0
-    finite = np.isfinite(a) and np.isfinite(b)
-    return float(abs(a - b) / max(abs(b), 1e-300)) if finite else float("inf")
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Relative differences; 0 for equal values, infinite ones included."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = np.where(finite, np.abs(a - b) / np.maximum(np.abs(b), 1e-300), np.inf)
+    return np.where(a == b, 0.0, gap)

@@ -19,8 +19,7 @@ from support.runs import TEXTS, identical
 
 import lipbound as lb
 from lipbound.runs import store
-from lipbound.runs.measure import LayerResult
-from lipbound.runs.partial_store import PartialRun, partial_path
+from lipbound.runs.partial_store import LayerResult, PartialRun, partial_path
 
 OPTIONS = (
     "--max-length",
@@ -39,8 +38,8 @@ def slowed(delay: float) -> None:
     """Say what is stored, and wait after it."""
     put = PartialRun.write
 
-    def write(self: PartialRun, start: int, measured: LayerResult) -> None:
-        put(self, start, measured)
+    def write(self: PartialRun, measured: LayerResult) -> None:
+        put(self, measured)
         print("measured", flush=True)
         time.sleep(delay)
 

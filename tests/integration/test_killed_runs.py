@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-import zarr
 from support.processes import CONTEXT
 from support.runs import OPTIONS, TEXTS, identical
 
@@ -19,20 +18,19 @@ import lipbound as lb
 from lipbound.cli.measuring import cluster
 from lipbound.errors import Notice
 from lipbound.runs import store
-from lipbound.runs.execute import TRIMMING
-from lipbound.runs.measure import LayerResult
-from lipbound.runs.partial_store import DONE, PartialRun, partial_path
+from lipbound.runs.measure import TRIMMING
+from lipbound.runs.partial_store import LayerResult, PartialRun, partial_path
 
 
 def logging(log: Path) -> None:
     """Write down what is measured, before it is stored."""
     put = PartialRun.write
 
-    def write(self: PartialRun, start: int, measured: LayerResult) -> None:
+    def write(self: PartialRun, measured: LayerResult) -> None:
         with log.open("a") as file:
-            file.write(f"{start} {measured.layer}\n")
+            file.write(f"{measured.start} {measured.layer}\n")
         time.sleep(0.2)
-        put(self, start, measured)
+        put(self, measured)
 
     PartialRun.write = write  # type: ignore[method-assign]
 
@@ -67,12 +65,9 @@ def _resumed(bert: Path, out: Path, log: Path) -> None:
 
 
 def _stored(out: Path) -> set[tuple[int, int]]:
-    if not partial_path(out).exists():
-        return set()
-    return {
-        (int(b), int(i))
-        for b, i in np.argwhere(np.asarray(zarr.open_group(partial_path(out), mode="r")[DONE][:]))
-    }
+    """First samples and layers of the blocks that are kept."""
+    files = partial_path(out).glob("[!.]*.npz")
+    return {(int(a), int(b)) for a, b in (file.stem.split("-") for file in files)}
 
 
 @pytest.mark.slow
@@ -96,12 +91,12 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
         killed = []
         write = PartialRun.write
 
-        def kill(self: PartialRun, start: int, measured: LayerResult) -> None:
+        def kill(self: PartialRun, measured: LayerResult) -> None:
             if not killed:
                 process = next(iter(workers.workers.values())).process
                 killed.append(process.pid)
                 subprocess.run(["kill", "-9", str(process.pid)], check=True)
-            write(self, start, measured)
+            write(self, measured)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PartialRun, "write", kill)

@@ -13,7 +13,7 @@ from support.models import AFFINE, LLAMA, TEXT, build, inputs_for, save_bert
 from torch import nn
 
 from lipbound import devices
-from lipbound.errors import CheckpointError
+from lipbound.errors import CheckpointError, LipboundError
 from lipbound.models import offload, weight_files
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
@@ -267,7 +267,7 @@ def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_errors_of_arguments(tmp_path: Path) -> None:
     save("gpt2", tmp_path)
-    with pytest.raises(CheckpointError, match="weights is 'half'; allowed are 'auto', 'whole'"):
+    with pytest.raises(LipboundError, match="unknown weights 'half'; allowed are auto, layers"):
         load_checkpoint(tmp_path, weights="half")
     with pytest.raises(CheckpointError, match="weights 'layers' was given for a model in memory"):
         load_checkpoint(build(AFFINE["gpt2"]), weights="layers")

@@ -19,17 +19,12 @@ from lipbound.bounds.audit import audit, missing
 from lipbound.cli import main
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs import store
-from lipbound.runs.checksums import again, settings_checksum
 
 
 @pytest.fixture(scope="module")
 def sound(whole: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of `support.runs`; copy it to damage it."""
-    path = tmp_path_factory.mktemp("sound") / "run.zarr"
-    ds = whole.copy()
-    ds.attrs = ds.attrs | {"command": "lipbound compare 'my model' --out run.zarr"}
-    ds.attrs["settings_checksum"] = settings_checksum(ds.attrs)
-    return store.save(ds, path)
+    return store.save(whole, tmp_path_factory.mktemp("sound") / "run.zarr")
 
 
 def chunk(run: Path, name: str) -> Path:
@@ -96,27 +91,26 @@ def text(name: str, content: str) -> Callable[[Path], None]:
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a chunk of a bound": (
         without_chunk("yudin"),
-        "its numbers at every sample and layer are not those that were computed (no value of "
-        "yudin is there)",
+        "its numbers at every sample and layer are not those that were computed",
     ),
-    "a chunk of exact norms": (without_chunk("exact"), "(no value of exact is there)"),
-    "a chunk of upper ends": (without_chunk("exact_upper"), "(no value of exact_upper is there)"),
+    "a chunk of exact norms": (without_chunk("exact"), "are not those that were computed"),
+    "a chunk of upper ends": (without_chunk("exact_upper"), "are not those that were computed"),
     "a chunk of flags": (without_chunk("yudin_sound"), "are not those that were computed"),
     "the checksums": (without_chunk("checksum"), "its numbers at every sample and layer"),
     "all checksums": (without_variable("checksum"), "the checksums of its numbers are missing"),
-    "the layers": (without_chunk("layer"), "its coordinates layer, and with them its numbers at"),
-    "the samples": (without_chunk("sample"), "its coordinates sample, and with them its numbers"),
-    "the heads": (without_chunk("head"), "its coordinates head, and with them its numbers"),
+    "the layers": (without_chunk("layer"), "are not those that were computed"),
+    "the samples": (without_chunk("sample"), "are not those that were computed"),
+    "the heads": (without_chunk("head"), "its numbers at every sample and layer"),
     "names of layers": (
         without_chunk("layer_name"),
-        "its coordinates layer_name, and with them its numbers",
+        "its numbers at every sample and layer",
     ),
-    "the lengths": (without_chunk("length"), "its coordinates length, and with them its numbers"),
+    "the lengths": (without_chunk("length"), "its numbers at every sample and layer"),
     "other lengths": (
         edited("length", 1, 99),
         "its numbers at sample 1 layer 0, sample 1 layer 1 are not those",
     ),
-    "an empty coordinate": (emptied("layer"), "the values of 'layer' cannot be read"),
+    "an empty coordinate": (emptied("layer"), "a part of it cannot be read"),
     "files that changed places": (
         swapped("exact_upper", "yudin"),
         "its numbers at every sample and layer",
@@ -139,12 +133,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a bound": (without_variable("yudin"), "'yudin' is missing"),
     "exact norms": (without_variable("exact"), "'exact' is missing"),
     "flags": (without_variable("lipbound_sound"), "'lipbound_sound' is missing"),
-    "a file cut short": (cut(9), "the values of 'yudin' cannot be read"),
-    "an empty file": (cut(0), "the values of 'yudin' cannot be read"),
-    "a description cut short": (text("yudin", "{"), "the description of 'yudin' cannot be read"),
+    "a file cut short": (cut(9), "a part of it cannot be read"),
+    "an empty file": (cut(0), "a part of it cannot be read"),
+    "a description cut short": (text("yudin", "{"), "a part of it cannot be read"),
     "a description of something else": (
         text("yudin", "[]"),
-        "the description of 'yudin' cannot be read",
+        "a part of it cannot be read",
     ),
 }
 
@@ -167,12 +161,8 @@ def test_a_damaged_run_is_refused_in_one_sentence(
     assert (end.value.code, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
     assert sentence in err
-    if "description" not in kind:
-        assert (
-            "move it away, and `lipbound compare 'my model' --out run.zarr` computes it again"
-            in err
-        )
-    if "(no value" in sentence or "are not those" in sentence:
+    assert "compute it again" in err
+    if "are not those" in sentence:
         with pytest.warns(DamagedRunWarning, match="damaged or was edited"):
             ds = lb.load(run)
         assert not any(
@@ -226,7 +216,9 @@ def test_a_finished_run_is_not_taken_up_when_it_is_damaged(bert: Path, tmp_path:
     }
     lb.compare(bert, TEXTS[:1], **options)
     without_chunk("yudin")(tmp_path / "run.zarr")
-    with pytest.raises(AlteredRunError, match="no value of yudin is there"):
+    with pytest.raises(
+        AlteredRunError, match="its numbers at every sample and layer are not those"
+    ):
         lb.compare(bert, TEXTS[:1], **options)
 
 
@@ -262,13 +254,3 @@ def test_figures_are_no_runs(tmp_path: Path) -> None:
     assert lb.load(path).identical(ds)
     with pytest.raises(StoreError, match="holds the data of the figure 'castin-1', not a run"):
         store.load(path, damaged="refuse")
-
-
-def test_the_command_of_a_run_is_quoted() -> None:
-    attrs = {"command": "lipbound compare a; rm -rf '~' `id`"}
-    assert "`lipbound compare 'a;' rm -rf '~' '`id`'`" in again(attrs)
-    for command in ("python study.py", "rm -rf ~", "lipbound compare 'a", "lipbound", ""):
-        assert (
-            again({"command": command})
-            == "compute it again with the arguments that it was made with"
-        )

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-import zarr
 from support.runs import OPTIONS, TEXTS, identical
 from typer.testing import CliRunner
 
@@ -17,12 +16,12 @@ from lipbound.cli import app
 from lipbound.errors import CheckpointError, LipboundError, Notice, StoreError
 from lipbound.models.loading import load_checkpoint
 from lipbound.runs import store
-from lipbound.runs.execute import WorkerSpec, work
-from lipbound.runs.measure import LayerResult, MeasurementSpec
+from lipbound.runs.config import RunConfig
+from lipbound.runs.measure import MeasurementSpec, work
 from lipbound.runs.partial_store import (
-    DONE,
+    CONFIGURATION,
+    LayerResult,
     PartialRun,
-    measured_blocks,
     partial_path,
     same_configuration,
 )
@@ -42,30 +41,30 @@ def test_interrupted_runs_are_taken_up(
     """After ``count`` of 8 (sample, layer) pairs: the others are computed, those are not, and the
     result is that of one go."""
     out = tmp_path / "run.zarr"
-    write, seen = zarr.Array.__setitem__, []
+    replace, seen = Path.replace, []
 
-    def fail(self: zarr.Array, where: object, values: object) -> None:
-        if self.basename == "yudin" and len(seen) == count:
-            raise failure
-        if self.basename == DONE:
-            seen.append(where)
-        write(self, where, values)
+    def fail(self: Path, target: Path) -> Path:
+        if target.suffix == ".npz":
+            if len(seen) == count:
+                raise failure
+            seen.append(target)
+        return replace(self, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(zarr.Array, "__setitem__", fail)
+        patch.setattr(Path, "replace", fail)
         with pytest.raises(KeyboardInterrupt if failure is KeyboardInterrupt else StoreError):
             lb.compare(bert, TEXTS, out=out, **OPTIONS)
     assert not out.exists()
-    assert measured_blocks(partial_path(out)) == (count, 8)
+    assert len(_files(partial_path(out))) == count
     with pytest.raises(StoreError, match="unfinished run"):
         lb.compare(bert, TEXTS, out=out, **OPTIONS)
 
     again: list[tuple[int, int]] = []
     put = PartialRun.write
 
-    def log(self: PartialRun, start: int, measured: LayerResult) -> None:
-        again.append((start, measured.layer))
-        put(self, start, measured)
+    def log(self: PartialRun, measured: LayerResult) -> None:
+        again.append((measured.start, measured.layer))
+        put(self, measured)
 
     monkeypatch.setattr(PartialRun, "write", log)
     ds = lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
@@ -169,11 +168,11 @@ def test_workers_measure_what_one_process_measures(
 def test_workers_refuse_other_weights(bert: Path) -> None:
     checkpoint = load_checkpoint(bert)
     job = MeasurementSpec(("yudin",), "head", 1e-3, None, 0, 1)
-    recipe = WorkerSpec(str(bert), None, checkpoint.revision, "float32", "cpu", None, job)
+    config = RunConfig(str(bert), device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
-    assert [m.layer for m in work(recipe, inputs, 0, {0})] == [1]
+    assert [m.layer for m in work(config, checkpoint.revision, job, inputs, 0, {0})] == [1]
     with pytest.raises(CheckpointError, match="on a worker"):
-        work(recipe._replace(weights="sha256:other"), inputs, 0)
+        work(config, "sha256:other", job, inputs, 0)
 
 
 @pytest.mark.parametrize("memory", ["much", 0, -1, "4XB"])
@@ -212,11 +211,11 @@ def _interrupted(bert: Path, out: Path, count: int = 5) -> Path:
     left = [count]
     plain = PartialRun.write
 
-    def write(self: PartialRun, start: int, measured: LayerResult) -> None:
+    def write(self: PartialRun, measured: LayerResult) -> None:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        plain(self, start, measured)
+        plain(self, measured)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PartialRun, "write", write)
@@ -225,162 +224,166 @@ def _interrupted(bert: Path, out: Path, count: int = 5) -> Path:
     return partial_path(out)
 
 
-def _files(partial: Path, name: str) -> list[Path]:
-    return sorted(file for file in (partial / name / "c").rglob("*") if file.is_file())
+def _files(partial: Path) -> list[Path]:
+    return sorted(partial.glob("[!.]*.npz"))
 
 
-def _lost(partial: Path, name: str) -> None:
-    _files(partial, name)[0].unlink()
+def _emptied(partial: Path) -> None:
+    _files(partial)[0].write_bytes(b"")
 
 
-def _emptied(partial: Path, name: str) -> None:
-    _files(partial, name)[0].write_bytes(b"")
+def _cut(partial: Path) -> None:
+    file = _files(partial)[0]
+    file.write_bytes(file.read_bytes()[:-30])
 
 
-def _cut(partial: Path, name: str) -> None:
-    file = _files(partial, name)[0]
-    file.write_bytes(file.read_bytes()[:9])
+def _edited(name: str) -> Callable[[Path], None]:
+    """One array of a file, which is otherwise whole."""
+
+    def edit(partial: Path) -> None:
+        file = _files(partial)[0]
+        with np.load(file) as stored:
+            parts = dict(stored)
+        parts[name] = parts[name] ^ 1 if parts[name].dtype == bool else parts[name] + 1
+        np.savez(file, **parts)
+
+    return edit
 
 
-def _flipped(partial: Path, name: str) -> None:
-    """One bit of the last byte."""
-    file = _files(partial, name)[0]
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+def _renamed(partial: Path) -> None:
+    """Values of a variable under the name of another."""
+    file = _files(partial)[0]
+    with np.load(file) as stored:
+        parts = dict(stored)
+    parts["exact"], parts["bound"] = parts["bound"], parts["exact"]
+    np.savez(file, **parts)
 
 
-def _edited(partial: Path, name: str) -> None:
-    array = zarr.open_array(partial / name, mode="a")
-    array[...] = array[...] ^ 1 if array.dtype == bool else array[...] + 1
+def _of_another_run(partial: Path) -> None:
+    """A block of other settings, whole by itself."""
+    with PartialRun(partial.with_name("other"), {"model": "other"}) as other:
+        other.write(_block(0))
+        _files(partial)[0].write_bytes(
+            _files(partial_path(partial.with_name("other")))[0].read_bytes()
+        )
 
 
-def _swapped(partial: Path, name: str) -> None:
-    """Values of two blocks change places."""
-    array = zarr.open_array(partial / name, mode="a")
-    values = array[:]
-    array[:] = values[::-1]
-
-
-def _small(
-    out: Path, tables: dict[str, np.ndarray], *, resume: bool, written: int = 0
-) -> PartialRun:
-    """The unfinished run of 2 blocks of 2 samples, 3 layers and 2 heads, of which ``written`` pairs
-    of block and layer are measured."""
-    tables |= {
-        "exact": np.full((4, 3, 2), np.nan),
-        "steps": np.zeros((4, 3, 2), dtype=np.int32),
-        "sound": np.zeros((4, 3, 2), dtype=bool),
+def _block(k: int) -> LayerResult:
+    """A layer at a block of 2 samples, with 2 heads."""
+    values = {
+        "exact": 1.5 + k + np.arange(4.0).reshape(2, 2),
+        "bound": 3.5 + k + np.arange(4.0).reshape(2, 2),
+        "steps": 7 + k + np.arange(4).reshape(2, 2),
+        "sound": np.arange(4).reshape(2, 2) != k,
     }
-    run = PartialRun(out, {"model": "none", "norm": "frobenius"}, tables, 2, resume=resume)
+    return LayerResult(2 * (k % 2), k // 2, values, np.array([5 + k % 2, 6]), 1e-6 * (1 + k))
+
+
+def _small(out: Path, *, written: int = 0) -> list[LayerResult]:
+    """An unfinished run, which stops after some more blocks: what was there when it was taken
+    up."""
+    run = PartialRun(out, {"model": "none", "norm": "frobenius"})
     for k in range(written):
-        rows, layer = slice(2 * (k % 2), 2 * (k % 2) + 2), k // 2
-        values = {
-            "exact": 1.5 + k + np.arange(4.0).reshape(2, 2),
-            "steps": 7 + k + np.arange(4).reshape(2, 2),
-            "sound": np.arange(4).reshape(2, 2) != k,
-        }
-        for name, value in values.items():
-            tables[name][rows, layer] = value
-        run.write(rows.start, LayerResult(layer, values, np.array([5 + k % 2, 6]), 1e-6 * (1 + k)))
-    run.close(finished=False)
-    return run
+        run.write(_block(k))
+    run.__exit__(KeyboardInterrupt)
+    return run.found
 
 
-@pytest.mark.parametrize("name", ["exact", "steps", "sound", ".length", ".capture_error"])
-@pytest.mark.parametrize("harm", [_lost, _emptied, _cut, _flipped, _edited, _swapped])
-def test_nothing_damaged_is_taken_up(
-    harm: Callable[[Path, str], None], name: str, tmp_path: Path
-) -> None:
+def _same(one: LayerResult, other: LayerResult) -> bool:
+    arrays = [part.values | {"lengths": part.lengths} for part in (one, other)]
+    return (one.start, one.layer, one.error) == (other.start, other.layer, other.error) and all(
+        np.array_equal(arrays[0][name], arrays[1][name]) for name in {**arrays[0], **arrays[1]}
+    )
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _emptied,
+        _cut,
+        _renamed,
+        _of_another_run,
+        *map(
+            _edited, ("exact", "steps", "sound", ".lengths", ".capture_error", ".start", ".layer")
+        ),
+    ],
+)
+def test_nothing_damaged_is_taken_up(harm: Callable[[Path], None], tmp_path: Path) -> None:
     """Not one value of an unfinished run is taken over that is not as it was written; what is not,
     is told."""
-    before: dict[str, np.ndarray] = {}
-    _small(tmp_path / "run", before, resume=False, written=5)
-    harm(partial_path(tmp_path / "run"), name)
-    after: dict[str, np.ndarray] = {}
-    with pytest.warns(
-        Notice,
-        match="[1-5] of the 5 measured blocks of one layer each in .* (is|are) lost or damaged, "
-        "and measured again",
-    ):
-        run = _small(tmp_path / "run", after, resume=True)
-    assert run.done.sum() < 5
-    done = np.repeat(run.done, 2, axis=0)
-    for key, table in after.items():
-        np.testing.assert_array_equal(table[done], before[key][done])
-        assert bool(np.isnan(table[~done]).all() if key == "exact" else not table[~done].any())
-    assert run.lengths[np.repeat(run.done.any(1), 2)].all()
+    _small(tmp_path / "run", written=5)
+    harm(partial_path(tmp_path / "run"))
+    message = "1 of the 5 measured blocks of one layer each in .* is damaged, and measured again"
+    with pytest.warns(Notice, match=message):
+        found = _small(tmp_path / "run")
+    assert [(one.start, one.layer) for one in found] == [(0, 1), (0, 2), (2, 0), (2, 1)]
+    expected = {(one.start, one.layer): one for one in map(_block, range(5))}
+    assert all(_same(one, expected[one.start, one.layer]) for one in found)
+
+
+def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
+    """Wherever it is in the file."""
+    _small(tmp_path / "run", written=1)
+    (file,) = _files(partial_path(tmp_path / "run"))
+    content = file.read_bytes()
+    refused = 0
+    for at in range(0, len(content), 7):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Notice)
+            found = _small(tmp_path / "run")
+        assert not found or _same(found[0], _block(0))
+        refused += not found
+    assert refused > len(content) / 7 / 4
 
 
 def test_what_is_whole_is_taken_up(tmp_path: Path) -> None:
-    before: dict[str, np.ndarray] = {}
-    _small(tmp_path / "run", before, resume=False, written=5)
-    after: dict[str, np.ndarray] = {}
-    run = _small(tmp_path / "run", after, resume=True)
-    assert run.done.tolist() == [[True, True, True], [True, True, False]]
-    assert (run.lengths.tolist(), run.error) == ([5, 6, 6, 6], pytest.approx(5e-6))
-    for key, table in after.items():
-        np.testing.assert_array_equal(table, before[key])
+    _small(tmp_path / "run", written=5)
+    found = {(one.start, one.layer): one for one in _small(tmp_path / "run")}
+    assert len(found) == 5
+    assert all(_same(found[one.start, one.layer], one) for one in map(_block, range(5)))
 
 
 def test_what_is_damaged_is_measured_again(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
     out = tmp_path / "run.zarr"
     partial = _interrupted(bert, out)
-    _lost(partial, "yudin")
+    _cut(partial)
     with pytest.warns(
         Notice,
-        match="1 of the 5 measured blocks of one layer each in .* is lost or damaged, and "
-        "measured again",
+        match="1 of the 5 measured blocks of one layer each in .* is damaged, and measured again",
     ):
         ds = lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
     assert identical(ds, whole)
     assert identical(store.load(out, damaged="refuse"), whole)
 
 
-@pytest.mark.parametrize("harm", [_lost, _emptied, _cut])
-def test_lost_marks_cost_time_alone(harm: Callable[[Path, str], None], tmp_path: Path) -> None:
-    _small(tmp_path / "run", {}, resume=False, written=5)
-    harm(partial_path(tmp_path / "run"), DONE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Notice)  # a mark that is not there is none
-        assert _small(tmp_path / "run", {}, resume=True).done.sum() == 4
-
-
-@pytest.mark.parametrize("content", [None, "", "{}", '{"zarr_format": 3'])
-@pytest.mark.parametrize("name", ["exact", ".length", DONE, "."])
-def test_a_lost_description_costs_no_values(name: str, content: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, "", "[]", '{"model": '])
+def test_a_lost_description_costs_no_values(content: str | None, tmp_path: Path) -> None:
     """What is beside it is known by its marks."""
-    before: dict[str, np.ndarray] = {}
-    _small(tmp_path / "run", before, resume=False, written=5)
-    description = partial_path(tmp_path / "run") / name / "zarr.json"
+    _small(tmp_path / "run", written=5)
+    description = partial_path(tmp_path / "run") / CONFIGURATION
     description.unlink() if content is None else description.write_text(content)
-    after: dict[str, np.ndarray] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Notice)
-        assert _small(tmp_path / "run", after, resume=True).done.sum() == 5
-    np.testing.assert_array_equal(after["exact"], before["exact"])
+    assert len(_small(tmp_path / "run")) == 5
 
 
 def test_a_run_of_others_without_its_description_is_left_alone(bert: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.zarr"
     partial = _interrupted(bert, out)
-    (partial / "zarr.json").unlink()
+    description = (partial / CONFIGURATION).read_bytes()
+    (partial / CONFIGURATION).unlink()
     with pytest.raises(StoreError, match="nothing in it fits this run"):
         lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS | {"seed": 1})
-    assert measured_blocks(partial) == (5, 8)
+    (partial / CONFIGURATION).write_bytes(description)
+    assert len(_files(partial)) == 5
 
 
 def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
     """By every command that reads runs, with what finishes them."""
     out = tmp_path / "my run.zarr"
     partial = _interrupted(bert, out)
-    for path, words in (
-        (partial, "is an unfinished run"),
-        (out, "there is no run .* yet, but an unfinished one"),
-    ):
-        with pytest.raises(
-            StoreError,
-            match=rf"{words}.* \(5 of 8 blocks .*--out '.*my run.zarr' --resume, finishes it",
-        ):
+    sentence = r"is an unfinished run; .*--out '.*my run.zarr' --resume, finishes it"
+    for path in (partial, out):
+        with pytest.raises(StoreError, match=sentence):
             lb.load(path)
     for command in (
         ["info"],
@@ -390,7 +393,7 @@ def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
         ["verify"],
     ):
         result = CliRunner().invoke(app, [command[0], str(partial), *command[1:]])
-        assert "is an unfinished run (5 of 8 blocks" in str(result.exception)
+        assert "is an unfinished run; " in str(result.exception)
         assert isinstance(result.exception, StoreError)
 
 

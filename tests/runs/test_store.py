@@ -72,10 +72,10 @@ def test_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     other.to_netcdf(tmp_path / "other.nc")
     other.to_zarr(tmp_path / "other.zarr", zarr_format=2, consolidated=False)
     for name, message in (
-        ("words.txt", "is not a run of lipbound: it is a file, and none that netCDF can read"),
+        ("words.txt", "is not a run of lipbound: it is a file of another kind"),
         ("empty.nc", "is not a run of lipbound"),
-        ("other.nc", "is a netCDF file but not a run of lipbound"),
-        ("other.zarr", "is a Zarr store but not a run of lipbound"),
+        ("other.nc", "is not a run of lipbound: it is a file of another kind"),
+        ("other.zarr", "is not a run of lipbound: it has no settings of one"),
         ("x" * 300, "cannot be read: File name too long"),
     ):
         with pytest.raises(StoreError, match=message) as error:
@@ -98,9 +98,7 @@ def test_a_run_without_its_description(
     """Its values are there, so it is a damaged run and not anything else."""
     description = lb.save(whole, tmp_path / "run.zarr") / "zarr.json"
     description.unlink() if content is None else description.write_text(content)
-    with pytest.raises(
-        AlteredRunError, match=r"run\.zarr is damaged: its description zarr\.json cannot be read"
-    ):
+    with pytest.raises(AlteredRunError, match=r"run\.zarr is damaged: a part of it cannot be read"):
         lb.load(tmp_path / "run.zarr")
 
 
@@ -114,12 +112,8 @@ def test_folders_of_runs_and_names_of_unfinished_ones(whole: xr.Dataset, tmp_pat
             "runs",
             r"runs is not a run of lipbound: it is a folder of runs \(a\.zarr\); name one of them",
         ),
-        ("empty", r"empty is not a run of lipbound: it is a folder$"),
-        (
-            "runs/a.zarr.partial",
-            r"there is no unfinished run .*a\.zarr\.partial; .*a\.zarr is finished",
-        ),
-        ("runs/b.zarr.partial", r"there is no unfinished run .*b\.zarr\.partial$"),
+        ("empty", r"empty is not a run of lipbound"),
+        ("runs/b.zarr.partial", r"there is no run .*b\.zarr\.partial; .* --out .*b\.zarr` makes"),
     ):
         with pytest.raises(StoreError, match=message):
             lb.load(tmp_path / name)

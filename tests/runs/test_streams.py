@@ -76,7 +76,7 @@ def test_layers_without_closed_form_have_no_bounds() -> None:
     assert ds.attrs["bounds"] == []
     said = set(ds.attrs["not_applicable"].values())
     assert said == {"does not cover layers without a closed form"}
-    with pytest.raises(LipboundError, match="bound 'lipbound' needs layers in closed form"):
+    with pytest.raises(LipboundError, match="bound 'lipbound' does not cover layers without a cl"):
         lb.compare(model, ids, bounds=["lipbound"], progress=False)
     with pytest.raises(LipboundError, match="norm 'one-token' does not cover layers"):
         lb.compare(model, ids, norm="one-token", progress=False)

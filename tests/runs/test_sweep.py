@@ -96,12 +96,11 @@ def test_pairs(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("pairs: x", "no list of mappings"),
-        ("pairs: []", "at least a model"),
+        ("pairs: []", "no list of mappings"),
         ("pairs: [a]", "no list of mappings"),
-        ("pairs: [{data: x}, {model: m}]", r"pair without a model \(number 1\)"),
+        ("pairs: [{data: x}, {model: m}]", r"no model for \{'data': 'x'\}"),
         ("pairs: [{model: m, sample: 3}]", "did you mean 'samples'"),
         ("pairs: [{model: m, pairs: []}]", "unknown key 'pairs'"),
-        ("model: n\npairs: [{model: m}]", "'model' beside pairs, which all have their own"),
     ],
 )
 def test_bad_pairs(content: str, message: str, tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_an_index_on_a_full_disk(
     [
         ("model: [", "cannot be read as YAML"),
         ("- a\n- b", "is not a sweep"),
-        ("data: x", "at least a model"),
+        ("data: x", "has no model for its runs"),
         ("model: m\nsample: 3", "'samples'"),
     ],
 )

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.runs.checksums import sealed
-from lipbound.runs.dataset import audited, dataset
+from lipbound.runs.dataset import dataset, sealed
 from lipbound.runs.measure import LayerInfo
 from lipbound.schema import Extent, RunInfo
 
@@ -107,4 +106,4 @@ def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
     ds = dataset(tables, list(FACTORS), found, np.array([32, 30]))
     made = Extent(2, 2, list(range(layers)), heads, layers)
-    return audited(sealed(ds, RunInfo(**SETTINGS, bounds=list(FACTORS), made=made)))
+    return sealed(ds, RunInfo(**SETTINGS, bounds=list(FACTORS), made=made))

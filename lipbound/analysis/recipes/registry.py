@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
-from lipbound.devices import device_name, resolve_device
+from lipbound.devices import device_name, resolve_device, versions
 from lipbound.errors import StoreError, UnknownNameError, nearest, shown, tell
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import Inputs, prepare
@@ -29,7 +29,6 @@ from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.reporting.labels import builtin_name, model_name
 from lipbound.reporting.styles import BASE, Drawing, latex_caption, write
 from lipbound.runs import store
-from lipbound.runs.dataset import versions
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.token_norms.profile import token_profile
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.runs.replay import Replay
+from lipbound.runs.verify import Replay
 from lipbound.schema import TOKEN_NORMS, bounds_there, norm_of
 
 SIDE = 128

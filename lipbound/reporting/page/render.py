@@ -29,8 +29,8 @@ from lipbound.reporting.page.details import SIDE, Details, details
 from lipbound.reporting.scales import log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
-from lipbound.runs.replay import replay
 from lipbound.runs.store import run_of
+from lipbound.runs.verify import replay
 from lipbound.schema import AXES, Contents, bounds_there, compared_with, norm_of
 
 HERE = Path(__file__).parent
