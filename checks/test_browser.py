@@ -21,8 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import lipbound as lb
-from lipbound.reporting.page.contents import contents
-from lipbound.reporting.page.render import report
+from lipbound.reporting.page.render import contents, report
 
 SHOTS = os.environ.get("LIPBOUND_SHOTS")
 """Folder for screenshots, to be looked at."""
@@ -341,12 +340,6 @@ def test_hostile_names_are_text(opened: Any, hostile: xr.Dataset) -> None:
         for scale in contents(
             hostile,
             "x",
-            reduce="geomean",
-            sample=0,
-            model=None,
-            data=None,
-            device="cpu",
-            wanted=False,
         )["scales"]
     ]
     mouse(browser, [name for names in shown for name in names].index("yudin"), 0, 0, click=True)

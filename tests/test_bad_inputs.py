@@ -18,8 +18,8 @@ QUICK = "--data {text} --samples 1 --max-length 8 --bounds castin"
 SHORT = "--max-length 12"
 COUNT = "it must be a whole number, at least 1"
 NUMBERS = "give numbers from 0, such as 3, or 0-3,7"
-PROBABILITY = "it must be a probability between 0 and 1, or 0 for plain estimates"
-SIZE = "it must be a size such as '4GB', a number of bytes, or 'auto'"
+PROBABILITY = "it must be a probability between 0 and 1, or None for plain estimates"
+SIZE = "give a size such as '4GB', a number of bytes, or 'auto'"
 ONE_MODEL = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
 
 MODELS = {
@@ -85,10 +85,10 @@ MODELS = {
 NUMBERS_OF_COMPARE = {
     **{f"--samples {value}": f"--samples is {value}; {COUNT}" for value in (0, -1, -99)},
     **{
-        f"--samples {value}": f"--samples must be a whole number or 'all', not '{value}'"
+        f"--samples {value}": f"--samples is '{value}'; {COUNT}, or 'all'"
         for value in ("1.5", "many", "1e9", "nan")
     },
-    "--samples ''": "--samples must be a whole number or 'all', not ''",
+    "--samples ''": f"--samples is ''; {COUNT}, or 'all'",
     "--samples": "option '--samples' requires an argument",
     **{f"--exact-samples {value}": f"--exact-samples is {value}; {COUNT}" for value in (0, -3)},
     "--exact-samples x": "--exact-samples must be a whole number, not 'x'",
@@ -111,9 +111,10 @@ NUMBERS_OF_COMPARE = {
     },
     "--tol x": "--tol must be a number, not 'x'",
     **{
-        f"--delta {value}": f"--delta is '{value}'; {PROBABILITY}"
-        for value in ("-1", "1", "2", "nan", "inf", "x", "1e-400")
+        f"--delta {value}": f"--delta is {float(value)}; {PROBABILITY}"
+        for value in ("-1", "1", "2", "nan", "inf")
     },
+    "--delta x": "--delta must be a number, not 'x'",
     **{
         f"--seed {value}": f"--seed must be a whole number, not '{value}'"
         for value in ("x", "1.5", "1e3")
@@ -279,8 +280,8 @@ RUN_COMMANDS = {
     "table {mess}/run.zarr --bounds kim": "the run has no bound 'kim'; it has yudin, castin",
     "table {mess}/run.zarr --by head --reduce average": "unknown reduction 'average'; allowed are",
     **{
-        f"table {{mess}}/run.zarr --by layer --reduce {value}": f"--reduce is {value}; a quantile "
-        "lies between 0 and 1"
+        f"table {{mess}}/run.zarr --by layer --reduce {value}": f"unknown reduction {value}; "
+        "allowed are"
         for value in ("2.0", "-1.0", "nan")
     },
     "table {mess}/run.zarr --by head --values ratios": "unknown values 'ratios'; did you mean "
@@ -300,8 +301,8 @@ RUN_COMMANDS = {
     },
     "heatmap {mess}/run.zarr -o {tmp}/x.png --scale log": "unknown scale 'log'; allowed are",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --bounds ''": "--bounds is '', which names none",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "--reduce is 1.5; a quantile lies "
-    "between 0 and 1",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "unknown reduction 1.5; allowed are "
+    "geomean, max, mean, median, or a quantile between 0 and 1",
     "report {mess}/run.zarr -o {tmp}/x.pdf": "is not an .html file",
     "report {mess}/run.zarr -o {tmp}/x.html --sample 9": "--sample is 9; the run has samples 0 "
     "to 1",
@@ -323,8 +324,8 @@ RUN_COMMANDS = {
     "verify {mess}/memory.zarr": "in memory, which no name leads back to; give it as --model",
 }
 OTHER_COMMANDS = {
-    "compair x": "there is no command 'compair'; did you mean 'compare'?",
-    "COMPARE x": "did you mean 'compare'?",
+    "compair x": "no such command 'compair'. Did you mean 'compare'?",
+    "COMPARE x": "no such command 'COMPARE'; see lipbound --help",
     "--samples 3": "no such option: --samples; see lipbound --help",
     "bounds yudin": "got unexpected extra argument(s) (yudin)",
     "bounds --layout x": "no such option: --layout",

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lipbound as lb
 from lipbound.cli import app
-from lipbound.cli.output import plain_data
+from lipbound.cli.application import plain_data
 from lipbound.models.sources.catalogue import BUILTINS, Builtin, describe
 
 
@@ -99,8 +99,8 @@ def test_info_says_what_a_run_holds(run: Path, tmp_path: Path) -> None:
         file.stat().st_size for file in run.rglob("*") if file.is_file()
     )
     text = said("info", run)
-    assert f"model                {ds.attrs['model']}" in text
-    assert "bounds               yudin, castin, lipbound" in text
+    assert f"model             {ds.attrs['model']}\n" in text
+    assert "bounds            yudin, castin, lipbound\n" in text
     edited = ds.copy(deep=True)
     edited["yudin"][0, 0, 0] *= 2
     edited.to_zarr(tmp_path / "edited.zarr", consolidated=False)

@@ -4,26 +4,33 @@ Commands import what they need when they run: ``lipbound --help`` loads neither 
 else of size.
 """
 
+from __future__ import annotations
+
 import contextlib
+import inspect
+import json
+import math
 import os
 import re
+import shutil
 import sys
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand, _typer_param_setup_autocompletion_compat
+from typer.core import TyperCommand
 
 from lipbound import __version__
 from lipbound.cli import interruption
-from lipbound.cli.completion import COMPLETERS
-from lipbound.errors import LipboundError, Notice, nearest, neighbours
+from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain
+from lipbound.schema import CHOICES, NORMS, Contents
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 VERBOSE = "LIPBOUND_VERBOSE"
@@ -36,70 +43,34 @@ SWITCHES = {
     "debug": "Show tracebacks.",
 }
 """Options that every command takes, behind its name or before it."""
+KINDS = {"integer": "a whole number", "number": "a number"}
+"""Types as typer calls them, in words."""
 
-state: dict[str, Any] = {
-    "debug": False,
-    "quiet": False,
-    "verbose": False,
-    "options": {},
-    "given": frozenset(),
-}
-"""Switches that are on; of the running command the options by argument, and the arguments given."""
-
-
-def switch(name: str, wanted: bool) -> None:
-    """Turn one of `SWITCHES` on, where it is wanted."""
-    if wanted:
-        state[name] = True
-        if name == "verbose":
-            os.environ[VERBOSE] = "1"
-
-
-def _completing(complete: Callable[[str], list[str]]) -> Callable[[Any, list[str], str], list[Any]]:
-    """Wrap a completer as typer calls it."""
-    return lambda ctx, words, start: [*complete(start)]
+state: dict[str, Any] = dict.fromkeys(SWITCHES, False) | {"options": {}}
+"""Switches that are on, and of the running command the options by argument."""
 
 
 class Command(TyperCommand):
-    """Command that also takes `SWITCHES`, completes its options, and names them in its errors."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        for param in self.params:
-            if param.name in COMPLETERS and param._custom_shell_complete is None:
-                _typer_param_setup_autocompletion_compat(
-                    param, autocompletion=_completing(COMPLETERS[param.name])
-                )
+    """Command that also takes `SWITCHES`, and names its options in its errors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for name in SWITCHES:
-            switch(name, f"--{name}" in args)
+        main_options(**{name: state[name] or f"--{name}" in args for name in SWITCHES})
         words = [word for word in args if word not in {f"--{name}" for name in SWITCHES}]
-        if not ctx.resilient_parsing:
-            self._once(ctx, words)
-        return super().parse_args(ctx, words)
-
-    def _once(self, ctx: Any, words: list[str]) -> None:
-        """Refuse an option that is given twice, of which the parser would take the last."""
-        _, _, order = self.make_parser(ctx).parse_args(args=list(words))
-        for param, times in Counter(id(param) for param in order).items():
-            option = next(one for one in order if id(one) == param)
-            repeatable = option.multiple or getattr(option, "is_flag", False)
-            if times > 1 and option.opts[-1].startswith("-") and not repeatable:
-                kind = LISTS.get(option.name)
+        for param in self.params:
+            times = sum(word.partition("=")[0] in param.opts for word in words)
+            repeatable = getattr(param, "multiple", False) or getattr(param, "is_flag", False)
+            if times > 1 and not repeatable and not ctx.resilient_parsing:
+                kind = LISTS.get(param.name or "")
                 more = f", with its {kind} separated by commas" if kind else ""
                 raise LipboundError(
-                    f"{option.opts[-1]} is given {times} times, and one of them would be "
+                    f"{param.opts[-1]} is given {times} times, and one of them would be "
                     f"ignored; give it once{more}"
                 )
+        return super().parse_args(ctx, words)
 
     def invoke(self, ctx: Any) -> Any:
         options = {param.name: param.opts[-1] for param in self.params if param.name and param.opts}
         state["options"] = {name: opt for name, opt in options.items() if opt.startswith("-")}
-        sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-        state["given"] = frozenset(
-            name for name in sources if getattr(sources[name], "name", "DEFAULT") != "DEFAULT"
-        )
         try:
             return super().invoke(ctx)
         except LipboundError as error:
@@ -108,19 +79,24 @@ class Command(TyperCommand):
 
 
 class Application(typer.Typer):
-    """Application that registers every command as a `Command`."""
+    """Application that registers every command as a `Command`, with options from its docstring."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callback], Callback]:
         settings["epilog"] = (
             f"{settings.get('epilog') or ''}\n\nEvery command also takes --quiet, --verbose and "
             "--debug."
         )
-        return super().command(name, **({"cls": Command} | settings))
+
+        def register(command: Callback) -> Callback:
+            help = with_options(command)
+            return super(Application, self).command(name, cls=Command, help=help, **settings)(
+                command
+            )
+
+        return register
 
 
 app = Application(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
-StoredRun = Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")]
 
 
 def _version(wanted: bool) -> None:
@@ -142,10 +118,9 @@ def main_options(
 
     The bounds are every published l2 bound on softmax heads that we know of, and our own.
     """
-    # whatever an earlier call in this process wanted
-    state.update(quiet=False, verbose=False, debug=False)
-    for name, wanted in (("quiet", quiet), ("verbose", verbose), ("debug", debug)):
-        switch(name, wanted)
+    state.update(quiet=quiet, verbose=verbose, debug=debug)
+    if verbose:
+        os.environ[VERBOSE] = "1"
 
 
 @cache
@@ -161,7 +136,6 @@ def main() -> None:
     """
     state.update(debug=False, quiet=False, verbose=False, options={})
     interruption.forget()
-    before = os.environ.get(VERBOSE)
     status = 0
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -172,101 +146,56 @@ def main() -> None:
             sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
             status = 130
+            typer.echo(interruption.sentence(), err=True)
         except LipboundError as error:
-            _say(str(error), error)
-            status = 2
+            status = _failed(str(error), error)
         except typer.Exit as end:
             status = end.exit_code
         except OSError as error:
             if not error.strerror:  # an error of a network library
                 raise
-            _abandon_output()
-            file = error.filename
-            where = f"{file} cannot be read or" if file else "the output cannot be"
-            _say(f"{where} written: {error.strerror}", error)
-            status = 2
+            # Python would try at its end to write what is held back, and complain
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            where = (
+                f"{error.filename} cannot be read or" if error.filename else "the output cannot be"
+            )
+            status = _failed(f"{where} written: {error.strerror}", error)
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
-            if error.format_message():  # none where the help was shown for want of a command
-                _say(_of_usage(error), error)
-            status = 2
+            # no message where the help was shown for want of a command
+            status = _failed(_of_usage(error), error) if error.format_message() else 2
         finally:
-            os.environ.pop(VERBOSE, None)
-            os.environ |= {} if before is None else {VERBOSE: before}
-    if status == 130:
-        typer.echo(interruption.sentence(), err=True)
+            if state["verbose"]:
+                os.environ.pop(VERBOSE, None)
     if status:
         sys.exit(status)
 
 
-def _abandon_output() -> None:
-    """Drop what standard output holds back: Python would try again at its end, and complain."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _say(message: str, error: Exception) -> None:
-    """Print an error, with its traceback where that is wanted."""
+def _failed(message: str, error: Exception) -> int:
+    """Print an error, with its traceback where that is wanted; return the status."""
     if state["debug"]:
         traceback.print_exception(error)
     else:
         typer.echo(f"error: {plain(message)}", err=True)
+    return 2
 
 
 def _of_usage(error: Any) -> str:
     """Write typer's complaint about a command line in one sentence that quotes what was given."""
     message = " ".join(str(error.format_message()).split()).rstrip(".")
+    if near := getattr(error, "possibilities", None):
+        return f"no such option: {error.option_name}; did you mean {near[0]}?"
+    wrong = re.fullmatch(r"Invalid value for '(.*?)': Input should be a valid (\w+).*", message)
+    if wrong:
+        option = error.param.opts[-1]
+        given = re.search(rf" {option}[ =](\S*)", " ".join(sys.argv))
+        quoted = f", not {given[1]!r}" if given else ""
+        return f"{option} must be {KINDS.get(wrong[2], f'a {wrong[2]}')}{quoted}"
     command = getattr(getattr(error, "ctx", None), "command_path", "lipbound")
-    unknown = re.fullmatch(r"No such command '(.*?)'.*", message)
-    if unknown:
-        names = [
-            c.name or c.callback.__name__.replace("_", "-")
-            for c in app.registered_commands
-            if c.callback is not None
-        ]
-        return f"there is no command {unknown[1]!r}; {nearest(unknown[1], names)}"
-    if wrong := re.fullmatch(r"No such option: (\S+).*", message):
-        params = error.ctx.command.params
-        names = [name for param in params for name in (*param.opts, *param.secondary_opts)]
-        known = [name for name in names if name.startswith("--")]
-        return f"no such option: {wrong[1]}; {_meant(wrong[1], known) or f'see {command} --help'}"
-    if "Value error, " in message:  # a sentence of ours
-        return message.partition("Value error, ")[2]
-    expected = re.fullmatch(r"Invalid value for '(.*?)': Input should be a valid (\w+).*", message)
-    if expected:
-        known_kinds = {"integer": "a whole number", "number": "a number"}
-        what = known_kinds.get(expected[2], f"a {expected[2]}")
-        return f"{expected[1].split(' / ')[-1]} must be {what}{_given(expected[1])}"
-    return f"{message[:1].lower()}{message[1:]}; see {command} --help"
-
-
-def _meant(word: str, known: list[str]) -> str:
-    """Guess the option that a mistyped one was meant to be; "" where unclear.
-
-    The one that it begins, or that begins it, else the likest, of which a part is enough.
-    """
-    word = word.lstrip("-")
-    names = [*dict.fromkeys([*(name.removeprefix("--") for name in known), *SWITCHES])]
-    near = [name for name in names if name.startswith(word) or word.startswith(name)]
-    if len(near) != 1:
-        parts = {name: name for name in names}
-        for name in names:
-            for part in name.split("-"):
-                parts.setdefault(part, name)
-        near = [parts[part] for part in neighbours(word, parts, cutoff=0.75)]
-    return f"did you mean --{near[0]}?" if near else ""
-
-
-def _given(option: str) -> str:
-    """Quote the value behind an option on the command line, ", not ...", where it stands there."""
-    names = [name.strip("'") for name in option.split(" / ")]
-    for i, word in enumerate(sys.argv):
-        if word in names and i + 1 < len(sys.argv):
-            return f", not {sys.argv[i + 1]!r}"
-        if any(word.startswith(f"{name}=") for name in names):
-            return f", not {word.partition('=')[2]!r}"
-    return ""
+    help = "" if "Did you mean" in message else f"; see {command} --help"
+    return f"{message[:1].lower()}{message[1:]}{help}"
 
 
 def _show_warning(
@@ -291,10 +220,9 @@ def in_options(message: str, options: dict[str, str]) -> str:
     'leave it out, or take --bounds default'
     """
     for name, option in options.items():
-        message = re.sub(rf"(?<![\w/.'\"-]){name}=True\b", option, message)
-        message = re.sub(rf"(?<![\w/.'\"-]){name}='([^']*)'", rf"{option} \1", message)
-        message = re.sub(rf"(?<![\w/.'\"-]){name}=(?=[\s;,.)]|$)", option, message)
-        message = re.sub(rf"(?<![\w/.'\"-]){name}=(?=\S)", f"{option} ", message)
+        argument = rf"(?<![\w/.'\"-]){name}="
+        message = re.sub(rf"{argument}(?:True\b|(?=[\s;,.)]|$))", option, message)
+        message = re.sub(rf"{argument}(?:'([^']*)')?", rf"{option} \1", message)
         message = re.sub(rf"^{name} (?=is |has |exceeds |leaves |\d)", f"{option} ", message)
     return message
 
@@ -305,3 +233,154 @@ def number_or_name(text: str) -> str | float:
         return float(text)
     except ValueError:
         return text
+
+
+# -- arguments and options, with their help and what the shell completes ---------------------------
+
+BOUNDS = (
+    *("kim", "dasoulas", "castin", "castin_bias", "castin_c3", "castin_c3_as_coded"),
+    *("castin_mean_field", "specformer", "yudin", "yudin_g1", "yudin_nobias", "yudin_sqrt_n"),
+    *("yudin_closed", "lipbound", "lipbound_block", "newhouse"),
+    *("lipbound_every", "lipbound_every_block", "lipbound_one"),
+)
+RECIPES = (
+    *("castin-1", "castin-6", "castin-2", "castin-3", "which-map", "three-norms"),
+    *("token-profile", "mass-splitting", "yudin-1", "yudin-2", "yudin-3", "yudin-6"),
+    *("yudin-theorem-4", "yudin-multihead"),
+)
+"""Names that are completed, written out so that nothing of size is imported."""
+VALUES: dict[str, Sequence[str]] = {
+    "map": ("head", "head_out", "heads", "layer", "residual", "pre_norm", "post_norm"),
+    "norm": tuple(NORMS),
+    "dtype": CHOICES["dtype"],
+    "device": ("auto", "cpu", "cuda", "mps"),
+    "weights": ("auto", "whole", "layers"),
+    "reduce": ("mean", "geomean", "max", "median"),
+    "scale": ("rows", "shared", "panel"),
+    "values": ("ratio", "value"),
+    "by": ("bound", "layer", "head"),
+    "format": ("text", "markdown", "latex", "csv"),
+    "cite format": ("bib", "latex", "text"),
+    "reproduce name": (*RECIPES, "all"),
+}
+"""Values of options that are one of a few names, by the names of their arguments."""
+
+
+def with_options(command: Callable[..., Any]) -> str:
+    """Make arguments and options of a command's parameters; return its docstring before them.
+
+    Parameters by position are arguments, those by keyword options. Their help is what the docstring
+    says of them.
+    """
+    text = inspect.cleandoc(command.__doc__ or "")
+    help = dict(re.findall(r"^    (\w+): (.+(?:\n        .+)*)", text, re.M))
+    found = []
+    for one in inspect.signature(command, eval_str=True).parameters.values():
+        said: dict[str, Any] = {"help": " ".join(help.get(one.name, "").split())}
+        said["autocompletion"] = completer(command.__name__, one.name)
+        if one.kind is inspect.Parameter.KEYWORD_ONLY:
+            names = {"output": ["-o", "--output"]}.get(one.name, [])
+            if isinstance(one.default, bool):
+                names = [f"--{one.name}/--no-{one.name}" if one.default else f"--{one.name}"]
+            info: Any = typer.Option(*names, **said)
+        else:
+            info = typer.Argument(**said)
+        found.append(one.replace(annotation=Annotated[one.annotation, info]))
+    command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in found}
+    return re.split(r"\n\n(?:Args|Attributes):\n", text)[0]
+
+
+def completer(command: str, name: str) -> Callable[..., Any] | None:
+    """What the shell completes for an argument of a command; nothing for most."""
+    if name in ("bounds", "model"):
+        return some_bounds if name == "bounds" else models
+    values = VALUES.get(f"{command} {name}", VALUES.get(name))
+    return None if values is None else lambda: list(values)
+
+
+def some_bounds(incomplete: str) -> list[str]:
+    """Complete the last of several names of bounds, separated by commas."""
+    before, comma, _ = incomplete.rpartition(",")
+    given = before.split(",")
+    offered = BOUNDS if comma else ("default", "all", "none", *BOUNDS)
+    return [before + comma + name for name in offered if name not in given]
+
+
+def models(incomplete: str) -> list[tuple[str, str]]:
+    """Complete builtin checkpoints, with what they are; the shell itself completes folders."""
+    from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
+
+    names = [name for name in BUILTINS if (PREFIX + name).startswith(incomplete)]
+    return [(PREFIX + name, describe(name).title) for name in names]
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def columns() -> int:
+    """Characters in a line of the terminal; 80 in a pipe, unless COLUMNS says otherwise."""
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
+def echo_folded(text: str) -> None:
+    """Print a line, folded between words to the width of the terminal, with a hanging indent."""
+    from lipbound.reporting.layout import hanging
+
+    indent = " " * (len(text) - len(text.lstrip()))
+    for line in hanging(text.lstrip(), columns() - len(indent)):
+        typer.echo(indent + line)
+
+
+def show(ds: xr.Dataset) -> None:
+    """Print a run's summary as a table, the extent of its exact norms, and the audit's verdict."""
+    from lipbound.bounds.audit import audit
+    from lipbound.formatting import counted, number, small
+    from lipbound.reporting import tables
+    from lipbound.reporting.labels import places, reached
+
+    typer.echo(tables.render(ds, width=columns()))
+    exact = ds["exact"].values[ds["exact"].notnull().values]
+    extent = ""
+    if exact.size:
+        least, most = number(float(exact.min())), number(float(exact.max()))
+        extent = f", {least}" if least == most else f", from {least} to {most}"
+    error = small(float(f"{ds.attrs['capture_error']:.1e}"))
+    samples = counted(Contents.of(ds).exact_samples, "sample")
+    echo_folded(
+        f"exact norms: {len(exact)} ({places(ds)}, {samples}){extent}; capture reproduces the "
+        f"model to {error} relative"
+    )
+    if open_ := reached(ds):
+        tol = small(float(ds.attrs["tol"]))
+        echo_folded(f"the tolerance asked for, {tol}, was not reached by {open_}")
+    if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:
+        echo_folded(
+            f"\u2021 A bound fell below the exact norm although its assumptions hold: {broken}. "
+            "Please report this run."
+        )
+
+
+def echo_json(value: Any) -> None:
+    """Print a value as JSON with full precision.
+
+    ``"inf"`` and ``"-inf"`` stand for infinite numbers, null for missing ones.
+    """
+    typer.echo(json.dumps(plain_data(value), allow_nan=False, indent=2))
+
+
+def plain_data(value: Any) -> Any:
+    """Dictionaries, lists, text and numbers that JSON can hold; numpy's numbers as Python's own.
+
+    >>> plain_data({"a": (1.5, float("nan"), float("inf"))})
+    {'a': [1.5, None, 'inf']}
+    """
+    if isinstance(value, dict):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    if hasattr(value, "item") and not isinstance(value, str):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipbound.cli.application import StoredRun, app
-from lipbound.cli.output import echo_folded, echo_json
-from lipbound.formatting import number, plain
-from lipbound.schema import CHECKSUM, NORMS, Contents
-
-if TYPE_CHECKING:
-    import xarray as xr
-
-Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+from lipbound.cli.application import app, echo_folded, echo_json
+from lipbound.formatting import plain
+from lipbound.schema import CHECKSUM, NORMS
 
 
 @app.command("bounds", epilog="Example: lipbound bounds")
-def list_bounds(json: Json = False) -> None:
-    """List all bounds: statement, norm, source, assumptions, cost."""
+def list_bounds(*, json: bool = False) -> None:
+    """List all bounds: statement, norm, source, assumptions, cost.
+
+    Args:
+        json: JSON, for programs.
+    """
     from lipbound.attention.variants import VARIANTS
     from lipbound.bounds import get, names
 
@@ -46,8 +43,12 @@ def list_bounds(json: Json = False) -> None:
 
 
 @app.command(epilog="Example: lipbound models")
-def models(json: Json = False) -> None:
-    """List the checkpoints that come with lipbound: what each is, and its licence."""
+def models(*, json: bool = False) -> None:
+    """List the checkpoints that come with lipbound: what each is, and its licence.
+
+    Args:
+        json: JSON, for programs.
+    """
     from lipbound.models.sources.catalogue import BUILTINS, describe
 
     found = [describe(name) for name in BUILTINS]
@@ -71,74 +72,25 @@ def models(json: Json = False) -> None:
 
 
 @app.command(epilog="Example: lipbound info minilm.zarr")
-def info(run: StoredRun, json: Json = False) -> None:
-    """Say what a stored run holds: model, data, settings, bounds, and whether it was altered."""
+def info(run: Path, *, json: bool = False) -> None:
+    """Say what a stored run holds: model, data, settings, bounds, and whether it was altered.
+
+    Args:
+        run: A run saved by `lipbound compare --out`.
+        json: JSON, for programs.
+    """
+    from lipbound.reporting.labels import fact_words, facts
+    from lipbound.runs.dataset import damage
     from lipbound.runs.store import load
 
-    found = facts(load(run, damaged="accept"), run)
+    ds = load(run, damaged="accept")
+    files = (file for file in run.expanduser().rglob("*") if file.is_file())
+    found = {"run": str(run)} | facts(ds)
+    found["bytes on disk"] = sum(file.stat().st_size for file in files)
+    found["checksums"] = damage(ds) or ("hold" if CHECKSUM in ds else "none")
     if json:
         echo_json(found)
         return
     wide = max(map(len, found)) + 2
     for name, value in found.items():
-        typer.echo(f"{name:{wide}}{plain(_words(value))}")
-
-
-def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
-    """Contents and settings of a run, by names in words."""
-    from lipbound.bounds.audit import audit
-    from lipbound.reporting.labels import model_name, norm_words
-    from lipbound.runs.dataset import damage
-
-    a, exact, there = ds.attrs, ds["exact"], Contents.of(ds)
-    entries = audit(ds)
-    return {
-        "run": str(path),
-        "model": a["model"],
-        "called": model_name(ds),
-        "architecture": a["architecture"],
-        "revision": a["revision"],
-        "quantization": a.get("quantization"),
-        "data": a["data"],
-        "data fingerprint": a["data_fingerprint"],
-        "preprocessing": a.get("preprocessing", ""),
-        "samples": there.samples,
-        "exact on samples": there.exact_samples,
-        "tokens at most": there.tokens,
-        "layers": ds["layer"].values.tolist(),
-        "layers of the model": there.made.model_layers,
-        "heads": int(ds.sizes["head"]) if "head" in ds.dims else "none: whole layers",
-        "map": a["map_description"],
-        "norm": norm_words(ds),
-        "exact from": float(exact.min()),
-        "exact to": float(exact.max()),
-        "not converged": there.norms - there.closed,
-        "bounds": list(a["bounds"]),
-        "below exact": {
-            name: entry["violations"] for name, entry in entries.items() if entry["violations"]
-        },
-        "left out": list(a.get("not_applicable", {})),
-        "method": a.get("method"),
-        "tol": float(a["tol"]),
-        "delta": float(a["delta"]) if a.get("delta") else None,
-        "dtype": a["dtype"],
-        "device": a["device"],
-        "seed": a.get("seed"),
-        "date": a["date"],
-        "command": a["command"],
-        "versions": a["versions"],
-        "bytes on disk": sum(
-            file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file()
-        ),
-        "checksums": damage(ds) or ("hold" if CHECKSUM in ds else "none"),
-    }
-
-
-def _words(value: Any) -> str:
-    """Write a value on one line."""
-    if isinstance(value, dict):
-        value = [f"{key} {item}" for key, item in value.items()]
-    if isinstance(value, list) or value is None:
-        return ", ".join(map(str, value or ())) or "none"
-    short = isinstance(value, float) and (value == 0 or value >= 1e-2)
-    return number(value, 4) if short else str(value)
+        typer.echo(f"{name:{wide}}{fact_words(value) or 'none'}")

@@ -8,87 +8,50 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lipbound.cli import interruption
-from lipbound.cli.application import app, state
-from lipbound.cli.completion import models
-from lipbound.cli.output import show
-from lipbound.errors import LipboundError, StoreError, choice, shown
-from lipbound.formatting import plain
-from lipbound.runs.config import RunConfig, refuse_drawn
-from lipbound.schema import NORMS
+from lipbound.cli.application import app, show, state
+from lipbound.errors import LipboundError, StoreError
+from lipbound.formatting import counted, plain
+from lipbound.runs.config import RunConfig
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
-def probability(text: str | float) -> float:
-    """Read a probability, which is 0 only where it says so: one too small for float64 is none."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    vanished = value == 0 and isinstance(text, str) and re.search("[1-9]", text)
-    if not 0 <= value < 1 or vanished:
-        raise LipboundError(
-            f"--delta is {shown(text)}; it must be a probability between 0 and 1, or 0 for plain "
-            "estimates without upper ends"
-        )
-    return value
-
-
-def count(text: str | int) -> int | str:
-    """Read a number of samples, or "all"."""
-    if str(text).strip().lower() == "all":
-        return "all"
-    try:
-        return int(text)
-    except ValueError:
-        raise LipboundError(
-            f"--samples must be a whole number or 'all', not {shown(text)}"
-        ) from None
-
-
-TYPES: dict[str, Any] = {"out": Path, "samples": int, "int": int, "float": float, "bool": bool}
+TYPES: dict[str, Any] = {"out": Path, "samples": str, "int": int, "float": float, "bool": bool}
 """Types on the command line, by the name of an option or its type in Python; text for others."""
-PARSERS = {"samples": count, "delta": probability}
 
 
 def from_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an argument or option for every field of `RunConfig`, before its own.
+    """Give a command a parameter for every field of `RunConfig`, before its own.
 
     Names, types, defaults and help are those of the fields; the command takes them by keyword.
     """
-    described = inspect.cleandoc(RunConfig.__doc__ or "")
-    help = dict(re.findall(r"^    (\w+): (.+(?:\n        .+)*)", described, re.M))
-    added = []
+    found = []
     for one in fields(RunConfig):
-        first = str(one.type).split(" | ")[0]
-        kind = TYPES.get(one.name) or TYPES.get(first, str)
-        said: dict[str, Any] = {"help": " ".join(help.get(one.name, "").split())}
-        if one.default is MISSING:
-            info, default = typer.Argument(autocompletion=models, **said), inspect.Parameter.empty
-        else:
-            names = [f"--{one.name}"] if kind is bool else []
-            info = typer.Option(*names, parser=PARSERS.get(one.name), **said)
-            default = one.default
-        kind = kind | None if default is None else kind
-        annotation: Any = Annotated[kind, info]
-        added.append(
+        kind = TYPES.get(one.name) or TYPES.get(str(one.type).split(" | ")[0], str)
+        needed = one.default is MISSING
+        found.append(
             inspect.Parameter(
-                one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                one.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD
+                if needed
+                else inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if needed else one.default,
+                annotation=kind | None if one.default is None else kind,
             )
         )
     own = inspect.signature(command, eval_str=True).parameters.values()
-    added += [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    command.__signature__ = inspect.Signature(added)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in added}
+    found += [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    command.__doc__ = f"{command.__doc__}{RunConfig.__doc__}"
     return command
 
 
@@ -100,9 +63,8 @@ def blocks_in(out: Path) -> str:
     if not partial.exists():
         return "nothing was measured yet"
     done = sum(1 for _ in partial.glob("[!.]*.npz"))
-    blocks = f"{done} measured blocks of one layer each are"
-    blocks = "1 measured block of one layer is" if done == 1 else blocks
-    return f"{blocks} kept in {partial}; the same command with --resume goes on from there"
+    kept = f"{counted(done, 'measured block')}, of one layer each, kept in {partial}"
+    return f"{kept}; the same command with --resume goes on from there"
 
 
 @app.command(
@@ -110,30 +72,25 @@ def blocks_in(out: Path) -> str:
     "128 --out minilm.zarr"
 )
 @from_config
-def compare(
-    *,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of a dask scheduler whose workers share the run, or local:N for N "
-            "processes here."
-        ),
-    ] = None,
-    **options: Any,
-) -> None:
-    """Measure every attention head of a checkpoint and set every bound beside it."""
+def compare(*, scheduler: str | None = None, **options: Any) -> None:
+    """Measure every attention head of a checkpoint and set every bound beside it.
+
+    Args:
+        scheduler: Address of a dask scheduler whose workers share the run, or local:N for N
+            processes here.
+
+    """
     from lipbound.models.sources.catalogue import PREFIX, builtin
 
     model, out = options["model"], options["out"]
     if model.lower().startswith(PREFIX):
         builtin(model[len(PREFIX) :])  # a mistyped name is told before seconds of imports
-    if choice("norm", options["norm"], NORMS) != "frobenius":
-        for name in state["given"] & {"delta", "seed"}:  # be it with its default
-            refuse_drawn(name, options[name], options["norm"])
     interruption.keeps(
         lambda: blocks_in(out) if out is not None else "nothing was kept, since there was no --out"
     )
-    config = RunConfig(**options | {"delta": options["delta"] or None})
+    samples = str(options["samples"])
+    number = int(samples) if re.fullmatch(r"-?\d+", samples) else samples
+    config = RunConfig(**options | {"samples": number, "delta": options["delta"] or None})
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])
     show(ds)
@@ -144,23 +101,15 @@ def compare(
 
 
 @app.command(epilog="Example: lipbound sweep sweep.yaml --out runs")
-def sweep(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            help="YAML: model, data, max_length (values or lists), or pairs of them; and options "
-            "for every run."
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            help="Folder for the runs and their index.csv; what it holds already is kept."
-        ),
-    ] = Path("runs"),
-    scheduler: Annotated[str | None, typer.Option(help="As in `lipbound compare`.")] = None,
-) -> None:
-    """Do every combination of models, data and lengths; runs that fail do not stop the others."""
+def sweep(file: Path, *, out: Path = Path("runs"), scheduler: str | None = None) -> None:
+    """Do every combination of models, data and lengths; runs that fail do not stop the others.
+
+    Args:
+        file: YAML: model, data, max_length (values or lists), or pairs of them; and options for
+            every run.
+        out: Folder for the runs and their index.csv; what it holds already is kept.
+        scheduler: As in `lipbound compare`.
+    """
     from lipbound.runs.sweep import rows
 
     interruption.keeps(
@@ -179,10 +128,9 @@ def sweep(
             err=True,
         )
     if failed := ended["failed"]:
-        runs = "1 run" if failed == 1 else f"{failed} runs"
         raise LipboundError(
-            f"{runs} of the sweep failed; {out / 'index.csv'} says why, and the same command "
-            "tries again"
+            f"{counted(failed, 'run')} of the sweep failed; {out / 'index.csv'} says why, and the "
+            "same command tries again"
         )
 
 
@@ -206,31 +154,28 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         raise LipboundError(
             "--scheduler needs dask.distributed; pip install 'lipbound[distributed]'"
         ) from error
-    if not scheduler.startswith("local:"):
+    from lipbound.runs.measure import TRIMMING
+
+    with ExitStack() as opened:
+        address: Any = scheduler
+        if scheduler.startswith("local:"):
+            processes = scheduler.removeprefix("local:")
+            if not processes.isdigit() or int(processes) < 1:
+                raise LipboundError(
+                    f"--scheduler is {scheduler!r}; the number of local processes must be at "
+                    "least 1, such as local:2"
+                )
+            opened.enter_context(dask.config.set({TRIMMING: None}))
+            options: Any = {"threads_per_worker": 1, "dashboard_address": ":0"}
+            address = opened.enter_context(LocalCluster(n_workers=int(processes), **options))
+            typer.echo(f"dashboard: {address.dashboard_link}", err=True)
         try:
-            client = Client(scheduler, timeout=10)
+            client = opened.enter_context(Client(address, timeout=10))
         except (OSError, ValueError) as error:
             raise LipboundError(
                 f"no dask scheduler answers at {scheduler!r}; give its address, such as "
                 "tcp://host:8786, or local:N"
             ) from error
-        with client:
-            yield client
-        return
-    count = scheduler.removeprefix("local:")
-    if not count.isdigit() or int(count) < 1:
-        raise LipboundError(
-            f"--scheduler is {scheduler!r}; the number of local processes must be at least 1, "
-            "such as local:2"
-        )
-    from lipbound.runs.measure import TRIMMING
-
-    with (
-        dask.config.set({TRIMMING: None}),
-        LocalCluster(n_workers=int(count), threads_per_worker=1, dashboard_address=":0") as local,
-        Client(local) as client,
-    ):
-        typer.echo(f"dashboard: {client.dashboard_link}", err=True)
         yield client
 
 

@@ -1,15 +1,13 @@
 """Commands that compute again and reproduce: verify, reproduce and demo."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from lipbound.cli import interruption
-from lipbound.cli.application import StoredRun, app, state
-from lipbound.cli.completion import RECIPES, models, one_of
+from lipbound.cli.application import app, echo_json, show, state
 from lipbound.cli.measuring import measured
-from lipbound.cli.output import echo_json, show
 from lipbound.errors import tell, whole
 
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
@@ -17,36 +15,30 @@ DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
 
 @app.command(epilog="Example: lipbound verify minilm.zarr --places 8")
 def verify(
-    run: StoredRun,
-    places: Annotated[
-        int,
-        typer.Option(
-            help="How many pairs of sample and layer to compute again, all heads of each."
-        ),
-    ] = 4,
-    seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
-    model: Annotated[
-        str | None,
-        typer.Option(help="In place of the recorded model, e.g. where its directory has moved."),
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="In place of the recorded data.")] = None,
-    device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Compute again in another dtype; float64 tells how far off float32 is."),
-    ] = None,
-    automatic: Annotated[
-        bool,
-        typer.Option(
-            "--automatic",
-            help="Also compute exact norms there by automatic differentiation of the model.",
-        ),
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="JSON, for programs; the status is the same.")
-    ] = False,
+    run: Path,
+    *,
+    places: int = 4,
+    seed: int = 0,
+    model: str | None = None,
+    data: str | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    automatic: bool = False,
+    json: bool = False,
 ) -> None:
-    """Compute some numbers of a run again from its provenance; status 1 where they do not hold."""
+    """Compute some numbers of a run again from its provenance; status 1 where they do not hold.
+
+    Args:
+        run: A run saved by `lipbound compare --out`.
+        places: How many pairs of sample and layer to compute again, all heads of each.
+        seed: Which ones.
+        model: In place of the recorded model, e.g. where its directory has moved.
+        data: In place of the recorded data.
+        device: As in `lipbound compare`.
+        dtype: Compute again in another dtype; float64 tells how far off float32 is.
+        automatic: Also compute exact norms there by automatic differentiation of the model.
+        json: JSON, for programs; the status is the same.
+    """
     from lipbound.runs.store import load
     from lipbound.runs.verify import verify as run_verify
 
@@ -67,44 +59,34 @@ def verify(
     "figures"
 )
 def reproduce(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="A recipe, or 'all'; without one the recipes are listed.",
-            autocompletion=one_of(*RECIPES, "all"),
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="As for `lipbound compare`; builtin:minilm by default.", autocompletion=models
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="As for `lipbound compare`; may be given several times."),
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
-    column: Annotated[str | None, typer.Option(help="Column of a table.")] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Samples, or sequences of each length.")
-    ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="The paper's sizes rather than small ones.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="As for `lipbound compare`.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="As for `lipbound compare`.")] = "float32",
-    seed: Annotated[int, typer.Option(help="As for `lipbound compare`.")] = 0,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            help="Folder for data, figures and captions; runs it holds are drawn again.",
-        ),
-    ] = Path("reproduced"),
+    name: str | None = None,
+    model: str | None = None,
+    *,
+    data: list[str] | None = None,
+    split: str | None = None,
+    column: str | None = None,
+    samples: int | None = None,
+    full: bool = False,
+    device: str = "auto",
+    dtype: str = "float32",
+    seed: int = 0,
+    output: Path = Path("reproduced"),
 ) -> None:
-    """Compute and draw a figure or a claim of a paper, for any checkpoint."""
+    """Compute and draw a figure or a claim of a paper, for any checkpoint.
+
+    Args:
+        name: A recipe, or 'all'; without one the recipes are listed.
+        model: As for `lipbound compare`; builtin:minilm by default.
+        data: As for `lipbound compare`; may be given several times.
+        split: Split of a hub dataset.
+        column: Column of a table.
+        samples: Samples, or sequences of each length.
+        full: The paper's sizes rather than small ones.
+        device: As for `lipbound compare`.
+        dtype: As for `lipbound compare`.
+        seed: As for `lipbound compare`.
+        output: Folder for data, figures and captions; runs it holds are drawn again.
+    """
     from lipbound.analysis.recipes.registry import RECIPES as recipes
     from lipbound.analysis.recipes.registry import Setting, recipe
     from lipbound.runs.config import check_folder_name
@@ -143,13 +125,13 @@ def reproduce(
 
 
 @app.command(epilog="Example: lipbound demo --out results")
-def demo(
-    out: Annotated[
-        Path, typer.Option(help="Folder for runs and figures; must not exist yet.")
-    ] = Path("lipbound-demo"),
-    samples: Annotated[int, typer.Option(help="Samples per checkpoint.")] = 8,
-) -> None:
-    """Compare all bounds on the three builtin checkpoints, and draw their heatmaps."""
+def demo(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None:
+    """Compare all bounds on the three builtin checkpoints, and draw their heatmaps.
+
+    Args:
+        out: Folder for runs and figures; must not exist yet.
+        samples: Samples per checkpoint.
+    """
     from lipbound.reporting.plots import heatmaps
     from lipbound.runs.config import RunConfig, check_folder_name
     from lipbound.runs.store import check_target

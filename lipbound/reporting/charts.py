@@ -123,13 +123,10 @@ def ball_curve(
             one = ds.isel(head=head)
             for name in ds.attrs["bounds"]:
                 axes.plot(radius, one[name], lw=1, label=get(name).label)
-            if "over_ball" in one:
-                axes.plot(radius, one["over_ball"], lw=1.5, **BALL)
-            if "adversary" in one:
-                axes.plot(radius, one["adversary"], lw=1, **ADVERSARY)
-            if "adversary" in one and "over_ball" in one:
-                ends = one["adversary"].values, one["over_ball"].values
-                axes.fill_between(radius, *ends, color="0.85", lw=0)
+            for name in (name for name in ENDS if name in one):
+                axes.plot(radius, one[name], **ENDS[name])
+            if all(name in one for name in ENDS):
+                axes.fill_between(radius, *(one[name] for name in ENDS), color="0.85", lw=0)
             axes.set(xscale="log", yscale="log", title=f"head {head}")
         for axes in panels[len(chosen) :]:
             axes.set_axis_off()
@@ -144,12 +141,12 @@ def ball_curve(
     return figure
 
 
-BALL: Any = {"color": "black", "label": "lipbound, over the ball"}
-ADVERSARY: Any = {"color": "black", "ls": ":", "label": "found by an adversary"}
-PANELS = {
-    "moved": "what this token does to all outputs",
-    "output": "what all tokens do to this output",
+ENDS: dict[str, Any] = {
+    "over_ball": {"color": "black", "lw": 1.5, "label": "lipbound, over the ball"},
+    "adversary": {"color": "black", "lw": 1, "ls": ":", "label": "found by an adversary"},
 }
+"""What encloses the true supremum: variables, and how they are drawn."""
+PANELS = ("what this token does to all outputs", "what all tokens do to this output")
 LONGEST = 14
 """Letters of a token that are written."""
 
@@ -186,35 +183,37 @@ def token_profile(
         LipboundError: a sample or head that there is not, another number of tokens, a file that
             cannot be drawn or written.
     """
-    values = _values(profile, sample, None if heads is None else list(heads))
-    rows, count = next(iter(values.values())).shape
-    names = list(map(str, range(count) if tokens is None else tokens))
+    chosen, grids = _norms(profile, sample, heads)
+    rows, count = grids[0].shape
+    names = [plain(str(token)) for token in (range(count) if tokens is None else tokens)]
     if len(names) != count:
         raise LipboundError(
             f"{len(names)} tokens were given for a profile of {count}; give the text of every token"
         )
-    names = [_short(plain(name)) for name in names]
+    names = [n if len(n) <= LONGEST else f"{n[: LONGEST - 1]}\u2026" for n in names]
     settings, inches, points = look(None, width, font_size)
-    chosen = list(range(rows)) if heads is None else list(heads)
     tall = 0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0)
     size = (inches, 2 * tall + 0.06 * max(map(len, names), default=1) + 0.3)
     room = max(inches - (0.75 if rows == 1 else 1.35), 0.5)  # beside axes and colour bar
     with matplotlib.rc_context(settings):
         figure = Drawing(figsize=size, layout="constrained")
         panels = figure.subplots(2, 1, sharex=True)
-        one = "norm" if profile.lower.ndim == 2 else f"norm, head {chosen[0]}"
-        for axes, (name, grid) in zip(panels, values.items(), strict=True):
-            words = "\n".join(folded(PANELS[name], room, points))
-            axes.set_title(words, fontsize=points, parse_math=False)
-            if rows == 1:
+        if rows == 1:
+            for axes, grid in zip(panels, grids, strict=True):
                 axes.bar(range(count), grid[0], color="0.35", width=0.8)
-                axes.set(ylabel=one, xlim=(-0.5, count - 0.5))
-            else:
-                picture = _colours(axes, grid, values, chosen)
-        if rows > 1:
-            bar = figure.colorbar(picture, ax=panels, aspect=40, pad=0.02, fraction=0.08)
-            bar.set_label("log10 of the norm", loc="center")
-        _name(panels[-1], names, inches, points)
+                head = "" if profile.lower.ndim == 2 else f", head {chosen[0]}"
+                axes.set(ylabel=f"norm{head}", xlim=(-0.5, count - 0.5))
+        else:
+            _colours(figure, panels, grids, chosen)
+        for axes, words in zip(panels, PANELS, strict=True):
+            lines = "\n".join(folded(words, room, points))
+            axes.set_title(lines, fontsize=points, parse_math=False)
+        step = max(1, -(-count // max(1, int(inches * 0.82 * 72 / (1.15 * points)))))
+        panels[1].set_xticks(range(0, count, step), names[::step], rotation=90, parse_math=False)
+        for axes in panels:
+            axes.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
+        if step > 1:
+            panels[1].set_xlabel(f"one token of {step} is named")
         if title:
             figure.suptitle(title, fontsize=points + 1, parse_math=False)
         if path is not None:
@@ -222,61 +221,40 @@ def token_profile(
     return figure
 
 
-def _short(token: str) -> str:
-    return token if len(token) <= LONGEST else token[: LONGEST - 1] + "\u2026"
-
-
-def _values(profile: "TokenProfile", sample: int, heads: list[int] | None) -> dict[str, np.ndarray]:
-    """(heads, N) of each panel; one row for a whole layer.
+def _norms(
+    profile: "TokenProfile", sample: int, heads: Iterable[int] | None
+) -> tuple[list[int], list[np.ndarray]]:
+    """Heads, and (heads, N) of each panel; one row for a whole layer.
 
     Raises:
         LipboundError: a sample or a head that the profile has not.
     """
-    ends = {
-        "moved": (profile.lower, profile.upper),
-        "output": (profile.output_lower, profile.output_upper),
-    }
     sample, samples = whole("sample", sample), profile.lower.shape[0]
     if not 0 <= sample < samples:
         raise LipboundError(f"sample is {sample}; the profile has samples 0 to {samples - 1}")
-    found = {}
-    for name, (lower, upper) in ends.items():
-        low, high = lower[sample].numpy(), upper[sample].numpy()
-        grid = np.atleast_2d(np.sqrt(low * np.where(np.isfinite(high), high, np.nan)))
-        known = range(len(grid))
-        if heads is not None and not (heads and all(type(h) is int and h in known for h in heads)):
-            raise LipboundError(
-                f"heads are {shown(heads)}; they must be among 0 to {len(grid) - 1}"
-            )
-        found[name] = grid if heads is None else grid[heads]
-    return found
+    pairs = (profile.lower, profile.upper), (profile.output_lower, profile.output_upper)
+    ends = [[np.atleast_2d(end[sample].numpy()) for end in pair] for pair in pairs]
+    known = range(len(ends[0][0]))
+    chosen = list(known if heads is None else heads)
+    if not chosen or not all(type(head) is int and head in known for head in chosen):
+        raise LipboundError(f"heads are {shown(chosen)}; they must be among 0 to {len(known) - 1}")
+    return chosen, [
+        np.sqrt(low * np.where(np.isfinite(high), high, np.nan))[chosen] for low, high in ends
+    ]
 
 
 def _colours(
-    axes: Axes, grid: np.ndarray, values: dict[str, np.ndarray], heads: list[int]
-) -> matplotlib.image.AxesImage:
-    """One cell for every head and token."""
-    low, high = statistics.ends(np.concatenate([_log10(one) for one in values.values()]))
-    low, high = (0.0, 1.0) if np.isnan(low) else (low, high)
-    options: Any = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
-    picture = axes.imshow(_log10(grid), vmin=low, vmax=high, **options)
+    figure: Figure, panels: Sequence[Axes], grids: list[np.ndarray], heads: list[int]
+) -> None:
+    """One cell for every head and token, on one scale."""
+    logs = [np.log10(np.where(grid > 0, grid, np.nan)) for grid in grids]
+    low, high = statistics.ends(np.concatenate(logs))
     step = max(1, -(-len(heads) // 12))
-    axes.set_yticks(range(0, len(heads), step), [str(h) for h in heads[::step]])
-    axes.set_ylabel("head")
-    return picture
-
-
-def _log10(grid: np.ndarray) -> np.ndarray:
-    return np.log10(np.where(grid > 0, grid, np.nan))
-
-
-def _name(axes: Axes, names: list[str], inches: float, points: float) -> None:
-    """Tokens below the last panel, upright, as many as there is room for."""
-    room = max(1, int(inches * 0.82 * 72 / (1.15 * points)))
-    step = max(1, -(-len(names) // room))
-    axes.set_xticks(range(0, len(names), step), names[::step], rotation=90, parse_math=False)
-    for panel in axes.figure.axes:
-        panel.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
-    if step > 1:
-        which = ("second", "third")[step - 2] if step <= 3 else f"{step}th"
-        axes.set_xlabel(f"every {which} token is named")
+    options: Any = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
+    options |= {"vmin": 0.0, "vmax": 1.0} if np.isnan(low) else {"vmin": low, "vmax": high}
+    for axes, grid in zip(panels, logs, strict=True):
+        picture = axes.imshow(grid, **options)
+        axes.set_yticks(range(0, len(heads), step), [str(h) for h in heads[::step]])
+        axes.set_ylabel("head")
+    bar = figure.colorbar(picture, ax=panels, aspect=40, pad=0.02, fraction=0.08)
+    bar.set_label("log10 of the norm", loc="center")

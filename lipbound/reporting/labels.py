@@ -13,7 +13,7 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
-from lipbound.formatting import counted, joined, plain, small
+from lipbound.formatting import counted, joined, number, plain, small
 from lipbound.runs.dataset import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
@@ -30,6 +30,13 @@ from lipbound.schema import (
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
 is shown."""
+RECORDED = (
+    *("model", "called", "architecture", "revision", "quantization"),
+    *("data", "data_fingerprint", "preprocessing", "bounds"),
+    *("method", "tol", "delta", "dtype", "device", "seed", "capture_error"),
+    *("lipbound", "python", "date", "command", "versions"),
+)
+"""Attributes that `facts` tells as they are, or, where it has more to say, by its own words."""
 CALLED = "called"
 """Attribute with the names that `relabelled` gave to a run's model and data."""
 
@@ -166,15 +173,13 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     used = {sign for sign, _ in reasons}
     lines = [f"{sign}: {meaning}" for sign, meaning in MEANING.items() if sign in used]
     lines += [f"{sign} {', '.join(names)}: {why}" for (sign, why), names in reasons.items()]
-    if lost := missing(ds, "exact"):
-        places = int(ds["exact"].notnull().sum()) + lost
-        lines.append(f"exact norms: none at {lost} of {places} places, which are not compared")
     empty: dict[str, list[str]] = {}
-    for name in kept:
+    for name in ("exact", *kept):
         if lost := missing(ds, name):
-            places = int(ds[compared_with(ds, name)].notnull().sum())
+            own = name == "exact"
+            places = lost * own + int(ds["exact" if own else compared_with(ds, name)].count())
             words = f"no value at {lost} of {places} places, which are not compared"
-            empty.setdefault(words, []).append(named(ds, name))
+            empty.setdefault(words, []).append("exact norms" if own else named(ds, name))
     lines += [f"{', '.join(names)}: {words}" for words, names in empty.items()]
     return lines if bounds is not None else lines + left_out(ds)
 
@@ -224,15 +229,6 @@ def norm_words(ds: xr.Dataset) -> str:
     return "Frobenius" if norm == "frobenius" else f"{norm} ({NORMS[norm]})"
 
 
-def stored_as(ds: xr.Dataset) -> str:
-    """Short words on the quantisation of a run's weights, and a comma.
-
-    Empty where they were not quantised, or where an earlier version made the run.
-    """
-    how = str(ds.attrs.get("quantization", "")).partition(" (")[0]
-    return f"{how}, " if how else ""
-
-
 def listed(numbers: Iterable[int]) -> str:
     """Whole numbers in short: neighbours as a range.
 
@@ -265,7 +261,7 @@ def over(
     return f" over {joined(there)}" if there else ""
 
 
-def places(ds: xr.Dataset, times: str = "x") -> str:
+def places(ds: xr.Dataset) -> str:
     """Layers and heads that are shown, and of how many.
 
     "6 layers x 12 heads", "layers 0 to 2 of 6 counted from 0, heads 3 and 4 of 12 counted from 0".
@@ -283,7 +279,7 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
         return f"{text}, {kept} counted from 0"
     heads = counted(most, "head") if least == most else f"{least} to {counted(most, 'head')}"
     each = "" if whole or len(layers) == 1 else " each"
-    return f"{text} {times} {heads}" if whole else f"{text}, {heads}{each}"
+    return f"{text} x {heads}" if whole else f"{text}, {heads}{each}"
 
 
 def samples_words(there: Contents) -> str:
@@ -384,7 +380,8 @@ def run_caption(ds: xr.Dataset) -> str:
     The norm is named where it is another than Frobenius, so that captions stay short.
     """
     run, there = RunInfo.of(ds), Contents.of(ds)
-    kind = f"{builtin_name(ds)}{run.architecture}, {stored_as(ds)}{run.revision[:15]}"
+    stored = f"{run.quantization.partition(' (')[0]}, " if run.quantization else ""
+    kind = f"{builtin_name(ds)}{run.architecture}, {stored}{run.revision[:15]}"
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""
@@ -393,3 +390,40 @@ def run_caption(ds: xr.Dataset) -> str:
         f"{model_name(ds)} ({kind}), {places(ds)}; map: {run.map_description}{norm}; "
         f"data: {data}{together}; {exact_words(ds)}{state}"
     )
+
+
+def facts(ds: xr.Dataset) -> dict[str, Any]:
+    """Contents and settings of a run, by names in words; None where there is nothing to say."""
+    there, exact, entries = Contents.of(ds), ds["exact"], audit(ds)
+    said = dict.fromkeys(RECORDED) | {name: ds.attrs[name] for name in RECORDED if name in ds.attrs}
+    found = {
+        "called": model_name(ds),
+        "data": data_name(ds),
+        "map": ds.attrs["map_description"],
+        "norm": norm_words(ds),
+        "samples": there.samples,
+        "exact on samples": there.exact_samples,
+        "tokens at most": there.tokens,
+        "layers": list(there.layers),
+        "layers and heads": places(ds),
+        "exact from": float(exact.min()),
+        "exact to": float(exact.max()),
+        "not converged": there.norms - there.closed,
+        "below exact": {
+            name: one["violations"] for name, one in entries.items() if one["violations"]
+        },
+        "left out": list(ds.attrs.get("not_applicable", {})),
+        "state": state_words(ds),
+    }
+    return {name.replace("_", " "): value for name, value in (said | found).items()}
+
+
+def fact_words(value: Any) -> str:
+    """One of `facts` on one line; empty where there is nothing to say."""
+    if isinstance(value, dict):
+        value = [f"{key} {item}" for key, item in value.items()]
+    if isinstance(value, list | tuple) or value is None:
+        return plain(", ".join(map(str, value or ())))
+    if isinstance(value, float):
+        return number(value, 4) if value >= 1e-2 else small(float(f"{value:.3g}"))
+    return plain(str(value))

@@ -1,16 +1,21 @@
-"""Tables before they have a format, and how they fit a width.
+"""Tables before they have a format, how they fit a width, and as text, Markdown and CSV.
 
 Words fold, columns are left out in a stated order or go on below. Numbers stay whole.
 """
 
 from __future__ import annotations
 
-import unicodedata
+import math
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from lipbound.formatting import html_table, plain
+from rich.cells import cell_len
+
+from lipbound.errors import LipboundError
+from lipbound.formatting import escape_markdown, html_table, plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,8 +39,7 @@ class Table:
             below.
         spare: titles of columns that may be left out, the first one first. Without any, columns
             that do not fit go on below.
-        instead: what to say in place of a column that is left out. meaning: what to say of a column
-            that is there.
+        meaning: what to say of columns that are there, by their titles.
     """
 
     numbers: pd.DataFrame
@@ -46,14 +50,18 @@ class Table:
     notes: list[str]
     keys: tuple[str, ...]
     spare: tuple[str, ...] = ()
-    instead: Mapping[str, str] = field(default_factory=dict)
     meaning: Mapping[str, str] = field(default_factory=dict)
 
     def remarks(self, left_out: Sequence[str] = ()) -> list[str]:
-        """Sentences on columns that are there, and in place of those that are left out."""
+        """Sentences on columns that are there."""
         there = [title for title in self.shown.columns if title not in left_out]
-        said = [text for title, text in self.meaning.items() if title in there]
-        return said + [self.instead[title] for title in left_out if self.instead.get(title)]
+        return [text for title, text in self.meaning.items() if title in there]
+
+    def plain(self) -> Table:
+        """The same table with cells and titles on one line, without control characters."""
+        shown = self.shown.astype(str).map(plain).rename(columns=plain)
+        words, keys = tuple(map(plain, self.words)), tuple(map(plain, self.keys))
+        return replace(self, shown=shown, words=words, keys=keys)
 
     def data(self) -> dict[str, Any]:
         """Numbers in full precision as plain data.
@@ -68,97 +76,80 @@ class Table:
         }
 
     def _repr_html_(self) -> str:
+        made = self.plain()
         return html_table(
-            [plain(str(title)) for title in self.shown.columns],
-            [[plain(str(cell)) for cell in row] for row in self.shown.values],
+            list(made.shown.columns),
+            made.shown.values.tolist(),
             title=self.caption,
             notes=[self.head, *self.remarks(), *self.notes],
-            words=self.words,
+            words=made.words,
         )
-
-
-class ColumnWidths(NamedTuple):
-    """Title of a column, its kind, the width that it takes, and the width to which it can fold."""
-
-    title: str
-    words: bool
-    natural: float
-    least: float
-
-
-class Fitted(NamedTuple):
-    """Columns of a table after fitting.
-
-    Attributes:
-        blocks: titles and widths of the columns of each block; blocks stand below one another.
-        left_out: titles of the columns that have no place.
-    """
-
-    blocks: list[dict[str, float]]
-    left_out: list[str]
 
 
 def fit(
     table: Table,
-    columns: Sequence[ColumnWidths],
-    room: float | None,
-    gap: float,
+    room: float,
     *,
-    optional: int = 0,
-) -> Fitted:
-    """Widths of the columns of a table, and which of them are left out or go on below.
+    gap: float,
+    narrow: float,
+    optional: int,
+    measure: Callable[[str], float] = cell_len,
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Find widths of the columns of a table, and which of them are left out or go on below.
 
     Args:
         table: says which columns are keys, and which are spare.
-        columns: all of its columns, in their order.
-        room: for a line; None for as much as it takes.
+        room: for a line.
         gap: between two columns.
+        narrow: least width of the first column where it holds words, which then fold.
         optional: so many of the spare columns are left out before any word is folded.
+        measure: of a text.
+
+    Returns:
+        Titles and widths of the columns of each block, blocks below one another; and the titles of
+        the columns that have no place.
     """
+    widths = {title: _width(table, title, narrow, measure) for title in table.shown.columns}
+    first, least = next(iter(widths)), 0.0
+    folds = first in table.words
+    if folds:
+        parts = (line for cell in table.shown[first] for line in folded(cell, narrow, measure))
+        least = min(widths[first], max(map(measure, (*parts, *first.split()))))
 
-    def taken(some: Sequence[ColumnWidths], *, folded: bool = True) -> float:
-        return sum(c.least if folded else c.natural for c in some) + gap * (len(some) - 1)
+    def lacking(titles: Sequence[str], *, folding: bool = True) -> float:
+        spared = widths[first] - least if folding and folds else 0.0
+        return sum(widths[title] + gap for title in titles) - gap - spared - room
 
-    if room is None:
-        return Fitted([{c.title: c.natural for c in columns}], [])
-    kept, left_out = list(columns), []
+    kept, left_out = list(widths), list[str]()
     for i, title in enumerate(table.spare):
-        if taken(kept, folded=i >= optional) <= room:
+        if lacking(kept, folding=i >= optional) <= 0:
             break
-        if any(c.title == title for c in kept):
+        if title in kept:
+            kept.remove(title)
             left_out.append(title)
-            kept = [c for c in kept if c.title != title]
-    if table.spare or taken(kept) <= room:
-        return Fitted([_shared_out(kept, room - taken(kept))], left_out)
-    keys = [c for c in kept if c.title in table.keys]
-    blocks, now = [], list(keys)
-    for column in (c for c in kept if c.title not in table.keys):
-        if len(now) > len(keys) and taken([*now, column]) > room:
-            blocks.append(now)
-            now = list(keys)
-        now.append(column)
-    return Fitted([_shared_out(block, room - taken(block)) for block in [*blocks, now]], left_out)
+    blocks = [kept]
+    if not table.spare:
+        blocks, keys = [], [title for title in kept if title in table.keys]
+        for title in (title for title in kept if title not in keys):
+            if not blocks or (len(blocks[-1]) > len(keys) and lacking([*blocks[-1], title]) > 0):
+                blocks.append(list(keys))
+            blocks[-1].append(title)
+    if folds:
+        widths[first] -= min(widths[first] - least, max(0.0, lacking(kept, folding=False)))
+    return [{title: widths[title] for title in block} for block in blocks], left_out
 
 
-def _shared_out(columns: Sequence[ColumnWidths], spare: float) -> dict[str, float]:
-    """The least widths, and what is left over to the first columns that can use it."""
-    widths = {}
-    for column in columns:
-        more = min(max(spare, 0), column.natural - column.least)
-        widths[column.title] = column.least + more
-        spare -= more
-    return widths
+def _width(table: Table, title: str, narrow: float, measure: Callable[[str], float]) -> float:
+    """Width of the cells of a column, and of its title, folded where it is longer."""
+    widest = max(map(measure, table.shown[title]), default=0.0)
+    if title in table.words:
+        return max(widest, measure(title))
+    longest = max(min(narrow, measure(word)) for word in unbroken(title))
+    heading = max(longest, min(measure(title), 2 * narrow / 3))
+    return max([widest, *map(measure, folded(title, max(heading, widest), measure))])
 
 
-def cells(text: str) -> int:
-    """Columns of a terminal that a text takes: two for wide characters, none for combining ones."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
-    )
-
-
-def folded(text: str, width: float, measure: Callable[[str], float] = cells) -> list[str]:
+def folded(text: str, width: float, measure: Callable[[str], float] = cell_len) -> list[str]:
     r"""Break a text into lines between words; a word that is too long is broken anywhere.
 
     Marks stay with their word.
@@ -176,7 +167,7 @@ def folded(text: str, width: float, measure: Callable[[str], float] = cells) -> 
             lines.append(word[:end])
             word = word[end:]
         lines.append(word)
-    return [line.replace("\xa0", " ") for line in lines] or [""]
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def unbroken(text: str) -> list[str]:
@@ -184,84 +175,81 @@ def unbroken(text: str) -> list[str]:
     return text.replace(" \u2020", "\xa0\u2020").replace(" \u2021", "\xa0\u2021").split(" ")
 
 
-def measured(
-    table: Table,
-    of: Callable[[str], float],
-    narrow: float,
-    *,
-    numbers: Callable[[str], float] | None = None,
-) -> list[ColumnWidths]:
-    """Measure the columns of a table with a measure of text.
+def text_table(table: Table, width: str | float | None = None) -> str:
+    """Write a table as plain text: caption, columns with spaces between them, notes.
 
-    ``numbers`` measures cells of numbers, where that is another.
+    All is folded to ``width`` characters, where that is given.
+
+    Raises:
+        LipboundError: a width that is no positive number.
     """
-    found = []
-    for title, values in table.shown.astype(str).items():
-        title, words = str(title), title in table.words
-        natural = max([of(title) if words else 0.0, *map(of if words else numbers or of, values)])
-        least = natural
-        if words:
-            parts = (line for value in values for line in folded(value, narrow, of))
-            least = max(map(of, parts), default=of(""))
-        widest = max(min(narrow, of(word)) for word in unbroken(title))
-        heading = max(widest, min(of(title), 2 * narrow / 3))
-        if least < heading:
-            least = max(least, *(of(line) for line in folded(title, heading, of)))
-        found.append(ColumnWidths(title, words, max(natural, least), least))
-    return found
+    if width is not None and (isinstance(width, str) or not width >= 1):
+        raise LipboundError(
+            f"width is {width!r}; that of text is a number of characters, such as 80"
+        )
+    table, (room, narrow) = table.plain(), (width, NARROW) if width else (math.inf, math.inf)
+    blocks, left_out = fit(table, room, gap=2, narrow=narrow, optional=4)
+    lines = [line for text in (table.caption, table.head) for line in hanging(text, width, "")]
+    for block in blocks:
+        lines += ["", *_block(table, {title: int(wide) for title, wide in block.items()})]
+    none = [f"no room for: {', '.join(left_out)}"] if left_out else []
+    gap = [""] if table.notes else []
+    for text in [*table.remarks(left_out), *none, *gap, *table.notes]:
+        lines += hanging(text, width)
+    return "\n".join(lines)
 
 
-def text_lines(table: Table, room: float | None) -> list[str]:
-    """Lines of a plain-text table: blocks of columns under folded headings.
-
-    Words stand to the left and numbers to the right; what was left out comes last.
-    """
-    columns = measured(table, cells, NARROW)
-    if room is None:  # headings on one line
-        columns = [one._replace(natural=max(one.natural, cells(one.title))) for one in columns]
-    fitted = fit(table, columns, room, 2, optional=4)
-    lines: list[str] = []
-    for block in fitted.blocks:
-        lines += [""] if lines else []
-        lines += _block(table, {title: int(width) for title, width in block.items()})
-    said = table.remarks(fitted.left_out)
-    if fitted.left_out:
-        said.append(f"no room for: {', '.join(fitted.left_out)}")
-    return lines + [line for text in said for line in hanging(text, room)]
-
-
-def hanging(text: str, room: float | None) -> list[str]:
+def hanging(text: str, width: float | None, indent: str = "  ") -> list[str]:
     """A paragraph in lines, all but the first indented."""
-    if room is None:
-        return [text]
-    first, *others = folded(text, room)
-    return [first, *(f"  {line}" for line in folded(" ".join(others), room - 2) if others)]
+    text = plain(text)
+    lines = (
+        textwrap.wrap(text, int(width), subsequent_indent=indent, break_on_hyphens=False)
+        if width
+        else [text]
+    )
+    return lines or [""]
 
 
 def _block(table: Table, widths: Mapping[str, int]) -> list[str]:
-    """Headings, a rule and rows of some columns."""
-
-    def row(texts: Mapping[str, str], *, top: bool) -> list[str]:
-        lines = {title: folded(texts[title], width) for title, width in widths.items()}
-        return _row(lines, widths, table, top=top)
-
-    lines = row({title: title for title in widths}, top=False)
-    lines.append("  ".join("-" * width for width in widths.values()))
-    for _, texts in table.shown.astype(str).iterrows():
-        lines += row(dict(texts), top=True)
+    """Headings, a rule and rows of some columns: words to the left, numbers to the right."""
+    rows, lines = [dict(zip(widths, widths, strict=True)), *table.shown.to_dict("records")], []
+    for k, row in enumerate(rows):
+        cells = {title: folded(row[title], wide) for title, wide in widths.items()}
+        high = max(map(len, cells.values()))
+        for i in range(high):
+            line = []
+            for title, parts in cells.items():
+                at = i if k else i - high + len(parts)  # headings stand at the bottom
+                cell = parts[at] if 0 <= at < len(parts) else ""
+                blank = " " * (widths[title] - cell_len(cell))
+                line.append(cell + blank if title in table.words else blank + cell)
+            lines.append("  ".join(line).rstrip())
+        if k == 0:
+            lines.append("  ".join("-" * wide for wide in widths.values()))
     return lines
 
 
-def _row(
-    lines: Mapping[str, list[str]], widths: Mapping[str, int], table: Table, *, top: bool
-) -> list[str]:
-    """Cells of several lines side by side, at the top or at the bottom of the row."""
-    height, columns = max(map(len, lines.values())), []
-    for title, width in widths.items():
-        empty = [""] * (height - len(lines[title]))
-        column = [*lines[title], *empty] if top else [*empty, *lines[title]]
-        blanks = [" " * (width - cells(cell)) for cell in column]
-        pairs = zip(column, blanks, strict=True)
-        left = title in table.words
-        columns.append([cell + blank if left else blank + cell for cell, blank in pairs])
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+def markdown_table(table: Table) -> str:
+    """Write a table as Markdown, with its caption above and a line for every note below."""
+    cells = table.shown.map(escape_markdown).rename(columns=escape_markdown)
+    above = [_markdown_note(part) for part in (table.caption, table.head) if part]
+    align = ["left" if title in table.words else "right" for title in table.shown.columns]
+    body = str(cells.to_markdown(index=False, disable_numparse=True, colalign=align))
+    notes = [f"{_markdown_note(note)}<br>" for note in [*table.remarks(), *table.notes]]
+    return "\n".join([*(f"{part}\n" for part in above), body, "", *notes]).rstrip()
+
+
+def _markdown_note(text: str) -> str:
+    r"""Write a note for Markdown, without links or HTML.
+
+    ``_ | * ~ $``, which names and formulas hold, stay as they are.
+    """
+    return re.sub(r"\\([_|*~$])", r"\1", escape_markdown(text))
+
+
+def csv_table(table: Table) -> str:
+    """Full precision, without notes."""
+    numbers = table.numbers.rename(columns=plain)
+    if "label" in numbers:
+        numbers = numbers.assign(label=numbers["label"].map(plain)).rename(index=plain)
+    return str(numbers.to_csv())

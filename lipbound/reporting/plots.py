@@ -1,7 +1,8 @@
 """Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,25 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import UnknownNameError, nearest, whole
-from lipbound.formatting import enclosed, joined, plain
+from lipbound.errors import LipboundError, UnknownNameError, nearest, whole
+from lipbound.formatting import counted, enclosed, joined, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.arrangement import Arrangement, Sheet, arrange
 from lipbound.reporting.charts import ball_curve, ratios, token_profile
 from lipbound.reporting.labels import label_of, mark, over, relabelled, run_caption
 from lipbound.reporting.scales import COLORMAP, Scale, image, log10, scales
 from lipbound.reporting.statistics import across, reduce_samples, reduction_name, shared_scale
-from lipbound.reporting.styles import Drawing, caption_files, folded, given_or_new, look, write
+from lipbound.reporting.styles import (
+    Drawing,
+    caption_files,
+    folded,
+    given_or_new,
+    look,
+    paper_height,
+    write,
+)
 from lipbound.runs.store import takes_run
 from lipbound.schema import compared_with
 
@@ -35,6 +44,113 @@ MARKS = {
 }
 """Meaning of the audit's marks, of heads or layers."""
 QUANTITY = "log10 of the local Lipschitz constant"
+LINE = 1.35
+"""Height of a line of type over its size."""
+NARROW, FLAT = 6.0, 2.0
+"""Least width and height of a panel, in lines of type."""
+WIDE = 36.0
+"""Width of a figure, in lines of type, from which on colour bars stand on the right of their panels
+rather than below them."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Panels that a figure has to hold, and what it is drawn on.
+
+    Attributes:
+        counts: panels of each section; sections stand below one another.
+        layers: rows of a panel. columns: its columns.
+        inches: width of the figure. points: size of its type.
+        own_bars: every panel has a colour bar, rather than every section.
+        caption: the caption that is drawn into the picture, if any.
+    """
+
+    counts: Sequence[int]
+    layers: int
+    columns: int
+    inches: float
+    points: float
+    own_bars: bool = False
+    caption: str = ""
+
+    @property
+    def line(self) -> float:
+        """Height of a line of type, in inches."""
+        return self.points / 72 * LINE
+
+    @property
+    def beside(self) -> bool:
+        """True where colour bars stand on the right, for which strips are too low."""
+        strips = self.layers <= 2 or self.layers < 0.2 * self.columns
+        return self.own_bars or (self.inches / self.line >= WIDE and not strips)
+
+    @property
+    def words(self) -> str:
+        """The caption, in lines."""
+        return textwrap.fill(self.caption, int(self.inches * 72 / self.points * 1.95))
+
+    def side(self, across: int) -> float:
+        """Width of a panel, in inches, where so many stand in a row."""
+        around = 3.8 if self.own_bars else 0.9
+        right = 4.4 if self.beside and not self.own_bars else 0.0
+        return (self.inches - (3.2 + right) * self.line) / across - around * self.line
+
+    def natural(self, across: int) -> float:
+        """Height of a panel whose cells are square, or nearly so, in inches."""
+        shape = self.layers / self.columns
+        high = self.side(across) * min(max(shape, min(0.55, 3 * shape)), 1.25)
+        return max(1.25 * FLAT * self.line, min(high, 3.5 * self.layers * self.line))
+
+    def rows(self, across: int) -> int:
+        """Rows of panels in all sections."""
+        return sum(-(-count // across) for count in self.counts)
+
+    def fixed(self, across: int) -> float:
+        """Height of all that is no panel, in inches: titles, numbers, colour bars, the caption."""
+        folds = self.side(across) < 10 * self.line  # long labels, into two lines
+        titles = 1.15 * (3 if folds else 2) + 0.6
+        below = len(self.counts) * (2.8 if self.beside else 6.4)
+        below += 2.4 * sum(count > across and count % across > 0 for count in self.counts)
+        words = self.words.count("\n") + 2 if self.caption else 0
+        return (titles * self.rows(across) + below + 1.25 * words + 0.3) * self.line
+
+    def room(self, across: int) -> float:
+        """Height for a panel on paper, in inches."""
+        limit = paper_height(self.inches, captioned=bool(self.caption))
+        return (limit - self.fixed(across)) / self.rows(across)
+
+    def height(self, across: int) -> float:
+        """Height of a panel, in inches: its natural one, where there is room."""
+        return min(self.natural(across), self.room(across))
+
+
+def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -> tuple[Sheet, int]:
+    """Choose the panels in a row, and the size of type, so that a figure fits on the paper.
+
+    Args:
+        sheet: the panels, the paper and the type.
+        columns: panels in a row, where they are asked for; else the fewest with which panels keep
+            their natural height, or those with which they are largest.
+        shrink: whether smaller type may be taken where panels would become too flat.
+
+    Raises:
+        LipboundError: so many panels in so few columns are taller than the paper.
+    """
+    for share in (1.0, 0.9, 0.8, 0.7) if shrink else (1.0,):
+        small = replace(sheet, points=share * sheet.points)
+        most = min(max(sheet.counts), max(1, int(small.side(1) / (NARROW + 1) / small.line)))
+        usual = max(1, min(most, round(sheet.inches * 4 / small.points)))
+        choices = [columns] if columns else range(usual, most + 1)
+        across = max(choices, key=lambda n: (small.height(n) / small.natural(n), -n))
+        if small.height(across) >= FLAT * small.line and small.side(across) >= 2 * small.line:
+            return small, across
+    many = counted(columns, "column") if columns else "as many columns as are legible"
+    limit = paper_height(sheet.inches, captioned=bool(sheet.caption))
+    raise LipboundError(
+        f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x "
+        f"{limit:.3g} inches; ask for {'other columns, ' if columns else ''}a larger width, "
+        "another style or fewer bounds"
+    )
 
 
 @takes_run
@@ -91,13 +207,95 @@ def heatmaps(
     settings, inches, points = look(style, width, font_size)
     columns = None if columns is None else whole("columns", columns, least=1)
     grids, bars = _panels(ds, bounds, reduce, scale)
-    words = _caption(ds, bars, reduce, scale)
-    drawn, shrink = words if caption else "", font_size is None and style is None
+    words, own = _caption(ds, bars, reduce, scale), scale == "panel"
+    counts = [len(grids)] if own else [len(bar.names) for bar in bars]
     with matplotlib.rc_context(settings):
-        figure = _draw(ds, grids, bars, scale == "panel", columns, inches, points, shrink, drawn)
-        if path is not None:
-            write(figure, Path(path), caption_files(Path(path), words))
+        sheet, across = arrange(
+            Sheet(
+                counts=counts,
+                layers=ds.sizes["layer"],
+                columns=ds.sizes[statistics.across(ds)],
+                inches=inches,
+                points=points,
+                own_bars=own,
+                caption=words if caption else "",
+            ),
+            columns,
+            shrink=font_size is None and style is None,
+        )
+        with matplotlib.rc_context({"font.size": sheet.points}):
+            figure = _draw(ds, grids, bars, sheet, across)
+            if path is not None:
+                write(figure, Path(path), caption_files(Path(path), words))
     return figure
+
+
+def _draw(
+    ds: xr.Dataset, grids: dict[str, np.ndarray], bars: list[Scale], sheet: Sheet, across: int
+) -> Figure:
+    """Draw panels, section by section, each section with its colour bar or each panel with its own.
+
+    Where they stand is left to matplotlib's constrained layout.
+    """
+    high, rows, done = sheet.height(across), sheet.rows(across), 0
+    size = (sheet.inches, sheet.fixed(across) + rows * high)
+    pad = 0.4 * sheet.line
+    figure = Drawing(figsize=size, layout=ConstrainedLayoutEngine(h_pad=pad, w_pad=pad))
+    places = figure.subplots(rows, across, squeeze=False)
+    beside = _ratios(ds)
+    sections = [bars] if sheet.own_bars else [[bar] for bar in bars]
+    for section in sections:
+        panels = [(name, scale) for scale in section for name in scale.names]
+        block = places[done : done + -(-len(panels) // across)].ravel()
+        done += len(block) // across
+        for k, ((name, scale), axes) in enumerate(zip(panels, block, strict=False)):
+            picture = image(axes, grids[name], scale)
+            _say_beyond(axes, grids[name], scale)
+            title = folded(_label(ds, name), sheet.side(across), sheet.points)
+            title += beside.get(name, [])
+            axes.set_title("\n".join(title), fontsize=sheet.points, pad=3, parse_math=False)
+            lowest = k + across >= len(panels)
+            _number_axes(axes, ds, left=k % across == 0, lowest=lowest, room=high / sheet.line)
+            if sheet.own_bars:
+                bar = figure.colorbar(picture, ax=axes, extend=scale.extend(grids), aspect=20)
+                bar.ax.tick_params(labelsize=sheet.points - 1, width=0.5)
+        for axes in block[len(panels) :]:
+            axes.set_visible(False)
+        if not sheet.own_bars:
+            _bar(figure, picture, block.tolist(), sheet, across, section[0].extend(grids))
+    if sheet.caption:
+        small: Any = {"fontsize": sheet.points - 0.5, "linespacing": 1.3, "parse_math": False}
+        figure.supxlabel(sheet.words, **small)
+    return figure
+
+
+def _bar(
+    figure: Figure, picture: AxesImage, axes: list[Axes], sheet: Sheet, across: int, ends: str
+) -> None:
+    """The colour bar of a section, on its right or below it."""
+    high, wide = len(axes) / across * sheet.height(across), 0.9 * sheet.inches
+    long, thick = (high, wide) if sheet.beside else (wide, high)
+    bar = figure.colorbar(
+        picture,
+        ax=axes,
+        location="right" if sheet.beside else "bottom",
+        aspect=long / (0.7 * sheet.line),
+        fraction=1.5 * sheet.line / thick,
+        pad=0.5 * sheet.line / thick,
+        extend=ends,
+    )
+    bar.set_label("log10" if long < 12 * sheet.line else QUANTITY, labelpad=2)
+    bar.ax.tick_params(width=0.5, length=2, pad=1.5)
+
+
+def _number_axes(axes: Axes, ds: xr.Dataset, *, left: bool, lowest: bool, room: float) -> None:
+    """Numbers and names of layers on the left of a row alone, of heads below a column alone."""
+    _ticks(axes, ds, most=max(1, int(room)))
+    small = matplotlib.rcParams["font.size"] - 1
+    axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=small)
+    axes.tick_params(labelbottom=lowest, labelleft=left)
+    axes.set_xlabel(across(ds) if lowest else "", labelpad=1)
+    axes.set_ylabel("layer" if left else "", labelpad=1)
 
 
 @takes_run
@@ -159,118 +357,19 @@ def _panels(
     return grids, scales(ds, grids, scale)
 
 
-def _draw(
-    ds: xr.Dataset,
-    grids: dict[str, np.ndarray],
-    bars: list[Scale],
-    own: bool,
-    columns: int | None,
-    inches: float,
-    points: float,
-    shrink: bool,
-    words: str,
-) -> Figure:
-    """Draw panels, section by section, each section with its colour bar.
-
-    With ``own``, each panel has its own.
-    """
-    scale_of = {name: scale for scale in bars for name in scale.names}
-    sections = [list(scale_of)] if own else [list(scale.names) for scale in bars]
-    titles = _titles(ds, list(scale_of))
-
-    def lines(name: str, side: float, size: float) -> list[str]:
-        return [*folded(titles[name][0], side, size), *titles[name][1:]]
-
-    sheet = Sheet(
-        counts=[len(names) for names in sections],
-        inches=inches,
-        points=points,
-        shape=ds.sizes["layer"] / ds.sizes[across(ds)],
-        own_bars=own,
-        titles=lambda k, side, size: max(len(lines(name, side, size)) for name in sections[k]),
-        caption=len(_wrapped(words, inches, points)),
-        layers=ds.sizes["layer"],
-    )
-    place = arrange(sheet, columns, shrink=shrink)
-    points = place.sheet.points
-    with matplotlib.rc_context({"font.size": points}):
-        figure = Drawing(figsize=(inches, place.total))
-        for index, names in enumerate(sections):
-            for k, name in enumerate(names):
-                scale, (left, top) = scale_of[name], place.corners[index][k]
-                axes = _axes(figure, place, left, top, place.side, place.height)
-                picture = _panel(ds, axes, grids[name], scale, place)
-                title = "\n".join(lines(name, place.side, points))
-                axes.set_title(title, fontsize=points, pad=3, parse_math=False)
-                lowest = k + place.across >= len(names)
-                _name_axes(ds, axes, left=k % place.across == 0, lowest=lowest)
-                if own:
-                    left += place.side + 0.3 * place.line
-                    beside = _axes(figure, place, left, top, 0.35 * place.line, place.height)
-                    bar = figure.colorbar(picture, cax=beside, extend=scale.extend(grids))
-                    bar.ax.tick_params(labelsize=points - 1, width=0.5)
-            if not own:
-                _bar(figure, place, index, picture, bars[index].extend(grids))
-        text, at = "\n".join(_wrapped(words, inches, points)), 1 - place.bottom / place.total
-        put: Any = {"ha": "center", "va": "bottom", "linespacing": 1.3, "parse_math": False}
-        figure.text(0.5, at, text, fontsize=points - 0.5, **put)
-    return figure
+def _label(ds: xr.Dataset, name: str) -> str:
+    """Label of a panel, with the audit's mark."""
+    entries = audit(ds)
+    return label_of(ds, name) + (mark(entries[name]) if name in entries else "")
 
 
-def _wrapped(words: str, inches: float, points: float) -> list[str]:
-    """A caption in lines; none for no words."""
-    return textwrap.wrap(words, int(inches * 72 / points * 1.95))
-
-
-def _panel(
-    ds: xr.Dataset, axes: Axes, grid: np.ndarray, scale: Scale, place: Arrangement
-) -> AxesImage:
-    """Cells and numbers of layers and heads."""
-    picture = image(axes, grid, scale)
-    _say_beyond(axes, grid, scale)
-    _ticks(axes, ds, most=max(1, int(place.height / place.line)))
-    axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=place.sheet.points - 1)
-    return picture
-
-
-def _name_axes(ds: xr.Dataset, axes: Axes, *, left: bool, lowest: bool) -> None:
-    """Numbers and names of layers on the left of a row alone, of heads below a column alone."""
-    axes.tick_params(labelbottom=lowest, labelleft=left)
-    axes.set_xlabel(across(ds) if lowest else "", labelpad=1)
-    axes.set_ylabel("layer" if left else "", labelpad=1)
-
-
-def _axes(
-    figure: Figure, place: Arrangement, left: float, top: float, width: float, height: float
-) -> Axes:
-    """Axes at a place in inches from the top left corner."""
-    x, y = left / place.inches, 1 - (top + height) / place.total
-    return figure.add_axes((x, y, width / place.inches, height / place.total))
-
-
-def _bar(figure: Figure, place: Arrangement, index: int, picture: AxesImage, ends: str) -> None:
-    """The colour bar of a section, on its right or below it."""
-    left, top, width, height = place.bars[index]
-    upright = height > width
-    beside = _axes(figure, place, left, top, width, height)
-    orientation = "vertical" if upright else "horizontal"
-    bar = figure.colorbar(picture, cax=beside, orientation=orientation, extend=ends)
-    lines = height / place.line / 12 if upright else 1.0
-    bar.set_label("log10" if lines < 1 else QUANTITY, labelpad=2)
-    bar.ax.tick_params(width=0.5, length=2, pad=1.5)
-
-
-def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
-    """Title of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
-    table, entries = statistics.summary(ds), audit(ds)
-    found = {name: [label_of(ds, name)] for name in names}
-    for name, title in found.items():
-        if name in entries:
-            ratio, wide = table.loc[name, "geomean"], statistics.width(ds, name)
-            of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
-            known = f"{enclosed(ratio, wide, -1, most=3)} \u00d7 {of}"
-            title[0] += mark(entries[name])
-            title.append(known if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))])
+def _ratios(ds: xr.Dataset) -> dict[str, list[str]]:
+    """A line on the mean ratio of each bound to the exact norm."""
+    found = {}
+    for name, mean in statistics.summary(ds)["geomean"].items():
+        of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
+        known = f"{enclosed(mean, statistics.width(ds, name), -1, most=3)} \u00d7 {of}"
+        found[name] = [known if np.isfinite(mean) else NO_RATIO[bool(np.isnan(mean))]]
     return found
 
 

@@ -30,18 +30,13 @@ def reduce_samples(
         The values without these dimensions; NaN where there are none.
 
     Raises:
-        UnknownNameError: another name.
-        LipboundError: a number outside of [0, 1].
+        UnknownNameError: another name, or a number outside of [0, 1].
     """
-    if isinstance(how, str) and how not in REDUCTIONS:
+    quantile = not isinstance(how, str | bool) and is_number(how) and 0 <= float(how) <= 1
+    if not quantile and how not in REDUCTIONS:
         raise UnknownNameError(
-            f"unknown reduction {how!r}; {nearest(how, REDUCTIONS)}, or a quantile between 0 and 1"
-        )
-    number = not isinstance(how, str | bool) and is_number(how) and 0 <= float(how) <= 1
-    if not isinstance(how, str) and not number:
-        raise LipboundError(
-            f"reduce is {shown(how)}; a quantile lies between 0 and 1, and allowed are "
-            f"{', '.join(REDUCTIONS)}"
+            f"unknown reduction {shown(how)}; {nearest(how, REDUCTIONS)}, or a quantile between 0 "
+            "and 1"
         )
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
@@ -54,8 +49,8 @@ def reduce_samples(
         else:
             # infinite values are ordered like any others, but cannot be interpolated
             top = np.finfo(np.float64).max / 4
-            quantile = values.clip(max=top).quantile(how, dims, skipna=True)
-            reduced = quantile.where(~(quantile > top * 1e-6), np.inf)
+            reduced = values.clip(max=top).quantile(how, dims, skipna=True)
+            reduced = reduced.where(~(reduced > top * 1e-6), np.inf)
     return reduced
 
 
@@ -245,11 +240,7 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
         for name, grid in grids.items()
         if np.isfinite(grid).any()
     }
-    kept: list[str] = []
-    for name in sorted(medians, key=lambda n: medians[n]):
-        if kept and medians[name] > medians[kept[-1]] + OFF_SCALE:
-            break
-        kept.append(name)
+    kept = _together(medians, min(medians.values(), default=0.0), OFF_SCALE)
     finite = [grids[name][np.isfinite(grids[name])] for name in kept]
     return ends(np.concatenate(finite or [np.zeros(1)]))
 
@@ -267,17 +258,22 @@ def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, fl
         all do not stretch it.
     """
     known = {name: values[np.isfinite(values)] for name, values in logs.items()}
-    middle = {name: float(np.median(values)) for name, values in known.items() if values.size}
-    kept: dict[str, float] = {}
-    for name in sorted(middle, key=lambda n: abs(middle[n])):
-        near = [abs(middle[name] - other) for other in kept.values()] or [0.0]
-        if min(near) <= APART and abs(middle[name]) <= FARTHEST:
-            kept[name] = middle[name]
-    middles = [0.0, *kept.values()]
+    medians = {name: float(np.median(values)) for name, values in known.items() if values.size}
+    near = {name: median for name, median in medians.items() if abs(median) <= FARTHEST}
+    kept = _together(near, 0.0, APART)
+    middles = [0.0, *(near[name] for name in kept)]
     low, high = min(middles) - OFF_SCALE, max(middles) + OFF_SCALE
     drawn = np.concatenate([np.zeros(1), *(known[name] for name in kept)])
-    inside = drawn[(drawn >= low) & (drawn <= high)]
-    return [name for name in logs if name in kept], ends(inside)
+    return [name for name in logs if name in kept], ends(drawn[(drawn >= low) & (drawn <= high)])
+
+
+def _together(medians: dict[str, float], start: float, gap: float) -> list[str]:
+    """Names whose medians follow one another from a start outwards, without a gap so wide."""
+    kept: list[str] = []
+    for name in sorted(medians, key=lambda name: abs(medians[name] - start)):
+        if not kept or min(abs(medians[name] - medians[other]) for other in kept) <= gap:
+            kept.append(name)
+    return kept
 
 
 @takes_run

@@ -5,8 +5,8 @@ Looks are ours or those of a conference by tueplots.
 
 import inspect
 import io
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import pickle
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +21,9 @@ from matplotlib.text import Text
 from matplotlib.textpath import text_to_path
 
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown, tell
-from lipbound.formatting import escape_latex
-from lipbound.formatting.files import replacing
+from lipbound.formatting import escape_latex, replacing
+from lipbound.reporting import layout
 from lipbound.reporting.latex import typeset
-from lipbound.reporting.layout import unbroken
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
@@ -99,12 +98,11 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
     # venues of one column have no such choice, others none of TeX
     options = inspect.signature(make).parameters
     found = make(**{name: value for name, value in wanted.items() if name in options})
-    layout = ("figure.constrained_layout.use", "figure.autolayout", "figure.figsize", "text.usetex")
-    kept = {key: value for key, value in found.items() if key not in layout}
-    kept["font.family"] = _font(style, found)
     inches = float(found["figure.figsize"][0]) if width in TUEPLOTS_COLUMNS else inches
     points = font_size or float(found["font.size"])
-    return FigureLook(BASE | kept | {"font.size": points}, inches, points)
+    kept = {key: found[key] for key in found if not key.startswith(("figure.", "text."))}
+    kept |= {"font.family": _font(style, found), "font.size": points}
+    return FigureLook(BASE | kept, inches, points)
 
 
 def _font(style: str, found: dict[str, Any]) -> str:
@@ -112,15 +110,13 @@ def _font(style: str, found: dict[str, Any]) -> str:
     family = found["font.family"]
     # none: the venue leaves them to TeX
     fonts = found.get(f"font.{family}", []) if family in ("serif", "sans-serif") else [family]
-    installed = next((font for font in fonts if font in font_manager.get_font_names()), None)
-    if installed is None:
-        spare = SPARE.get(family, "DejaVu Sans")
-        why = "it leaves its font to TeX, which does not draw these figures"
-        if fonts:
-            why = f"of its fonts ({', '.join(fonts)}) none is installed"
-        tell(f"style {style!r}: {why}; {spare} is taken")
-        return spare
-    return installed
+    for font in fonts:
+        if font in font_manager.get_font_names():
+            return str(font)
+    spare = SPARE.get(family, "DejaVu Sans")
+    missing = f"of its fonts ({', '.join(fonts)}) none is installed"
+    tell(f"style {style!r}: {missing if fonts else 'it leaves its font to TeX'}; {spare} is taken")
+    return spare
 
 
 def paper_height(inches: float, *, captioned: bool = False) -> float:
@@ -146,25 +142,11 @@ def _ems(text: str, font: str) -> float:
 
 
 def folded(text: str, width: float, points: float) -> list[str]:
-    """A label in lines of at most ``width`` inches, broken between words."""
-    lines: list[str] = []
-    for word in unbroken(text):
-        if lines and inches(f"{lines[-1]} {word}", points) <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    if len(lines) > LABEL_LINES:
-        lines = [*lines[: LABEL_LINES - 1], " ".join(lines[LABEL_LINES - 1 :])]
-    return [_cut(line, width, points) for line in lines]
-
-
-def _cut(line: str, width: float, points: float) -> str:
-    """A line that is too wide, with an ellipsis in place of its end."""
-    if inches(line, points) <= width:
-        return line
-    while line and inches(f"{line}\u2026", points) > width:
-        line = line[:-1]
-    return f"{line.rstrip()}\u2026"
+    """A label in lines of at most ``width`` inches; what is longer than two of them is cut."""
+    lines = layout.folded(text, width, lambda line: inches(line, points))
+    return (
+        lines[:LABEL_LINES] if len(lines) <= LABEL_LINES else [lines[0], f"{lines[1][:-2]}\u2026"]
+    )
 
 
 class Drawing(Figure):
@@ -217,41 +199,26 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
             f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}"
         )
     latex = kind == "pgf"
+    if latex:
+        figure = pickle.loads(pickle.dumps(figure))  # whose text is escaped, not the caller's
+        for text in figure.findobj(Text):
+            text.set_text("\n".join(map(escape_latex, text.get_text().split("\n"))))
     dates = {"svg": {"metadata": {"Date": None}}, "pdf": {"metadata": {"CreationDate": None}}}
     options: Any = {"format": kind, "dpi": 300} | dates.get(kind, {})
-    with (
-        _for_latex(figure, path) if latex else nullcontext(),
-        replacing(path, *beside) as (drawn, *others),
-    ):
+    with replacing(path, *beside) as (drawn, *others):
         # in memory first: on a full disk, matplotlib's PDF fails with an error of its own
         whole = io.BytesIO()
-        figure.savefig(drawn if latex else whole, **options)
+        try:
+            figure.savefig(drawn if latex else whole, **options)
+        except RuntimeError as error:
+            raise LipboundError(
+                f"{path} needs pdflatex, which measures its text, and which is not installed; "
+                ".pdf needs nothing"
+            ) from error
         if not latex:
             drawn.write_bytes(whole.getvalue())
         for file, words in zip(others, beside.values(), strict=True):
             file.write_text(words, encoding="utf-8")
-
-
-@contextmanager
-def _for_latex(figure: Figure, path: Path) -> Iterator[None]:
-    """Text of a figure escaped for LaTeX while it is written.
-
-    Raises:
-        LipboundError: LaTeX, which measures the text, is not installed.
-    """
-    texts = {text: text.get_text() for text in figure.findobj(Text) if text.get_text()}
-    try:
-        for text, words in texts.items():
-            text.set_text("\n".join(map(escape_latex, words.split("\n"))))
-        yield
-    except RuntimeError as error:
-        raise LipboundError(
-            f"{path} needs pdflatex, which measures its text, and which is not installed; .pdf "
-            "needs nothing"
-        ) from error
-    finally:
-        for text, words in texts.items():
-            text.set_text(words)
 
 
 def latex_caption(text: str) -> str:

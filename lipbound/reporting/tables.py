@@ -3,7 +3,7 @@
 They are written as text, Markdown, LaTeX or CSV.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ from lipbound.errors import LipboundError, choice
 from lipbound.formatting import counted, enclosed
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
-from lipbound.reporting.formats import FORMATTERS
 from lipbound.reporting.labels import footnotes, holds, label_of, left_out, mark, over, relabelled
 from lipbound.reporting.labels import run_caption as caption
-from lipbound.reporting.layout import Table
+from lipbound.reporting.latex import latex_table
+from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
 from lipbound.reporting.statistics import ROWS, breakdown, panels, ratio, summary, width, widths
 from lipbound.runs.store import takes_run
 from lipbound.schema import Contents, bounds_there, with_exact
@@ -27,13 +27,20 @@ __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "la
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
 __all__ += ["width", "widths"]
 
-FORMATS = tuple(
-    name for name, formatter in FORMATTERS.items() if formatter.table or formatter.fitted
-)
+WRITERS: dict[str, Callable[..., str]] = {
+    "text": text_table,
+    "markdown": markdown_table,
+    "latex": latex_table,
+    "csv": csv_table,
+}
+FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
+"""Formats by name, and those of them that are written in a width."""
 MEAN, RANGE = "geom. mean", "range over samples"
 HOLDS, BELOW = "assumptions hold", "below exact"
 READABLE = ("bound", MEAN, RANGE, "min", "max", BELOW, "of", HOLDS)
 """Columns of `readable`."""
+WORDS = ("bound", "norm", "name", HOLDS)
+"""Columns of words."""
 SPARE = ("name", HOLDS, BELOW, RANGE, "min", "max")
 """Columns of a table by bound that are left out where there is no room, the first one first: marks
 and notes say what the second and the third do."""
@@ -71,17 +78,16 @@ def render(
     Raises:
         LipboundError: unknown names, or a width for a format that has none.
     """
-    formatter = FORMATTERS[choice("format", format, FORMATS)]
+    choice("format", format, FORMATS)
     made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values, labels=labels)
-    if formatter.fitted is not None:
-        return formatter.fitted(made, width)
+    if format in FITTED:
+        return WRITERS[format](made, width)
     if width is not None:
         raise LipboundError(
             f"a width ({width}) was given, but {format} has none; it is for text (characters) "
             "and latex (column, page, slide or points)"
         )
-    assert formatter.table is not None
-    return formatter.table(made)
+    return WRITERS[format](made)
 
 
 @takes_run
@@ -122,47 +128,49 @@ def latex(ds: xr.Dataset, **options: Any) -> str:
     return render(ds, "latex", **options)
 
 
+def _table(
+    ds: xr.Dataset,
+    numbers: pd.DataFrame,
+    shown: pd.DataFrame,
+    *,
+    head: str,
+    bounds: list[str] | None,
+    keys: Sequence[str],
+    mean: str = "geometric mean",
+    spare: tuple[str, ...] = SPARE,
+) -> Table:
+    """A table with its caption and notes, without the range over samples where there is one."""
+    if int(with_exact(ds).sum()) <= 1:
+        shown = shown.drop(columns=RANGE)
+    return Table(
+        numbers,
+        shown,
+        words=WORDS,
+        head=head,
+        caption=caption(ds),
+        notes=footnotes(ds, bounds),
+        keys=tuple(keys),
+        spare=spare,
+        meaning={RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
+    )
+
+
 def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     """`summary`, ready to be written; of no bounds, what the exact norms are."""
     if not (bounds_there(ds) if chosen is None else chosen):
-        return _of_exact(ds)
+        numbers = statistics.exact_summary(ds)
+        widest = float(np.expm1(np.nanmax(widths(ds), initial=0.0)))
+        wide = dict.fromkeys(statistics.SPREAD, widest) | {"geomean": width(ds, "exact")}
+        words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
+        shown = pd.DataFrame(words, index=numbers.index)
+        return _table(ds, numbers, shown, head=f"exact norm{over(ds)}", bounds=[], keys=["norm"])
     whole = summary(ds)
     numbers = whole if chosen is None else whole.loc[chosen]
     shown = _in_words(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
-    none = f"none is below the exact norm in any of {int(numbers['compared'].max())} comparisons"
-    return Table(
-        numbers,
-        _ranged(ds, shown),
-        words=("bound", "name", HOLDS),
-        head=f"bound / exact{over(ds)}",
-        caption=caption(ds),
-        notes=footnotes(ds, chosen),
-        keys=("bound",),
-        spare=SPARE,
-        instead={} if numbers["violations"].any() else {BELOW: none},
-        meaning=_meaning(),
-    )
-
-
-def _of_exact(ds: xr.Dataset) -> Table:
-    """Exact norms alone, as `summary` has ratios."""
-    numbers = statistics.exact_summary(ds)
-    widest = float(np.expm1(np.nanmax(widths(ds), initial=0.0)))
-    wide = dict.fromkeys(statistics.SPREAD, widest) | {"geomean": width(ds, "exact")}
-    words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
-    return Table(
-        numbers,
-        _ranged(ds, pd.DataFrame(words, index=numbers.index)),
-        words=("norm",),
-        head=f"exact norm{over(ds)}",
-        caption=caption(ds),
-        notes=footnotes(ds, []),
-        keys=("norm",),
-        spare=SPARE,
-        meaning=_meaning(),
-    )
+    head = f"bound / exact{over(ds)}"
+    return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
 
 @takes_run
@@ -193,16 +201,6 @@ def _spread_words(row: pd.Series, wide: Mapping[str, float], side: int) -> dict[
 
 def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
-
-
-def _ranged(ds: xr.Dataset, shown: pd.DataFrame) -> pd.DataFrame:
-    """Cells without the range over samples where a single one has exact norms."""
-    return shown if int(with_exact(ds).sum()) > 1 else shown.drop(columns=RANGE)
-
-
-def _meaning(kind: str = "geometric mean") -> dict[str, str]:
-    """Meaning of the range over samples."""
-    return {RANGE: f"{RANGE}: smallest to largest {kind} of a single sample"}
 
 
 def _said_of_cells(
@@ -247,14 +245,13 @@ def _by_place(
             cells = column(name, np.full(len(table), allowance()), 0)
         shown[title + mark(counts[name])] = cells
     heads = by == "layer" and "head" in ds.dims
-    kind = f"{statistics.reduction_name(reduce)} over heads" if heads else "exact norm"
-    return Table(
+    return _table(
+        ds,
         table,
-        _ranged(ds, shown),
-        words=(),
+        shown,
         head=_said_of_cells(ds, names, by, values, reduce),
-        caption=caption(ds),
-        notes=footnotes(ds, names),
-        keys=tuple(table.index.names),
-        meaning=_meaning(kind),
+        bounds=names,
+        keys=table.index.names,
+        mean=f"{statistics.reduction_name(reduce)} over heads" if heads else "exact norm",
+        spare=(),
     )

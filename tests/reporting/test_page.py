@@ -26,9 +26,8 @@ from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import load_checkpoint
-from lipbound.reporting.page.contents import BINS, SINGLE
 from lipbound.reporting.page.details import of_layer
-from lipbound.reporting.page.render import report
+from lipbound.reporting.page.render import BINS, SINGLE, report
 
 HOSTILE = "</script><img src=x onerror=alert(1)> {{7*7}} \" ' & \x1b\u202e"
 
@@ -133,7 +132,7 @@ def test_bounds_over_balls_are_of_the_heads_that_they_cover(kind: str) -> None:
     assert (found is None) == ("qk_norm" in att.variants)
     if found is not None:
         assert bool(
-            (found.upper[0] >= lb.spectral_norm(folded, method="dense").lower[0].numpy()).all()
+            (found["upper"][0] >= lb.spectral_norm(folded, method="dense").lower[0].numpy()).all()
         )
     assert of_layer(att, "head", bounds.names("one-token"), "one-token", balls=True).balls is None
 
@@ -150,8 +149,9 @@ def test_runs_in_norms_of_tokens_have_details(
         shares = np.array(layer["left" if norm == "every-token" else "right"])
         assert (shares.max(-1) == 1).all()
         assert (np.array(layer["right" if norm == "every-token" else "left"]).max(-1) < 1).all()
-    assert run["steepest"].startswith(
-        "Every token moves" if norm == "every-token" else "One token moves"
+    assert run["norm_name"] == norm
+    assert f'"{norm}": "{norm.split("-")[0].capitalize()} token moves' in (
+        (tmp_path / "x.html").read_text()
     )
     other = ds.copy()
     other["exact"] = ds["exact"] * 1.1

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+from rich.cells import cell_len as cells
 from support.runs import made_up
 
 from lipbound import tables
 from lipbound.cli import main
-from lipbound.cli.output import coloured, show
+from lipbound.cli.application import show
 from lipbound.errors import LipboundError
-from lipbound.reporting.formats import text_table
-from lipbound.reporting.layout import cells, folded
+from lipbound.reporting.layout import folded, text_table
 from lipbound.runs import store
 
 KEPT = Path(__file__).parent / "terminals"
@@ -156,34 +156,6 @@ def test_columns_with_something_below_exact_are_not_called_sound(ds: xr.Dataset)
     narrow = tables.render(ds, width=60)
     assert "none is below" not in narrow
     assert "\u2021: below the exact norm somewhere" in narrow
-    assert "none is below the exact norm in any of 24 comparisons" in " ".join(
-        tables.render(ds, width=44, bounds=["yudin", "lipbound"]).split()
-    )
-
-
-def test_colours(
-    ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a terminal alone, for bounds below the exact norm alone, and never under NO_COLOR."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert not coloured()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert coloured()
-    show(ds)
-    text = capsys.readouterr().out
-    assert {line for line in text.splitlines() if "\x1b" in line} == {
-        line for line in text.splitlines() if "\u2021" in line
-    }
-    plain = re.sub(r"\x1b\[\d+m", "", text)
-    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
-        monkeypatch.setenv(name, value)
-        show(ds)
-        assert capsys.readouterr().out == plain
-        monkeypatch.undo()
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
 
 
 def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.CaptureFixture) -> None:

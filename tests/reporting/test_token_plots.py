@@ -36,7 +36,7 @@ def test_one_head_is_bars_and_few_tokens_are_named_where_many_are(profile: lb.To
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     np.testing.assert_allclose(heights, profile.lower[0, 2].numpy(), rtol=1e-9)
     assert 0 < len(figure.axes[1].get_xticklabels()) < 9
-    assert "token is named" in figure.axes[1].get_xlabel()
+    assert "is named" in figure.axes[1].get_xlabel()
 
 
 @pytest.mark.parametrize("width", ["column", "page"])

@@ -19,9 +19,9 @@ import lipbound as lb
 from lipbound import plots, tables
 from lipbound.cli import main
 from lipbound.errors import StoreError
-from lipbound.formatting.files import replacing
+from lipbound.formatting import replacing
 from lipbound.reporting import statistics
-from lipbound.reporting.arrangement import Sheet
+from lipbound.reporting.plots import Sheet
 from lipbound.reporting.styles import Drawing, look
 from lipbound.runs import store
 
@@ -40,7 +40,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("lipbound.formatting.files.os.fsync", no_space)
+    monkeypatch.setattr("lipbound.formatting.os.fsync", no_space)
 
 
 @pytest.mark.filterwarnings("ignore:style")
@@ -191,25 +191,14 @@ def test_who_stays_on_an_axis_of_ratios() -> None:
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 12), (1, 1), (2, 64), (1, 64)])
 def test_one_layer_is_a_strip(layers: int, heads: int) -> None:
-    sheet = Sheet(
-        (4,),
-        7.1,
-        7.0,
-        layers / heads,
-        own_bars=False,
-        titles=lambda section, side, points: 2,
-        caption=0,
-        layers=layers,
-    )
+    sheet = Sheet((4,), layers, heads, 7.1, 7.0)
     assert sheet.natural(4) < 0.5 * sheet.side(4)
     assert not sheet.beside
     figure = plots.heatmap(made_up(layers=layers, heads=heads)).figure
     figure.draw_without_rendering()
     box = figure.axes[0].get_window_extent()
     assert box.height < 0.5 * box.width
-    square = Sheet(
-        (4,), 7.1, 7.0, 1.0, own_bars=False, titles=lambda section, side, points: 2, caption=0
-    )
+    square = Sheet((4,), 12, 12, 7.1, 7.0)
     assert square.natural(4) == square.side(4)
     assert square.beside
 

@@ -245,7 +245,7 @@ def test_what_is_not_there_is_not_compared(gpt2_run: xr.Dataset) -> None:
         tables.render(ds, format)
     text = tables.render(ds)
     assert "Yudin 2025, Thm 3 (yudin): no value at 8 of 12" in " ".join(text.split())
-    assert "exact norms: none at 4 of 16" in " ".join(text.split())
+    assert "exact norms: no value at 4 of 16" in " ".join(text.split())
 
 
 def test_figures_are_no_runs(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_options_of_the_command_line(
         str(bert),
     )
     for given, sentence in (
-        ("some", "--samples must be a whole number or 'all', not 'some'"),
+        ("some", "--samples is 'some'; it must be a whole number, at least 1, or 'all'"),
         ("0", "--samples is 0; it must be"),
     ):
         status, _, err = call(

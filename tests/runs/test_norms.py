@@ -16,9 +16,9 @@ from transformers import BertModel
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
-from lipbound.cli.describing import facts
 from lipbound.errors import AlteredRunError, LipboundError, StoreError
 from lipbound.models.loading import load_checkpoint
+from lipbound.reporting.labels import facts
 from lipbound.reporting.page.render import report
 from lipbound.runs import store
 from lipbound.runs.config import RunConfig
@@ -179,12 +179,12 @@ def test_what_a_norm_does_not_have_is_refused(options: dict[str, Any], message: 
     ("words", "sentence"),
     [
         (
-            ("--norm", "every-token", "--delta", "1e-6"),
-            "--delta is 1e-06, which --norm every-token does not take",
+            ("--norm", "every-token", "--delta", "1e-3"),
+            "--delta is 0.001, which --norm every-token does not take",
         ),
         (
-            ("--norm", "one-token", "--seed", "0"),
-            "--seed is 0, which --norm one-token does not take",
+            ("--norm", "one-token", "--seed", "1"),
+            "--seed is 1, which --norm one-token does not take",
         ),
         (
             ("--norm", "every-token", "--map", "residual"),
@@ -294,9 +294,9 @@ def test_the_norm_is_said_wherever_the_map_is(
             f"in the {norm} norm, norms of Jacobians ({meaning}), of one attention head"
             in paragraph
         )
-        assert "deterministically" in paragraph
+        assert "both ends deterministic" in paragraph
         assert not any(word in paragraph for word in ("Lanczos", "probability", "seed"))
-    said = facts(ds, run)
+    said = facts(ds)
     assert said["norm"] == f"{norm} ({meaning})"
     assert (said["method"], said["delta"], said["seed"]) == (None, None, None)
     status, out, _ = call(capsys, monkeypatch, "info", run)

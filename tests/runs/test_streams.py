@@ -132,12 +132,13 @@ def test_a_report_has_details_of_the_layers_that_have_a_closed_form(
     run: tuple[Path, xr.Dataset], tmp_path: Path
 ) -> None:
     """Cross-attention has none, and no words stand beside tokens of several streams."""
-    from lipbound.reporting.page.contents import contents
+    from lipbound.reporting.page.render import contents, details_or_reason
 
     path, _ = run
     data = ["the ferry", "a clock of the island"]
-    options = {"reduce": "mean", "sample": 0, "model": None, "device": "cpu", "wanted": True}
-    page = contents(lb.load(path / "run.zarr"), "T5", data=data, **options)
+    ds = lb.load(path / "run.zarr")
+    found = details_or_reason(ds, 0, model=None, data=data, device="cpu")
+    page = contents(ds, "T5", reduce="mean", details=found)
     assert [one is not None for one in page["details"]] == [True, True, False, False]
     assert page["tokens"] == []
     lb.report(path / "run.zarr", tmp_path / "t5.html", data=data)

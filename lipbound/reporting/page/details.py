@@ -1,6 +1,6 @@
 """Attention, singular vectors and terms of the norm of single heads, for a report."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,18 +32,6 @@ RADII = (0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
 """Radii of balls around the input, in mean lengths of its tokens."""
 
 
-class Balls(NamedTuple):
-    """Bounds over balls in which every token moves, for the heads of a layer at one sample.
-
-    Attributes:
-        length: mean length of the layer's tokens, the unit of `RADII`.
-        upper: `lipbound.bounds.over_ball` at each of `RADII`, (radii, heads).
-    """
-
-    length: float
-    upper: np.ndarray
-
-
 class Details(NamedTuple):
     """Details of the heads of one layer at one sample.
 
@@ -62,8 +50,9 @@ class Details(NamedTuple):
         bounds: `lipbound.bounds.Bound.terms` of every bound that has terms: name -> term ->
             (heads,).
         stride: see ``attention``.
-        balls: `Balls`, or None where they were not asked for or where `lipbound.bounds.over_ball`
-            does not cover the run's norm or heads.
+        balls: bounds over balls in which every token moves: ``upper``, `lipbound.bounds.over_ball`
+            at ``radii``, (radii, heads), which are in units of ``length``, the mean of the layer's
+            tokens. None where they were not asked for or do not cover the run's norm or heads.
     """
 
     norm: np.ndarray
@@ -76,7 +65,7 @@ class Details(NamedTuple):
     parts: dict[str, np.ndarray]
     bounds: dict[str, dict[str, np.ndarray]]
     stride: int
-    balls: Balls | None
+    balls: dict[str, Any] | None
 
 
 def details(
@@ -148,10 +137,11 @@ def _array(values: Tensor) -> np.ndarray:
     return values.cpu().numpy()
 
 
-def around(att: Attention) -> Balls:
-    """`Balls` of the heads of a layer with one sample."""
+def around(att: Attention) -> dict[str, Any]:
+    """Bounds over balls for the heads of a layer with one sample, as `Details` has them."""
     length = float(att.x.double().norm(dim=-1).mean())
-    return Balls(length, _array(over_ball(att, [r * length for r in RADII])[0].T))
+    upper = over_ball(att, [r * length for r in RADII])[0].T
+    return {"length": length, "radii": RADII, "upper": _array(upper)}
 
 
 def _whole_rows(att: Attention) -> Tensor:

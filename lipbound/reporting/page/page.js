@@ -59,6 +59,12 @@
   });
   const axis = (extra) => ({ gridcolor: color("--line"), linecolor: color("--line"), zeroline: false, ...extra });
   const show = (id, data, figure) => Plotly.react(id, data, { ...figure, width: $(id).clientWidth }, { displaylogo: false, displayModeBar: false });
+  // Meaning of the shares of tokens, by norm.
+  const STEEPEST = {
+    frobenius: "Moved: share of each token in the input direction that the head amplifies most; changes: in the output it moves",
+    "every-token": "Every token moves by at most one, in the way that moves one output furthest. Moved: share of each token; changes: the output",
+    "one-token": "One token moves by one, in the way that moves all outputs furthest. Moved: which; changes: share of each output",
+  };
   const SHOWN = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
   const suffix = (k) => (k === 0 ? "" : String(k + 1));
 
@@ -116,7 +122,7 @@
         panel(run, name, data, figure, place, range, axisName);
       });
       start += Math.ceil(part.names.length / across) * row + foot;
-      figure[axisName] = { colorscale: part.colors, cmin: range[0], cmax: range[1], colorbar: {
+      figure[axisName] = { colorscale: part.colors[0].toUpperCase() + part.colors.slice(1), cmin: range[0], cmax: range[1], colorbar: {
         orientation: "h", thickness: 10, len: 0.6, x: 0.5, xanchor: "center", y: 1 - (start - 34) / whole, yanchor: "top", outlinewidth: 0,
         tickfont: { size: 11 }, ...ticks(range[0], range[1], 6),
       } };
@@ -261,7 +267,7 @@
       yaxis: axis({ domain: [0.7, 1], title: { text: "moved" } }), yaxis2: axis({ domain: [0.36, 0.64], title: { text: "changes" } }), yaxis3: axis({ domain: [0, 0.3], title: { text: "softmax" } }),
     }));
     const most = (values, count, said) => [...tokens].sort((a, b) => values[b] - values[a]).slice(0, count).map((t) => `${word(run, t)} (${said(values[t])})`).join(", ") + ".";
-    $("tokens-note").textContent = `${run.steepest}; softmax: norm of the softmax Jacobian of each row (at most 1/2). Most moved: ` + most(layer.right[h], 5, (x) => `${Math.round(100 * x)} %`);
+    $("tokens-note").textContent = `${STEEPEST[run.norm_name]}; softmax: norm of the softmax Jacobian of each row (at most 1/2). Most moved: ` + most(layer.right[h], 5, (x) => `${Math.round(100 * x)} %`);
     const room = Math.max(1, Math.floor(($("profile").clientWidth - 75) / 12)), step = Math.ceil(tokens.length / room), named = tokens.filter((t) => t % step === 0);
     const texts = run.tokens.length ? { tickmode: "array", tickvals: named, ticktext: named.map((t) => escaped(brief(run.tokens[t]))), tickangle: -90, tickfont: { size: 10 } } : {};
     show("profile", [bars("alone", layer.alone[h], "y", color("--accent")), bars("as output", layer.reached[h], "y2", color("--link"))], layout({
@@ -294,7 +300,7 @@
       height: 300, margin: { l: 60, r: 15, t: 10, b: 45 }, xaxis: axis({ type: "log", dtick: 1, fixedrange: true, exponentformat: "power", title: { text: "radius / mean length of a token" } }),
       yaxis: axis({ type: "log", fixedrange: true, ...marks, ...(marks.tickvals ? { tickvals: marks.tickvals.map((x) => 10 ** x) } : {}) }),
     }));
-    $("balls-note").textContent = `Upper bound on the constant of this head at every input around sample ${current().sample} whose tokens all lie within the radius (tokens of this layer are ${found.length} long on average); dotted: at that input itself.`;
+    $("balls-note").textContent = `Upper bound on the constant of this head at every input around sample ${current().sample} whose tokens all lie within the radius (tokens of this layer are ${found.length.toPrecision(3)} long on average); dotted: at that input itself.`;
   }
 
   function compareRuns() {

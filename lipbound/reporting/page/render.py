@@ -7,40 +7,38 @@ import base64
 import gzip
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import xarray as xr
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from lipbound.bounds.audit import allowance, audit
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
-from lipbound.formatting import formula, plain
-from lipbound.formatting.files import replacing
+from lipbound.formatting import formula, plain, replacing
+from lipbound.models.inputs import token_texts
+from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.labels import model_name, relabelled
-from lipbound.reporting.page.contents import attention_bytes, contents
+from lipbound.reporting.page.details import SIDE, Details, details
+from lipbound.reporting.scales import log10, scales
+from lipbound.reporting.statistics import across
 from lipbound.runs import store
 from lipbound.runs.store import run_of
+from lipbound.runs.verify import replay
+from lipbound.schema import AXES, Contents, bounds_there, compared_with, norm_of
 
 HERE = Path(__file__).parent
-DIFFERENCES = (
-    (
-        "tokens_most",
-        "Lengths in tokens differ: at most {}",
-        "constants and bounds grow with the number of tokens, each at its own pace",
-    ),
-    ("map", "Maps differ: {}", "these are constants of different functions"),
-    (
-        "norm",
-        "Norms differ: {}",
-        "these are constants of different perturbations, which are not compared",
-    ),
-    ("samples", "Numbers of samples differ: {}", "ranges over samples widen with their number"),
-)
-"""What may differ between runs side by side: its name on pages, what is said of it, and why."""
+SINGLE = 16
+"""Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
+BINS = 40
+DetailsOrReason = tuple[list[Details | None] | None, list[str], str]
+LEFT_OUT: DetailsOrReason = (None, [], "they were left out when the report was made")
 
 
 def report(
@@ -95,14 +93,15 @@ def report(
     if details:
         # before minutes of work, and before an older page is replaced
         device = resolve_device(device)
-    options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data}
-    options |= {"device": device, "wanted": details, "balls": balls}
     pages = []
     for run in several:
-        found = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
-        ds = relabelled(found, _own(labels, found, several))
+        ds = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
+        ds = relabelled(ds, _own(labels, ds, several))
         title = model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem
-        pages.append(contents(ds, title, **options))
+        _check(ds, sample)
+        again: Any = {"model": model, "data": data, "device": device, "balls": balls}
+        found = details_or_reason(ds, sample, **again) if details else LEFT_OUT
+        pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
     titles = [one["title"] for one in pages]
     for i, one in enumerate(pages):  # names that tell runs apart
         if titles.count(one["title"]) > 1:
@@ -141,19 +140,7 @@ def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
     files = {
         name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")
     }
-    return environment.get_template("page.html").render(
-        runs=pages, parts=parts, differences=_differences(pages), **files
-    )
-
-
-def _differences(pages: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each difference between runs side by side that moves their numbers."""
-    found = []
-    for key, what, why in DIFFERENCES:
-        if len({one[key] for one in pages}) > 1:
-            each = ", ".join(f"{one[key]} in {one['title']}" for one in pages)
-            found.append(f"{what.format(each)}; {why}.")
-    return found
+    return environment.get_template("page.html").render(runs=pages, parts=parts, **files)
 
 
 @cache
@@ -165,3 +152,202 @@ def _plotly() -> str:
 def _packed(content: bytes) -> str:
     """Compressed, in characters that mean nothing to HTML."""
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
+
+
+def _check(ds: xr.Dataset, sample: int) -> None:
+    """Refuse a run without such a sample, or without bounds.
+
+    Raises:
+        LipboundError: it is one.
+    """
+    if not 0 <= sample < ds.sizes["sample"]:
+        raise LipboundError(
+            f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
+        )
+    if not bounds_there(ds):
+        raise LipboundError(
+            "the run has no bounds, which a report is about; draw it with heatmaps, or compare "
+            "it with some"
+        )
+
+
+def contents(
+    ds: xr.Dataset,
+    title: str,
+    *,
+    reduce: str | float = "geomean",
+    sample: int = 0,
+    details: DetailsOrReason = LEFT_OUT,
+) -> dict[str, Any]:
+    """Collect a run's numbers, words and details for a page as plain data.
+
+    ``details`` are those of its layers and the words of the sample's tokens, or None and why there
+    are none.
+    """
+    found, tokens, reason = details
+    return {
+        "title": plain(title),
+        **_words(ds),
+        **_values(ds, reduce),
+        "sample": int(ds["sample"][sample]),
+        "tokens": [plain(token) for token in tokens],
+        "details": None if found is None else [_of_layer(one) for one in found],
+        "reason": reason,
+        "side": SIDE,
+    }
+
+
+def _words(ds: xr.Dataset) -> dict[str, Any]:
+    """What a run and its bounds are called and say, and what is to be said of them."""
+    names, shown, there = bounds_there(ds), tables.readable(ds), Contents.of(ds)
+    said = {name: ds[name].attrs for name in names}
+    facts = {name: labels.fact_words(fact) for name, fact in labels.facts(ds).items()}
+    return {
+        "caption": labels.run_caption(ds),
+        "across": across(ds),
+        "layers": ds["layer"].values.tolist(),
+        "columns": ds[across(ds)].values.tolist(),
+        "samples": there.samples,
+        "exactSamples": there.exact_samples,
+        "tokens_most": there.tokens,
+        "bounds": names,
+        "marks": {name: labels.mark(entry).strip() for name, entry in audit(ds).items()},
+        "left": list(ds.attrs.get("not_applicable", {})),
+        "map": plain(ds.attrs["map_description"]),
+        "norm": plain(labels.norm_words(ds)),
+        "norm_name": norm_of(ds),
+        "statements": {name: plain(said[name]["statement"]) for name in names},
+        "formulas": {
+            name: plain(said[name].get("statement_latex", said[name]["statement"]))
+            for name in names
+        },
+        "sources": {name: plain(said[name]["source"]) for name in names},
+        "compared": {name: compared_with(ds, name) for name in names},
+        "summary": {
+            "head": list(shown.columns),
+            "rows": [[name, *map(plain, row)] for name, row in shown.T.items()],
+        },
+        "notes": labels.footnotes(ds),
+        "provenance": [[name, words] for name, words in facts.items() if words],
+        "methods": citations.methods(ds, "text"),
+        "bibtex": citations.bibtex(ds),
+    }
+
+
+def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
+    """Numbers of a run: reduced over samples, as ratios, and sample by sample."""
+    names = bounds_there(ds)
+    colours = scales(ds, log10(ds, statistics.panels(ds), reduce), "rows")
+    panels = [name for scale in colours for name in scale.names]
+    upper = ["exact_upper"] if "exact_upper" in ds else []
+    kept = ds.isel(sample=slice(0, SINGLE)) if across(ds) == "head" else ds
+    ratios = {name: statistics.ratio(ds, name) for name in names}
+    # something that is compared with each exact norm
+    examples = {compared_with(ds, name): name for name in names} | {"exact": "exact"}
+    levels = ["layer", across(ds)]
+
+    def grid(values: xr.DataArray) -> Any:
+        return _numbers(statistics.panel(values, reduce).values)
+
+    return {
+        "reduce": statistics.reduction_name(reduce),
+        "panels": panels,
+        "labels": {name: labels.label_of(ds, name) for name in panels},
+        "slack": allowance(),
+        "scales": [asdict(scale) for scale in colours],
+        "widths": {
+            exact: _numbers(statistics.cell_widths(ds, one, reduce, levels).values)
+            for exact, one in examples.items()
+        },
+        "grids": {name: grid(ds[name]) for name in panels},
+        "ratios": {name: grid(ratio) for name, ratio in ratios.items()},
+        "upper": grid(ds["exact_upper"]) if upper else None,
+        "values": {name: _nested(kept[name]) for name in [*panels, *upper]},
+        "histograms": {name: _histogram(ratio.values) for name, ratio in ratios.items()},
+    }
+
+
+def attention_bytes(found: Sequence[dict[str, Any] | None] | None) -> bytes:
+    """All attention maps of a run one after the other, removed from the details they come with."""
+    return b"".join(one.pop("attention") for one in found or [] if one)
+
+
+def _of_layer(one: Details | None) -> dict[str, Any] | None:
+    """`Details` as plain data, but for the attention maps, which stay bytes."""
+    if one is None:
+        return None
+    maps = {"attention": one.attention.tobytes(), "shape": list(one.attention.shape)}
+    return _plain({**one._asdict(), "attention": None}) | maps
+
+
+def details_or_reason(
+    ds: xr.Dataset, sample: int, *, model: Any, data: Any, device: str, balls: bool = False
+) -> DetailsOrReason:
+    """Details of all layers and the words of the sample's tokens; or None and the reason.
+
+    There are no words where layers are of several streams of tokens.
+    """
+    if "head" not in ds.dims:
+        return None, [], "the run is about whole layers, and details are of single heads"
+    try:
+        rerun = replay(ds, model=model, data=data, device=device)
+        if rerun.differences:
+            return None, [], plain("; ".join(rerun.differences))
+        found = details(rerun, ds, sample, balls=balls)
+        several = {"decoder_input_ids", "pixel_values"} & rerun.inputs.batch.keys()
+        texts = [] if several else token_texts(rerun.checkpoint, rerun.inputs, sample)
+    except LipboundError as error:
+        return None, [], plain(str(error))
+    there = ds.isel(sample=sample)
+    pairs = zip(there["layer"].values, there["exact"], found, strict=True)
+    tol = float(ds.attrs["tol"])
+    wrong = [
+        str(layer) for layer, exact, one in pairs if one and not _same(exact.values, one.norm, tol)
+    ]
+    if not wrong:
+        return found, texts, ""
+    which = f"the norms of layers {', '.join(wrong)} are not those of the run"
+    return None, [], f"{which}: other weights, or other inputs"
+
+
+def _same(stored: np.ndarray, norm: np.ndarray, tol: float) -> bool:
+    """True where norms computed now lie where the run's do; nothing to compare is no objection."""
+    stored = stored[: len(norm)]
+    near = np.abs(norm - stored) <= stored * (tol + 1e-3)
+    return bool((np.isnan(stored) | near).all())
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists of numbers, in dictionaries too."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return _numbers(value) if isinstance(value, np.ndarray) else value
+
+
+def _nested(values: xr.DataArray) -> Any:
+    """(samples, layers, heads), or (layers, samples) again where there are no heads."""
+    heads = across(values) == "head"
+    return _numbers(values.transpose(*(AXES if heads else ("layer", "sample"))).values)
+
+
+def _numbers(values: np.ndarray) -> Any:
+    """Nested lists of rounded numbers; "inf" and null where JSON has no number."""
+    if values.ndim:
+        return [_numbers(row) for row in values]
+    x = float(values)
+    if np.isfinite(x):
+        return float(f"{x:.5e}")
+    return None if np.isnan(x) else "inf" if x > 0 else "-inf"
+
+
+def _histogram(ratio: np.ndarray) -> dict[str, Any]:
+    """Counts of log10 bound / exact."""
+    logs = np.log10(ratio[np.isfinite(ratio) & (ratio > 0)])
+    counts, edges = np.zeros(0), np.zeros(0)
+    if logs.size:
+        low, high = float(logs.min()), float(logs.max())
+        pad = max((high - low) * 0.02, 1e-3)
+        ends = (low - pad if low < 0 else max(0.0, low - pad), high + pad)
+        counts, edges = np.histogram(logs, bins=BINS, range=ends)
+    infinite = int(np.isinf(ratio).sum())
+    return {"edges": np.round(edges, 6).tolist(), "counts": counts.tolist(), "infinite": infinite}
