@@ -19,7 +19,7 @@ SHORT = "--max-length 12"
 COUNT = "it must be a whole number, at least 1"
 NUMBERS = "give numbers from 0, such as 3, or 0-3,7"
 PROBABILITY = "it must be a probability between 0 and 1, or None for plain estimates"
-SIZE = "give a size such as '4GB', a number of bytes, or 'auto'"
+SIZE = "it must be a size such as '4GB', a number of bytes, or 'auto'"
 ONE_MODEL = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
 
 MODELS = {
