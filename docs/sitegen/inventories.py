@@ -74,6 +74,7 @@ NAMES = {
     """,
     "torch": """
         torch.Tensor py:class tensors.html#$
+        torch._C.Generator py:class generated/torch.Generator.html
         torch.dtype py:class tensor_attributes.html#$
         torch.device py:class tensor_attributes.html#$
         torch.utils._python_dispatch.TorchDispatchMode py:class notes/extending.html#extending-all-torch-api-with-modes

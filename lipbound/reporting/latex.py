@@ -18,7 +18,7 @@ class TableRoom(NamedTuple):
     """Points for a table's width and its type, and its rows before it is split."""
 
     room: float
-    type: float = 8
+    type_size: float = 8
     rows: int = 40
 
 
@@ -115,7 +115,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
             f"width is {width}; it must be a positive number of points, or one of "
             f"{', '.join(WIDTHS)}"
         )
-    size = look.type / 10 * 1.07  # small type is wider
+    size = look.type_size / 10 * 1.07  # small type is wider
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
     blocks, left_out = fit(
         table,
@@ -138,7 +138,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in said), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
         *(f"% {plain(line)}" for line in comments),
-        f"\\begingroup{_type(look.type)}\\setlength{{\\tabcolsep}}{{4pt}}%",
+        f"\\begingroup{_type(look.type_size)}\\setlength{{\\tabcolsep}}{{4pt}}%",
         "\n\n\\smallskip\n".join(bodies),
         "",
         f"\\smallskip{_type(NOTES)}\\raggedright\\noindent",

@@ -214,7 +214,7 @@ def test_a_modality_is_one_reader_and_one_entry(
 ) -> None:
     class NumberReader(Reader):
         modality = "image"
-        type, one, many, takes, columns = int, "a number", "numbers", "numbers", ("n",)
+        item_type, one, many, takes, columns = int, "a number", "numbers", "numbers", ("n",)
 
         def read(self, checkpoint: Checkpoint, data: object, selection: Selection) -> Inputs:
             found = self.items(checkpoint, data, selection)

@@ -41,7 +41,7 @@ class ImageReader(Reader):
     """Images, one sample each, through the checkpoint's image processor."""
 
     modality = "image"
-    type, one, many, takes = Image.Image, "an image", "images", "images"
+    item_type, one, many, takes = Image.Image, "an image", "images", "images"
     columns = ("image", "img", "picture")
 
     def item(self, value: Any) -> Path | Image.Image | None:

@@ -161,14 +161,14 @@ class Reader(ABC):
 
     Attributes:
         modality: as `Checkpoint.modality` has it.
-        type: the Python type of an item.
+        item_type: the Python type of an item.
         one, many: an item and several, in descriptions.
         takes: what models of the modality take, in messages.
         columns: usual names of the column of a table that has items, the likeliest first.
     """
 
     modality: ClassVar[str]
-    type: ClassVar[type]
+    item_type: ClassVar[type]
     one: ClassVar[str]
     many: ClassVar[str]
     takes: ClassVar[str]
@@ -192,7 +192,7 @@ class Reader(ABC):
 
     def item(self, value: Any) -> Any:
         """Return the item that a value is or stands for, such as the path of a file, or None."""
-        return value if isinstance(value, self.type) else None
+        return value if isinstance(value, self.item_type) else None
 
     def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
         """Return the items of some data one by one.
@@ -213,12 +213,12 @@ class Reader(ABC):
             found = DataItems(self.open_file(path, checkpoint), path.name)
         elif folder is not None and (inside := self.open_folder(folder)) is not None:
             found = inside
-        elif self.type is str and files.is_sentence(data):
+        elif self.item_type is str and files.is_sentence(data):
             start = data[:40] + "..." if len(data) > 40 else data
             found = DataItems([data], f"the text {shown(start)}")
         elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
             found = self._listed(data, takes)
-        elif isinstance(data, self.type) and not isinstance(data, str):
+        elif isinstance(data, self.item_type) and not isinstance(data, str):
             found = DataItems([data], self.one)
         elif isinstance(data, Image.Image):
             raise InputsError(f"data is an image, {takes}")
@@ -235,7 +235,7 @@ class Reader(ABC):
         def named(item: Any, endings: tuple[str, ...]) -> bool:
             return isinstance(item, str) and files.ending(Path(item[-20:])) in endings
 
-        if self.type is str and all(named(item, files.TEXT_FILES) for item in data):
+        if self.item_type is str and all(named(item, files.TEXT_FILES) for item in data):
             if any(files.there(item) for item in data):
                 data = [Path(item) for item in data]
             elif not any(len(item.split()) > 1 for item in data):

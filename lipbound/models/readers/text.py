@@ -114,7 +114,7 @@ class TextReader(Reader):
     """Text through the checkpoint's tokenizer: one sample a text, or a window of the only one."""
 
     modality = "text"
-    type, one, many, takes = str, "a text", "texts", "text"
+    item_type, one, many, takes = str, "a text", "texts", "text"
     columns = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 
     def item(self, value: Any) -> str | TokenizedText | None:

@@ -46,7 +46,7 @@ class AttentionFinder(TorchDispatchMode):
         found: modules by name.
     """
 
-    def __init__(self, recorder: "_Recorder") -> None:
+    def __init__(self, recorder: "Recorder") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, nn.Module] = {}
         self._recorder = recorder
@@ -108,7 +108,7 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -
     return said
 
 
-class _Recorder(Follower):
+class Recorder(Follower):
     """The calls of one forward pass, in which hooks on every module tell which of them run."""
 
     def __init__(self, samples: int, adds: bool):
@@ -227,7 +227,7 @@ def record(
     """
     # tokens of all samples may be packed together
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
-    recorder = _Recorder(samples, not getattr(model, "_supports_sdpa", True))
+    recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True))
     with ExitStack() as afterwards:
         for name, module in model.named_modules():
             enter = partial(recorder.enter, name)
