@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,8 @@ class LoadOptions:
         gguf_file: which GGUF file of a directory or a hub model, or None.
         adapter: what is merged into the weights; "none": not even one that lies beside them; None:
             nothing was said.
+        look: is shown the name and the configuration of a model before its weights are read, and
+            may raise.
     """
 
     revision: str | None
@@ -61,6 +63,7 @@ class LoadOptions:
     weights: str
     gguf_file: str | None = None
     adapter: "Adapter | str | None" = None
+    look: Callable[[str, Any], None] = field(default=lambda name, config: None)
 
     def refuse_given(self, what: str, *names: str) -> None:
         """Refuse options that mean nothing for what is loaded.
@@ -209,19 +212,12 @@ class Checkpoint:
     @property
     def positions(self) -> int | None:
         """The longest input of a text model in tokens, or None where it sets no limit."""
-        config = text_part(self.config)
-        found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-        limit = next((count for count in found if count), None)
-        if limit is None or limit < 0:  # below zero is XLNet's word for none
-            return None
-        rope = getattr(config, "rope_parameters", None)
-        if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
-            limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
+        limit = declared_positions(self.config)
         embeddings = getattr(getattr(self.model, "base_model", None), "embeddings", None)
         padding = getattr(embeddings, "padding_idx", None)
-        if padding and hasattr(embeddings, "position_embeddings"):
+        if limit is not None and padding and hasattr(embeddings, "position_embeddings"):
             limit -= int(padding) + 1  # RoBERTa's positions start behind the padding index
-        return int(limit)
+        return limit
 
     def check_length(self, count: int, said: str = "max_length {} exceeds") -> None:
         """Check that texts of so many tokens are no longer than the model allows.
@@ -294,6 +290,19 @@ def text_part(config: Any) -> Any:
         return config.get_text_config()
     except (AttributeError, ValueError):  # several are about text
         return config
+
+
+def declared_positions(config: Any) -> int | None:
+    """Return the longest text in tokens that a configuration declares, or None."""
+    config = text_part(config)
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    limit = next((count for count in found if count), None)
+    if limit is None or limit < 0:  # below zero is XLNet's word for none
+        return None
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
+        limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
+    return int(limit)
 
 
 def odd_masks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:

@@ -6,6 +6,7 @@ model, and remarked on if odd.
 
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,23 @@ import torch
 from datasets import DatasetDict, IterableDatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, shown, tell
 from lipbound.models.checkpoint import (
     Checkpoint,
     Inputs,
+    declared_positions,
     odd_masks,
     text_part,
 )
 from lipbound.models.given_layers import GivenLayers, inputs_of
-from lipbound.models.quiet import explained
+from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers.files import is_sentence, there
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.text import TextReader
+from lipbound.models.readers.text import TextReader, given_tokens
 from lipbound.models.sources.loaded_model import named_inputs
 from lipbound.models.weight_files import finite
 
@@ -140,6 +142,34 @@ def prepare(
     for note in inputs.notes:
         tell(note)
     return inputs
+
+
+def refuse_long(data: Any, max_length: int, name: str, config: Any) -> None:
+    """Refuse texts that are longer than a model allows before its weights are read.
+
+    Args:
+        data, max_length: as of `prepare`, which does the same when they are.
+        name: of the model, for the message.
+        config: of the model.
+
+    Raises:
+        InputsError: the model takes text, which the data may be, and has too few positions.
+    """
+    if isinstance(data, Inputs) or is_ready(data) or given_tokens(data) is not None:
+        return
+    declared = declared_positions(config)
+    if declared is None or max_length <= declared:
+        return
+    try:
+        with quiet(), torch.device("meta"):
+            model = AutoModel.from_config(
+                deepcopy(config), trust_remote_code=False, attn_implementation="eager"
+            )
+    except Exception:  # what cannot be built is told when it is loaded
+        return
+    checkpoint = Checkpoint(model, name, "", None)
+    if checkpoint.modality == TextReader.modality:
+        checkpoint.check_length(max_length)
 
 
 def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list[str]:

@@ -90,6 +90,37 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
+    given = dict(locals())
+    return load_looked_at(given.pop("model"), lambda name, config: None, **given)
+
+
+def load_looked_at(
+    model: str | Path | PreTrainedModel,
+    look: Callable[[str, Any], None],
+    *,
+    revision: str | None,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    weights: str,
+    gguf_file: str | None,
+    tokenizer: str | Path | None,
+    processor: str | Path | None,
+    adapter: str | Path | Literal[False] | None,
+) -> Checkpoint:
+    """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
+
+    Args:
+        model: as `load_checkpoint` takes it.
+        look: is shown the name and the configuration of a model that is not in memory yet, and may
+            raise before its weights are read.
+        revision, dtype, device, weights, gguf_file, tokenizer, processor, adapter: the same.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: as `load_checkpoint` does.
+    """
     choice("weights", weights, WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
@@ -105,6 +136,7 @@ def load_checkpoint(
         weights,
         name_or_none("gguf_file", gguf_file),
         merged,
+        look,
     )
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(

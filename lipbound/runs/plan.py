@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,8 @@ from lipbound.jacobians.maps import WHOLE
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.verification import telling_samples
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.inputs import prepare
-from lipbound.models.loading import Checkpoint, load_checkpoint
+from lipbound.models.inputs import prepare, refuse_long
+from lipbound.models.loading import Checkpoint, load_looked_at
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import LayerResult, configuration, partial_path
@@ -64,9 +65,11 @@ def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
 
     Raises:
         CheckpointError: it cannot be had.
+        InputsError: its configuration says that it has fewer positions than texts have tokens.
     """
-    return load_checkpoint(
+    return load_looked_at(
         config.model,
+        partial(refuse_long, config.data, config.max_length),
         device=device,
         **config.options(*LOADING),
     )

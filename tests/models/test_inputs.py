@@ -156,6 +156,22 @@ def test_positions_without_a_limit() -> None:
     assert prepare(checkpoint, {"input_ids": torch.ones(1, 200, dtype=torch.long)}).samples == 1
 
 
+@pytest.mark.parametrize("weights", ["whole", "layers"])
+def test_lengths_are_refused_before_weights_are_read(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts are too long for what config.json declares, 40; RoBERTa has two fewer."""
+    build(AFFINE["roberta"]).save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        "lipbound.models.weight_files.files", lambda folder: pytest.fail("weights were looked for")
+    )
+    for data in (None, "the ferry is in a clock", ["the ferry"]):
+        with pytest.raises(
+            InputsError, match=r"max_length 128 exceeds the 38 positions of .*at most 38"
+        ):
+            lb.compare(tmp_path, data, weights=weights, progress=False)
+
+
 def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("  \n")

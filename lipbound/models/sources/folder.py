@@ -61,6 +61,7 @@ def load_folder(
             how = weight_files.check_gguf(name, file)
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    options.look(name, config)
     files = [file] if file else []
     if file is None:
         files, unread = weight_files.files(folder)
