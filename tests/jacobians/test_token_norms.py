@@ -96,7 +96,7 @@ def test_dense_jacobians_of_small_layers(att: Attention) -> None:
 
 SETS = [
     (),
-    *((name,) for name in (*LINEAR, "values", "latent") if name != "relative"),
+    *((name,) for name in (*LINEAR, "values", "latent")),
     ("rotation", "norm", "cap"),
     ("rotation", "together", "sinks"),
 ]
@@ -172,7 +172,7 @@ def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
             assert torch.allclose(torch.linalg.vector_norm(starts, dim=-1), torch.ones(1).double())
 
 
-OTHERS = ("gates", "modern", "memory", "asking", "relative")
+OTHERS = ("gates", "modern", "memory", "asking", "disentangled")
 FAMILIES = [one for one in hard_heads.FAMILIES if one not in OTHERS]
 """Those whose heads have token norms."""
 

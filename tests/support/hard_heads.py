@@ -466,14 +466,22 @@ def capped(draft: Draft) -> None:
 
 @family
 def relative(draft: Draft) -> None:
-    """Relative keys and queries of 1e-6 to 1e6 beside ordinary ones, of all heads or of each."""
+    """Relative keys of 1e-6 to 1e6 beside keys of ordinary size, of all heads or of each."""
     heads = draft.heads if draft.chance() else 1
     r = draft.normal(heads, draft.n, draft.n, draft.w_q.shape[2])
-    steps: list[Variant] = [RelativeKeys(r * draft.powers(-6, 6, heads)[..., None])]
+    draft.more["steps"] = [RelativeKeys(r * draft.powers(-6, 6, heads)[..., None])]
+    draft.w_q *= draft.powers(-6, 2, draft.heads)
+
+
+@family
+def disentangled(draft: Draft) -> None:
+    """Relative queries of 1e-6 to 1e3, with relative keys or without."""
+    heads = draft.heads if draft.chance() else 1
+    t, r = draft.normal(2, heads, draft.n, draft.n, draft.w_q.shape[2])
+    steps: list[Variant] = [RelativeQueries(t * draft.powers(-6, 3, heads)[..., None])]
     if draft.chance():
-        t = draft.normal(heads, draft.n, draft.n, draft.w_q.shape[2])
-        steps.append(RelativeQueries(t * draft.powers(-6, 3, heads)[..., None]))
-    draft.more["steps"] = steps[-draft.integer(1, 2) :]
+        steps.append(RelativeKeys(r * draft.powers(-6, 6, heads)[..., None]))
+    draft.more["steps"] = steps
     draft.w_q *= draft.powers(-6, 2, draft.heads)
 
 

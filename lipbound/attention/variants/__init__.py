@@ -35,7 +35,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 WITH_TOKEN_NORMS = tuple(
-    name for name in VARIANTS if name not in ("cross", "gate", "relative_keys", "relative_queries")
+    name for name in VARIANTS if name not in ("cross", "gate", "relative_queries")
 )
 """Names of those that norms which tell tokens apart cover."""
 LINEAR_VALUES = tuple(
