@@ -146,7 +146,6 @@ def main() -> None:
             sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
             status = 130
-            typer.echo(interruption.sentence(), err=True)
         except LipboundError as error:
             status = _failed(str(error), error)
         except typer.Exit as end:
@@ -169,6 +168,8 @@ def main() -> None:
         finally:
             if state["verbose"]:
                 os.environ.pop(VERBOSE, None)
+    if status == 130:  # typer may have ended the command itself
+        typer.echo(interruption.sentence(), err=True)
     if status:
         sys.exit(status)
 
