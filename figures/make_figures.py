@@ -12,9 +12,10 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import xarray as xr
+
 import lipbound as lb
 from lipbound.analysis.recipes.registry import RECIPES, Setting
-from lipbound.runs import store
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs"
@@ -82,10 +83,10 @@ def ball() -> None:
         att = lb.capture(checkpoint.model, inputs, layers=[2])[0].select(heads=slice(0, 4))
         length = float(att.x.norm(dim=-1).mean())
         parts = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-        store.save(lb.radius_curve(att, [length * part for part in parts]), path)
+        lb.radius_curve(att, [length * part for part in parts]).to_zarr(path)
     title = "builtin:minilm, layer 2, 128 tokens"
     for kind in ("pdf", "png"):
-        lb.plots.ball_curve(store.read(path), HERE / f"ball.{kind}", title=title)
+        lb.plots.ball_curve(xr.open_zarr(path).load(), HERE / f"ball.{kind}", title=title)
     (HERE / "ball.txt").write_text(
         "Bounds over balls, and what an adversary finds in them, against the radius, for four "
         f"heads of {title}: every token moves by at most the "
