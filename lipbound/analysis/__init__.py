@@ -30,7 +30,7 @@ def by_layer(found: Sequence[dict[str, Tensor]], *axes: str) -> xr.Dataset:
 def provenance(
     checkpoint: Checkpoint | None, data: str, device: str, dtype: str, seed: int
 ) -> dict[str, Any]:
-    """What numbers were computed from and with, for the attributes of a Dataset."""
+    """Return model, data, versions and settings, for the attributes of a Dataset."""
     of = {"model": checkpoint.name, "revision": checkpoint.revision} if checkpoint else {}
     how = {"dtype": dtype, "device": device_name(device), "seed": seed}
     found = versions()

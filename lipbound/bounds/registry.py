@@ -34,7 +34,7 @@ PAPERS = (
 NO_BOUNDS = ("none", "exact")
 """Names for no bound at all."""
 PARTS = ("condition", "terms", "layer", "longest")
-"""What is registered with a formula, as of `Formula`; all else is a fact of the bound."""
+"""Keywords that belong to a `Formula`; all others are facts of the bound."""
 _BOUNDS: dict[str, Bound] = {}
 _BIBTEX: dict[str, str] = {}
 

@@ -293,7 +293,7 @@ def with_options(command: Callable[..., Any]) -> str:
 
 
 def completer(command: str, name: str) -> Callable[..., Any] | None:
-    """What the shell completes for an argument of a command; nothing for most."""
+    """Return the shell completions of an argument of a command, none for most."""
     if name in ("bounds", "model"):
         return some_bounds if name == "bounds" else models
     values = VALUES.get(f"{command} {name}", VALUES.get(name))

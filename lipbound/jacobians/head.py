@@ -89,7 +89,7 @@ class HeadOperator(TensorOperator):
     to_v: PerEntry[TokenMap]
     by_key: PerEntry[RelativeStep | None]
     by_query: PerEntry[Tensor | None]
-    """What relative keys add to derivatives of outputs by queries, (batch, N, d_v, d), or None."""
+    """Derivatives of outputs by queries through relative keys, (batch, N, d_v, d), or None."""
     gate: PerEntry[GateStep | None]
     """Derivative of the gate, whose logits are one more part of m; None without a gate."""
 

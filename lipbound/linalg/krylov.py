@@ -155,7 +155,7 @@ class Runs:
     kinds = 2
     """Numbers that are kept of every step."""
     _own: Tensor
-    """What belongs to each entry that is still at work, here its unit."""
+    """State of each entry that is still at work, here its unit."""
 
     def __init__(
         self,

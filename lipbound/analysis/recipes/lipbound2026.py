@@ -22,7 +22,7 @@ from lipbound.reporting.charts import token_profile as draw_profile
 from lipbound.schema import NORMS
 
 OF_MAPS = ("head, largest", "head_out, largest", "head_out, sum over heads", *WHOLE)
-"""What `WhichMap` shows of a layer."""
+"""Panels of `WhichMap` for a layer."""
 ENDS = {"moved": "lower", "moved_upper": "upper"}
 ENDS |= {"output": "output_lower", "output_upper": "output_upper"}
 """Names in a Dataset of the fields of a `TokenProfile`."""

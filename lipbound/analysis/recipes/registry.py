@@ -98,7 +98,7 @@ class Setting:
     def measured(
         self, samples: int, measure: Callable[[Attention], dict[str, Tensor]], *axes: str
     ) -> xr.Dataset:
-        """What is measured in each layer at some samples, by `by_layer`, with provenance."""
+        """Measure each layer at some samples; return the results by layer, with provenance."""
         checkpoint, layers, inputs = self.capture(samples)
         ds = by_layer([measure(att) for att in layers], *axes)
         return ds.assign_attrs(self.attributes(checkpoint, inputs))
@@ -142,7 +142,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def compute(self, setting: Setting) -> xr.Dataset:
-        """What it measures, with provenance."""
+        """Return the measured Dataset, with provenance."""
 
     @abstractmethod
     def draw(self, ds: xr.Dataset) -> Figure:
@@ -150,7 +150,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def caption(self, ds: xr.Dataset) -> str:
-        """What exactly the figure shows, with the numbers that matter."""
+        """Return the caption: the content of the figure and its main numbers."""
 
     @property
     def stored(self) -> str:

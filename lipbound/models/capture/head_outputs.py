@@ -1,4 +1,4 @@
-"""What follows the outputs of heads, read off a layer: a gate, and slices of the projection."""
+"""The gate and the projection slices behind the outputs of heads, read off a layer."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What scores are made of: products of queries and keys, constants, and relative keys.
+"""Parts of scores: products of queries and keys, constants, and relative positions.
 
 Read off a copy of the layer that is given chosen tokens (`lipbound.models.capture.probing`).
 """
@@ -24,7 +24,7 @@ MORE = 4
 
 
 Relative = tuple[RelativeKeys | RelativeQueries, ...]
-"""What keys differ by from query to query, and queries from key to key."""
+"""Relative keys, then relative queries, where there are some."""
 
 
 class ScoreParts(NamedTuple):
