@@ -108,9 +108,9 @@ def _tensor_errors(att: Attention, inherited: InheritedErrors | None = None) -> 
     vectors = (att.wide_q, att.centred_k, att.centred_v)
     lengths = [torch.linalg.vector_norm(t, dim=-1) for t in vectors]
     if (relative := att.scoring.find(RelativeKeys)) is not None:
-        lengths[1] = lengths[1] + relative.longest()  # of a key, as any query sees it
+        lengths[1] = lengths[1] + relative.lengths().amax(1)  # of a key, as any query sees it
     if (other := att.scoring.find(RelativeQueries)) is not None:
-        lengths[0] = lengths[0] + other.longest()
+        lengths[0] = lengths[0] + other.lengths().amax(2)
     errors = [one.error for one in found]
     errors[2] = errors[2] + 2 * UNIT * lengths[2]
     slope_errors = [one.slope_error for one in found]

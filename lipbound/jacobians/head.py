@@ -401,7 +401,7 @@ class HeadJacobian(InParts, HeadOperator):
         if (relative := att.scoring.find(RelativeKeys)) is not None:
             self.by_query = relative.by_query(self.t, self.v, self.o, self.head)
         if (other := att.scoring.find(RelativeQueries)) is not None:
-            self.by_key = RelativeStep(other.t.transpose(1, 2).contiguous(), self.head)
+            self.by_key = RelativeStep(other.vectors.transpose(1, 2).contiguous(), self.head)
         self._set_gate(att)
         dense = att.mask is None and att.valid is None
         self.blocks = None if dense or att.rows != att.keys else worthwhile(self.p)

@@ -285,12 +285,12 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         v = v if other.v is None else _held(other.v[head, sample][list(keys)], x.shape[1])
     z, by_query, by_key = _distances(q, scale) if l2 else _products(q, k, scale)
     if (relative := att.scoring.find(RelativeKeys)) is not None:
-        r = scale * exact(relative.r[min(head, len(relative.r) - 1)][keep][:, keep])
+        r = scale * exact(relative.vectors[min(head, len(relative.vectors) - 1)][keep][:, keep])
         z = z + (q.y[:, None] * r).sum(-1)
         by_query = by_query + (q.dy[:, None] * r[..., None]).sum(2)
         k = replace(k, size=k.size + _largest(r / scale))
     if (turned := att.scoring.find(RelativeQueries)) is not None:
-        t = scale * exact(turned.t[min(head, len(turned.t) - 1)][keep][:, keep])
+        t = scale * exact(turned.vectors[min(head, len(turned.vectors) - 1)][keep][:, keep])
         z = z + (t * k.y[None]).sum(-1)
         by_key = by_key + (t[..., None] * k.dy[None]).sum(2)
         q = replace(q, size=q.size + _largest(t / scale))

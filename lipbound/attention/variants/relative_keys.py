@@ -1,20 +1,19 @@
 """Keys that differ from query to query by vectors of their relative position."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import Shapes, Variant
-from lipbound.errors import AttentionError
+from lipbound.attention.variants.base import Variant
+from lipbound.attention.variants.pair_vectors import PairVectors
 
 CHUNK = 2**24
 """Bytes of the largest temporary, differences of values and outputs of some queries."""
 
 
 @dataclass(frozen=True, eq=False)
-class RelativeKeys(Variant):
+class RelativeKeys(PairVectors, Variant):
     r"""Scores :math:`c\,q_i \cdot (k_j + r_{ij})` with fixed vectors r of pairs of tokens.
 
     Shaw et al. 2018, "Self-Attention with Relative Position Representations", equation (4), without
@@ -22,39 +21,17 @@ class RelativeKeys(Variant):
     own query is all that they change: Lemma 6 (docs/theory/jacobian.md).
 
     Args:
-        r: (heads or 1, N, N, d), of queries and keys as they enter the scores.
+        vectors: r, (heads or 1, N, N, d), of queries and keys as they enter the scores.
     """
-
-    r: Tensor
 
     name = "relative_keys"
     title = "relative keys"
     stage = 2
     place = 8
-    axes: ClassVar = {"r": "hnn."}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"relative keys": self.r}
-
-    def check(self, shapes: Shapes) -> None:
-        heads, n, d = shapes.w_q[0], shapes.x[1], shapes.w_q[2]
-        if tuple(self.r.shape[1:]) != (n, n, d) or len(self.r) not in (1, heads):
-            raise AttentionError(
-                f"relative keys have shape {tuple(self.r.shape)}; it must be {(heads, n, n, d)}, "
-                "or 1 in the place of the heads"
-            )
 
     def products(self, q: Tensor, k: Tensor) -> Tensor:
-        found = q.permute(1, 2, 0, 3) @ self.r.to(q.dtype).mT  # (heads, N, samples, N)
+        found = q.permute(1, 2, 0, 3) @ self.vectors.to(q.dtype).mT  # (heads, N, samples, N)
         return found.permute(2, 0, 1, 3)
-
-    def of_head(self, head: int) -> Tensor:
-        """Return the vectors of one head, (N, N, d), float64."""
-        return self.r[min(head, len(self.r) - 1)].double()
-
-    def longest(self) -> Tensor:
-        """Return the longest vector of each key, (heads or 1, N), float64."""
-        return torch.linalg.vector_norm(self.r, dim=-1, dtype=torch.float64).amax(1)
 
     def by_query(self, t: Tensor, v: Tensor, o: Tensor, heads: Tensor) -> Tensor:
         r"""Return :math:`\sum_j T_{ij} (v_j - o_i) r_{ij}^T`, (batch, N, d_v, d).
@@ -67,11 +44,7 @@ class RelativeKeys(Variant):
         n, step = t.shape[-1], max(1, CHUNK // (8 * t.shape[-1] * v.shape[-1]))
         rows, found = [slice(i, i + step) for i in range(0, n, step)], []
         for head, t_b, v_b, o_b in zip(heads.tolist(), t, v, o, strict=True):
-            r = self.r[min(head, len(self.r) - 1)].to(t.dtype)
+            r = self.vectors[min(head, len(self.vectors) - 1)].to(t.dtype)
             moved = [(t_b[i, :, None] * (v_b - o_b[i, None])).mT @ r[i] for i in rows]
             found.append(torch.cat(moved))
         return torch.stack(found)
-
-    def fits(self, tokens: int) -> bool:
-        """Return whether they are of so many tokens."""
-        return self.r.shape[1] == tokens

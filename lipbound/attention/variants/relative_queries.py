@@ -1,61 +1,35 @@
 """Queries that differ from key to key by vectors of their relative position."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import Shapes, Variant
-from lipbound.errors import AttentionError
+from lipbound.attention.variants.base import Variant
+from lipbound.attention.variants.pair_vectors import PairVectors
 
 
 @dataclass(frozen=True, eq=False)
-class RelativeQueries(Variant):
+class RelativeQueries(PairVectors, Variant):
     r"""Scores :math:`c\,(q_i + t_{ij}) \cdot k_j` with fixed vectors t of pairs of tokens.
 
     He et al. 2021 (DeBERTa), equation (4), "position to content". What an output makes of another
     token's key changes with the pair: Lemma 6 (docs/theory/jacobian.md).
 
     Args:
-        t: (heads or 1, N, N, d), of queries and keys as they enter the scores.
+        vectors: t, (heads or 1, N, N, d), of queries and keys as they enter the scores.
     """
-
-    t: Tensor
 
     name = "relative_queries"
     title = "relative queries"
     stage = 2
     place = 9
-    axes: ClassVar = {"t": "hnn."}
     shift_invariant = False
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"relative queries": self.t}
-
-    def check(self, shapes: Shapes) -> None:
-        heads, n, d = shapes.w_q[0], shapes.x[1], shapes.w_q[2]
-        if tuple(self.t.shape[1:]) != (n, n, d) or len(self.t) not in (1, heads):
-            raise AttentionError(
-                f"relative queries have shape {tuple(self.t.shape)}; it must be "
-                f"{(heads, n, n, d)}, or 1 in the place of the heads"
-            )
-
     def products(self, q: Tensor, k: Tensor) -> Tensor:
-        found = self.t.to(k.dtype).transpose(1, 2) @ k.permute(1, 2, 3, 0)  # (heads, j, i, samples)
+        # (heads, j, i, samples)
+        found = self.vectors.to(k.dtype).transpose(1, 2) @ k.permute(1, 2, 3, 0)
         return found.permute(3, 0, 2, 1)
-
-    def of_head(self, head: int) -> Tensor:
-        """Return the vectors of one head, (N, N, d), float64."""
-        return self.t[min(head, len(self.t) - 1)].double()
-
-    def longest(self) -> Tensor:
-        """Return the longest vector of each query, (heads or 1, N), float64."""
-        return torch.linalg.vector_norm(self.t, dim=-1, dtype=torch.float64).amax(2)
-
-    def fits(self, tokens: int) -> bool:
-        """Return whether they are of so many tokens."""
-        return self.t.shape[1] == tokens
 
 
 @dataclass(frozen=True, eq=False)

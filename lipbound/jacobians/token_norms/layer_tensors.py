@@ -96,8 +96,8 @@ class LayerTensors:
         q_size, k_size, v_size = (x.reshape(*shape, -1) for x in sizes)
         relative, r = att.scoring.find(RelativeKeys), None
         if relative is not None:
-            pairs = relative.r.double().expand(att.samples, att.heads, *relative.r.shape[1:])
-            r = pairs.reshape(*shape, *relative.r.shape[1:])
+            pairs = relative.vectors.double().expand(att.samples, att.heads, -1, -1, -1)
+            r = pairs.reshape(*shape, *pairs.shape[2:])
         return LayerTensors(
             p, t, q, k, r, v, o, to_q, to_k, to_v, w_o, q_size, k_size, v_size, roundings
         )
