@@ -2,9 +2,9 @@
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -194,6 +194,32 @@ class Room:
         return kept[:size].view(shape)
 
 
+SERIAL = 2e10
+"""Floating-point operations up to which a pass through a model is left to one thread: a fifth of a
+second on a core, in hundreds of small products."""
+
+
+@contextmanager
+def threads_for(work: float) -> Iterator[None]:
+    """Compute on one thread of torch where there is little work.
+
+    torch's threads wait for each other after every product: on cores that other programs use, much
+    longer than small products take.
+
+    Args:
+        work: floating-point operations.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or work > SERIAL:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """Run each task in a thread of its own, and return what they return.
 
@@ -208,8 +234,8 @@ def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
         Their results, in order. An error of one task is raised once all have ended, an interruption
         at once.
     """
-    if len(tasks) == 1:
-        return [tasks[0]()]
+    if len(tasks) <= 1:
+        return [task() for task in tasks]
     threads, recording = torch.get_num_threads(), torch.is_grad_enabled()
 
     def run(task: Callable[[], T]) -> T:

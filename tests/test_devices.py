@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lipbound as lb
-from lipbound.devices import Room, side_by_side
+from lipbound.devices import SERIAL, Room, side_by_side, threads_for
 from lipbound.errors import LipboundError
 
 
@@ -55,6 +55,32 @@ def test_an_error_is_raised_once_all_have_ended(threads):
         side_by_side([fails, works])
     assert ended == [499999500000]
     assert torch.get_num_threads() == 2
+
+
+def test_little_work_is_left_to_one_thread(threads):
+    threads(2)
+    with threads_for(2 * SERIAL):
+        assert torch.get_num_threads() == 2
+    with threads_for(SERIAL):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
+def test_layers_of_one_sample_are_measured_side_by_side(threads, monkeypatch):
+    found, at_once = [], []
+    for count in (1, 3):
+        threads(count)
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                "lipbound.runs.measure.side_by_side",
+                lambda tasks: at_once.append(len(tasks)) or side_by_side(tasks),
+            )
+            found.append(
+                lb.compare("builtin:minilm", samples=1, layers="0-3", max_length=16, progress=False)
+            )
+    assert at_once == [1, 1, 1, 1, 0, 3, 1]
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name].values, values, rtol=1e-12)
 
 
 @pytest.mark.parametrize("checkpoint", ["builtin:gpt2", "builtin:llama"])

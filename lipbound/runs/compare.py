@@ -173,7 +173,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     with _partial_run(config, sources, planned, where) as kept:
         blocks = planned.blocks(() if kept is None else kept.found)
         results = (
-            measured_here(sources, spec, blocks)
+            measured_here(sources, spec, blocks, planned.room)
             if client is None
             else measured_by(client, config, sources, spec, blocks)
         )

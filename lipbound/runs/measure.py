@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.linalg.solution import Norm
-from lipbound.models.capture.capture import Capturer
+from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.capture.verification import one_sample
 from lipbound.models.given_layers import GivenCapturer, GivenLayers
 from lipbound.models.loading import load_checkpoint
@@ -137,10 +137,17 @@ def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInf
 
 
 class Measurer:
-    """Measure blocks of samples on the layers that a `Capturer` finds."""
+    """Measure blocks of samples on the layers that a `Capturer` finds.
 
-    def __init__(self, capturer: Capturer, spec: MeasurementSpec):
-        self._capturer, self._spec = capturer, spec
+    Args:
+        capturer: finds them.
+        spec: what is measured.
+        room: samples of one layer that memory has room for; layers of fewer are measured side by
+            side.
+    """
+
+    def __init__(self, capturer: Capturer, spec: MeasurementSpec, room: int = 1):
+        self._capturer, self._spec, self._room = capturer, spec, room
 
     def block(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
@@ -180,22 +187,31 @@ class Measurer:
         Yields:
             Layer by layer.
         """
-        spec = self._spec
         positions = (i for i in itertools.count() if i not in skip)
+        waiting: list[Callable[[], LayerResult]] = []
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
-            attention, windows = layer.attention, layer.windows
             count = next(len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
+            attention, windows = layer.attention, layer.windows
             if attention.samples != windows * count:
                 raise CaptureError(
                     f"layer {layer.name} has {attention.samples} samples where the inputs have "
                     f"{count} on their first axis; lipbound.capture takes such inputs"
                 )
-            lengths, error = attention.lengths.long().cpu().numpy(), layer.error
-            lengths = lengths.reshape(-1, windows).sum(-1)
-            seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
-            values = _measured(attention, spec, seeds, spec.exact_samples - start, windows)
+            waiting.append(partial(self._result, layer, i, start))
+            together = 1 if _alone(attention) else torch.get_num_threads() // attention.samples
             del layer, attention  # frees P and what hangs on it
-            yield LayerResult(start, i, values, lengths, error)
+            if len(waiting) >= min(together, self._room // count):
+                ready, waiting = side_by_side(waiting), []
+                yield from ready
+        yield from side_by_side(waiting)
+
+    def _result(self, layer: LayerCapture, position: int, start: int) -> LayerResult:
+        """Measure one layer."""
+        spec, attention, windows = self._spec, layer.attention, layer.windows
+        lengths = attention.lengths.long().cpu().numpy().reshape(-1, windows).sum(-1)
+        seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
+        values = _measured(attention, spec, seeds, spec.exact_samples - start, windows)
+        return LayerResult(start, position, values, lengths, layer.error)
 
 
 def _joined(results: Sequence[LayerResult]) -> LayerResult:
@@ -231,9 +247,8 @@ def _measured(
         found = _measured(att, replace(spec, delta=delta), seeds, exact_count * windows)
         each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
         return {n: np.asarray(t.all(1) if t.dtype == bool else t.max(1)) for n, t in each.items()}
-    count = min(att.samples, torch.get_num_threads())
-    alone = isinstance(att, ModuleAttention) or att.device.type != "cpu" or att.tokens > SMALL
-    if alone or count == 1:
+    count = 1 if _alone(att) else min(att.samples, torch.get_num_threads())
+    if count == 1:
         return _measure(att, spec, seeds, exact_count)
     ends = [att.samples * i // count for i in range(count + 1)]
     parts = [
@@ -241,6 +256,11 @@ def _measured(
         for i, j in itertools.pairwise(ends)
     ]
     return _stacked(side_by_side(parts))
+
+
+def _alone(att: Any) -> bool:
+    """Tell whether a layer keeps all threads of torch busy, or must not be cut."""
+    return isinstance(att, ModuleAttention) or att.device.type != "cpu" or att.tokens > SMALL
 
 
 def _measure(
@@ -348,7 +368,7 @@ def check_client(client: Any, config: RunConfig) -> None:
 
 
 def measured_here(
-    sources: Sources, spec: MeasurementSpec, blocks: Sequence[SampleBlock]
+    sources: Sources, spec: MeasurementSpec, blocks: Sequence[SampleBlock], room: int
 ) -> Iterator[LayerResult]:
     """Measure blocks in this process, on the model that is loaded already.
 
@@ -356,11 +376,12 @@ def measured_here(
         sources: model and inputs.
         spec: what is measured.
         blocks: of samples.
+        room: samples that memory has room for.
 
     Yields:
         Layer by layer.
     """
-    measurer = Measurer(sources.capturer, spec)
+    measurer = Measurer(sources.capturer, spec, room)
     for start, stop, skip in blocks:
         yield from measurer.block(sources.inputs.block(start, stop, sources.device), start, skip)
 

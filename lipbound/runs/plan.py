@@ -120,6 +120,7 @@ class Plan:
         layers: the chosen layers, as the first sample shows them.
         samples: how many samples.
         block: how many of them are measured at a time.
+        room: how many memory has room for.
         not_applicable: bounds of "default" or "all" that say nothing about this model, and what
             they do not cover.
         model_layers: how many attention layers the model has, chosen or not.
@@ -129,6 +130,7 @@ class Plan:
     layers: Sequence[LayerInfo]
     samples: int
     block: int
+    room: int
     not_applicable: dict[str, str]
     model_layers: int
 
@@ -188,13 +190,14 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         tell(sources.inputs.notes[-1])
     check_norm(config.norm, layers)
     names, not_applicable = about(config.names, layers, everything=config.everything)
-    block = block_size(layers, samples, memory, parts)
+    room = block_size(layers, memory)
+    block = min(room, -(-samples // parts))
     if config.resume and config.target is not None:  # other blocks would change last digits
         block = configuration(partial_path(config.target)).get("block", block)
     spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
-    return Plan(spec, layers, samples, block, not_applicable, count)
+    return Plan(spec, layers, samples, block, room, not_applicable, count)
 
 
 def check_norm(norm: str, layers: Sequence[LayerInfo]) -> None:
@@ -275,10 +278,10 @@ def about(
     return [name for name in names if name not in silent], silent
 
 
-def block_size(captured: Sequence[LayerInfo], count: int, budget: float, parts: int) -> int:
-    """Samples to take at a time: as many as memory allows, and few enough to make the parts."""
+def block_size(captured: Sequence[LayerInfo], budget: float) -> int:
+    """Samples that memory has room for at a time, one at least."""
     scores = max(layer.heads * layer.tokens**2 for layer in captured)
-    return max(1, min(int(budget // (BYTES_PER_SCORE * scores)), -(-count // parts)))
+    return max(1, int(budget // (BYTES_PER_SCORE * scores)))
 
 
 def memory_bytes(memory: str | float, device: str) -> float:

@@ -9,7 +9,7 @@ rebuilt head outputs against a second pass through the model's untouched eager a
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
-from lipbound.devices import in_own_modes, measuring_device
+from lipbound.devices import in_own_modes, measuring_device, threads_for
 from lipbound.errors import (
     CaptureError,
     DifferentPositionsError,
@@ -115,6 +115,8 @@ class Capturer:
     _parts: dict[Row, ScoreParts] = field(default_factory=dict)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
     _told: set[tuple[str, str]] = field(default_factory=set)
+    _work: float = 0.0
+    """Floating-point operations of a forward pass."""
 
     def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
         """Return the attention of every (chosen) layer, in the model's dtype; see `each`.
@@ -147,6 +149,7 @@ class Capturer:
             yield from self._each(inputs, skip)
 
     def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
+        self._work = forward_work(self.model, inputs)
         with self._recording(), watching(self.model if self.around else None) as seen:
             calls, notes = recording.record(self.model, inputs)
         home = measuring_device(calls[0].q.device)
@@ -162,7 +165,8 @@ class Capturer:
             closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
         self._note(*notes, *about_padding(plain))
-        own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
+        with threads_for(self._work):
+            own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
         for i, found in own.items():
             check_pass(calls[i], found)
         for i in chosen:
@@ -172,9 +176,11 @@ class Capturer:
                 layer = layer or self._automatic(i, row, call, closed[i].reason, padding)
             yield layer
 
-    def _recording(self) -> AbstractContextManager[None]:
-        """Return the context in which attention of the model, and of copies of it, is seen."""
-        return interface.implementation(self.model, self._name)
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """See attention of the model, and of copies of it, on as many threads as it is worth."""
+        with threads_for(self._work), interface.implementation(self.model, self._name):
+            yield
 
     def _closed(self, call: Call, row: Row, padding: Padding) -> Call:
         """Return the call of a row as it may have a closed form, or with the reason why not.
@@ -261,7 +267,8 @@ class Capturer:
         Args:
             inputs: of that sample, with the padding that it has in its batch.
         """
-        self._note(*dependence(self.model, inputs))
+        with threads_for(forward_work(self.model, inputs)):
+            self._note(*dependence(self.model, inputs))
 
     def forget(self) -> None:
         """Verify the next batch against the model again; probed weights stay."""
@@ -323,6 +330,25 @@ class Capturer:
                 f"layers is empty; name some of the {count} attention layers, or None for all"
             )
         return list(dict.fromkeys(i % count for i in layers))
+
+
+def forward_work(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
+    """Return about how many floating-point operations a forward pass takes, or more.
+
+    Every number of the largest input counts as a token, every row of one that is not of integers;
+    embeddings are looked up, not multiplied.
+    """
+    tokens = max(
+        (
+            t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim else 1)
+            for t in inputs.values()
+            if isinstance(t, Tensor) and t.numel()
+        ),
+        default=0,
+    )
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    weights = sum(w.numel() for w in model.parameters() if w.ndim > 1 and id(w) not in looked_up)
+    return 2.0 * weights * tokens
 
 
 @in_own_modes
