@@ -83,8 +83,8 @@ def table(
 
     Where a line has no room for all columns, words fold. Then a table per bound lacks, in this
     order, names, "assumptions hold", "below exact" (marks and notes say these), "range over
-    samples", min and max, and says so; a table per layer or head goes on below. Numbers stay whole;
-    csv has everything.
+    samples", the bootstrap interval, min and max, and says so; a table per layer or head goes on
+    below. Numbers stay whole; csv has everything.
 
     Args:
         run: A run saved by `lipbound compare --out`.

@@ -36,12 +36,13 @@ WRITERS: dict[str, Callable[..., str]] = {
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, RANGE = "geom. mean", "range over samples"
+LIKELY = f"{statistics.LEVEL:.0%} interval"
 HOLDS, BELOW = "assumptions hold", "below exact"
-READABLE = ("bound", MEAN, RANGE, "min", "max", BELOW, "of", HOLDS)
+READABLE = ("bound", MEAN, LIKELY, RANGE, "min", "max", BELOW, "of", HOLDS)
 """Columns of `readable`."""
 WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
-SPARE = ("name", HOLDS, BELOW, RANGE, "min", "max")
+SPARE = ("name", HOLDS, BELOW, RANGE, LIKELY, "min", "max")
 """Columns of a table by bound that are left out where there is no room, the first one first: marks
 and notes say what the second and the third do."""
 
@@ -139,19 +140,21 @@ def _table(
     mean: str = "geometric mean",
     spare: tuple[str, ...] = SPARE,
 ) -> Table:
-    """A table with its caption and notes, without the range over samples where there is one."""
-    if int(with_exact(ds).sum()) <= 1:
-        shown = shown.drop(columns=RANGE)
+    """A table with its caption and notes, without what is over samples where there is one."""
+    samples = int(with_exact(ds).sum())
+    if samples <= 1:
+        shown = shown.drop(columns=[RANGE, LIKELY])
+    likely = statistics.interval_words(samples)
     return Table(
         numbers,
         shown,
         words=WORDS,
         head=head,
         caption=caption(ds),
-        notes=footnotes(ds, bounds),
+        notes=[likely] * (samples == 1) + footnotes(ds, bounds),
         keys=tuple(keys),
         spare=spare,
-        meaning={RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
+        meaning={LIKELY: likely, RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
     )
 
 
@@ -160,7 +163,8 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     if not (bounds_there(ds) if chosen is None else chosen):
         numbers = statistics.exact_summary(ds)
         widest = float(np.expm1(np.nanmax(widths(ds), initial=0.0)))
-        wide = dict.fromkeys(statistics.SPREAD, widest) | {"geomean": width(ds, "exact")}
+        wide = dict.fromkeys((*statistics.SPREAD, *statistics.INTERVAL), widest)
+        wide["geomean"] = width(ds, "exact")
         words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
         shown = pd.DataFrame(words, index=numbers.index)
         return _table(ds, numbers, shown, head=f"exact norm{over(ds)}", bounds=[], keys=["norm"])
@@ -177,7 +181,8 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
     ds = relabelled(ds)
-    return _in_words(ds, summary(ds))
+    shown = _in_words(ds, summary(ds))
+    return shown if int(with_exact(ds).sum()) > 1 else shown.drop(columns=LIKELY)
 
 
 def _in_words(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
@@ -194,9 +199,10 @@ def _in_words(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
 
 def _spread_words(row: pd.Series, wide: Mapping[str, float], side: int) -> dict[str, str]:
     """Columns of words on the spread of values, whose enclosures are so wide."""
-    said = {column: enclosed(row[column], wide[column], side) for column in statistics.SPREAD}
-    span = _span(said["sample_min"], said["sample_max"])
-    return {MEAN: said["geomean"], RANGE: span, "min": said["min"], "max": said["max"]}
+    said = {column: enclosed(row[column], wide[column], side) for column in wide}
+    spans = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
+    found = {title: _span(*(said[end] for end in ends)) for title, ends in spans.items()}
+    return {MEAN: said["geomean"]} | found | {"min": said["min"], "max": said["max"]}
 
 
 def _span(low: str, high: str) -> str:
@@ -232,8 +238,8 @@ def _by_place(
     shown = table.index.to_frame().astype(str)
     wide = statistics.row_widths(ds, "exact", reduce, table.index)
     shown["exact"] = column("exact", wide, 1)
-    ends = zip(column("sample_min", wide, 1), column("sample_max", wide, 1), strict=True)
-    shown[RANGE] = [_span(low, high) for low, high in ends]
+    for title, ends in ((LIKELY, statistics.INTERVAL), (RANGE, ("sample_min", "sample_max"))):
+        shown[title] = list(map(_span, *(column(end, wide, 1) for end in ends)))
     titles = {*shown.columns}
     for name in names:
         title = label_of(ds, name)

@@ -227,6 +227,7 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
             "head": list(shown.columns),
             "rows": [[name, *map(plain, row)] for name, row in shown.T.items()],
         },
+        "interval": statistics.interval_words(there.exact_samples),
         "notes": labels.footnotes(ds),
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),
