@@ -435,7 +435,7 @@ def row_widths(ds: xr.Dataset, name: str, reduce: str | float, index: pd.Index) 
 
 
 def spread_widths(ds: xr.Dataset, name: str) -> dict[str, float]:
-    """Relative widths of the enclosures of a row of `summary`, by column of `SPREAD`, `INTERVAL`."""
+    """Relative widths of the enclosures of a row of `summary`: of `SPREAD` and `INTERVAL`."""
     columns, wide, quotient = (*SPREAD, *INTERVAL), widths(ds, name).values, ratio(ds, name).values
     if np.isnan(quotient).all():
         return dict.fromkeys(columns, 0.0)

@@ -25,6 +25,7 @@ from lipbound.errors import (
 )
 from lipbound.runs.config import check_run_name
 from lipbound.runs.dataset import damage
+from lipbound.runs.pair import diff_damage, paired, sides
 from lipbound.runs.partial_store import PARTIAL, partial_path
 from lipbound.schema import (
     AXES,
@@ -32,6 +33,7 @@ from lipbound.schema import (
     RUN,
     RUN_SAMPLE,
     flags,
+    is_diff,
     lacking_settings,
     lacking_variables,
     sound,
@@ -140,7 +142,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             (a `DamagedRunWarning`), "refuse", or "accept".
 
     Returns:
-        The run; or the data of a figure that `lipbound reproduce` stored.
+        The run; or a diff of two runs; or the data of a figure that `lipbound reproduce` stored.
 
     Raises:
         StoreError: there is no run at ``path``, or an unfinished one.
@@ -156,14 +158,17 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             what = f"the data of the figure {ds.attrs['recipe']!r}"
             raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
-    if lacking := lacking_settings(ds) or lacking_variables(ds):
+    of_two = is_diff(ds)
+    if not of_two and (lacking := lacking_settings(ds) or lacking_variables(ds)):
         raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; compute it again")
-    if damaged != "accept" and (what := damage(ds)):
-        verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs"
-        message = f"{path} is damaged or was edited: {what}; {verify}; compute it again"
+    if damaged != "accept" and (what := (diff_damage if of_two else damage)(ds)):
+        verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs; " * (not of_two)
+        message = f"{path} is damaged or was edited: {what}; {verify}compute it again"
         if damaged == "refuse":
             raise AlteredRunError(message)
         warn(message, DamagedRunWarning)
+    if of_two:
+        return ds
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"], *ds.data_vars]
     return ds[[name for name in dict.fromkeys(names) if name in ds]]  # a store sorts them
 
@@ -239,9 +244,14 @@ def run_of(given: object) -> xr.Dataset:
         StoreError: there is no run at the path, it is no run, an axis was reduced or is empty.
     """
     if isinstance(given, str | Path):
-        return load(given)
+        given = load(given)
     if not isinstance(given, xr.Dataset):
         raise _no_dataset(given)
+    if is_diff(given):
+        raise StoreError(
+            "the Dataset is a diff of two runs, and one run is wanted; give one of "
+            "lipbound.runs.pair.sides(ds)"
+        )
     if what := _lost(given):
         raise StoreError(
             f"the Dataset is no run, or no longer one: {what}; give the run itself (arithmetic on "
@@ -257,6 +267,21 @@ def run_of(given: object) -> xr.Dataset:
             ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name in along})
     order = [axis for axis in AXES if axis in ds.dims]
     return ds if ds["exact"].dims == tuple(order) else ds.transpose(*order, ...)
+
+
+def diff_of(given: object) -> xr.Dataset:
+    """Read or complete a diff of two runs: axes sample, layer and, unless of whole layers, head.
+
+    Args:
+        given: a diff, a part of it such as ``ds.isel(layer=0)``, or the path of a stored one.
+
+    Raises:
+        StoreError: there is none at the path, it is none, an axis was reduced or is empty.
+    """
+    ds = load(given) if isinstance(given, str | Path) else given
+    if not isinstance(ds, xr.Dataset) or not is_diff(ds):
+        raise StoreError(f"a diff of two runs is wanted, not {shown(given)}; lipbound.diff makes one")
+    return paired(*map(run_of, sides(ds)))
 
 
 def _no_dataset(given: object) -> StoreError:
