@@ -258,6 +258,7 @@ VALUES: dict[str, Sequence[str]] = {
     "weights": ("auto", "whole", "layers"),
     "reduce": ("mean", "geomean", "max", "median"),
     "scale": ("rows", "shared", "panel"),
+    "over": ("exact",),
     "values": ("ratio", "value"),
     "by": ("bound", "layer", "head"),
     "format": ("text", "markdown", "latex", "csv"),

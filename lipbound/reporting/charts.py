@@ -21,6 +21,10 @@ from lipbound.runs.store import takes_run
 if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import TokenProfile
 
+NO_BOUNDS = (
+    "the run has no bounds, whose ratios to the exact norms are drawn; compare the model with some"
+)
+
 
 @takes_run
 def ratios(
@@ -50,10 +54,7 @@ def ratios(
     ds = relabelled(ds, labels)
     names = statistics.present(ds, bounds)
     if not names:
-        raise LipboundError(
-            "the run has no bounds, whose ratios to the exact norms are drawn; compare the model "
-            "with some"
-        )
+        raise LipboundError(NO_BOUNDS)
     axes = given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
     values = {name: statistics.ratio(ds, name).values for name in names}
     with np.errstate(divide="ignore"):

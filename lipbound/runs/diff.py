@@ -12,7 +12,15 @@ from typing import Any
 import xarray as xr
 
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError, Notice, StoreError, UnknownNameError, nearest, shown, tell
+from lipbound.errors import (
+    LipboundError,
+    Notice,
+    StoreError,
+    UnknownNameError,
+    nearest,
+    shown,
+    tell,
+)
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_run_name
 from lipbound.runs.pair import OTHER_INPUTS, paired

@@ -121,7 +121,11 @@ def diff_damage(ds: xr.Dataset) -> str:
         raise AlteredRunError(f"it is no diff of two runs any more: {error}") from error
     if any(missing):
         raise AlteredRunError(f"of one of its two runs, {' and '.join(filter(None, missing))}")
-    said = [f"{what} (in {side})" for side, run in zip(SIDES, runs, strict=True) if (what := damage(run))]
+    said = [
+        f"{what} (in {side})"
+        for side, run in zip(SIDES, runs, strict=True)
+        if (what := damage(run))
+    ]
     wrong = [
         name
         for name, ratio in _ratios(*runs).items()

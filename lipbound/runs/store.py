@@ -280,7 +280,9 @@ def diff_of(given: object) -> xr.Dataset:
     """
     ds = load(given) if isinstance(given, str | Path) else given
     if not isinstance(ds, xr.Dataset) or not is_diff(ds):
-        raise StoreError(f"a diff of two runs is wanted, not {shown(given)}; lipbound.diff makes one")
+        raise StoreError(
+            f"a diff of two runs is wanted, not {shown(given)}; lipbound.diff makes one"
+        )
     return paired(*map(run_of, sides(ds)))
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from lipbound import plots
 from lipbound.errors import LipboundError
-from lipbound.reporting.plots import FLAT, Sheet, arrange
+from lipbound.reporting.sheets import FLAT, Sheet, arrange
 from lipbound.reporting.scales import scales
 from lipbound.reporting.styles import folded, inches, latex_caption, paper_height
 
