@@ -57,13 +57,13 @@ JOINED = (
 )
 """Attributes that runs put together list, each text once."""
 SIDES = ("a", "b")
-"""Runs of a diff, in order; of each, a diff has all variables under their names and ``_a``, ``_b``."""
+"""Runs of a diff, in order. A diff has all of their variables, names ending in ``_a`` and ``_b``."""
 DIFF = "diff"
 """Attribute of a diff: the attributes of its runs by side."""
 ALIKE = ("map", "norm")
 """Attributes without which the numbers of two runs are of different things."""
 TOLD = ("method", "tol", "delta", "dtype", "seed", "lipbound")
-"""Attributes about how numbers were found, whose differences between the runs of a diff are told."""
+"""Attributes about how numbers were found; where the runs of a diff differ in them, it is told."""
 CHOICES = {"norm": tuple(NORMS), "dtype": ("float32", "float64")}
 """Attributes that are one of some names."""
 OPTIONAL = ("notes", "quantization", "configuration", "runs", "block")

@@ -29,8 +29,8 @@ from lipbound.schema import (
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
 OTHER_INPUTS = (
-    "both are of {!r}, of which they had other samples, or other tokens or pixels made of the same; "
-    "give both the same samples, tokenizer and processor"
+    "both are of {!r}, of which they had other samples, or other tokens or pixels made of the "
+    "same; give both the same samples, tokenizer and processor"
 )
 RATIOS = {
     "ratio": "exact norm of b over that of a, lower ends of both",
@@ -65,7 +65,9 @@ def paired(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         for side, run in zip(SIDES, (a, b), strict=True)
     ]
     ds = parts[0].merge(parts[1], join="exact", compat="equals", combine_attrs="override")
-    attrs = {DIFF: {side: dict(run.attrs) for side, run in zip(SIDES, (a, b), strict=True)}}
+    attrs: dict[str, Any] = {
+        DIFF: {side: dict(run.attrs) for side, run in zip(SIDES, (a, b), strict=True)}
+    }
     attrs |= {"lipbound": b.attrs["lipbound"], "notes": notes}
     return ds.assign(_ratios(a, b)).assign_attrs(attrs)
 
@@ -101,7 +103,7 @@ def sides(ds: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
 def _side(ds: xr.Dataset, side: str) -> xr.Dataset:
     """One run of a diff."""
     end = f"_{side}"
-    names = {str(name): str(name)[: -len(end)] for name in ds.variables if name.endswith(end)}
+    names = {name: name.removesuffix(end) for name in map(str, ds.variables) if name.endswith(end)}
     others = [name for name in ds.variables if name not in (*names, *SHARED)]
     run = ds.drop_vars(others).rename(names).drop_attrs(deep=False)
     run = run.assign_attrs(ds.attrs[DIFF][side])
@@ -121,11 +123,8 @@ def diff_damage(ds: xr.Dataset) -> str:
         raise AlteredRunError(f"it is no diff of two runs any more: {error}") from error
     if any(missing):
         raise AlteredRunError(f"of one of its two runs, {' and '.join(filter(None, missing))}")
-    said = [
-        f"{what} (in {side})"
-        for side, run in zip(SIDES, runs, strict=True)
-        if (what := damage(run))
-    ]
+    found = {side: damage(run) for side, run in zip(SIDES, runs, strict=True)}
+    said = [f"of {side}, {what}" for side, what in found.items() if what]
     wrong = [
         name
         for name, ratio in _ratios(*runs).items()
@@ -156,10 +155,10 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     if _inputs(a) != _inputs(b):
         data = [run.attrs["data"] for run in (a, b)]
         if data[0] != data[1]:
-            refuse("data", *data, "measure both on the same")
+            refuse("data", data[0], data[1], "measure both on the same")
         raise StoreError(f"a and b cannot be compared: {OTHER_INPUTS.format(data[0])}")
     for name in ("layer", "head", "length", "kind", "stream"):
-        refuse(name, *(_listed(run, name) for run in (a, b)), "select what both have")
+        refuse(name, _listed(a, name), _listed(b, name), "select what both have")
     notes = [
         f"{name} is {shown(a.attrs.get(name))} in a and {shown(b.attrs.get(name))} in b"
         for name in TOLD
