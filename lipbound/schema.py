@@ -57,7 +57,7 @@ JOINED = (
 )
 """Attributes that runs put together list, each text once."""
 SIDES = ("a", "b")
-"""Runs of a diff, in order. A diff has all of their variables, names ending in ``_a`` and ``_b``."""
+"""Runs of a diff, in order. A diff has all of their variables, with ``_a`` and ``_b`` behind."""
 DIFF = "diff"
 """Attribute of a diff: the attributes of its runs by side."""
 ALIKE = ("map", "norm")

@@ -13,13 +13,13 @@ from lipbound.errors import LipboundError, UnknownNameError, choice, nearest
 from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import statistics
 from lipbound.reporting.charts import NO_BOUNDS, ball_curve, ratios, token_profile
+from lipbound.reporting.diff_figures import diff_caption, diff_heatmap, diff_heatmaps
 from lipbound.reporting.labels import label_of, mark, relabelled, run_caption
 from lipbound.reporting.labels import over as over_axes
-from lipbound.reporting.scales import COLORMAP, OVER, QUANTITY, RATIO, Scale, image, log10, scales
-from lipbound.reporting.sheets import figure_of, number_ticks
+from lipbound.reporting.scales import COLORMAP, OVER, QUANTITY, RATIO, Scale, log10, scales
+from lipbound.reporting.sheets import figure_of, one_panel
 from lipbound.reporting.statistics import across, reduce_samples, reduction_name, shared_scale
-from lipbound.reporting.styles import given_or_new
-from lipbound.runs.store import takes_run
+from lipbound.runs.store import takes_diff, takes_run
 from lipbound.schema import compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples"]
@@ -33,6 +33,7 @@ MARKS = {
 """Meaning of the audit's marks, of heads or layers."""
 
 
+@takes_diff(diff_heatmaps)
 @takes_run
 def heatmaps(
     ds: xr.Dataset,
@@ -57,8 +58,11 @@ def heatmaps(
     is wider than paper. With ``path``, the caption is written beside it, as ``NAME.caption.txt``
     and ``NAME.caption.tex`` (``\input`` that in a figure).
 
+    Of a diff of two runs, their exact norms and the ratio are drawn (see
+    `lipbound.reporting.diff_figures.diff_heatmaps`).
+
     Args:
-        ds: a run, from `lipbound.compare` or `lipbound.load`.
+        ds: a run, from `lipbound.compare` or `lipbound.load`; or a diff, from `lipbound.diff`.
         path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are
             reproducible.
         bounds: which bounds, in this order; all of the run by default.
@@ -104,6 +108,7 @@ def heatmaps(
     )
 
 
+@takes_diff(diff_heatmap)
 @takes_run
 def heatmap(
     ds: xr.Dataset,
@@ -137,21 +142,11 @@ def heatmap(
     if name not in known:
         what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
-    low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
-    below = ax is None and low <= 2
-    axes = given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
     grids = log10(ds, [name], reduce, over)
     shown = scales(ds, grids, "panel")[0] if limits is None else Scale((name,), *limits)
-    picture = image(axes, grids[name], shown)
-    axes.set_title(label_of(ds, name), parse_math=False)
-    axes.set(xlabel=across(ds), ylabel="layer")
-    number_ticks(axes, ds)
-    location, aspect = ("bottom", 35) if below else ("right", 20)
-    ends = shown.extend(grids)
-    bar = axes.figure.colorbar(picture, ax=axes, extend=ends, location=location, aspect=aspect)
     words = "log10" if over is None else RATIO
-    bar.set_label(f"{words}{_over_samples(ds, ', ', reduce)}")
-    return axes
+    words += _over_samples(ds, ", ", reduce)
+    return one_panel(ds, grids, shown, label_of(ds, name), words, ax)
 
 
 def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:
@@ -202,6 +197,7 @@ def _ratios(ds: xr.Dataset) -> dict[str, list[str]]:
     return found
 
 
+@takes_diff(diff_caption)
 @takes_run
 def caption(
     ds: xr.Dataset,

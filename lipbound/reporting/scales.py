@@ -1,5 +1,6 @@
 """Colour scales of heatmaps: which panels share one, and how values become colours."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -55,10 +56,10 @@ class Scale:
         """Number a diverging bar by ratios, one in its middle, rather than by logarithms."""
         if self.colors != DIVERGING:
             return
-        step = max((one for one in STEPS if np.log10(one) <= self.high), default=1.0)
-        twice = [step**2] * (2 * np.log10(step) <= self.high)
-        ratios = dict.fromkeys(r for one in (1.0, step, *twice) for r in (one, 1 / one))
-        bar.set_ticks([float(np.log10(r)) for r in ratios], labels=[f"{r:.4g}" for r in ratios])
+        step = max((one for one in STEPS if 2 * math.log10(one) <= self.high), default=STEPS[0])
+        above = [one for one in (step, step**2) if one > 1 and math.log10(one) <= self.high]
+        ratios = [1.0, *above, *(1 / one for one in above)]
+        bar.set_ticks([math.log10(one) for one in ratios], labels=[f"{one:.4g}" for one in ratios])
 
     @property
     def norm(self) -> Normalize:

@@ -20,7 +20,15 @@ from lipbound.formatting import counted
 from lipbound.reporting import statistics
 from lipbound.reporting.scales import Scale, image
 from lipbound.reporting.statistics import across
-from lipbound.reporting.styles import Drawing, caption_files, folded, look, paper_height, write
+from lipbound.reporting.styles import (
+    Drawing,
+    caption_files,
+    folded,
+    given_or_new,
+    look,
+    paper_height,
+    write,
+)
 
 LINE = 1.35
 """Height of a line of type over its size."""
@@ -139,6 +147,7 @@ def figure_of(
     words: str,
     path: str | Path | None,
     *,
+    dots: Mapping[str, np.ndarray] | None = None,
     own_bars: bool = False,
     width: str | float = "page",
     columns: int | None = None,
@@ -155,6 +164,7 @@ def figure_of(
         titles: of the panels: a label, which is folded, and lines below it.
         words: the caption.
         path: where to write both; None for nowhere.
+        dots: by panel, whether a cell has a dot.
         own_bars: every panel has a colour bar, rather than every section.
         width, columns, font_size, style, caption: as in `lipbound.reporting.plots.heatmaps`.
     """
@@ -166,7 +176,7 @@ def figure_of(
         wanted = Sheet(counts, *shape, inches, points, own_bars, words if caption else "")
         sheet, across = arrange(wanted, columns, shrink=font_size is None and style is None)
         with matplotlib.rc_context({"font.size": sheet.points}):
-            figure = _draw(ds, grids, bars, sheet, across, titles)
+            figure = _draw(ds, grids, bars, sheet, across, titles, dots or {})
             if path is not None:
                 write(figure, Path(path), caption_files(Path(path), words))
     return figure
@@ -179,6 +189,7 @@ def _draw(
     sheet: Sheet,
     across: int,
     titles: Mapping[str, Sequence[str]],
+    dots: Mapping[str, np.ndarray],
 ) -> Figure:
     """Draw panels, section by section, each section with its colour bar or each panel with its own.
 
@@ -196,7 +207,10 @@ def _draw(
         done += len(block) // across
         for k, ((name, scale), axes) in enumerate(zip(panels, block, strict=False)):
             picture = image(axes, grids[name], scale)
-            say_beyond(axes, grids[name], scale)
+            if name in dots:
+                down, right = np.nonzero(dots[name])
+                axes.scatter(right, down, s=4, color="black", linewidths=0)
+            _say_beyond(axes, grids[name], scale)
             label, *below = titles[name]
             title = [*folded(label, sheet.side(across), sheet.points), *below]
             axes.set_title("\n".join(title), fontsize=sheet.points, pad=3, parse_math=False)
@@ -205,12 +219,12 @@ def _draw(
             if sheet.own_bars:
                 bar = figure.colorbar(picture, ax=axes, extend=scale.extend(grids), aspect=20)
                 bar.ax.tick_params(labelsize=sheet.points - 1, width=0.5)
+                scale.mark(bar)
         for axes in block[len(panels) :]:
             axes.set_visible(False)
         if not sheet.own_bars:
             ends = section[0].extend(grids)
             bar = _bar(figure, picture, block.tolist(), sheet, across, ends, section[0].quantity)
-        section[0].mark(bar)
     if sheet.caption:
         small: Any = {"fontsize": sheet.points - 0.5, "linespacing": 1.3, "parse_math": False}
         figure.supxlabel(sheet.words, **small)
@@ -254,7 +268,32 @@ def _number_axes(axes: Axes, ds: xr.Dataset, *, left: bool, lowest: bool, room: 
     axes.set_ylabel("layer" if left else "", labelpad=1)
 
 
-def say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
+def one_panel(
+    ds: xr.Dataset,
+    grids: dict[str, np.ndarray],
+    scale: Scale,
+    title: str,
+    words: str,
+    ax: Axes | None,
+) -> Axes:
+    """Draw a panel with its colour bar, labelled in words, in axes given or of a new figure."""
+    (name,) = scale.names
+    low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
+    below = ax is None and low <= 2
+    axes = given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
+    picture = image(axes, grids[name], scale)
+    axes.set_title(title, parse_math=False)
+    axes.set(xlabel=across(ds), ylabel="layer")
+    number_ticks(axes, ds)
+    location, aspect = ("bottom", 35) if below else ("right", 20)
+    ends = scale.extend(grids)
+    bar = axes.figure.colorbar(picture, ax=axes, extend=ends, location=location, aspect=aspect)
+    bar.set_label(words)
+    scale.mark(bar)
+    return axes
+
+
+def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
     """The range of the values of a panel that lies beyond its colour scale."""
     if side := scale.beyond(grid):
         ends = dict.fromkeys(f"{end:.1f}" for end in statistics.ends(grid))

@@ -15,12 +15,13 @@ from lipbound.errors import LipboundError, choice
 from lipbound.formatting import counted, enclosed
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
+from lipbound.reporting.diff_tables import diff_table
 from lipbound.reporting.labels import footnotes, holds, label_of, left_out, mark, over, relabelled
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
 from lipbound.reporting.statistics import ROWS, breakdown, panels, ratio, summary, width, widths
-from lipbound.runs.store import takes_run
+from lipbound.runs.store import takes_diff, takes_run
 from lipbound.schema import Contents, bounds_there, with_exact
 
 __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
@@ -47,7 +48,6 @@ SPARE = ("name", HOLDS, BELOW, RANGE, LIKELY, "min", "max")
 and notes say what the second and the third do."""
 
 
-@takes_run
 def render(
     ds: xr.Dataset,
     format: str = "text",
@@ -91,6 +91,7 @@ def render(
     return WRITERS[format](made)
 
 
+@takes_diff(diff_table)
 @takes_run
 def table_of(
     ds: xr.Dataset,
@@ -103,7 +104,8 @@ def table_of(
 ) -> Table:
     """Table that `render` writes, before it has a format.
 
-    ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table.
+    ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table. Of a diff of two
+    runs it is of both and of B / A (see `lipbound.reporting.diff_tables.diff_table`).
 
     Raises:
         LipboundError: unknown names; another mean than geometric, or values, for rows by bound.
@@ -119,7 +121,6 @@ def table_of(
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
-@takes_run
 def latex(ds: xr.Dataset, **options: Any) -> str:
     r"""Write `render`'s table as LaTeX tabulars with notes.
 

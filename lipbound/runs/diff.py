@@ -23,7 +23,7 @@ from lipbound.errors import (
 )
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_run_name
-from lipbound.runs.pair import OTHER_INPUTS, paired
+from lipbound.runs.pair import paired, refuse_inputs
 from lipbound.runs.plan import open_sources
 from lipbound.runs.store import check_target, run_of, save
 
@@ -144,9 +144,8 @@ def _measured(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)  # they are told when the runs are made
         inputs = [open_sources(one, resolve_device(one.device)).inputs for one in configs]
-    if inputs[0].fingerprint != inputs[1].fingerprint:
-        words = OTHER_INPUTS.format(inputs[0].description)
-        raise StoreError(f"a and b cannot be compared: {words}")
+    one, other = inputs
+    refuse_inputs(one.fingerprint == other.fingerprint, one.description, other.description)
     runs = [run(first, client=client, progress=progress)]
     try:
         runs.append(run(second, client=client, progress=progress))

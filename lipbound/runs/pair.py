@@ -28,10 +28,6 @@ from lipbound.schema import (
 
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
-OTHER_INPUTS = (
-    "both are of {!r}, of which they had other samples, or other tokens or pixels made of the "
-    "same; give both the same samples, tokenizer and processor"
-)
 RATIOS = {
     "ratio": "exact norm of b over that of a, lower ends of both",
     "ratio_lower": "lower end of the ratio",
@@ -65,10 +61,8 @@ def paired(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         for side, run in zip(SIDES, (a, b), strict=True)
     ]
     ds = parts[0].merge(parts[1], join="exact", compat="equals", combine_attrs="override")
-    attrs: dict[str, Any] = {
-        DIFF: {side: dict(run.attrs) for side, run in zip(SIDES, (a, b), strict=True)}
-    }
-    attrs |= {"lipbound": b.attrs["lipbound"], "notes": notes}
+    of_each = {side: dict(run.attrs) for side, run in zip(SIDES, (a, b), strict=True)}
+    attrs = {DIFF: of_each, "lipbound": b.attrs["lipbound"], "notes": notes}
     return ds.assign(_ratios(a, b)).assign_attrs(attrs)
 
 
@@ -152,11 +146,7 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
             )
     for name in ALIKE:
         refuse(name, a.attrs[name], b.attrs[name], "measure both alike")
-    if _inputs(a) != _inputs(b):
-        data = [run.attrs["data"] for run in (a, b)]
-        if data[0] != data[1]:
-            refuse("data", data[0], data[1], "measure both on the same")
-        raise StoreError(f"a and b cannot be compared: {OTHER_INPUTS.format(data[0])}")
+    refuse_inputs(_inputs(a) == _inputs(b), a.attrs["data"], b.attrs["data"])
     for name in ("layer", "head", "length", "kind", "stream"):
         refuse(name, _listed(a, name), _listed(b, name), "select what both have")
     notes = [
@@ -178,6 +168,18 @@ def refuse(name: str, of_a: Any, of_b: Any, advice: str) -> None:
         raise StoreError(
             f"a and b cannot be compared: {name} is {in_a} in a and {in_b} in b; {advice}"
         )
+
+
+def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:
+    """Refuse inputs that are not alike, of data that are described so."""
+    if alike:
+        return
+    refuse("data", of_a, of_b, "measure both on the same")
+    raise StoreError(
+        f"a and b cannot be compared: both are of {of_a!r}, of which they had other samples, or "
+        "other tokens or pixels made of the same; give both the same samples, tokenizer and "
+        "processor"
+    )
 
 
 def _listed(run: xr.Dataset, name: str) -> Any:

@@ -1,5 +1,6 @@
 """Runs on disk, one Zarr store each, and runs as users hand them over."""
 
+import inspect
 import json
 import os
 import shlex
@@ -17,6 +18,7 @@ import xarray as xr
 from lipbound.errors import (
     AlteredRunError,
     DamagedRunWarning,
+    LipboundError,
     StoreError,
     choice,
     one_line,
@@ -232,6 +234,35 @@ def takes_run(function: F) -> F:
         return function(run_of(ds), *args, **kwargs)
 
     return cast("F", taking)
+
+
+def takes_diff(of_diff: Callable[..., Any]) -> Callable[[F], F]:
+    """Let a function on a run hand diffs of two runs, and their paths, over to another one.
+
+    Options that the other one does not take are refused where they are given.
+    """
+
+    def of_run(function: F) -> F:
+        known = inspect.signature(function)
+
+        @wraps(function)
+        def taking(ds: object, *args: Any, **kwargs: Any) -> Any:
+            given = load(ds) if isinstance(ds, str | Path) else ds
+            if not is_diff(given):
+                return function(given, *args, **kwargs)
+            _, *asked = known.bind(given, *args, **kwargs).arguments.items()
+            taken = inspect.signature(of_diff).parameters
+            for name, value in asked:
+                if name not in taken and value and value != known.parameters[name].default:
+                    raise LipboundError(
+                        f"{name} is {shown(value)}, which is not for a diff of two runs; leave it "
+                        "out"
+                    )
+            return of_diff(diff_of(given), **{k: value for k, value in asked if k in taken})
+
+        return cast("F", taking)
+
+    return of_run
 
 
 def run_of(given: object) -> xr.Dataset:
