@@ -141,11 +141,11 @@ def _diff(ds: xr.Dataset) -> dict[str, str]:
     with io.StringIO() as drawn:
         diff_heatmaps(ds).savefig(drawn, format="svg", metadata={"Date": None})
         image = base64.b64encode(drawn.getvalue().encode()).decode()
-    of_places = replace(tables.table_of(ds, "layer"), caption="")
+    made = [replace(tables.table_of(ds, by), caption="") for by in ("bound", "layer")]
     return {
         "image": f"data:image/svg+xml;base64,{image}",
         "words": diff_caption(ds),
-        "tables": Markup(tables.table_of(ds)._repr_html_() + of_places._repr_html_()),
+        "tables": Markup("".join(one._repr_html_() for one in made)),
     }
 
 
