@@ -93,7 +93,8 @@ def by_layer(
 ) -> Axes:
     """Draw exact norms against layers, of several runs in one figure, and bounds beside them.
 
-    A bound on another map has the exact norm of its own map beside it. Each value is reduced over samples and heads; bands are bootstrap intervals over samples (see
+    A bound on another map has the exact norm of its own map beside it. Each value is reduced over
+    samples and heads; bands are bootstrap intervals over samples (see
     `lipbound.reporting.statistics.interval`), which a run of one sample has not, as is said below
     the axis. Bounds that lie many decades beyond all others leave the axis; the same note names
     them with the range of bound / exact.
@@ -142,21 +143,41 @@ def by_layer(
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
     axes.legend(fontsize="x-small", frameon=False, **above)
+    notes = _layer_notes(found, names, ratios, kept)
     over = f"{statistics.reduction_name(reduce)} over samples and heads"
-    notes = [f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"]
-    if single := [t for t, ds in zip(names, found, strict=True) if int(with_exact(ds).sum()) < 2]:
-        notes.append(f"{joined(single)}: one sample, no interval")
-    if gaps := [str(found[0][name].attrs["label"]) for name in kept if np.isinf(ratios[name]).any()]:
-        notes.append(f"{joined(gaps)}: infinite at some heads, and not drawn in their layers")
-    for name in (name for name in chosen if name not in kept):
-        ends = statistics.ends(ratios[name])
-        least, most = (number(end, 2).replace("inf", "\u221e") for end in ends)
-        notes.append(f"beyond the axis: {found[0][name].attrs['label']}, {least} to {most} x exact")
+    notes.insert(
+        0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
+    )
     points = FontProperties(size="small").get_size_in_points()
     room = 0.75 * axes.figure.get_window_extent().width / axes.figure.dpi
     lines = [line for note in notes for line in lines_of(plain(note), room, points)]
     axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
     return axes
+
+
+def _layer_notes(
+    runs: list[xr.Dataset], names: list[str], ratios: dict[str, np.ndarray], kept: list[str]
+) -> list[str]:
+    """Sentences below the axis of `by_layer`: what is not drawn, and why."""
+    notes, one = list[str](), [title for title, ds in zip(names, runs, strict=True) if _few(ds) < 2]
+    if one:
+        notes.append(f"{joined(one)}: one sample, no interval")
+    for title, ds in zip(names, runs, strict=True):
+        if kept and _few(ds) < ds.sizes["sample"]:
+            notes.append(f"{title}: exact norms of {_few(ds)} samples, bounds of all")
+    for name, values in ratios.items():
+        label = runs[0][name].attrs["label"]
+        least, most = (number(end, 2).replace("inf", "\u221e") for end in statistics.ends(values))
+        if name not in kept:
+            notes.append(f"beyond the axis: {label}, {least} to {most} x exact")
+        elif np.isinf(values).any():
+            notes.append(f"{label}: infinite at some heads; gaps are infinite")
+    return notes
+
+
+def _few(ds: xr.Dataset) -> int:
+    """Samples with exact norms."""
+    return int(with_exact(ds).sum())
 
 
 DASHES = ("-", "--", ":", "-.")

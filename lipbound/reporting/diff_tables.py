@@ -196,9 +196,12 @@ def _written(
     spans = (dict.fromkeys(pair) for pair in zip(low, high, strict=True))
     shown[likely] = [" to ".join(span) for span in spans]
     shown["min"], shown["max"] = column("min", 0, "single"), column("max", 0, "single")
-    sure = bool(numbers[COUNTS[0]].notnull().any())
+    sure = bool(numbers[COUNTS[0]].notna().any())
     for name in COUNTS if sure else ():
-        shown[name] = [f"{int(row[name])} of {row['compared']}" for row, _ in rows]
+        shown[name] = [
+            "n/a" if np.isnan(row[name]) else f"{row[name]:.0f} of {row['compared']}"
+            for row, _ in rows
+        ]
     samples = int(ds["ratio"].notnull().any([d for d in ds["ratio"].dims if d != "sample"]).sum())
     if samples < 2:
         shown = shown.drop(columns=likely)

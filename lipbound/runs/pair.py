@@ -28,6 +28,8 @@ from lipbound.schema import (
 
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
+GIVEN = "GivenLayers"
+"""Architecture of runs on layers, whose inputs have no fingerprint."""
 RATIOS = {
     "ratio": "exact norm of b over that of a, lower ends of both",
     "ratio_lower": "lower end of the ratio",
@@ -154,6 +156,8 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
         for name in TOLD
         if a.attrs.get(name) != b.attrs.get(name)
     ]
+    if GIVEN in (a.attrs["architecture"], b.attrs["architecture"]):
+        notes.append("layers were given with inputs of their own, which are not compared")
     counts = [int(with_exact(run).sum()) for run in (a, b)]
     if counts[0] != counts[1]:
         notes.append(f"exact norms are of {counts[0]} samples in a and {counts[1]} in b")
