@@ -172,7 +172,7 @@ def test_arguments_that_do_not_go_together(bert: Path, whole: xr.Dataset, tmp_pa
         ((whole, bert), {}, "a is a run, and b is a checkpoint; give two of a kind"),
         ((bert, whole), {}, "a is a checkpoint, and b is a run"),
         ((whole, whole), {"samples": 2}, "samples is 2, and a and b are runs, .* leave it out"),
-        ((bert, bert), {"sampels": 2}, "sampels is no option of a diff; did you mean 'samples'"),
+        ((bert, bert), {"sample": 2}, "sample is no option of a diff; did you mean 'samples'"),
         ((bert, bert), {"model": "x"}, "model is no option of a diff"),
         ((tmp_path / "no.zarr", whole), {}, "there is no run"),
     ):
@@ -393,3 +393,36 @@ def test_command_line(
     ):
         status, _, err = call(capsys, monkeypatch, *words)
         assert (status, message in err) == (2, True)
+
+
+def test_what_makes_the_second_checkpoint_is_of_it_alone() -> None:
+    options = {"adapter": "lora", "revision": "main", "gguf_file": "x.gguf", "samples": 3}
+    first, second = runs_diff._configs("base", "base", None, None, False, options)
+    assert [getattr(first, name) for name in runs_diff.OF_B] == [None] * 3
+    assert [getattr(second, name) for name in runs_diff.OF_B] == ["main", "x.gguf", "lora"]
+    assert first.samples == second.samples == 3
+
+
+def test_runs_put_together_are_matched_place_by_place(
+    whole: xr.Dataset, after: xr.Dataset, ds: xr.Dataset
+) -> None:
+    """In whatever order they were put together; samples in another order are others."""
+    first = lb.concat([whole.isel(layer=[0]), whole.isel(layer=[1])])
+    second = lb.concat([after.isel(layer=[1]), after.isel(layer=[0])])
+    np.testing.assert_array_equal(lb.diff(first, second)["ratio"], ds["ratio"])
+    halves = [after.isel(sample=[2, 3]), after.isel(sample=[0, 1])]
+    with pytest.raises(StoreError, match="other samples"):
+        lb.diff(first, lb.concat(halves))
+
+
+def test_whole_layers(bert: Path, tuned: Path) -> None:
+    options = RUN_OPTIONS | {"map": "layer", "bounds": "none"}
+    ds = lb.diff(bert, tuned, TEXTS, progress=False, **options)
+    assert ds["ratio"].dims == ("sample", "layer")
+    numbers = tables.table_of(ds, "layer").numbers
+    np.testing.assert_allclose(numbers["ratio"], np.exp(np.log(ds["ratio"]).mean("sample")))
+    grid = pictures(plots.heatmaps(ds))[2].images[0].get_array()
+    np.testing.assert_allclose(grid, np.log10(ds["ratio"]).T, atol=1e-12)
+    assert "over samples" not in plots.caption(ds).partition(". ")[0]
+    with pytest.raises(LipboundError, match="have no heads"):
+        tables.render(ds, by="head")
