@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lipbound.reporting.page.render import report as report
     from lipbound.runs.compare import compare as compare
     from lipbound.runs.concat import concat as concat
+    from lipbound.runs.diff import diff as diff
     from lipbound.runs.store import load as load
     from lipbound.runs.store import save as save
     from lipbound.runs.sweep import sweep as sweep
@@ -64,6 +65,7 @@ _HOME = {
     "compare": "runs.compare",
     "concat": "runs.concat",
     "cross_attention": "attention.cross",
+    "diff": "runs.diff",
     "load": "runs.store",
     "load_checkpoint": "models.loading",
     "network_norm": "analysis.network",

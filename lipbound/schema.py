@@ -56,6 +56,14 @@ JOINED = (
     *("device", "python", "date", "command"),
 )
 """Attributes that runs put together list, each text once."""
+SIDES = ("a", "b")
+"""Runs of a diff, in order. A diff has all of their variables, with ``_a`` and ``_b`` behind."""
+DIFF = "diff"
+"""Attribute of a diff: the attributes of its runs by side."""
+ALIKE = ("map", "norm")
+"""Attributes without which the numbers of two runs are of different things."""
+TOLD = ("method", "tol", "delta", "dtype", "seed", "lipbound")
+"""Attributes about how numbers were found; where the runs of a diff differ in them, it is told."""
 CHOICES = {"norm": tuple(NORMS), "dtype": ("float32", "float64")}
 """Attributes that are one of some names."""
 OPTIONAL = ("notes", "quantization", "configuration", "runs", "block")
@@ -230,6 +238,11 @@ def flags(ds: xr.Dataset) -> list[str]:
     """
     names = ("exact_converged", *map(sound, ds.attrs["bounds"]), CHECKSUM, RUN, RUN_SAMPLE)
     return [name for name in names if name in ds.variables]
+
+
+def is_diff(ds: object) -> bool:
+    """Tell whether data are two runs side by side, from `lipbound.diff`."""
+    return DIFF in getattr(ds, "attrs", {})
 
 
 def lacks_variables(ds: xr.Dataset) -> bool:

@@ -28,7 +28,7 @@ GROUPS = {
         "cross_attention",
         "ModuleAttention",
     ),
-    "Runs": ("load", "save", "concat", "sweep", "verify", "report", "cite"),
+    "Runs": ("load", "save", "concat", "diff", "sweep", "verify", "report", "cite"),
     "Balls of inputs": ("attack", "radius_curve"),
     "Errors": ("LipboundError", "Notice"),
 }

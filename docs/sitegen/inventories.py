@@ -114,6 +114,7 @@ NAMES = {
     "matplotlib": """
         matplotlib.axes.Axes py:class api/_as_gen/matplotlib.axes.Axes.html#$
         matplotlib.axis.Axis py:class api/axis_api.html#$
+        matplotlib.colorbar.Colorbar py:class api/colorbar_api.html#$
         matplotlib.image.AxesImage py:class api/image_api.html#$
         matplotlib.colors.Normalize py:class api/_as_gen/matplotlib.colors.Normalize.html#$
         matplotlib.figure.Figure py:class api/_as_gen/matplotlib.figure.Figure.html#$

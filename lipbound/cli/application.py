@@ -27,7 +27,7 @@ from lipbound import __version__
 from lipbound.cli import interruption
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain
-from lipbound.schema import CHOICES, NORMS, Contents
+from lipbound.schema import CHOICES, NORMS, SIDES, Contents
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -258,6 +258,7 @@ VALUES: dict[str, Sequence[str]] = {
     "weights": ("auto", "whole", "layers"),
     "reduce": ("mean", "geomean", "max", "median"),
     "scale": ("rows", "shared", "panel"),
+    "over": ("exact",),
     "values": ("ratio", "value"),
     "by": ("bound", "layer", "head"),
     "format": ("text", "markdown", "latex", "csv"),
@@ -294,7 +295,7 @@ def with_options(command: Callable[..., Any]) -> str:
 
 def completer(command: str, name: str) -> Callable[..., Any] | None:
     """Return the shell completions of an argument of a command, none for most."""
-    if name in ("bounds", "model"):
+    if name in ("bounds", "model") or (command == "diff" and name in SIDES):
         return some_bounds if name == "bounds" else models
     values = VALUES.get(f"{command} {name}", VALUES.get(name))
     return None if values is None else lambda: list(values)

@@ -9,7 +9,7 @@ import typer
 
 from lipbound.cli.application import app, echo_folded, echo_json
 from lipbound.formatting import plain
-from lipbound.schema import CHECKSUM, NORMS
+from lipbound.schema import CHECKSUM, NORMS, is_diff
 
 
 @app.command("bounds", epilog="Example: lipbound bounds")
@@ -79,15 +79,19 @@ def info(run: Path, *, json: bool = False) -> None:
         run: A run saved by `lipbound compare --out`.
         json: JSON, for programs.
     """
+    from lipbound.reporting.diff_tables import diff_facts
     from lipbound.reporting.labels import fact_words, facts
     from lipbound.runs.dataset import damage
-    from lipbound.runs.store import load
+    from lipbound.runs.pair import diff_damage
+    from lipbound.runs.store import diff_of, load
 
     ds = load(run, damaged="accept")
+    of_two = is_diff(ds)
+    what = (diff_damage if of_two else damage)(ds)
     files = (file for file in run.expanduser().rglob("*") if file.is_file())
-    found = {"run": str(run)} | facts(ds)
+    found = {"run": str(run)} | (diff_facts(diff_of(ds)) if of_two else facts(ds))
     found["bytes on disk"] = sum(file.stat().st_size for file in files)
-    found["checksums"] = damage(ds) or ("hold" if CHECKSUM in ds else "none")
+    found["checksums"] = what or ("hold" if of_two or CHECKSUM in ds else "none")
     if json:
         echo_json(found)
         return

@@ -1,4 +1,4 @@
-"""Commands that measure: compare and sweep."""
+"""Commands that measure: compare, diff and sweep."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lipbound.cli import interruption
-from lipbound.cli.application import app, show, state
+from lipbound.cli.application import app, columns, show, state
 from lipbound.errors import LipboundError, StoreError
 from lipbound.formatting import counted, plain
 from lipbound.runs.config import RunConfig
@@ -33,11 +33,17 @@ def from_config(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command a parameter for every field of `RunConfig`, before its own.
 
     Names, types, defaults and help are those of the fields; the command takes them by keyword.
+    Arguments of its own by position come first, in place of those that `RunConfig` needs.
     """
-    found = []
+    named = inspect.signature(command, eval_str=True).parameters.values()
+    own = [one for one in named if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    found = [one for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    instead = bool(found)
     for one in fields(RunConfig):
         kind = TYPES.get(one.name) or TYPES.get(str(one.type).split(" | ")[0], str)
         needed = one.default is MISSING
+        if needed and instead:
+            continue
         found.append(
             inspect.Parameter(
                 one.name,
@@ -48,8 +54,7 @@ def from_config(command: Callable[..., None]) -> Callable[..., None]:
                 annotation=kind | None if one.default is None else kind,
             )
         )
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    found += [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    found += [one for one in own if one.kind is inspect.Parameter.KEYWORD_ONLY]
     command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     command.__doc__ = f"{command.__doc__}{RunConfig.__doc__}"
     return command
@@ -80,20 +85,76 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
             processes here.
 
     """
-    from lipbound.models.sources.catalogue import PREFIX, builtin
-
-    model, out = options["model"], options["out"]
-    if model.lower().startswith(PREFIX):
-        builtin(model[len(PREFIX) :])  # a mistyped name is told before seconds of imports
+    out = options["out"]
+    check_builtin(options["model"])
     interruption.keeps(
         lambda: blocks_in(out) if out is not None else "nothing was kept, since there was no --out"
     )
-    samples = str(options["samples"])
-    number = int(samples) if re.fullmatch(r"-?\d+", samples) else samples
-    config = RunConfig(**options | {"samples": number, "delta": options["delta"] or None})
+    config = RunConfig(**options | read(options))
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])
     show(ds)
+    if out is not None:
+        typer.echo(
+            f"saved {out}; draw it with: lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf"
+        )
+
+
+def check_builtin(model: str) -> None:
+    """Refuse a mistyped name of a builtin checkpoint, before seconds of imports."""
+    from lipbound.models.sources.catalogue import PREFIX, builtin
+
+    if model.lower().startswith(PREFIX):
+        builtin(model[len(PREFIX) :])
+
+
+def read(options: dict[str, Any]) -> dict[str, Any]:
+    """Read the options that mean something else on the command line than in Python."""
+    samples = str(options["samples"])
+    number = int(samples) if re.fullmatch(r"-?\d+", samples) else samples
+    return {"samples": number, "delta": options["delta"] or None}
+
+
+@app.command(
+    epilog="Example: lipbound diff builtin:vit-baseline builtin:vit-jasmin --out vit.zarr; "
+    "lipbound diff before.zarr after.zarr"
+)
+@from_config
+def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> None:
+    """Set two runs, or two checkpoints on the same inputs, side by side: ratios B / A.
+
+    Before and after fine-tuning, an adapter, quantisation, another step. Options are for
+    checkpoints, both of them; but --revision, --gguf-file and --adapter are of B alone. With
+    --out diff.zarr, the runs of checkpoints are saved too, as diff-a.zarr and diff-b.zarr.
+
+    Args:
+        a: A run saved by `lipbound compare --out`, or a checkpoint as `lipbound compare` takes it.
+        b: Another of the same kind.
+        scheduler: As in `lipbound compare`.
+
+    """
+    from lipbound.reporting import tables
+    from lipbound.reporting.layout import text_table
+    from lipbound.runs.diff import diff as diff_runs
+
+    out = options["out"]
+    for model in (a, b):
+        check_builtin(model)
+    interruption.keeps(
+        lambda: (
+            "nothing was kept, since there was no --out"
+            if out is None
+            else f"what was measured is kept beside {out}; the same command with --resume goes on"
+        )
+    )
+    asked = options | read(options)
+    defaults = {one.name: one.default for one in fields(RunConfig)}
+    given = {name: value for name, value in asked.items() if value != defaults[name]}
+    with cluster(scheduler) as client:
+        progress = not state["quiet"]
+        ds = sheltered(lambda: diff_runs(a, b, **given, client=client, progress=progress))
+    for table in (tables.table_of(ds), replace(tables.table_of(ds, "layer"), caption="")):
+        typer.echo(text_table(table, columns()))  # the caption of both once
     if out is not None:
         typer.echo(
             f"saved {out}; draw it with: lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf"
@@ -182,10 +243,16 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
 def measured(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """Compute a run, and save it to a temporary folder where its own place fails."""
     from lipbound.runs.compare import run
+
+    return sheltered(lambda: run(config, client=client, progress=progress))
+
+
+def sheltered(compute: Callable[[], xr.Dataset]) -> xr.Dataset:
+    """Save what was computed to a temporary folder where its own place fails."""
     from lipbound.runs.store import save
 
     try:
-        return run(config, client=client, progress=progress)
+        return compute()
     except StoreError as error:
         if error.dataset is None:
             raise

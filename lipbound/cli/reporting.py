@@ -30,7 +30,8 @@ def heatmap(
     *,
     output: Path,
     bounds: str | None = None,
-    reduce: str = "mean",
+    over: str | None = None,
+    reduce: str | None = None,
     scale: str = "rows",
     width: str = "page",
     columns: int | None = None,
@@ -44,7 +45,9 @@ def heatmap(
         run: A run saved by `lipbound compare --out`.
         output: File to write: .pdf, .svg, .png, .pgf, ...
         bounds: Names separated by commas; all of the run by default.
-        reduce: mean, geomean, max, median or a quantile such as 0.9, over samples.
+        over: 'exact': draw bound / exact, of the bound's own map, rather than values.
+        reduce: mean (of values, by default), geomean (of ratios, by default), max, median or a
+            quantile such as 0.9, over samples.
         scale: 'rows' (what is near the exact norm first, on its own scale), 'shared', or 'panel'
             (one each).
         width: 'page', 'column', 'slide' or inches.
@@ -61,7 +64,8 @@ def heatmap(
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
     options: Any = {"scale": scale, "columns": columns, "style": style, "caption": caption}
-    options |= {"reduce": number_or_name(reduce), "width": number_or_name(width)}
+    options |= {"over": over, "width": number_or_name(width)}
+    options["reduce"] = None if reduce is None else number_or_name(reduce)
     heatmaps(ds, output, bounds=chosen, labels=labels_of(label), **options)
     typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
@@ -83,8 +87,8 @@ def table(
 
     Where a line has no room for all columns, words fold. Then a table per bound lacks, in this
     order, names, "assumptions hold", "below exact" (marks and notes say these), "range over
-    samples", min and max, and says so; a table per layer or head goes on below. Numbers stay whole;
-    csv has everything.
+    samples", the bootstrap interval, min and max, and says so; a table per layer or head goes on
+    below. Numbers stay whole; csv has everything.
 
     Args:
         run: A run saved by `lipbound compare --out`.

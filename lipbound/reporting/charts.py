@@ -9,17 +9,24 @@ import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, shown, whole
-from lipbound.formatting import number, plain
+from lipbound.formatting import joined, number, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.labels import relabelled
-from lipbound.reporting.styles import BASE, Drawing, folded, given_or_new, look, write
-from lipbound.runs.store import takes_run
+from lipbound.reporting.labels import model_name, relabelled
+from lipbound.reporting.styles import BASE, Drawing, folded, given_or_new, lines_of, look, write
+from lipbound.runs.store import run_of, takes_run
+from lipbound.schema import ALIKE, with_exact
 
 if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import TokenProfile
+
+NO_BOUNDS = (
+    "the run has no bounds, whose ratios to the exact norms are drawn; compare the model with some"
+)
 
 
 @takes_run
@@ -50,10 +57,7 @@ def ratios(
     ds = relabelled(ds, labels)
     names = statistics.present(ds, bounds)
     if not names:
-        raise LipboundError(
-            "the run has no bounds, whose ratios to the exact norms are drawn; compare the model "
-            "with some"
-        )
+        raise LipboundError(NO_BOUNDS)
     axes = given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
     values = {name: statistics.ratio(ds, name).values for name in names}
     with np.errstate(divide="ignore"):
@@ -77,6 +81,120 @@ def ratios(
     axes.set(xscale="log", xlabel="bound / exact")
     axes.set(xlim=(10.0**low, 10.0**high), ylim=(len(names) + 0.5, 0.5))
     return axes
+
+
+def by_layer(
+    runs: object,
+    *,
+    labels: Sequence[str] | None = None,
+    bounds: Iterable[str] = (),
+    reduce: str | float = "geomean",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw exact norms against layers, of several runs in one figure, and bounds beside them.
+
+    A bound on another map has the exact norm of its own map beside it. Each value is reduced over
+    samples and heads; bands are bootstrap intervals over samples (see
+    `lipbound.reporting.statistics.interval`), which a run of one sample has not, as is said below
+    the axis. Bounds that lie many decades beyond all others leave the axis; the same note names
+    them with the range of bound / exact.
+
+    Args:
+        runs: a run, or several of one map and norm; Datasets or paths.
+        labels: names of the runs, by their models by default.
+        bounds: names of bounds that all of the runs have.
+        reduce: as in `lipbound.reporting.statistics.reduce_samples`.
+        ax: where to draw; a new figure by default.
+
+    Raises:
+        LipboundError: no run, runs of several maps or norms, another number of labels, a bound that
+            a run has not, an unknown reduction.
+    """
+    several = [runs] if isinstance(runs, xr.Dataset | str | Path) else list(runs)  # type: ignore
+    found = [relabelled(run_of(run)) for run in several]
+    names = [model_name(ds) for ds in found] if labels is None else list(map(plain, labels))
+    if not found:
+        raise LipboundError("no run was given; give at least one Dataset or saved run")
+    if len(names) != len(found):
+        raise LipboundError(f"{len(names)} labels were given for {len(found)} runs; give one each")
+    for word in ALIKE:
+        if len({ds.attrs[word] for ds in found}) > 1:
+            said = " and ".join(sorted({str(ds.attrs[word]) for ds in found}))
+            raise LipboundError(f"runs of {word} {said} share no axis; give runs of one {word}")
+    chosen = list(dict.fromkeys([bounds] if isinstance(bounds, str) else bounds))
+    for ds in found:
+        statistics.present(ds, chosen)
+    ratios = {
+        name: np.concatenate([statistics.ratio(ds, name).values.ravel() for ds in found])
+        for name in chosen
+    }
+    with np.errstate(divide="ignore"):
+        kept, _ = statistics.shared_axis({name: np.log10(v) for name, v in ratios.items()})
+    axes = given_or_new(ax, (3.45, 2.8))
+    for k, (ds, title) in enumerate(zip(found, names, strict=True)):
+        for j, name in enumerate(statistics.panels(ds, kept)):
+            label = str(ds[name].attrs["label"])
+            label = label if len(found) == 1 else f"{title}: {label}" if kept else title
+            style: Any = {"color": f"C{k if len(found) > 1 else j}", "ls": DASHES[j % len(DASHES)]}
+            _line(axes, ds[name], reduce, label, style | {"marker": ".", "ms": 4, "lw": 1})
+    axes.set(yscale="log", ylabel="local Lipschitz constant")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
+    axes.legend(fontsize="x-small", frameon=False, **above)
+    notes = _layer_notes(found, names, ratios, kept)
+    over = f"{statistics.reduction_name(reduce)} over samples and heads"
+    notes.insert(
+        0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
+    )
+    points = FontProperties(size="small").get_size_in_points()
+    room = 0.75 * axes.figure.get_window_extent().width / axes.figure.dpi
+    lines = [line for note in notes for line in lines_of(plain(note), room, points)]
+    axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
+    return axes
+
+
+def _layer_notes(
+    runs: list[xr.Dataset], names: list[str], ratios: dict[str, np.ndarray], kept: list[str]
+) -> list[str]:
+    """Sentences below the axis of `by_layer`: what is not drawn, and why."""
+    notes, one = list[str](), [title for title, ds in zip(names, runs, strict=True) if _few(ds) < 2]
+    if one:
+        notes.append(f"{joined(one)}: one sample, no interval")
+    for title, ds in zip(names, runs, strict=True):
+        if kept and _few(ds) < ds.sizes["sample"]:
+            notes.append(f"{title}: exact norms of {_few(ds)} samples, bounds of all")
+    for name, values in ratios.items():
+        label = runs[0][name].attrs["label"]
+        least, most = (number(end, 2).replace("inf", "\u221e") for end in statistics.ends(values))
+        if name not in kept:
+            notes.append(f"beyond the axis: {label}, {least} to {most} x exact")
+        elif np.isinf(values).any():
+            notes.append(f"{label}: infinite at some heads; gaps are infinite")
+    return notes
+
+
+def _few(ds: xr.Dataset) -> int:
+    """Samples with exact norms."""
+    return int(with_exact(ds).sum())
+
+
+DASHES = ("-", "--", ":", "-.")
+"""Lines of exact norms, and of bounds in turn."""
+
+
+def _line(
+    axes: Axes, values: xr.DataArray, reduce: str | float, label: str, style: dict[str, Any]
+) -> None:
+    """One line against layers, with its interval as a band."""
+    dims = [str(dim) for dim in values.dims if dim != "layer"]
+    x, middle = values["layer"].values, statistics.reduce_samples(values, reduce, dims)
+    axes.plot(x, np.where(np.isfinite(middle), middle, np.nan), label=label, **style)
+    lower, upper = (end.values for end in statistics.interval(values, reduce, dims))
+    known = np.isfinite(lower) & np.isfinite(upper)
+    band: Any = {"color": style["color"], "alpha": 0.2, "lw": 0}
+    axes.fill_between(x, lower, upper, where=known.tolist(), **band)
 
 
 def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:

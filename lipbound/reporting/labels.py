@@ -379,16 +379,26 @@ def run_caption(ds: xr.Dataset) -> str:
 
     The norm is named where it is another than Frobenius, so that captions stay short.
     """
-    run, there = RunInfo.of(ds), Contents.of(ds)
+    return plain(f"{checkpoint_words(ds)}, {setting_words(ds)}")
+
+
+def checkpoint_words(ds: xr.Dataset) -> str:
+    """Name a run's checkpoint: its model, class, and revision."""
+    run = RunInfo.of(ds)
     stored = f"{run.quantization.partition(' (')[0]}, " if run.quantization else ""
-    kind = f"{builtin_name(ds)}{run.architecture}, {stored}{run.revision[:15]}"
+    return f"{model_name(ds)} ({builtin_name(ds)}{run.architecture}, {stored}{run.revision[:15]})"
+
+
+def setting_words(ds: xr.Dataset) -> str:
+    """Say what was measured of a checkpoint, on what, and how surely."""
+    there = Contents.of(ds)
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""
     state = f"; {words}" if (words := state_words(ds)) else ""
-    return plain(
-        f"{model_name(ds)} ({kind}), {places(ds)}; map: {run.map_description}{norm}; "
-        f"data: {data}{together}; {exact_words(ds)}{state}"
+    return (
+        f"{places(ds)}; map: {ds.attrs['map_description']}{norm}; data: {data}{together}; "
+        f"{exact_words(ds)}{state}"
     )
 
 

@@ -1,5 +1,6 @@
 """Colour scales of heatmaps: which panels share one, and how values become colours."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -7,17 +8,26 @@ import matplotlib
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
 from lipbound.errors import choice
-from lipbound.reporting.statistics import panel, shared_scale
+from lipbound.reporting.statistics import panel, ratio, shared_scale
 from lipbound.schema import bounds_there, compared_with
 
+QUANTITY, RATIO = "log10 of the local Lipschitz constant", "log10 of bound / exact"
+"""What the colours of panels are."""
+OVER = ("exact",)
+"""What values of panels may be divided by."""
 COLORMAP = "cividis"
 NEAR_COLORMAP = "viridis"
 """Colours of rows with a scale of their own, so that nobody reads them off the other one."""
 SCALES = ("rows", "shared", "panel")
+DIVERGING = "RdBu_r"
+"""Colours of ratios of two runs: blue below one, red above."""
+STEPS = (1.001, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2, 4, 10, 100, 1e4, 1e8, 1e16, 1e32)
+"""Ratios that are numbered on a diverging bar."""
 NEAR = 1.0
 """Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the
 exact norm."""
@@ -33,12 +43,23 @@ class Scale:
         names: the panels, in order.
         low, high: ends of the bar, log10.
         colors: name of the colormap.
+        quantity: what the bar is labelled with.
     """
 
     names: tuple[str, ...]
     low: float
     high: float
     colors: str = COLORMAP
+    quantity: str = QUANTITY
+
+    def mark(self, bar: Colorbar) -> None:
+        """Number a diverging bar by ratios, one in its middle, rather than by logarithms."""
+        if self.colors != DIVERGING:
+            return
+        step = max((one for one in STEPS if 2 * math.log10(one) <= self.high), default=STEPS[0])
+        above = [one for one in (step, step**2) if one > 1 and math.log10(one) <= self.high]
+        ratios = [1.0, *above, *(1 / one for one in above)]
+        bar.set_ticks([math.log10(one) for one in ratios], labels=[f"{one:.4g}" for one in ratios])
 
     @property
     def norm(self) -> Normalize:
@@ -65,14 +86,18 @@ class Scale:
         return "both" if over and under else "max" if over else "min" if under else "neither"
 
 
-def log10(ds: xr.Dataset, names: Iterable[str], reduce: str | float) -> dict[str, np.ndarray]:
+def log10(
+    ds: xr.Dataset, names: Iterable[str], reduce: str | float, over: str | None = None
+) -> dict[str, np.ndarray]:
     """Logarithms of the values of panels; -inf for zero, NaN where there is no value.
 
     Args:
         ds: a run. names: of the panels. reduce: over samples, as in `reduce_samples`.
+        over: "exact": of bound / exact, of the bound's own map; None: of the values.
     """
+    shown = {name: ds[name] if over is None else ratio(ds, name) for name in names}
     with np.errstate(all="ignore"):
-        return {name: np.log10(panel(ds[name], reduce).values) for name in names}
+        return {name: np.log10(panel(values, reduce).values) for name, values in shown.items()}
 
 
 def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale]:
@@ -80,8 +105,8 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
 
     Args:
         ds: a run.
-        grids: log10 of the values of each panel, "exact" among them; they may be infinite or
-            missing.
+        grids: log10 of the values of each panel; they may be infinite or missing. Without "exact"
+            among them they are of ratios to it.
         how: "rows" (the exact norm and what is near it on a bar of their own, before the others),
             "shared" (one bar) or "panel" (a bar each).
 
@@ -90,17 +115,18 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
     """
     choice("scale", how, SCALES)
     names = list(grids)
+    words = QUANTITY if "exact" in grids else RATIO
     if how == "panel":
-        return [_scale([name], grids) for name in names]
+        return [_scale([name], grids, words) for name in names]
     close = [name for name in names if _near(ds, grids, name)]
     far = [name for name in names if name not in close]
-    if how == "shared" or not far:
-        return [_scale(names, grids)]
+    if how == "shared" or not far or not close:
+        return [_scale(names, grids, words)]
     # The exact norm of another map has bounds of its own map beside it and would take up colours
     # that all others need.
     measured = [name for name in far if name in bounds_there(ds)] or far
     ends = shared_scale({name: grids[name] for name in measured})
-    return [_scale(close, grids, NEAR_COLORMAP), Scale(tuple(far), *ends)]
+    return [_scale(close, grids, words, NEAR_COLORMAP), Scale(tuple(far), *ends, COLORMAP, words)]
 
 
 def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
@@ -113,15 +139,19 @@ def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
 
 def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
     """True for the exact norm, and for bounds on it with a median at most ten times as large."""
+    if "exact" not in grids:
+        return _median(grids[name]) <= NEAR
     if name not in bounds_there(ds):
         return name == "exact"
     above = _median(grids[name]) - _median(grids["exact"])
     return compared_with(ds, name) == "exact" and above <= NEAR
 
 
-def _scale(names: Sequence[str], grids: dict[str, np.ndarray], colors: str = COLORMAP) -> Scale:
+def _scale(
+    names: Sequence[str], grids: dict[str, np.ndarray], words: str, colors: str = COLORMAP
+) -> Scale:
     ends = shared_scale({name: grids[name] for name in names})
-    return Scale(tuple(names), *ends, colors)
+    return Scale(tuple(names), *ends, colors, words)
 
 
 def _median(grid: np.ndarray) -> float:

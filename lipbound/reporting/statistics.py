@@ -38,6 +38,7 @@ def reduce_samples(
             f"unknown reduction {shown(how)}; {nearest(how, REDUCTIONS)}, or a quantile between 0 "
             "and 1"
         )
+    holes = bool(values.isnull().any())  # to look for them takes numpy many times as long
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
         reduced: xr.DataArray
@@ -45,13 +46,92 @@ def reduce_samples(
             logs: xr.DataArray = xr.apply_ufunc(np.log, values)
             reduced = xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
         elif isinstance(how, str):
-            reduced = getattr(values, how)(dims, skipna=True)
+            reduced = getattr(values, how)(dims, skipna=holes)
         else:
             # infinite values are ordered like any others, but cannot be interpolated
             top = np.finfo(np.float64).max / 4
-            reduced = values.clip(max=top).quantile(how, dims, skipna=True)
+            reduced = values.clip(max=top).quantile(how, dims, skipna=holes)
             reduced = reduced.where(~(reduced > top * 1e-6), np.inf)
     return reduced
+
+
+def interval(
+    values: xr.DataArray, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
+) -> tuple[xr.DataArray, xr.DataArray]:
+    """Find the bootstrap interval over samples of what `reduce_samples` gives.
+
+    Samples are drawn again, with replacement, as many as there are: `RESAMPLES` times, the same
+    draws for all places. The ends are percentiles of what their reductions are, to hold with the
+    probability `LEVEL`. That treats samples as independent draws from a population; of few samples
+    the interval is too narrow.
+
+    Args:
+        values: to reduce, with the dimension "sample"; samples without any value are not drawn.
+        how: as in `reduce_samples`.
+        dims: the same, "sample" among them; other dimensions are reduced within every resample.
+
+    Returns:
+        Lower and upper ends, without these dimensions; NaN where fewer than two samples have
+        values, or a resample has none.
+
+    Raises:
+        UnknownNameError: an unknown reduction.
+    """
+    there = values.notnull().any([dim for dim in values.dims if dim != "sample"])
+    values = values.isel(sample=np.flatnonzero(there.values))
+    empty = reduce_samples(values, how, dims) * np.nan
+    if values.sizes["sample"] < 2:
+        return empty, empty
+    from scipy.stats import bootstrap  # its import takes longer than most tables
+
+    inner = [str(dim) for dim in values.dims if dim in dims and dim != "sample"]
+    order = [*inner, *empty.dims, "sample"]
+    numbers = values.transpose(*order).values
+    numbers = numbers.reshape(-1, *numbers.shape[len(inner) :])  # (inner, ..., samples)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
+        drawn = bootstrap(
+            tuple(_totals(numbers, how)),
+            lambda *parts, axis: _of_totals(parts, how),
+            paired=True,
+            vectorized=True,
+            axis=-1,
+            n_resamples=RESAMPLES,
+            batch=max(1, int(4e6 / numbers.size)),
+            method="percentile",
+            rng=np.random.default_rng(SEED),
+        ).bootstrap_distribution
+        # percentiles that are values of resamples, so that infinite ones have them
+        tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+        ends = np.quantile(drawn, tails, axis=-1, method="inverted_cdf")
+    lower, upper = (empty.copy(data=end) for end in ends)
+    return lower, upper
+
+
+def _totals(numbers: np.ndarray, how: str | float) -> Iterable[np.ndarray]:
+    """What a reduction needs of every sample, (..., samples) each: sum and count for means."""
+    if how not in ("mean", "geomean"):
+        return numbers
+    logs = np.log(numbers) if how == "geomean" else numbers
+    return np.nansum(logs, axis=0), (~np.isnan(numbers)).sum(axis=0).astype(float)
+
+
+def _of_totals(parts: Sequence[np.ndarray], how: str | float) -> np.ndarray:
+    """Reduce the last axis of `_totals`."""
+    if how in ("mean", "geomean"):
+        total, count = (part.sum(-1) for part in parts)
+        return np.exp(total / count) if how == "geomean" else np.asarray(total / count)
+    stacked = np.stack(parts, axis=-1)
+    names = [f"axis {k}" for k in range(stacked.ndim)]
+    return reduce_samples(xr.DataArray(stacked, dims=names), how, names[-2:]).values
+
+
+def interval_words(samples: int) -> str:
+    """Say what the intervals over so many samples are, or why there are none."""
+    if samples < 2:
+        return "one sample: no interval over samples" if samples else ""
+    few = ", too narrow with so few" if samples < FEW else ""
+    return f"{LEVEL:.0%} interval: percentile bootstrap over {samples} samples{few}"
 
 
 def across(ds: xr.Dataset | xr.DataArray) -> str:
@@ -80,6 +160,12 @@ VALUES = ("ratio", "value")
 SPREAD = ("geomean", "min", "max", "sample_min", "sample_max")
 """Columns about the spread of values: their geometric mean and ends, and the ends of the geometric
 means of single samples."""
+INTERVAL = ("interval_lower", "interval_upper")
+"""Columns with the ends of `interval`."""
+LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
+"""Level of bootstrap intervals, how many resamples they are from, and the seed of these."""
+FEW = 20
+"""Samples below which bootstrap intervals are noticeably too narrow."""
 AUDITED = ("violations", "compared", "sound")
 """Columns that count places of the audit."""
 OFF_SCALE = 4.0
@@ -96,7 +182,8 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
 
     Columns ``label``; ``geomean, min, max`` of bound / ``exact``; ``geomean_lower``, the geometric
     mean against ``exact_upper``: the true one lies between the two (NaN for estimates without upper
-    ends); ``sample_min, sample_max``, smallest and largest geometric mean of single samples;
+    ends); ``interval_lower, interval_upper``, the bootstrap interval of the geometric mean (see
+    `interval`); ``sample_min, sample_max``, smallest and largest geometric mean of single samples;
     ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held,
     ``violations`` where it is below the exact norm (of its own map: L2 attention for ``kim``).
     Heads whose exact norm is zero have no ratio.
@@ -107,21 +194,22 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
         upper = _geomean(ratio(ds, name, upper=True)) if has_upper(ds, name) else float("nan")
         row = {"label": ds[name].attrs["label"], "geomean_lower": upper}
         rows.append(row | _spread(ratio(ds, name)) | counts[name])
-    columns = ["label", *SPREAD[:3], "geomean_lower", *SPREAD[3:], *AUDITED]
+    columns = ["label", *SPREAD[:3], "geomean_lower", *INTERVAL, *SPREAD[3:], *AUDITED]
     return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
 
 
 def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
-    """Columns `SPREAD` of the exact norms over samples, layers and heads, in one row."""
+    """Columns `SPREAD` and `INTERVAL` of all exact norms, in one row."""
     check_numbers(ds)
     return pd.DataFrame([_spread(ds["exact"])], index=pd.Index(["exact"], name="norm"))
 
 
 def _spread(values: xr.DataArray) -> dict[str, float]:
-    """Columns `SPREAD` of values with samples; NaN where there are none."""
+    """Columns `SPREAD` and `INTERVAL` of values with samples; NaN where there are none."""
     single = [_geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
     found = (_geomean(values), *ends(values), *ends(np.array(single)))
-    return dict(zip(SPREAD, found, strict=True))
+    limits = map(float, interval(values, "geomean", list(map(str, values.dims))))
+    return dict(zip((*SPREAD, *INTERVAL), (*found, *limits), strict=True))
 
 
 def ends(values: xr.DataArray | np.ndarray) -> tuple[float, float]:
@@ -161,8 +249,9 @@ def breakdown(
         values: "ratio" (bound / exact) or "value".
 
     Returns:
-        Columns ``exact``, ``exact_upper`` (where the run has it), ``sample_min, sample_max`` (of
-        the exact norm, reduced over heads alone), and one per bound.
+        Columns ``exact``, ``exact_upper`` (where the run has it), ``interval_lower,
+        interval_upper`` (of the exact norm, see `interval`), ``sample_min, sample_max`` (of the
+        exact norm, reduced over heads alone), and one per bound.
 
     Raises:
         LipboundError: unknown names; heads of a run on whole layers.
@@ -178,10 +267,11 @@ def breakdown(
     inner = [str(dim) for dim in ds["exact"].dims if dim not in ("sample", *levels)]
     single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
     shown = {name: ds[name] for name in ("exact", "exact_upper") if name in ds}
-    order = [*shown, "sample_min", "sample_max", *names]
+    order = [*shown, *INTERVAL, "sample_min", "sample_max", *names]
     shown |= {name: ratio(ds, name) if values == "ratio" else ds[name] for name in names}
     cells = {name: reduce_samples(one, reduce, ["sample", *inner]) for name, one in shown.items()}
     cells |= {"sample_min": single.min("sample"), "sample_max": single.max("sample")}
+    cells |= zip(INTERVAL, interval(ds["exact"], reduce, ["sample", *inner]), strict=True)
     table = pd.DataFrame({name: cells[name].transpose(*levels).to_series() for name in order})
     # layers of fewer heads have empty places
     return table.loc[~table[["exact", *names]].isna().all(axis=1)]
@@ -345,11 +435,11 @@ def row_widths(ds: xr.Dataset, name: str, reduce: str | float, index: pd.Index) 
 
 
 def spread_widths(ds: xr.Dataset, name: str) -> dict[str, float]:
-    """Relative widths of the enclosures of a row of `summary`, by column of `SPREAD`."""
-    wide, quotient = widths(ds, name).values, ratio(ds, name).values
+    """Relative widths of the enclosures of a row of `summary`: of `SPREAD` and `INTERVAL`."""
+    columns, wide, quotient = (*SPREAD, *INTERVAL), widths(ds, name).values, ratio(ds, name).values
     if np.isnan(quotient).all():
-        return dict.fromkeys(SPREAD, 0.0)
+        return dict.fromkeys(columns, 0.0)
     lowest, highest = wide.flat[np.nanargmin(quotient)], wide.flat[np.nanargmax(quotient)]
     widest = max(np.nanmean(one) for one in wide if not np.isnan(one).all())
-    found = (np.nanmean(wide), lowest, highest, widest, widest)
-    return {column: float(np.expm1(value)) for column, value in zip(SPREAD, found, strict=True)}
+    found = (np.nanmean(wide), lowest, highest, *[widest] * 4)
+    return {column: float(np.expm1(value)) for column, value in zip(columns, found, strict=True)}

@@ -141,9 +141,14 @@ def _ems(text: str, font: str) -> float:
     return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 100
 
 
+def lines_of(text: str, width: float, points: float) -> list[str]:
+    """A text in lines of at most ``width`` inches."""
+    return layout.folded(text, width, lambda line: inches(line, points))
+
+
 def folded(text: str, width: float, points: float) -> list[str]:
     """A label in lines of at most ``width`` inches; what is longer than two of them is cut."""
-    lines = layout.folded(text, width, lambda line: inches(line, points))
+    lines = lines_of(text, width, points)
     return (
         lines[:LABEL_LINES] if len(lines) <= LABEL_LINES else [lines[0], f"{lines[1][:-2]}\u2026"]
     )

@@ -15,12 +15,13 @@ from lipbound.errors import LipboundError, choice
 from lipbound.formatting import counted, enclosed
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
+from lipbound.reporting.diff_tables import diff_table
 from lipbound.reporting.labels import footnotes, holds, label_of, left_out, mark, over, relabelled
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
 from lipbound.reporting.statistics import ROWS, breakdown, panels, ratio, summary, width, widths
-from lipbound.runs.store import takes_run
+from lipbound.runs.store import takes_diff, takes_run
 from lipbound.schema import Contents, bounds_there, with_exact
 
 __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
@@ -36,17 +37,17 @@ WRITERS: dict[str, Callable[..., str]] = {
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, RANGE = "geom. mean", "range over samples"
+LIKELY = f"{statistics.LEVEL:.0%} interval"
 HOLDS, BELOW = "assumptions hold", "below exact"
-READABLE = ("bound", MEAN, RANGE, "min", "max", BELOW, "of", HOLDS)
+READABLE = ("bound", MEAN, LIKELY, RANGE, "min", "max", BELOW, "of", HOLDS)
 """Columns of `readable`."""
 WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
-SPARE = ("name", HOLDS, BELOW, RANGE, "min", "max")
+SPARE = ("name", HOLDS, BELOW, RANGE, LIKELY, "min", "max")
 """Columns of a table by bound that are left out where there is no room, the first one first: marks
 and notes say what the second and the third do."""
 
 
-@takes_run
 def render(
     ds: xr.Dataset,
     format: str = "text",
@@ -90,6 +91,7 @@ def render(
     return WRITERS[format](made)
 
 
+@takes_diff(diff_table)
 @takes_run
 def table_of(
     ds: xr.Dataset,
@@ -102,7 +104,8 @@ def table_of(
 ) -> Table:
     """Table that `render` writes, before it has a format.
 
-    ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table.
+    ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table. Of a diff of two
+    runs it is of both and of B / A (see `lipbound.reporting.diff_tables.diff_table`).
 
     Raises:
         LipboundError: unknown names; another mean than geometric, or values, for rows by bound.
@@ -118,7 +121,6 @@ def table_of(
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
-@takes_run
 def latex(ds: xr.Dataset, **options: Any) -> str:
     r"""Write `render`'s table as LaTeX tabulars with notes.
 
@@ -139,19 +141,21 @@ def _table(
     mean: str = "geometric mean",
     spare: tuple[str, ...] = SPARE,
 ) -> Table:
-    """A table with its caption and notes, without the range over samples where there is one."""
-    if int(with_exact(ds).sum()) <= 1:
-        shown = shown.drop(columns=RANGE)
+    """A table with its caption and notes, without what is over samples where there is one."""
+    samples = int(with_exact(ds).sum())
+    if samples <= 1:
+        shown = shown.drop(columns=[RANGE, LIKELY])
+    likely = statistics.interval_words(samples)
     return Table(
         numbers,
         shown,
         words=WORDS,
         head=head,
         caption=caption(ds),
-        notes=footnotes(ds, bounds),
+        notes=[likely] * (samples == 1) + footnotes(ds, bounds),
         keys=tuple(keys),
         spare=spare,
-        meaning={RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
+        meaning={LIKELY: likely, RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
     )
 
 
@@ -160,7 +164,8 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     if not (bounds_there(ds) if chosen is None else chosen):
         numbers = statistics.exact_summary(ds)
         widest = float(np.expm1(np.nanmax(widths(ds), initial=0.0)))
-        wide = dict.fromkeys(statistics.SPREAD, widest) | {"geomean": width(ds, "exact")}
+        wide = dict.fromkeys((*statistics.SPREAD, *statistics.INTERVAL), widest)
+        wide["geomean"] = width(ds, "exact")
         words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
         shown = pd.DataFrame(words, index=numbers.index)
         return _table(ds, numbers, shown, head=f"exact norm{over(ds)}", bounds=[], keys=["norm"])
@@ -177,7 +182,8 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
     ds = relabelled(ds)
-    return _in_words(ds, summary(ds))
+    shown = _in_words(ds, summary(ds))
+    return shown if int(with_exact(ds).sum()) > 1 else shown.drop(columns=LIKELY)
 
 
 def _in_words(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
@@ -194,9 +200,10 @@ def _in_words(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
 
 def _spread_words(row: pd.Series, wide: Mapping[str, float], side: int) -> dict[str, str]:
     """Columns of words on the spread of values, whose enclosures are so wide."""
-    said = {column: enclosed(row[column], wide[column], side) for column in statistics.SPREAD}
-    span = _span(said["sample_min"], said["sample_max"])
-    return {MEAN: said["geomean"], RANGE: span, "min": said["min"], "max": said["max"]}
+    said = {column: enclosed(row[column], wide[column], side) for column in wide}
+    spans = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
+    found = {title: _span(*(said[end] for end in ends)) for title, ends in spans.items()}
+    return {MEAN: said["geomean"]} | found | {"min": said["min"], "max": said["max"]}
 
 
 def _span(low: str, high: str) -> str:
@@ -232,8 +239,8 @@ def _by_place(
     shown = table.index.to_frame().astype(str)
     wide = statistics.row_widths(ds, "exact", reduce, table.index)
     shown["exact"] = column("exact", wide, 1)
-    ends = zip(column("sample_min", wide, 1), column("sample_max", wide, 1), strict=True)
-    shown[RANGE] = [_span(low, high) for low, high in ends]
+    for title, ends in ((LIKELY, statistics.INTERVAL), (RANGE, ("sample_min", "sample_max"))):
+        shown[title] = list(map(_span, *(column(end, wide, 1) for end in ends)))
     titles = {*shown.columns}
     for name in names:
         title = label_of(ds, name)

@@ -1,5 +1,6 @@
 """Runs on disk, one Zarr store each, and runs as users hand them over."""
 
+import inspect
 import json
 import os
 import shlex
@@ -17,6 +18,7 @@ import xarray as xr
 from lipbound.errors import (
     AlteredRunError,
     DamagedRunWarning,
+    LipboundError,
     StoreError,
     choice,
     one_line,
@@ -25,6 +27,7 @@ from lipbound.errors import (
 )
 from lipbound.runs.config import check_run_name
 from lipbound.runs.dataset import damage
+from lipbound.runs.pair import diff_damage, paired, sides
 from lipbound.runs.partial_store import PARTIAL, partial_path
 from lipbound.schema import (
     AXES,
@@ -32,6 +35,7 @@ from lipbound.schema import (
     RUN,
     RUN_SAMPLE,
     flags,
+    is_diff,
     lacking_settings,
     lacking_variables,
     sound,
@@ -140,7 +144,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             (a `DamagedRunWarning`), "refuse", or "accept".
 
     Returns:
-        The run; or the data of a figure that `lipbound reproduce` stored.
+        The run; or a diff of two runs; or the data of a figure that `lipbound reproduce` stored.
 
     Raises:
         StoreError: there is no run at ``path``, or an unfinished one.
@@ -156,14 +160,17 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             what = f"the data of the figure {ds.attrs['recipe']!r}"
             raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
-    if lacking := lacking_settings(ds) or lacking_variables(ds):
+    of_two = is_diff(ds)
+    if not of_two and (lacking := lacking_settings(ds) or lacking_variables(ds)):
         raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; compute it again")
-    if damaged != "accept" and (what := damage(ds)):
-        verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs"
-        message = f"{path} is damaged or was edited: {what}; {verify}; compute it again"
+    if damaged != "accept" and (what := (diff_damage if of_two else damage)(ds)):
+        verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs; " * (not of_two)
+        message = f"{path} is damaged or was edited: {what}; {verify}compute it again"
         if damaged == "refuse":
             raise AlteredRunError(message)
         warn(message, DamagedRunWarning)
+    if of_two:
+        return ds
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"], *ds.data_vars]
     return ds[[name for name in dict.fromkeys(names) if name in ds]]  # a store sorts them
 
@@ -229,6 +236,35 @@ def takes_run(function: F) -> F:
     return cast("F", taking)
 
 
+def takes_diff(of_diff: Callable[..., Any]) -> Callable[[F], F]:
+    """Let a function on a run hand diffs of two runs, and their paths, over to another one.
+
+    Options that the other one does not take are refused where they are given.
+    """
+
+    def of_run(function: F) -> F:
+        known = inspect.signature(function)
+
+        @wraps(function)
+        def taking(ds: object, *args: Any, **kwargs: Any) -> Any:
+            given = load(ds) if isinstance(ds, str | Path) else ds
+            if not is_diff(given):
+                return function(given, *args, **kwargs)
+            _, *asked = known.bind(given, *args, **kwargs).arguments.items()
+            taken = inspect.signature(of_diff).parameters
+            for name, value in asked:
+                if name not in taken and value and value != known.parameters[name].default:
+                    raise LipboundError(
+                        f"{name} is {shown(value)}, which is not for a diff of two runs; leave it "
+                        "out"
+                    )
+            return of_diff(diff_of(given), **{k: value for k, value in asked if k in taken})
+
+        return cast("F", taking)
+
+    return of_run
+
+
 def run_of(given: object) -> xr.Dataset:
     """Read or complete a run: axes sample, layer and, unless it is of whole layers, head.
 
@@ -239,9 +275,14 @@ def run_of(given: object) -> xr.Dataset:
         StoreError: there is no run at the path, it is no run, an axis was reduced or is empty.
     """
     if isinstance(given, str | Path):
-        return load(given)
+        given = load(given)
     if not isinstance(given, xr.Dataset):
         raise _no_dataset(given)
+    if is_diff(given):
+        raise StoreError(
+            "the Dataset is a diff of two runs, and one run is wanted; give one of "
+            "lipbound.runs.pair.sides(ds)"
+        )
     if what := _lost(given):
         raise StoreError(
             f"the Dataset is no run, or no longer one: {what}; give the run itself (arithmetic on "
@@ -257,6 +298,23 @@ def run_of(given: object) -> xr.Dataset:
             ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name in along})
     order = [axis for axis in AXES if axis in ds.dims]
     return ds if ds["exact"].dims == tuple(order) else ds.transpose(*order, ...)
+
+
+def diff_of(given: object) -> xr.Dataset:
+    """Read or complete a diff of two runs: axes sample, layer and, unless of whole layers, head.
+
+    Args:
+        given: a diff, a part of it such as ``ds.isel(layer=0)``, or the path of a stored one.
+
+    Raises:
+        StoreError: there is none at the path, it is none, an axis was reduced or is empty.
+    """
+    ds = load(given) if isinstance(given, str | Path) else given
+    if not isinstance(ds, xr.Dataset) or not is_diff(ds):
+        raise StoreError(
+            f"a diff of two runs is wanted, not {shown(given)}; lipbound.diff makes one"
+        )
+    return paired(*map(run_of, sides(ds)))
 
 
 def _no_dataset(given: object) -> StoreError:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import xarray as xr
 from matplotlib.figure import Figure
+from support.runs import made_up
 
 from lipbound import plots
-from lipbound.errors import LipboundError
-from lipbound.reporting.plots import FLAT, Sheet, arrange
+from lipbound.errors import LipboundError, UnknownNameError
 from lipbound.reporting.scales import scales
+from lipbound.reporting.sheets import FLAT, Sheet, arrange
 from lipbound.reporting.styles import folded, inches, latex_caption, paper_height
 
 WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}
@@ -176,3 +177,74 @@ def test_titles_are_folded_to_the_width_of_a_panel() -> None:
     _, long = folded("x" * 100, 0.9, 7.0)
     assert long.endswith("\u2026")
     assert inches(long, 7.0) <= 0.9
+
+
+def test_ratios_to_the_exact_norm_as_colours(ds: xr.Dataset, tmp_path: Path) -> None:
+    """Bound / exact of each bound's own map, geometric means over samples, as numpy has them."""
+    figure = plots.heatmaps(ds, tmp_path / "over.png", bounds=["kim", "lipbound"], over="exact")
+    shown = {axes.get_title().partition("\n")[0]: axes for axes in figure.axes if axes.images}
+    assert len(shown) == 2
+    for name, of in (("kim", "exact_l2"), ("lipbound", "exact")):
+        expected = np.log10(ds[name] / ds[of]).mean("sample")
+        for axes in (shown[ds[name].attrs["label"]], plots.heatmap(ds, name, over="exact")):
+            np.testing.assert_allclose(axes.images[0].get_array(), expected, rtol=1e-9)
+    words = (tmp_path / "over.caption.txt").read_text()
+    assert words.startswith("log10 of bound / exact, each the geometric mean over samples.")
+    arithmetic = plots.heatmap(ds, "lipbound", over="exact", reduce="mean").images[0].get_array()
+    expected = np.log10((ds["lipbound"] / ds["exact"]).mean("sample"))
+    np.testing.assert_allclose(arithmetic, expected, rtol=1e-9)
+    for name, over, message in (
+        ("lipbound", "yudin", "unknown over 'yudin'"),
+        ("exact", "exact", "'exact' is no bound of the run"),
+    ):
+        with pytest.raises(UnknownNameError, match=message):
+            plots.heatmap(ds, name, over=over)
+    with pytest.raises(LipboundError, match="the run has no bounds"):
+        plots.heatmaps(ds, bounds=[], over="exact")
+
+
+def test_several_runs_against_layers() -> None:
+    """Lines are reduced values, bands their intervals; what is far off is named, not drawn."""
+    first, second = made_up(), made_up()
+    second["exact"] = second["exact"] * 2
+    second["lipbound"] = second["lipbound"] * 2
+    axes = plots.by_layer(
+        [first, second], labels=["x", "y"], bounds=["kim", "lipbound", "castin_mean_field"]
+    )
+    lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
+    assert list(lines) == [
+        f"{run}: {first[name].attrs['label']}"
+        for run in "xy"
+        for name in ("exact", "exact_l2", "kim", "lipbound")
+    ]
+    for ds, run in ((first, "x"), (second, "y")):
+        for name in ("exact", "lipbound"):
+            values = lines[f"{run}: {ds[name].attrs['label']}"]
+            expected = np.exp(np.log(ds[name]).mean(["sample", "head"]))
+            np.testing.assert_allclose(values[1:], expected[1:], rtol=1e-9)
+            single = np.exp(np.log(ds[name]).mean("head"))[:, 1:]
+            bands = [band.get_paths()[0].vertices for band in axes.collections]
+            ends = [(band[:, 1].min(), band[:, 1].max()) for band in bands]
+            limits = (float(single.min()), float(single.max()))
+            assert any(
+                low <= limits[0] * (1 + 1e-9) and limits[1] <= high * (1 + 1e-9)
+                for low, high in ends
+            )
+    note = " ".join(axes.get_xlabel().split())
+    assert "geometric mean over samples and heads" in note
+    assert "beyond the axis: Castin 3.5, mean field, 2.0e302 to \u221e x exact" in note
+    one = plots.by_layer(first.isel(sample=[1]), bounds=["lipbound"], reduce="max")
+    assert "all-MiniLM-L6-v2: one sample, no interval" in " ".join(one.get_xlabel().split())
+    assert not any(path.vertices.size for band in one.collections for path in band.get_paths())
+    np.testing.assert_allclose(
+        one.get_lines()[0].get_ydata(), first["exact"][1].max("head"), rtol=1e-12
+    )
+    other = first.assign_attrs(map="layer")
+    for runs, options, message in (
+        ([], {}, "no run was given"),
+        ([first, other], {}, "runs of map head and layer share no axis"),
+        ([first], {"labels": ["a", "b"]}, "2 labels were given for 1 runs"),
+        ([first], {"bounds": ["newhouse"]}, "the run has no bound 'newhouse'"),
+    ):
+        with pytest.raises(LipboundError, match=message):
+            plots.by_layer(runs, **options)

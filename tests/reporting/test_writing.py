@@ -21,7 +21,7 @@ from lipbound.cli import main
 from lipbound.errors import StoreError
 from lipbound.formatting import replacing
 from lipbound.reporting import statistics
-from lipbound.reporting.plots import Sheet
+from lipbound.reporting.sheets import Sheet
 from lipbound.reporting.styles import Drawing, look
 from lipbound.runs import store
 

@@ -5,9 +5,10 @@ It holds heatmaps, single heads, the audit, provenance and citations.
 
 import base64
 import gzip
+import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,16 @@ from lipbound.errors import LipboundError
 from lipbound.formatting import formula, plain, replacing
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
+from lipbound.reporting.diff_figures import diff_caption, diff_heatmaps
 from lipbound.reporting.labels import model_name, relabelled
 from lipbound.reporting.page.details import SIDE, Details, details
 from lipbound.reporting.scales import log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
-from lipbound.runs.store import run_of
+from lipbound.runs.pair import sides
+from lipbound.runs.store import diff_of, run_of
 from lipbound.runs.verify import replay
-from lipbound.schema import AXES, Contents, bounds_there, compared_with, norm_of
+from lipbound.schema import AXES, Contents, bounds_there, compared_with, is_diff, norm_of
 
 HERE = Path(__file__).parent
 SINGLE = 16
@@ -62,7 +65,8 @@ def report(
     possible, or they are no longer what they were, the page says so and has everything else.
 
     Args:
-        runs: Datasets, or names of saved runs.
+        runs: Datasets, or names of saved runs. A diff of two runs counts as both of them; its
+            ratios come first.
         path: of the page, an .html file; an older one is replaced.
         reduce: "geomean", "mean", "max", "median" or a quantile, over samples.
         sample: position of the sample whose attention is shown.
@@ -93,11 +97,17 @@ def report(
     if details:
         # before minutes of work, and before an older page is replaced
         device = resolve_device(device)
-    pages = []
+    pages, diffs, named = [], list[dict[str, str]](), list[tuple[xr.Dataset, str]]()
     for run in several:
-        ds = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
-        ds = relabelled(ds, _own(labels, ds, several))
-        title = model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem
+        ds = run if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
+        if is_diff(ds):
+            diffs.append(_diff(diff_of(ds)))
+            named += [(one, model_name(one)) for one in sides(ds)]
+        else:
+            ds = run_of(ds)
+            named.append((ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem))
+    for run, title in named:
+        ds = relabelled(run_of(run), _own(labels, run, named))
         _check(ds, sample)
         again: Any = {"model": model, "data": data, "device": device, "balls": balls}
         found = details_or_reason(ds, sample, **again) if details else LEFT_OUT
@@ -107,7 +117,7 @@ def report(
         if titles.count(one["title"]) > 1:
             one["title"] = f"{one['title']} ({i + 1})"
     attention = b"".join(attention_bytes(one["details"]) for one in pages)
-    text = _page(pages, attention)
+    text = _page(pages, attention, diffs)
     with replacing(target) as (page,):
         page.write_text(text, encoding="utf-8")
     return [
@@ -126,7 +136,20 @@ def _own(
     return {name: text for name, text in given.items() if name in known}
 
 
-def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
+def _diff(ds: xr.Dataset) -> dict[str, str]:
+    """Figure of a diff, as the address of an image, and its tables, in HTML."""
+    with io.StringIO() as drawn:
+        diff_heatmaps(ds).savefig(drawn, format="svg", metadata={"Date": None})
+        image = base64.b64encode(drawn.getvalue().encode()).decode()
+    made = [replace(tables.table_of(ds, by), caption="") for by in ("bound", "layer")]
+    return {
+        "image": f"data:image/svg+xml;base64,{image}",
+        "words": diff_caption(ds),
+        "tables": Markup("".join(one._repr_html_() for one in made)),
+    }
+
+
+def _page(pages: list[dict[str, Any]], attention: bytes, diffs: list[dict[str, str]]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -140,7 +163,9 @@ def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
     files = {
         name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")
     }
-    return environment.get_template("page.html").render(runs=pages, parts=parts, **files)
+    return environment.get_template("page.html").render(
+        runs=pages, parts=parts, diffs=diffs, **files
+    )
 
 
 @cache
@@ -227,6 +252,7 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
             "head": list(shown.columns),
             "rows": [[name, *map(plain, row)] for name, row in shown.T.items()],
         },
+        "interval": statistics.interval_words(there.exact_samples),
         "notes": labels.footnotes(ds),
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),

@@ -1,0 +1,265 @@
+"""Tables, captions and facts of a diff of two runs, A and B: how much larger or smaller B is."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from lipbound.errors import LipboundError, UnknownNameError, choice, nearest
+from lipbound.formatting import enclosed, plain, small
+from lipbound.reporting import statistics
+from lipbound.reporting.labels import checkpoint_words, exact_words, over, setting_words
+from lipbound.reporting.layout import Table
+from lipbound.reporting.statistics import INTERVAL, LEVEL, interval, interval_words, reduce_samples
+from lipbound.runs.pair import sides
+from lipbound.schema import SIDES, bounds_there
+
+NAMES = {"a": "A", "b": "B"}
+"""Names of the two runs in tables and figures."""
+ENDS = ("ratio_lower", "ratio_upper")
+COUNTS = ("smaller", "larger")
+"""Columns that count places where the norm of B is surely smaller, or larger, than that of A."""
+SPARE = ("min", "max", "larger", "smaller")
+"""Columns that are left out where there is no room, the first one first."""
+
+
+def side_names(labels: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Names of the runs a and b, given or `NAMES`.
+
+    Raises:
+        UnknownNameError: a label of something else.
+    """
+    given = dict(labels or {})
+    if unknown := [name for name in given if name not in NAMES]:
+        raise UnknownNameError(f"labels has {unknown[0]!r}; those of a diff are of a and b")
+    return NAMES | {name: plain(text) for name, text in given.items()}
+
+
+def diff_words(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> str:
+    """One line on the two runs of a diff, and on what both were measured on."""
+    a, b = sides(ds)
+    first, second = side_names(labels).values()
+    how = exact_words(a), exact_words(b)
+    others = f"; of {second}, {how[1]}" if how[0] != how[1] else ""
+    deltas = [run.attrs["delta"] for run in (a, b) if run.attrs.get("delta")]
+    if len(deltas) == len(SIDES):
+        others += f"; all enclosures together with failure probability {small(sum(deltas))}"
+    return plain(
+        f"{first}: {checkpoint_words(a)}; {second}: {checkpoint_words(b)}; {setting_words(a)}"
+        f"{others}"
+    )
+
+
+def change(ds: xr.Dataset, name: str = "exact") -> dict[str, xr.DataArray]:
+    """Values of both runs where they have a ratio, the ratio, and its ends where they are known.
+
+    Args:
+        ds: a diff. name: "exact", or a bound that both runs have, whose values are what they are,
+            so that the ends are the ratio itself.
+    """
+    values = {side: ds[f"{name}_{side}"] for side in SIDES}
+    if name == "exact":
+        found = {key: ds[key] for key in ("ratio", *ENDS) if key in ds}
+    else:
+        with np.errstate(all="ignore"):
+            ratio = values["b"] / values["a"].where((values["a"] > 0) & np.isfinite(values["a"]))
+        found = dict.fromkeys(("ratio", *ENDS), ratio)
+    known = found["ratio"].notnull()
+    return {side: one.where(known) for side, one in values.items()} | found
+
+
+def reduced(parts: Mapping[str, xr.DataArray], dims: list[str]) -> dict[str, xr.DataArray]:
+    """Columns of a table of a diff: `change`, reduced over some dimensions.
+
+    Returns:
+        Geometric means ``a``, ``b`` and ``ratio``, and of its ends; the bootstrap interval of the
+        ratio; its ``min`` and ``max``; ``compared`` places, and `COUNTS` of them; NaN where there
+        are no ends.
+    """
+    found = {name: reduce_samples(values, "geomean", dims) for name, values in parts.items()}
+    ratio = parts["ratio"]
+    found |= {name: found["ratio"] * np.nan for name in ENDS if name not in parts}
+    found |= zip(INTERVAL, interval(ratio, "geomean", dims), strict=True)
+    found |= {"min": ratio.min(dims), "max": ratio.max(dims)}
+    sure = dict.fromkeys(COUNTS, found["ratio"] * np.nan)
+    if ENDS[0] in parts:
+        lower, upper = (parts[name] for name in ENDS)
+        sure = {"smaller": (upper < 1).sum(dims), "larger": (lower > 1).sum(dims)}
+    return found | sure | {"compared": ratio.notnull().sum(dims)}
+
+
+def diff_table(
+    ds: xr.Dataset,
+    by: str = "bound",
+    *,
+    bounds: Iterable[str] | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Table:
+    """Table of a diff: of exact norms and bounds over everything, or of exact norms by place.
+
+    Args:
+        ds: a diff. by: "bound", "layer" or "head".
+        bounds: of rows by bound: which, of those that both runs have; all by default.
+        labels: names of the runs, by "a" and "b".
+
+    Raises:
+        LipboundError: unknown names, heads of whole layers.
+    """
+    choice("rows", by, statistics.ROWS)
+    dims = [str(dim) for dim in ds["ratio"].dims]
+    if by == "head" and "head" not in dims:
+        raise LipboundError("the runs are about whole layers and have no heads; ask by layer")
+    if by == "bound":
+        names = ["exact", *_bounds(ds, bounds)]
+        cells = {name: reduced(change(ds, name), dims) for name in names}
+        rows = [{key: value.item() for key, value in one.items()} for one in cells.values()]
+        numbers = pd.DataFrame(rows, index=pd.Index(names, name="bound"))
+        title = "quantity"
+        shown = pd.DataFrame(
+            {title: [plain(str(ds[f"{name}_a"].attrs["label"])) for name in names]}, numbers.index
+        )
+        wide = [_widths(ds, name, dims) for name in names]
+    else:
+        if bounds is not None:
+            raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
+        levels = ["layer", "head"][: statistics.ROWS.index(by)]
+        inner = [dim for dim in dims if dim not in levels]
+        found = reduced(change(ds), inner)
+        numbers = pd.DataFrame(
+            {name: value.transpose(*levels).to_series() for name, value in found.items()}
+        )
+        numbers, title = numbers.loc[numbers["compared"] > 0], levels[0]
+        shown = numbers.index.to_frame().astype(str)
+        all_wide = _widths(ds, "exact", inner)
+        wide = [
+            {
+                name: float(value.sel(dict(zip(levels, np.atleast_1d(place), strict=True))))
+                for name, value in all_wide.items()
+            }
+            for place in numbers.index
+        ]
+    return _written(ds, numbers, shown, wide, by, labels)
+
+
+def _bounds(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
+    """Names of bounds that both runs have."""
+    a, b = map(bounds_there, sides(ds))
+    both = [name for name in a if name in b]
+    names = both if bounds is None else [bounds] if isinstance(bounds, str) else list(bounds)
+    if unknown := [name for name in names if name not in both]:
+        raise UnknownNameError(
+            f"the runs have no bound {unknown[0]!r}; {nearest(unknown[0], both)}"
+        )
+    return names
+
+
+def _widths(ds: xr.Dataset, name: str, dims: list[str]) -> dict[str, Any]:
+    """Relative widths of the enclosures of the columns of a row: of means, and of single ratios."""
+    parts = change(ds, name)
+    if name != "exact":
+        zero = parts["ratio"].max(dims) * 0.0
+        return dict.fromkeys(("a", "b", "ratio", "single"), zero)
+    known = {}
+    for side, run in zip(SIDES, sides(ds), strict=True):
+        wide = xr.full_like(run["exact"], float(run.attrs["tol"]))
+        if "exact_upper" in run:
+            wide = run["exact_upper"] / run["exact"] - 1
+        known[side] = wide.where(parts["ratio"].notnull())
+    known["ratio"] = (1 + known["a"]) * (1 + known["b"]) - 1
+    found = {key: one.mean(dims).fillna(0.0) for key, one in known.items()}
+    return found | {"single": known["ratio"].max(dims).fillna(0.0)}
+
+
+def _written(
+    ds: xr.Dataset,
+    numbers: pd.DataFrame,
+    shown: pd.DataFrame,
+    wide: list[dict[str, Any]],
+    by: str,
+    labels: Mapping[str, str] | None,
+) -> Table:
+    """Numbers as a table, each to the digits that its enclosure supports."""
+    first, second = side_names(labels).values()
+    rows = list(zip(numbers.to_dict("records"), wide, strict=True))
+
+    def column(name: str, side: int, of: str = "") -> list[str]:
+        times = 1 if side else 2  # a ratio of lower ends stands anywhere in its enclosure
+        return [enclosed(row[name], times * float(w[of or name]), side) for row, w in rows]
+
+    keys = list(shown.columns)
+    likely = f"{LEVEL:.0%} interval"
+    shown[first], shown[second] = column("a", 1), column("b", 1)
+    shown[ratio := f"{second} / {first}"] = column("ratio", 0)
+    low, high = (column(end, 0, "single") for end in INTERVAL)
+    spans = (dict.fromkeys(pair) for pair in zip(low, high, strict=True))
+    shown[likely] = [" to ".join(span) for span in spans]
+    shown["min"], shown["max"] = column("min", 0, "single"), column("max", 0, "single")
+    sure = bool(numbers[COUNTS[0]].notna().any())
+    for name in COUNTS if sure else ():
+        shown[name] = [
+            "n/a" if np.isnan(row[name]) else f"{row[name]:.0f} of {row['compared']}"
+            for row, _ in rows
+        ]
+    samples = int(ds["ratio"].notnull().any([d for d in ds["ratio"].dims if d != "sample"]).sum())
+    if samples < 2:
+        shown = shown.drop(columns=likely)
+    said = interval_words(samples)
+    axes = [axis for axis in ("sample", "layer", "head") if by == "bound" or axis not in keys]
+    means = over(sides(ds)[0], axes)
+    decided = f"smaller, larger: where {second} is so whatever the norms in their enclosures are"
+    return Table(
+        numbers,
+        shown,
+        words=("quantity",),
+        head=f"exact norms{' and bounds' * (by == 'bound' and len(rows) > 1)}, and {ratio}"
+        + (f": geometric means{means}" if means else ""),
+        caption=diff_words(ds, labels),
+        notes=[said] * (samples == 1) + diff_notes(ds),
+        keys=tuple(keys),
+        spare=SPARE,
+        meaning={likely: said} | dict.fromkeys(["smaller"] if sure else [], decided),
+    )
+
+
+def diff_notes(ds: xr.Dataset) -> list[str]:
+    """Sentences on a diff: what differs besides the checkpoints, what is not decided or missing."""
+    notes, parts = list(ds.attrs["notes"]), change(ds)
+    places = int(parts["ratio"].notnull().sum())
+    if ENDS[0] not in parts:
+        notes.append("without upper ends of both norms, ratios are estimates without an enclosure")
+    elif unsure := int(((parts[ENDS[0]] <= 1) & (parts[ENDS[1]] >= 1)).sum()):
+        notes.append(f"which is larger is not decided by the enclosures at {unsure} of {places}")
+    norms = parts["ratio"].size
+    either = int((ds["exact_a"].notnull() | ds["exact_b"].notnull()).sum())
+    if either > places:
+        notes.append(f"{either - places} of {either} places have no ratio: no norm, or zero in A")
+    if norms and bool((ds["exact_a"] == ds["exact_b"]).where(parts["ratio"].notnull(), True).all()):
+        notes.append("no exact norm differs: are these two checkpoints?")
+    return notes
+
+
+def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
+    """Contents of a diff, by names in words, for `lipbound info`."""
+    parts = change(ds)
+    dims = [str(dim) for dim in ds["ratio"].dims]
+    whole = {name: value.item() for name, value in reduced(parts, dims).items()}
+    a, b = sides(ds)
+    return {
+        "kind": "diff of two runs",
+        "a": checkpoint_words(a),
+        "b": checkpoint_words(b),
+        "measured": setting_words(a),
+        "of b": "" if setting_words(a) == setting_words(b) else setting_words(b),
+        "b / a": whole["ratio"],
+        f"{LEVEL:.0%} interval from": whole[INTERVAL[0]],
+        f"{LEVEL:.0%} interval to": whole[INTERVAL[1]],
+        "b / a from": whole["min"],
+        "b / a to": whole["max"],
+        "compared": whole["compared"],
+        "smaller": whole["smaller"],
+        "larger": whole["larger"],
+        "bounds": _bounds(ds, None),
+        "notes": diff_notes(ds),
+    }

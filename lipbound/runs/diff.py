@@ -1,0 +1,158 @@
+"""Two runs, or two checkpoints measured on the same inputs, head by head: before and after."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+
+from lipbound.devices import resolve_device
+from lipbound.errors import (
+    LipboundError,
+    Notice,
+    StoreError,
+    UnknownNameError,
+    nearest,
+    shown,
+    tell,
+)
+from lipbound.runs.compare import run
+from lipbound.runs.config import RunConfig, check_run_name
+from lipbound.runs.pair import paired, refuse_inputs
+from lipbound.runs.plan import open_sources
+from lipbound.runs.store import check_target, run_of, save
+
+OF_B = ("revision", "gguf_file", "adapter")
+"""Options that are of the second checkpoint alone."""
+OPTIONS = {one.name for one in fields(RunConfig)} - {"model"}
+"""All options of a diff of two checkpoints."""
+
+
+def diff(
+    a: Any,
+    b: Any,
+    data: Any = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    client: Any = None,
+    progress: bool = True,
+    **options: Any,
+) -> xr.Dataset:
+    """Set two runs side by side, or measure two checkpoints on the same inputs and do so.
+
+    Before and after fine-tuning, an adapter, quantisation, another training step. For every sample,
+    layer and head there are both exact norms and their ratio b / a; `lipbound.tables.render`,
+    `lipbound.plots.heatmaps`, `lipbound.report` and `lipbound.save` take what is returned.
+
+    Args:
+        a: a run of `lipbound.compare` or its path; or a checkpoint, as `lipbound.compare` takes it.
+        b: another of the same kind.
+        data: of two checkpoints: what both are measured on.
+        out: where to save the diff, a Zarr store that must not exist yet. Runs of two checkpoints
+            are saved beside it: ``diff.zarr`` has ``diff-a.zarr`` and ``diff-b.zarr``.
+        resume: of two checkpoints: take up their unfinished runs, and keep finished ones.
+        client: as in `lipbound.compare`.
+        progress: as in `lipbound.compare`.
+        options: of two checkpoints: other options of `lipbound.compare`, for both; but
+            ``revision``, ``gguf_file`` and ``adapter`` are of b alone ("name@revision" names
+            another one of a).
+
+    Returns:
+        Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers:
+        ``exact_a``, ``exact_b`` and every other variable of both runs under such names; ``ratio``,
+        ``exact_b / exact_a``; and, where both runs have upper ends, ``ratio_lower`` and
+        ``ratio_upper``, which enclose the ratio of the norms. `lipbound.runs.pair.sides` returns
+        the two runs.
+
+    Raises:
+        StoreError: the runs are of other maps, norms, inputs (samples, tokens, pixels), layers or
+            heads, or not as they were computed.
+        LipboundError: a run and a checkpoint, options for two runs, an unknown option, and whatever
+            `lipbound.compare` raises.
+    """
+    if unknown := options.keys() - OPTIONS:
+        name = min(unknown)
+        raise UnknownNameError(f"{name} is no option of a diff; {nearest(name, OPTIONS)}")
+    stored = [_is_run(one) for one in (a, b)]
+    check_run_name(out)
+    target = None if out is None else check_target(out)
+    if any(stored):
+        if not all(stored):
+            what = "a run, and b is a checkpoint" if stored[0] else "a checkpoint, and b is a run"
+            raise LipboundError(f"a is {what}; give two of a kind: lipbound.compare makes runs")
+        given = {"data": data, "client": client} | options | {"resume": resume or None}
+        if extra := [name for name, value in given.items() if value is not None]:
+            raise LipboundError(
+                f"{extra[0]} is {shown(given[extra[0]])}, and a and b are runs, which are measured "
+                "already; leave it out"
+            )
+        runs = [run_of(a), run_of(b)]
+    else:
+        runs = _measured(_configs(a, b, data, target, resume, options), client, progress)
+    ds = paired(*runs)
+    for note in ds.attrs["notes"]:
+        tell(note)
+    if target is not None:
+        try:
+            save(ds, target)
+        except StoreError as failure:
+            failure.dataset = ds
+            raise
+    return ds
+
+
+def _is_run(given: Any) -> bool:
+    """True for a Dataset, and for the path of a stored run or of what is called like one."""
+    if isinstance(given, str | Path):
+        path = Path(given).expanduser()
+        with suppress(OSError):
+            return path.suffix in (".zarr", ".nc") or (path / "exact").is_dir()
+    return isinstance(given, xr.Dataset)
+
+
+def _configs(
+    a: Any, b: Any, data: Any, target: Path | None, resume: bool, options: dict[str, Any]
+) -> tuple[RunConfig, RunConfig]:
+    """Configurations of the runs of two checkpoints; nothing stands where they will be saved."""
+    outs: list[Path | None] = [None, None]
+    if target is not None:
+        outs = [target.with_name(f"{target.stem}-{side}{target.suffix}") for side in "ab"]
+    both = {name: value for name, value in options.items() if name not in OF_B}
+    first = RunConfig(a, data, **both, out=outs[0], resume=resume)
+    second = RunConfig(b, data, **options, out=outs[1], resume=resume)
+    for one in outs:
+        if one is not None and not resume:
+            check_target(one)
+    return first, second
+
+
+def _measured(
+    configs: tuple[RunConfig, RunConfig], client: Any, progress: bool
+) -> list[xr.Dataset]:
+    """Measure two checkpoints; what they are measured on is compared before.
+
+    Raises:
+        StoreError: the same data become other inputs of the one than of the other.
+    """
+    first, second = configs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Notice)  # they are told when the runs are made
+        inputs = [open_sources(one, resolve_device(one.device)).inputs for one in configs]
+    one, other = inputs
+    refuse_inputs(one.fingerprint == other.fingerprint, one.description, other.description)
+    runs = [run(first, client=client, progress=progress)]
+    try:
+        runs.append(run(second, client=client, progress=progress))
+    except Exception:
+        if first.target is None:  # a is finished work
+            with suppress(StoreError, OSError):
+                refuge = Path(tempfile.mkdtemp(prefix="lipbound-")) / "a.zarr"
+                tell(f"the run of a was finished, and is saved to {save(runs[0], refuge)}")
+        raise
+    return runs

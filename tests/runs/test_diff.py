@@ -1,0 +1,428 @@
+"""Two runs, or two checkpoints on the same inputs, side by side."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from matplotlib.figure import Figure
+from support.commands import call
+from support.layers import random_attention
+from support.oracles import dense_norms, jacobians
+from support.runs import OPTIONS, TEXTS
+from transformers import BertModel
+
+import lipbound as lb
+from lipbound import plots, tables
+from lipbound.attention.layer import Attention
+from lipbound.errors import AlteredRunError, LipboundError, Notice, StoreError
+from lipbound.models.given_layers import GivenLayers
+from lipbound.reporting.scales import DIVERGING, Scale
+from lipbound.runs import diff as runs_diff
+from lipbound.runs.dataset import damage
+from lipbound.runs.pair import GIVEN, sides
+from lipbound.runs.store import diff_of
+
+RUN_OPTIONS = {name: value for name, value in OPTIONS.items() if name != "progress"}
+
+
+@pytest.fixture(scope="module")
+def tuned(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small BERT with other queries in its second layer, and nothing else."""
+    folder = tmp_path_factory.mktemp("tuned") / "bert"
+    shutil.copytree(bert, folder)
+    model = BertModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.query.weight.mul_(3.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def after(tuned: Path) -> xr.Dataset:
+    return lb.compare(tuned, TEXTS, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def ds(whole: xr.Dataset, after: xr.Dataset) -> xr.Dataset:
+    return lb.diff(whole, after)
+
+
+def scaled(att: Attention, factor: float) -> Attention:
+    """The same inputs, other queries."""
+    names = ("w_k", "w_v", "b_q", "b_k", "b_v", "w_o", "scale", "mask")
+    return Attention(att.x, att.w_q * factor, **{name: getattr(att, name) for name in names})
+
+
+def svd_norms(att: Attention, map: str) -> np.ndarray:
+    """By autograd and float64 SVD: of every head, or of all heads of the layer side by side."""
+    if map == "head":
+        return dense_norms(att).numpy()
+    rows = [jacobians(att, sample).flatten(0, 2) for sample in range(att.samples)]
+    return torch.stack([torch.linalg.svdvals(row)[0] for row in rows]).numpy()
+
+
+@pytest.mark.parametrize("map", ["head", "heads"])
+def test_ratios_enclose_those_of_dense_norms(map: str) -> None:
+    """Against the float64 SVD of autograd Jacobians."""
+    before = random_attention("bias").double()
+    pair = before, scaled(before, 2.5)
+    runs = [
+        lb.compare([att], bounds="none", map=map, dtype="float64", tol=1e-6, progress=False)
+        for att in pair
+    ]
+    with pytest.warns(Notice, match="inputs of their own, which are not compared"):
+        ds = lb.diff(*runs)
+    a, b = (svd_norms(att, map) for att in pair)
+    expected = np.reshape(b / a, ds["ratio"].shape)
+    assert (ds["ratio_lower"].values <= expected).all()
+    assert (expected <= ds["ratio_upper"].values).all()
+    assert (ds["ratio_upper"] <= ds["ratio_lower"] * (1 + 3e-6)).all()
+    assert (ds["ratio_lower"] <= ds["ratio"]).all()
+    assert (ds["ratio"] <= ds["ratio_upper"]).all()
+    assert GivenLayers.__name__ == GIVEN
+
+
+def test_both_runs_are_kept_whole(
+    ds: xr.Dataset, whole: xr.Dataset, after: xr.Dataset, tmp_path: Path
+) -> None:
+    np.testing.assert_array_equal(ds["ratio"], after["exact"] / whole["exact"])
+    np.testing.assert_array_equal(ds["yudin_b"], after["yudin"])
+    assert float(abs(ds["ratio"].sel(layer=0) - 1).max()) < 1e-3
+    assert float(abs(ds["ratio"].sel(layer=1) - 1).min()) > 1e-3
+    for name in ("diff.zarr", "diff.nc"):
+        stored = lb.load(lb.save(ds, tmp_path / name), damaged="refuse")
+        assert stored.equals(ds)
+        assert stored.attrs == ds.attrs
+        for run, given in zip(sides(stored), (whole, after), strict=True):
+            assert (damage(run), run.attrs) == ("", given.attrs)
+            assert run.equals(given)
+    part = diff_of(ds.isel(layer=1, sample=[0, 3]))
+    np.testing.assert_array_equal(part["ratio"][:, 0], ds["ratio"][[0, 3], 1])
+    assert [damage(run) for run in sides(part)] == ["", ""]
+
+
+def test_without_both_upper_ends_there_is_no_enclosure(whole: xr.Dataset, tuned: Path) -> None:
+    estimate = lb.compare(tuned, TEXTS, **OPTIONS | {"delta": None})
+    with pytest.warns(Notice, match="delta is 1e-06 in a and None in b"):
+        ds = lb.diff(whole, estimate)
+    assert "ratio_lower" not in ds
+    table = tables.table_of(ds)
+    assert table.shown.loc["exact", "smaller"] == "n/a"  # of bounds their values are compared
+    assert "ratios are estimates without an enclosure" in " ".join(table.notes)
+    assert np.isnan(table.numbers.loc["exact", ["ratio_lower", "smaller"]].astype(float)).all()
+
+
+def test_zero_has_no_ratio(whole: xr.Dataset) -> None:
+    runs = [lb.compare([random_attention("plain").double()], bounds="none", progress=False)] * 2
+    zero = random_attention("plain").double()
+    zero = Attention(zero.x, zero.w_q, zero.w_k, zero.w_v * 0)
+    runs[0] = lb.compare([zero], bounds="none", progress=False)
+    with pytest.warns(Notice):
+        ds = lb.diff(*runs)
+    assert ds["ratio"].isnull().all()
+    assert "places have no ratio" in " ".join(tables.table_of(ds).notes)
+    with pytest.warns(Notice):
+        assert (lb.diff(*runs[::-1])["ratio"] == 0).all()
+
+
+def changed_map(bert: Path, whole: xr.Dataset) -> object:
+    return lb.compare(bert, TEXTS, **OPTIONS | {"map": "layer", "bounds": "none"})
+
+
+def changed_norm(bert: Path, whole: xr.Dataset) -> object:
+    return lb.compare(bert, TEXTS, **OPTIONS | {"norm": "one-token", "bounds": "none"})
+
+
+def changed_texts(bert: Path, whole: xr.Dataset) -> object:
+    return lb.compare(bert, TEXTS[::-1], **OPTIONS)
+
+
+def edited(bert: Path, whole: xr.Dataset) -> object:
+    return whole.assign(exact=whole["exact"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (changed_map, "map is 'head' in a and 'layer' in b; measure both alike"),
+        (changed_norm, "norm is 'frobenius' in a and 'one-token' in b"),
+        (changed_texts, "other samples, or other tokens or pixels"),
+        (lambda _, run: run.isel(sample=[0, 1]), "other samples, or other tokens"),
+        (lambda _, run: run.isel(layer=[1]), r"layer is \[0, 1\] in a and \[1\] in b; select"),
+        (lambda _, run: run.isel(head=[1]), r"head is .* in a and \[1\] in b"),
+        (edited, r"b \(.*\) is not as it was computed: its numbers at every sample"),
+        (lambda _, run: run.drop_vars("yudin"), "variables that it was made with were left out"),
+    ],
+)
+def test_what_is_not_of_the_same_thing_is_refused(
+    other: Callable, message: str, bert: Path, whole: xr.Dataset
+) -> None:
+    with pytest.raises(StoreError, match=message):
+        lb.diff(whole, other(bert, whole))
+
+
+def test_arguments_that_do_not_go_together(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
+    for given, options, message in (
+        ((whole, bert), {}, "a is a run, and b is a checkpoint; give two of a kind"),
+        ((bert, whole), {}, "a is a checkpoint, and b is a run"),
+        ((whole, whole), {"samples": 2}, "samples is 2, and a and b are runs, .* leave it out"),
+        ((bert, bert), {"sample": 2}, "sample is no option of a diff; did you mean 'samples'"),
+        ((bert, bert), {"model": "x"}, "model is no option of a diff"),
+        ((tmp_path / "no.zarr", whole), {}, "there is no run"),
+    ):
+        with pytest.raises(LipboundError, match=message):
+            lb.diff(*given, **options)
+
+
+def test_damage_is_told(ds: xr.Dataset, tmp_path: Path) -> None:
+    for name, value in (("ratio", 3.0), ("exact_a", 3.0)):
+        wrong = ds.copy(deep=True)
+        wrong[name][0, 0, 0] = value
+        with pytest.raises(AlteredRunError, match=r"damaged or was edited: .*ratio is not that of"):
+            lb.load(lb.save(wrong, tmp_path / f"{name}.zarr"), damaged="refuse")
+    with pytest.raises(StoreError, match=r"a \(.*\) is not as it was computed"):
+        tables.render(wrong)
+    lost = ds.drop_vars("exact_b")
+    with pytest.raises(AlteredRunError, match="of one of its two runs, 'exact' is missing"):
+        lb.load(lb.save(lost, tmp_path / "lost.zarr"), damaged="refuse")
+    for wants_a_run in (lb.cite, lb.verify, tables.summary, plots.ratios):
+        with pytest.raises(StoreError, match="is a diff of two runs, and one run is wanted"):
+            wants_a_run(ds)
+    with pytest.raises(LipboundError, match="scale is 'shared', which is not for a diff"):
+        plots.heatmaps(ds, scale="shared")
+
+
+def test_two_checkpoints_on_the_same_inputs(
+    bert: Path, tuned: Path, ds: xr.Dataset, tmp_path: Path
+) -> None:
+    out = tmp_path / "diff.zarr"
+    found = lb.diff(bert, tuned, TEXTS, out=out, progress=False, **RUN_OPTIONS)
+    np.testing.assert_array_equal(found["ratio"], ds["ratio"])
+    assert lb.load(out, damaged="refuse").equals(found)
+    for run, side in zip(sides(found), "ab", strict=True):
+        assert lb.load(tmp_path / f"diff-{side}.zarr").equals(run)
+    assert lb.verify(lb.load(tmp_path / "diff-b.zarr"), data=TEXTS, places=1).ok
+    with pytest.raises(StoreError, match="exists already"):
+        lb.diff(bert, tuned, TEXTS, out=out, progress=False, **RUN_OPTIONS)
+    shutil.rmtree(out)
+    dates = [lb.load(tmp_path / f"diff-{side}.zarr").attrs["date"] for side in "ab"]
+    again = lb.diff(bert, tuned, TEXTS, out=out, resume=True, progress=False, **RUN_OPTIONS)
+    assert [run.attrs["date"] for run in sides(again)] == dates
+
+
+def test_other_inputs_are_found_before_anything_is_measured(
+    bert: Path, vit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(StoreError, match=r"data is '.*' in a and 'photographs.*' in b"):
+        lb.diff(bert, vit, max_length=8, progress=False)
+
+
+def test_finished_work_is_kept_where_the_second_run_fails(
+    bert: Path, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = runs_diff.run
+
+    def failing(config: object, **options: object) -> xr.Dataset:
+        if getattr(config, "model") == tuned:  # noqa: B009
+            raise MemoryError("no room")
+        return measured(config, **options)
+
+    monkeypatch.setattr(runs_diff, "run", failing)
+    monkeypatch.setattr(runs_diff.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "kept"))
+    (tmp_path / "kept").mkdir()
+    with pytest.warns(Notice, match="the run of a was finished"), pytest.raises(MemoryError):
+        lb.diff(bert, tuned, TEXTS, progress=False, **RUN_OPTIONS)
+    assert lb.load(tmp_path / "kept" / "a.zarr").attrs["model"] == str(bert)
+
+
+@pytest.mark.parametrize("by", ["bound", "layer", "head"])
+def test_tables_by_plain_numpy_and_every_resample(
+    ds: xr.Dataset, whole: xr.Dataset, after: xr.Dataset, by: str
+) -> None:
+    """Geometric means, their enclosures and counts; bootstrap intervals against all 256 resamples
+    of the four samples."""
+    numbers = tables.table_of(ds, by).numbers
+    assert len(numbers) == {"bound": 3, "layer": 2, "head": 8}[by]
+    for place, row in numbers.iterrows():
+        at = {} if by == "bound" else {"layer": place} if by == "layer" else None
+        at = dict(zip(("layer", "head"), place, strict=True)) if at is None else at
+        name = str(place) if by == "bound" else "exact"
+        a, b = (run.sel(at) for run in (whole, after))
+        ratios = (b[name] / a[name]).values.reshape(4, -1)
+        assert row["ratio"] == pytest.approx(np.exp(np.log(ratios).mean()), rel=1e-12)
+        assert row["ratio"] == pytest.approx(row["b"] / row["a"], rel=1e-12)
+        assert (row["min"], row["max"], row["compared"]) == (
+            ratios.min(),
+            ratios.max(),
+            ratios.size,
+        )
+        if name == "exact":
+            low = np.log(b["exact"] / a["exact_upper"]).values
+            high = np.log(b["exact_upper"] / a["exact"]).values
+            assert row["ratio_lower"] == pytest.approx(np.exp(low.mean()), rel=1e-12)
+            assert row["ratio_upper"] == pytest.approx(np.exp(high.mean()), rel=1e-12)
+            assert (row["smaller"], row["larger"]) == ((high < 0).sum(), (low > 0).sum())
+        every = [
+            np.exp(np.log(ratios[list(picked)]).mean())
+            for picked in itertools.product(range(4), repeat=4)
+        ]
+        for end, tail in (("interval_lower", 0.025), ("interval_upper", 0.975)):
+            limits = np.quantile(every, [tail - 0.0125, tail + 0.0125], method="inverted_cdf")
+            assert limits[0] * (1 - 1e-12) <= row[end] <= limits[1] * (1 + 1e-12)
+
+
+def test_tables_in_every_format(ds: xr.Dataset) -> None:
+    for form in tables.FORMATS:
+        for by in tables.ROWS:
+            assert tables.render(ds, form, by=by)
+    text = tables.render(ds, width=80, labels={"a": "before", "b": "after"})
+    assert "after / before" in text
+    assert "no exact norm differs" not in text
+    assert "all enclosures together with failure probability 2e-6" in " ".join(text.split())
+    one = tables.render(ds.isel(sample=[0]))
+    assert "one sample: no interval over samples" in one
+    assert "95% interval" not in one
+    same = lb.diff(*[sides(ds)[0]] * 2)
+    assert "no exact norm differs: are these two checkpoints?" in tables.render(same)
+    for wrong, message in (
+        ({"bounds": ["kim"]}, "no bound 'kim'"),
+        ({"labels": {"c": "x"}}, "those of a diff are of a and b"),
+        ({"by": "layer", "bounds": ["yudin"]}, "bounds are for rows by bound"),
+        ({"reduce": "max", "by": "layer"}, "reduce is 'max', which is not for a diff"),
+    ):
+        with pytest.raises(LipboundError, match=message):
+            tables.table_of(ds, **wrong)
+
+
+def pictures(figure: Figure) -> list:
+    return [axes for axes in figure.axes if axes.images]
+
+
+def test_heatmaps_diverge_from_one(ds: xr.Dataset, tmp_path: Path) -> None:
+    figure = plots.heatmaps(ds, tmp_path / "diff.svg")
+    first, second, ratio = pictures(figure)
+    assert first.images[0].norm.vmin == second.images[0].norm.vmin
+    assert first.images[0].norm.vmax == second.images[0].norm.vmax
+    picture = ratio.images[0]
+    assert picture.norm.vmin == -picture.norm.vmax
+    assert picture.cmap.name == DIVERGING
+    expected = np.log10(np.exp(np.log(ds["ratio"]).mean("sample")))
+    np.testing.assert_allclose(picture.get_array(), expected, rtol=1e-9)
+    numbers = tables.table_of(ds, "head").numbers
+    open_ = (numbers["interval_lower"] <= 1) & (numbers["interval_upper"] >= 1)
+    dots = [tuple(map(int, at[::-1])) for at in ratio.collections[0].get_offsets()]
+    assert dots == numbers.index[open_].to_list()
+    caption = (tmp_path / "diff.caption.txt").read_text().strip()
+    assert caption == plots.caption(ds)
+    assert "B / A on a logarithmic colour scale centred on 1" in caption
+    assert ("Dots: " in caption) == bool(dots)
+    alone = plots.heatmap(ds)
+    np.testing.assert_array_equal(alone.images[0].get_array(), picture.get_array())
+
+
+@pytest.mark.parametrize(
+    ("most", "numbers"),
+    [
+        (1e-3, {"1", "1.001", "0.999", "1.002", "0.998"}),
+        (0.63, {"1", "2", "4", "0.5", "0.25"}),
+        (3.0, {"1", "10", "100", "0.1", "0.01"}),
+    ],
+)
+def test_bars_are_numbered_by_ratios(most: float, numbers: set[str]) -> None:
+    axes = Figure().add_subplot()
+    scale = Scale(("ratio",), -most, most, DIVERGING)
+    picture = axes.imshow([[0.0]], norm=scale.norm)
+    bar = axes.figure.colorbar(picture, ax=axes)
+    scale.mark(bar)
+    found = {label.get_text() for label in bar.ax.get_yticklabels()}
+    assert found == numbers
+    at = sorted(10.0**place for place in bar.get_ticks())
+    assert at == pytest.approx(sorted(map(float, numbers)), rel=1e-3)
+
+
+def test_report_has_both_runs_and_their_ratios(ds: xr.Dataset, tmp_path: Path) -> None:
+    lb.report(ds, tmp_path / "diff.html", details=False)
+    page = (tmp_path / "diff.html").read_text()
+    assert page.count('<h2 id="h-compare">') == 1
+    assert "data:image/svg+xml;base64," in page
+    assert "B over A" in page
+    assert tables.table_of(ds).shown["B / A"].iloc[0] in page
+
+
+def test_command_line(
+    bert: Path,
+    tuned: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said(*words: object) -> str:
+        status, out, err = call(capsys, monkeypatch, *words)
+        assert status == 0, err
+        return out
+
+    out = tmp_path / "diff.zarr"
+    options = ("--data", text, "--samples", 2, "--max-length", 8, "--bounds", "yudin", "--quiet")
+    printed = said("diff", bert, tuned, *options, "--out", out)
+    assert "quantity" in printed
+    assert "layer" in printed
+    assert f"saved {out}" in printed
+    assert said("table", out) in printed
+    assert "B / A" in said("diff", tmp_path / "diff-a.zarr", tmp_path / "diff-b.zarr")
+    rows = json.loads(said("table", out, "--json"))["rows"]
+    ratios = np.log(lb.load(out)["ratio"])
+    assert rows[0]["ratio"] == pytest.approx(float(np.exp(ratios.mean())))
+    facts = json.loads(said("info", out, "--json"))
+    assert (facts["kind"], facts["checksums"]) == ("diff of two runs", "hold")
+    assert facts["b / a"] == rows[0]["ratio"]
+    said("heatmap", out, "-o", tmp_path / "diff.pdf", "--label", "b=tuned")
+    said("report", out, "-o", tmp_path / "diff.html", "--no-details")
+    for words, message in (
+        (("cite", out), "is a diff of two runs, and one run is wanted"),
+        (("verify", out), "is a diff of two runs, and one run is wanted"),
+        (("diff", bert, "builtin:vt"), "unknown builtin checkpoint 'vt'"),
+        (("diff", out, out), "is a diff of two runs, and one run is wanted"),
+    ):
+        status, _, err = call(capsys, monkeypatch, *words)
+        assert (status, message in err) == (2, True)
+
+
+def test_what_makes_the_second_checkpoint_is_of_it_alone() -> None:
+    options = {"adapter": "lora", "revision": "main", "gguf_file": "x.gguf", "samples": 3}
+    first, second = runs_diff._configs("base", "base", None, None, False, options)
+    assert [getattr(first, name) for name in runs_diff.OF_B] == [None] * 3
+    assert [getattr(second, name) for name in runs_diff.OF_B] == ["main", "x.gguf", "lora"]
+    assert first.samples == second.samples == 3
+
+
+def test_runs_put_together_are_matched_place_by_place(
+    whole: xr.Dataset, after: xr.Dataset, ds: xr.Dataset
+) -> None:
+    """In whatever order they were put together; samples in another order are others."""
+    first = lb.concat([whole.isel(layer=[0]), whole.isel(layer=[1])])
+    second = lb.concat([after.isel(layer=[1]), after.isel(layer=[0])])
+    np.testing.assert_array_equal(lb.diff(first, second)["ratio"], ds["ratio"])
+    halves = [after.isel(sample=[2, 3]), after.isel(sample=[0, 1])]
+    with pytest.raises(StoreError, match="other samples"):
+        lb.diff(first, lb.concat(halves))
+
+
+def test_whole_layers(bert: Path, tuned: Path) -> None:
+    options = RUN_OPTIONS | {"map": "layer", "bounds": "none"}
+    ds = lb.diff(bert, tuned, TEXTS, progress=False, **options)
+    assert ds["ratio"].dims == ("sample", "layer")
+    numbers = tables.table_of(ds, "layer").numbers
+    np.testing.assert_allclose(numbers["ratio"], np.exp(np.log(ds["ratio"]).mean("sample")))
+    grid = pictures(plots.heatmaps(ds))[2].images[0].get_array()
+    np.testing.assert_allclose(grid, np.log10(ds["ratio"]).T, atol=1e-12)
+    assert "over samples" not in plots.caption(ds).partition(". ")[0]
+    with pytest.raises(LipboundError, match="have no heads"):
+        tables.render(ds, by="head")
