@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from lipbound.cli import interruption
-from lipbound.cli.application import app, show, state
+from lipbound.cli.application import app, loading, show, state
 from lipbound.errors import LipboundError, StoreError
 from lipbound.formatting import counted, plain
 from lipbound.runs.config import RunConfig
@@ -181,9 +181,9 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
 
 def measured(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """Compute a run, and save it to a temporary folder where its own place fails."""
-    from lipbound.runs.compare import run
-    from lipbound.runs.store import save
-
+    with loading():
+        from lipbound.runs.compare import run
+        from lipbound.runs.store import save
     try:
         return run(config, client=client, progress=progress)
     except StoreError as error:
