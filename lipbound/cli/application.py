@@ -334,7 +334,8 @@ def loading() -> Iterator[None]:
             status = Console(stderr=True).status("loading PyTorch and transformers")
             said.enter_context(status)
         yield
-    gc.freeze()
+    if not gc.get_freeze_count():  # what was measured since may be garbage one day
+        gc.freeze()
 
 
 # -- output ----------------------------------------------------------------------------------------
