@@ -96,14 +96,14 @@ figures: $(STAMP)
 notebooks: $(STAMP)
 	$(BIN)/python notebooks/execute.py
 
-# Timings of exact norms against what people use instead, with an accuracy check in the same run, of bounds against exact norms, of starting up.
+# Timings of exact norms against what people use instead, with an accuracy check in the same run, of bounds against exact norms, of whole commands against the last commit.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/exact_norms.py
 	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/bounds.py
 	$(BIN)/python benchmarks/long.py
 	$(BIN)/python benchmarks/cluster.py
-	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/commands.py --store
 
 # The accuracy of every method, measured anew.
 accuracy: $(STAMP)

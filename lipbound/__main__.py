@@ -1,5 +1,6 @@
 """``python -m lipbound``, and the program ``lipbound``."""
 
+import gc
 import os
 import sys
 
@@ -20,6 +21,8 @@ def main() -> None:
         if end.code == 130:
             leave()
         raise
+    finally:
+        gc.freeze()  # Python's end would look through all modules for garbage, for a second
 
 
 def spin_briefly() -> None:

@@ -250,17 +250,68 @@ def token_norms() -> str:
 
 
 def startup() -> str:
-    """What benchmarks/startup.py has measured."""
-    found = report("startup.json")
-    said = (
-        f"CPU time of a fresh process (Python {found['python']}, torch "
-        f"{found['versions']['torch']}, {found['machine']}):"
-    )
+    """What benchmarks/commands.py has measured of imports, and without files in memory."""
+    found = report("commands.json")
+    rows = dict(found["imports"])
+    if "first_use" in found:
+        rows["lipbound compare builtin:gpt2 --samples 1, files not in memory"] = found["first_use"]
+    lines = ([name, *_in_turn(row)] for name, row in rows.items())
+    return "\n".join(table(f" | {IN_TURN}", lines))
+
+
+def commands() -> str:
+    """What benchmarks/commands.py has measured of whole commands."""
+    found = report("commands.json")
     rows = (
-        (f"`{name}`", f"{seconds:.2f}", f"{found['of_import_torch'][name]:.2f}")
-        for name, seconds in found["cpu_seconds"].items()
+        (f"`lipbound {words}`", state, *_in_turn(row))
+        for state, entries in found["states"].items()
+        for words, row in entries.items()
     )
-    return "\n".join([said, "", *table(" | seconds | times `import torch`", rows)])
+    note = f"{found['rounds']} rounds against commit {found['against'][:9]}."
+    if found["provisional"]:
+        note += (
+            f" Provisional: the machine was busy with other things (load {found['load']:.1f}), and "
+            "times are longer than they need be."
+        )
+    return "\n".join(
+        [*table(f"command | state | {IN_TURN}", rows), "", note, "", measured_with(found)]
+    )
+
+
+def layers_once() -> str:
+    """What benchmarks/commands.py has measured of one layer, measured once."""
+    found = report("commands.json")["layers"]
+    names = dict.fromkeys(key.rpartition(": ")[0] for key in found["after"])
+
+    def least(name: str, what: str) -> float:
+        return float(found["after"][f"{name}: {what}"]["least"])
+
+    rows = (
+        (
+            name,
+            f"{1e3 * least(name, 'seconds'):.3g}",
+            f"{found['ratio'][f'{name}: seconds']:.2f}",
+            f"{least(name, 'power iteration') / least(name, 'seconds'):.3g}",
+            f"{least(name, 'error'):.0e}",
+            f"{least(name, 'error of power iteration'):.0e}",
+        )
+        for name in names
+    )
+    head = "layer | ms | over before | power iteration over ours | error | error of power iteration"
+    return "\n".join(table(head, rows))
+
+
+IN_TURN = "seconds | over before | processor seconds | over before"
+"""Columns of `_in_turn`."""
+
+
+def _in_turn(row: dict[str, Any]) -> list[str]:
+    """Least times of what two sides measured in turn, and their ratios."""
+    return [
+        text
+        for name in ("wall", "processor")
+        for text in (f"{row['after'][name]['least']:.2f}", f"{row['ratio'][name]:.2f}")
+    ]
 
 
 def cluster() -> str:
@@ -331,7 +382,8 @@ PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         *(accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families),
-        *(census, memory, token_norms, startup, cluster, penalty_costs, study),
+        *(census, memory, token_norms, startup, commands, layers_once, cluster),
+        *(penalty_costs, study),
     )
 }
 """Tables and sentences by name: a page has one where ``<!-- table: NAME -->`` stands."""

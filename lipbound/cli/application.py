@@ -7,6 +7,7 @@ else of size.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import json
 import math
@@ -16,14 +17,14 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
-from lipbound import __version__
+from lipbound import __version__, _uncollected
 from lipbound.cli import interruption
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain
@@ -315,6 +316,27 @@ def models(incomplete: str) -> list[tuple[str, str]]:
 
     names = [name for name in BUILTINS if (PREFIX + name).startswith(incomplete)]
     return [(PREFIX + name, describe(name).title) for name in names]
+
+
+# -- modules of size -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Load modules for measuring: say so on a terminal, and let the garbage collector rest.
+
+    What was loaded stays until the program ends, and is never looked through for garbage again.
+    """
+    shown = sys.stderr.isatty() and not state["quiet"]
+    with contextlib.ExitStack() as said, _uncollected():
+        if shown and "lipbound.runs.compare" not in sys.modules:
+            from rich.console import Console
+
+            status = Console(stderr=True).status("loading PyTorch and transformers")
+            said.enter_context(status)
+        yield
+    if not gc.get_freeze_count():  # what was measured since may be garbage one day
+        gc.freeze()
 
 
 # -- output ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from lipbound.cli import interruption
-from lipbound.cli.application import app, columns, show, state
+from lipbound.cli.application import app, columns, loading, show, state
 from lipbound.errors import LipboundError, StoreError
 from lipbound.formatting import counted, plain
 from lipbound.runs.config import RunConfig
@@ -242,7 +242,8 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
 
 def measured(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """Compute a run, and save it to a temporary folder where its own place fails."""
-    from lipbound.runs.compare import run
+    with loading():
+        from lipbound.runs.compare import run
 
     return sheltered(lambda: run(config, client=client, progress=progress))
 

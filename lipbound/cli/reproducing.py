@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from lipbound.cli import interruption
-from lipbound.cli.application import app, echo_json, show, state
+from lipbound.cli.application import app, echo_json, loading, show, state
 from lipbound.cli.measuring import measured
 from lipbound.errors import tell, whole
 
@@ -39,9 +39,9 @@ def verify(
         automatic: Also compute exact norms there by automatic differentiation of the model.
         json: JSON, for programs; the status is the same.
     """
-    from lipbound.runs.store import load
-    from lipbound.runs.verify import verify as run_verify
-
+    with loading():
+        from lipbound.runs.store import load
+        from lipbound.runs.verify import verify as run_verify
     asked: dict[str, Any] = {"model": model, "data": data, "device": device, "dtype": dtype}
     asked |= {"places": places, "seed": seed, "automatic": automatic}
     found = run_verify(load(run, damaged="accept"), **asked)
@@ -87,9 +87,10 @@ def reproduce(
         seed: As for `lipbound compare`.
         output: Folder for data, figures and captions; runs it holds are drawn again.
     """
-    from lipbound.analysis.recipes.registry import RECIPES as recipes
-    from lipbound.analysis.recipes.registry import Setting, recipe
-    from lipbound.runs.config import check_folder_name
+    with loading():
+        from lipbound.analysis.recipes.registry import RECIPES as recipes
+        from lipbound.analysis.recipes.registry import Setting, recipe
+        from lipbound.runs.config import check_folder_name
 
     if name is None:
         for one in recipes.values():

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import DatasetDict, IterableDatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
@@ -30,7 +29,7 @@ from lipbound.models.given_layers import GivenLayers, inputs_of
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers.files import is_sentence, there
 from lipbound.models.readers.images import ImageReader
-from lipbound.models.readers.reader import Reader, Selection
+from lipbound.models.readers.reader import Reader, Selection, of_datasets
 from lipbound.models.readers.text import TextReader, given_tokens
 from lipbound.models.sources.loaded_model import named_inputs
 from lipbound.models.weight_files import finite
@@ -204,7 +203,8 @@ def is_ready(data: Any) -> bool:
     """Return whether data are ready inputs: a mapping, or the name of a .safetensors file."""
     if isinstance(data, str | Path):
         return str(data).endswith(".safetensors")
-    return isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict)
+    held = of_datasets(data, "DatasetDict", "IterableDatasetDict")
+    return isinstance(data, Mapping) and not held
 
 
 def ready_inputs(

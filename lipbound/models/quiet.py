@@ -3,11 +3,12 @@
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from datasets.utils import logging as datasets_logging
 from transformers.utils import logging as transformers_logging
 
 from lipbound.errors import LipboundError
@@ -18,13 +19,17 @@ VERBOSE = "LIPBOUND_VERBOSE"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence progress bars and warnings of other libraries, unless `VERBOSE` is set."""
+    """Silence progress bars and warnings of other libraries, unless `VERBOSE` is set.
+
+    `datasets` is silenced where it is loaded already: it takes long to load, and few runs need it.
+    """
     if os.environ.get(VERBOSE):
         yield
         return
     with ExitStack() as afterwards, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for speaker in (transformers_logging, datasets_logging):
+        datasets_logging: Any = sys.modules.get("datasets.utils.logging")
+        for speaker in filter(None, (transformers_logging, datasets_logging)):
             afterwards.callback(speaker.set_verbosity, speaker.get_verbosity())
             if speaker.is_progress_bar_enabled():
                 afterwards.callback(speaker.enable_progress_bar)
@@ -32,7 +37,8 @@ def quiet() -> Iterator[None]:
         retries = logging.getLogger("huggingface_hub")
         afterwards.callback(retries.setLevel, retries.level)
         transformers_logging.set_verbosity_error()
-        datasets_logging.set_verbosity(logging.CRITICAL)
+        if datasets_logging is not None:
+            datasets_logging.set_verbosity(logging.CRITICAL)
         retries.setLevel(logging.CRITICAL)
         yield
 

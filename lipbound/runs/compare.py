@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -167,10 +167,15 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     if finished is not None:
         return _finished(finished, identity(config, sources), config.chosen_layers)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
-    planned = plan(config, sources, memory, parts)
-    spec, tables = planned.spec, planned.tables()
     where = device if client is None else str(config.device)  # "auto" may be several on workers
-    with _partial_run(config, sources, planned, where) as kept:
+    with ExitStack() as opened:
+        bar = opened.enter_context(_progress_bar(progress))
+        task = bar.add_task(f"{sources.checkpoint.name}: looking at its layers", total=None)
+        planned = plan(config, sources, memory, parts)
+        spec, tables = planned.spec, planned.tables()
+        title, total = f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers)
+        bar.update(task, description=title, total=total)
+        kept = opened.enter_context(_partial_run(config, sources, planned, where))
         blocks = planned.blocks(() if kept is None else kept.found)
         results = (
             measured_here(sources, spec, blocks, planned.room)
@@ -179,9 +184,8 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         )
         if kept is not None:
             results = kept.keeping(results)
-        title = f"{sources.checkpoint.name}: layers"
-        with _progress_bar(progress, title, planned.samples * len(planned.layers)) as advance:
-            lengths, error = _fill(tables, results, advance)
+        lengths, error = _fill(tables, results, lambda layers: bar.update(task, advance=layers))
+        bar.stop()
         ds = _assembled(config, sources, planned, tables, lengths, error)
         if target is not None:
             _save(ds, target)
@@ -227,19 +231,12 @@ def _fill(
     return lengths, error
 
 
-@contextmanager
-def _progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
-    """Show a progress bar over samples x layers.
-
-    Yields:
-        Function to call with the number of layers that were measured.
-    """
+def _progress_bar(show: bool) -> Progress:
+    """Make a progress bar over samples x layers, shown where there is a terminal or a notebook."""
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     silent = not (show and (console.is_terminal or console.is_jupyter))
-    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda layers: bar.update(task, advance=layers)
+    return Progress(*columns, console=console, transient=True, disable=silent)
 
 
 def _assembled(

@@ -1,5 +1,8 @@
 """What starting lipbound loads: commands and public names import what they need when they run."""
 
+import contextlib
+import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +107,64 @@ def test_a_mistyped_builtin_is_told_before_anything_is_loaded() -> None:
 
 def test_models_are_listed_without_loading_anything() -> None:
     assert after("models", "--json") == set()
+
+
+def test_datasets_are_loaded_for_datasets_alone(bert: Path, tmp_path: Path) -> None:
+    """And silenced where they are."""
+    (tmp_path / "rows.csv").write_text("text\nthe ferry is in a clock\n")
+    code = """
+import lipbound as lb
+data = ["the ferry is in a clock"] if sys.argv[2] == "text" else sys.argv[2]
+options = {"bounds": "castin", "max_length": 8, "layers": [0], "progress": False}
+assert lb.compare(sys.argv[1], data, **options).sizes["sample"] == 1
+"""
+    assert "datasets" not in loaded(code, bert, "text")
+    assert "datasets" in loaded(code, bert, tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_imports_leave_the_garbage_collector_as_it_was(collects: bool) -> None:
+    before, frozen = gc.isenabled(), gc.get_freeze_count()
+    try:
+        gc.enable() if collects else gc.disable()
+        with lb._uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() is collects
+        with contextlib.suppress(ImportError), lb._uncollected():
+            raise ImportError
+        assert gc.isenabled() is collects
+        assert (gc.get_freeze_count() > 0) is (frozen > 0)
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals of one's own here")
+def test_a_terminal_is_told_what_is_going_on_from_the_start(bert: Path) -> None:
+    """Modules are loaded, then layers looked at, then measured, and none of it stays."""
+    reader, writer = os.openpty()
+    words = [bert, "--data", "the ferry is in a clock", "--bounds", "castin", "--max-length", "8"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lipbound", "compare", *map(str, words)],
+        stdout=subprocess.DEVNULL,
+        stderr=writer,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(writer)
+    shown = b""
+    while True:
+        try:
+            part = os.read(reader, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(reader)
+    assert process.wait(timeout=240) == 0, shown
+    said = ("loading PyTorch", "looking at its layers", ": layers")
+    places = [shown.find(one.encode()) for one in said]
+    assert places == sorted(places), shown
+    assert min(places) >= 0, shown
 
 
 @pytest.fixture(scope="module")

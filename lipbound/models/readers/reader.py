@@ -1,13 +1,13 @@
 """Reading data of any modality: defaults, files, folders, lists, tables and hub datasets."""
 
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import datasets
 import numpy as np
 import pandas as pd
 from PIL import Image
@@ -276,7 +276,7 @@ class Reader(ABC):
             with explained(InputsError, f"row {index} of {said} cannot be read: ", why=cause):
                 return item(rows[index])
 
-        if isinstance(table, datasets.Dataset):
+        if of_datasets(table, "Dataset"):
             rows: Any = table.select_columns(keep)
         elif isinstance(table, pd.DataFrame):
             part = table[keep].astype(object)
@@ -299,6 +299,12 @@ class Reader(ABC):
         raise InputsError(f"{said} has {has}; name one of {', '.join(names)} with column=")
 
 
+def of_datasets(value: object, *names: str) -> bool:
+    """Return whether a value is of some classes of `datasets`, without loading it for that."""
+    loaded = sys.modules.get("datasets")
+    return loaded is not None and isinstance(value, tuple(getattr(loaded, one) for one in names))
+
+
 def _classes(table: Any, names: Sequence[str]) -> Sequence[Any] | None:
     """Return the class of every row of a dataset or a data frame, where a column says it."""
     name = next((name for name in CLASSES if name in names), None)
@@ -313,15 +319,17 @@ def _classes(table: Any, names: Sequence[str]) -> Sequence[Any] | None:
 
 def _table_of(data: Any, selection: Selection) -> tuple[Any, str]:
     """Return data as a dataset or a data frame, and its description."""
-    if isinstance(data, datasets.DatasetDict | datasets.IterableDatasetDict):
+    if of_datasets(data, "DatasetDict", "IterableDatasetDict"):
         if (chosen := selection.split or _usual(list(data))) not in data:
             raise InputsError(f"split is {shown(chosen)}; the given dataset has {', '.join(data)}")
         return data[chosen], f"a dataset, {chosen} split"
     if isinstance(data, str | Path):
         before = f"data {shown(str(data))} could not be read, as a file or a hub dataset: "
+        import datasets  # noqa: F401  # before `quiet`, which silences what is loaded
+
         with explained(InputsError, before, why=_why), quiet():
             return _read_table(str(data), files.there(data) or Path(data), selection)
-    if isinstance(data, datasets.Dataset | datasets.IterableDataset):
+    if of_datasets(data, "Dataset", "IterableDataset"):
         selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
     if isinstance(data, pd.DataFrame):
@@ -354,6 +362,8 @@ def _why(error: Exception) -> str:
 
 
 def _read_table(name: str, path: Path, selection: Selection) -> tuple[Any, str]:
+    import datasets
+
     kind = files.ending(path)
     if kind in files.TABLES and path.is_file():
         selection.refuse_table(f"{path.name}, one file", "split")
