@@ -10,7 +10,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.variants import WITH_TOKEN_NORMS
 from lipbound.devices import in_own_modes
-from lipbound.errors import LipboundError, check_layer, choice
+from lipbound.errors import TooLargeError, check_layer, choice
 from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
@@ -87,7 +87,7 @@ def condition_number(att: Attention | ModuleAttention, *, map: str = "head") -> 
 
     Raises:
         LipboundError: an unknown map, or more than 1,024 outputs, N d_v of a head: the matrix is
-            decomposed as a whole.
+            decomposed as a whole (`lipbound.errors.TooLargeError`).
     """
     return _each_piece(att, map, "condition_number", _condition)
 
@@ -160,11 +160,11 @@ def _rows(op: JacobianOperator, what: str) -> Iterator[Tensor]:
     """Rows of the matrices of a batch, (batch, inputs) each, by one product a row.
 
     Raises:
-        LipboundError: there are too many.
+        TooLargeError: there are too many.
     """
     count, most = math.prod(op.out_shape), OUTPUTS[what]
     if count > most:
-        raise LipboundError(
+        raise TooLargeError(
             f"{what} of a Jacobian with {count:,} outputs (tokens times their width) is asked for, "
             f"and all its rows are formed up to {most:,}; give shorter inputs, or leave it out"
         )
