@@ -74,8 +74,8 @@ def condition_number(att: Attention | ModuleAttention, *, map: str = "head") -> 
     The largest over the smallest of the min(N d_v, N D) singular values, padding left out. Infinite
     where rounding does not tell the smallest from zero to 1 %, which happens from about 1e8 on, and
     at every Jacobian that is rank-deficient. With the map "head_out" outputs are those in the row
-    space of the projection. It grows fast with N: on pretrained heads it is 1e3 to 1e9 at 32
-    tokens.
+    space of the projection. It grows fast with N: heads of ``builtin:minilm`` and
+    ``builtin:gpt2`` have 1e3 to 1e9 at 32 tokens.
 
     Args:
         att: the layer, samples x heads.
@@ -92,9 +92,7 @@ def condition_number(att: Attention | ModuleAttention, *, map: str = "head") -> 
     return _each_piece(att, map, "condition_number", _condition)
 
 
-def _each_piece(
-    att: Attention | ModuleAttention, map: str, what: str, measure: Measure
-) -> Tensor:
+def _each_piece(att: Attention | ModuleAttention, map: str, what: str, measure: Measure) -> Tensor:
     """Measure a layer part by part: one sample, and as many heads as fit."""
     choice("map", map, TOKEN_MAPS)
     if isinstance(att, ModuleAttention):
@@ -113,7 +111,7 @@ def _each_piece(
         if measured.known is not None:
             value = torch.where(measured.known.cpu().view_as(value), value, torch.nan)
         values.append(value if map in WHOLE else value[None])
-    return beside(values, att.samples, map, torch.cat)
+    return beside(values, att.samples, map, lambda several, dim: torch.cat(list(several), dim))
 
 
 def _frobenius(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:

@@ -142,9 +142,10 @@ def compare(
         Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers:
         ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, one variable
         per bound under its registry name and ``<name>_sound`` (whether its assumptions held),
-        ``exact_l2`` where a bound is about L2 attention, and the ``extras``. Bounds of "default" and "all" that say
-        nothing about a layer of the model are left out (attrs["not_applicable"]). Values are
-        natural, not logarithms. attrs["audit"] says how often each bound fell below the exact norm.
+        ``exact_l2`` where a bound is about L2 attention, and the ``extras``. Bounds of "default"
+        and "all" that say nothing about a layer of the model are left out
+        (attrs["not_applicable"]). Values are natural, not logarithms. attrs["audit"] says how often
+        each bound fell below the exact norm.
 
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
@@ -261,7 +262,7 @@ def _assembled(
     if config.map in WHOLE:
         ds = ds.isel(head=0, drop=True)
     checkpoint, inputs = sources.checkpoint, sources.inputs
-    for name in map(EXTRAS.__getitem__, config.extras):
+    for name in map(EXTRAS.__getitem__, config.chosen_extras):
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
             inputs.notes.append(
@@ -282,7 +283,7 @@ def _assembled(
         source=config.source,
         preprocessing=inputs.preprocessing,
         bounds=list(plan.spec.names),
-        extras=list(config.extras),
+        extras=list(config.chosen_extras),
         map_description=MAPS[config.map],
         **config.options("map", "norm", "tol", "dtype"),
         **config.drawn,

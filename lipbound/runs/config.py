@@ -304,6 +304,11 @@ class RunConfig:
         return None if self.layers is None else tuple(indices("layers", self.layers))
 
     @property
+    def chosen_extras(self) -> tuple[str, ...]:
+        """Names of `EXTRAS`."""
+        return tuple(self.extras or ())
+
+    @property
     def everything(self) -> bool:
         """Bounds are asked for together: those that do not apply are left out, not refused."""
         return self.bounds in ("default", "all")

@@ -36,7 +36,15 @@ if TYPE_CHECKING:  # reading a run needs no torch
 
 UNHASHED = ("block", "settings_checksum")
 HASHED = tuple(one.name for one in fields(RunInfo) if one.name not in UNHASHED)
-IF_THERE = ("norm", "extras", "variants", "not_applicable", "notes", "quantization", "configuration")
+IF_THERE = (
+    "norm",
+    "extras",
+    "variants",
+    "not_applicable",
+    "notes",
+    "quantization",
+    "configuration",
+)
 """Attributes that enter the hash of the settings only where they say something."""
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),

@@ -98,7 +98,7 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
         "samples": inputs.samples,
         "bounds": config.names,
         "exact_samples": config.exact_count(inputs.samples),
-        **({"extras": list(config.extras)} if config.extras else {}),
+        **({"extras": list(config.chosen_extras)} if config.extras else {}),
         **config.options("map", "norm", "tol", "dtype"),
         **{name: value for name, value in config.drawn.items() if name != "method"},
     }
@@ -241,7 +241,7 @@ def measurement_spec(
         config.seed,
         exact_samples,
         config.norm,
-        config.extras,
+        config.chosen_extras,
     )
 
 

@@ -178,13 +178,18 @@ def test_mass_splitting_uses_at_least_theta(kind: str) -> None:
         for h in range(att.heads):
             p = att.p[s, h][keep][:, keep]
             cheap, exact = splitting_bound(p), [subsets(row.tolist()) for row in p]
-            for found, theta, top in zip(cheap.tolist(), exact, p.amax(-1).tolist(), strict=True):
-                assert found >= theta * (1 - 1e-12)
-                assert found == pytest.approx(theta if top >= 0.5 else 1.0, rel=1e-9, abs=1e-300)
+            for found, least_theta, top in zip(
+                cheap.tolist(), exact, p.amax(-1).tolist(), strict=True
+            ):
+                assert found >= least_theta * (1 - 1e-12)
+                assert found == pytest.approx(
+                    least_theta if top >= 0.5 else 1.0, rel=1e-9, abs=1e-300
+                )
             q, k, v = (t[s, h][keep] for t in (att.q, att.k, att.v))
             slopes = (att.scale * q @ att.w_k[h].T).norm(dim=-1)
             slopes = slopes + (att.scale * (k - k.mean(0)) @ att.w_q[h].T).norm(dim=-1).max()
-            moved = torch.cdist(v, v).max() / 2 * (torch.tensor(exact, dtype=torch.float64) * slopes).max()
+            theta = torch.tensor(exact, dtype=torch.float64)
+            moved = torch.cdist(v, v).max() / 2 * (theta * slopes).max()
             value = torch.linalg.matrix_norm(att.w_v[h], 2) + moved
             assert float(value) >= float(least[s, h]) * (1 - 1e-9)
 

@@ -121,7 +121,7 @@ def test_what_is_too_large_or_unknown_is_refused() -> None:
     g = torch.Generator().manual_seed(0)
     shapes = [(1, 300, 8), (1, 8, 4), (1, 8, 4), (1, 8, 4)]
     att = Attention(*(torch.randn(shape, generator=g) for shape in shapes))
-    with pytest.raises(LipboundError, match="with 1,200 outputs .* up to 1,024; give shorter"):
+    with pytest.raises(LipboundError, match=r"with 1,200 outputs .* up to 1,024; give shorter"):
         lb.condition_number(att)
     assert bool(lb.frobenius_norm(att).isfinite().all())
     with pytest.raises(LipboundError, match="unknown map 'residual'"):
