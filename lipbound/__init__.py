@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lipbound.errors import Notice as Notice
     from lipbound.jacobians.head import HeadJacobian as HeadJacobian
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
+    from lipbound.jacobians.spectrum import condition_number as condition_number
+    from lipbound.jacobians.spectrum import frobenius_norm as frobenius_norm
     from lipbound.jacobians.token_norms.token_norm import TokenProfile as TokenProfile
     from lipbound.jacobians.token_norms.token_norm import token_norm as token_norm
     from lipbound.jacobians.token_norms.token_norm import token_profile as token_profile
@@ -67,8 +69,10 @@ _HOME = {
     "cite": "reporting.citations",
     "compare": "runs.compare",
     "concat": "runs.concat",
+    "condition_number": "jacobians.spectrum",
     "cross_attention": "attention.cross",
     "diff": "runs.diff",
+    "frobenius_norm": "jacobians.spectrum",
     "load": "runs.store",
     "load_checkpoint": "models.loading",
     "network_norm": "analysis.network",

@@ -88,6 +88,10 @@ class RangeError(LipboundError):
     """Numbers leave the range of the dtype on the way."""
 
 
+class TooLargeError(LipboundError):
+    """A matrix is too large to be formed for this number."""
+
+
 class UnknownNameError(LipboundError):
     """A name that is not in a registry."""
 
@@ -345,7 +349,7 @@ def check_layer(att: object, what: str) -> None:
         LipboundError: it is none.
     """
     if reason := getattr(att, "reason", ""):
-        instead = "this one is measured by automatic differentiation, by spectral_norm alone"
+        instead = "this one is measured by automatic differentiation, for norms alone"
         raise LipboundError(f"{what} needs a layer in closed form; {instead}: {reason}")
     if not hasattr(att, "only") or not hasattr(att, "scoring"):
         raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention (lb.capture)")

@@ -30,7 +30,7 @@ TABLE_ROWS = 24
 """Rows that a table shows; what goes on is counted."""
 FORMULA = re.compile(
     r'(?:[^\\<>&"]|\\[|,;]|\\(?:diag|exp|ge|lambda|le|log|max|mathrm|min|operatorname|phi|sqrt|sum'
-    r"|times|to)(?![A-Za-z]))*"
+    r"|theta|times|to)(?![A-Za-z]))*"
 )
 """Formulas with commands that statements use; latex2mathml lets others pass, links for instance."""
 

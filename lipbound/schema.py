@@ -35,6 +35,8 @@ INPUT, QUERIES, MEMORY = "input", "queries", "memory"
 """Streams that are perturbed: of self-attention, and the two of cross-attention."""
 EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
+EXTRAS = {"frobenius": "jacobian_frobenius", "condition": "jacobian_condition"}
+"""Variables that a run has where they are asked for, by the names of what is asked."""
 CHECKSUM = "checksum"
 RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs put together: the run that a place is from, and its sample's number there."""
@@ -48,7 +50,7 @@ DRAWN = ("method", "delta", "seed")
 """Attributes of exact norms that are found from random vectors: in the Frobenius norm alone."""
 AGREE = (
     *("revision", "architecture", "loaded", "commit", "quantization", "map", "norm"),
-    *("method", "tol", "dtype", "seed", "bounds", "variants", "not_applicable"),
+    *("method", "tol", "dtype", "seed", "bounds", "extras", "variants", "not_applicable"),
 )
 """Attributes that runs put together share, since a number means something else without."""
 JOINED = (
@@ -66,7 +68,7 @@ TOLD = ("method", "tol", "delta", "dtype", "seed", "lipbound")
 """Attributes about how numbers were found; where the runs of a diff differ in them, it is told."""
 CHOICES = {"norm": tuple(NORMS), "dtype": ("float32", "float64")}
 """Attributes that are one of some names."""
-OPTIONAL = ("notes", "quantization", "configuration", "runs", "block")
+OPTIONAL = ("notes", "quantization", "configuration", "runs", "block", "extras")
 """Attributes that stand only where there is something to tell."""
 
 
@@ -102,7 +104,7 @@ class RunInfo:
         configuration: hash of the model's configuration.
         data, data_fingerprint, preprocessing: the inputs.
         source: where model and data are found again (see `lipbound.runs.config.RunConfig.source`).
-        bounds, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
+        bounds, extras, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
         method, delta, seed: of exact norms that are found from random vectors.
         python, date, command: when and how.
         samples, exact_samples, tokens: what was measured; ``tokens`` of the longest sample.
@@ -124,6 +126,7 @@ class RunInfo:
     source: dict[str, Any] | None
     preprocessing: str
     bounds: list[str]
+    extras: list[str] = field(default_factory=list)
     map: str
     map_description: str
     norm: str
@@ -228,7 +231,9 @@ def sound(bound: str) -> str:
 def own(ds: xr.Dataset) -> list[str]:
     """List the variables that a run computed, whatever was added to it since."""
     bounds = list(ds.attrs["bounds"])
-    return [name for name in (*EXACT, *bounds, *map(sound, bounds)) if name in ds.variables]
+    extras = map(EXTRAS.__getitem__, ds.attrs.get("extras", ()))
+    names = (*EXACT, *extras, *bounds, *map(sound, bounds))
+    return [name for name in names if name in ds.variables]
 
 
 def flags(ds: xr.Dataset) -> list[str]:

@@ -14,7 +14,8 @@ from transformers import ViTForImageClassification
 
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
+from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
+from lipbound.regularizers.penalties import LayerPenalty
 
 REPEATS = 9
 
@@ -31,7 +32,7 @@ def main() -> None:
     model.set_attn_implementation("sdpa")
     x, y = torch.randn(128, 3, 32, 32), torch.randint(10, (128,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-7, momentum=0.9)
-    specformer, sound = Specformer(1e-4, 1e-4, 1e-4), SoundPenalty("lipbound_block")
+    specformer = Specformer(1e-4, 1e-4, 1e-4)
 
     def step(loss_of: Callable[[], Tensor]) -> None:
         loss_of().backward()
@@ -49,11 +50,14 @@ def main() -> None:
 
         return loss
 
-    def sound_on_four() -> Tensor:
-        value = task()
-        with attention_layers(model) as layers:
-            model(pixel_values=x[:4])
-        return value + 1e-3 * sound(layers).float()
+    def on_four(penalty: LayerPenalty) -> Callable[[], Tensor]:
+        def loss() -> Tensor:
+            value = task()
+            with attention_layers(model) as layers:
+                model(pixel_values=x[:4])
+            return value + 1e-3 * penalty(layers).float()
+
+        return loss
 
     ways = {
         f"JaSMin k={k}, {reduce}": jasmin(JaSMin(k, reduce))
@@ -64,7 +68,8 @@ def main() -> None:
         "none": task,
         **ways,
         "Specformer": lambda: task() + specformer(model),
-        "lipbound_block on 4 of 128 images": sound_on_four,
+        "lipbound_block on 4 of 128 images": on_four(SoundPenalty("lipbound_block")),
+        "exact norms on 4 of 128 images": on_four(ExactNorm()),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(REPEATS + 1):

@@ -41,7 +41,7 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
+from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from common import save
@@ -97,12 +97,12 @@ def penalty(
     if kind == "jasmin":
         jasmin = JaSMin(method["k"], method["reduce"])
         return lambda model, attentions, x: method["strength"] * jasmin(attentions)
-    sound = SoundPenalty(method["bound"])
+    on_heads = ExactNorm() if kind == "exact" else SoundPenalty(method["bound"])
 
     def on_a_few(model: ViTForImageClassification, attentions: list[Tensor], x: Tensor) -> Tensor:
         with attention_layers(model) as layers:
             model(pixel_values=x[: method["images"]])
-        return method["strength"] * sound(layers).float()
+        return method["strength"] * on_heads(layers).float()
 
     return on_a_few
 

@@ -14,6 +14,8 @@ GROUPS = {
         "spectral_norm",
         "token_norm",
         "token_profile",
+        "frobenius_norm",
+        "condition_number",
         "network_norm",
         "Norm",
         "TokenProfile",

@@ -60,7 +60,49 @@ LEFT_OUT = (
         "Emadi 2026, bound on layers (arXiv:2602.18849)",
         "a constant of a layer in the block maximum norm, from Phi_h and theta_h",
         "text not found",
-        "only abstract and quotations; theta(p) is `lipbound.attention.softmax.splitting_norm`",
+        "only abstract and quotations; theta(p) is `lipbound.attention.softmax.splitting_norm`, "
+        "and `mass_splitting` a bound of that form of ours",
+    ),
+    LeftOut(
+        "Havens, Araujo, Zhang, Hu 2024, LoFAST (ICML, PMLR 235)",
+        "a local l2 constant of dot-product attention over a ball, from weights and the input "
+        "at its centre",
+        "text not found",
+        "only the abstract; the published bound nearest to `lipbound.bounds.over_ball`",
+    ),
+    LeftOut(
+        "Xu et al. 2023, OLSA; LipShiFT 2025 (arXiv:2503.14751); LRFormer 2023 "
+        "(arXiv:2306.06849); LipAttn 2026; arXiv:2602.15503",
+        "attention changed so that it is Lipschitz",
+        "another map",
+        "the maps are changed, and no softmax heads; abstracts alone were read",
+    ),
+    LeftOut(
+        "Saratchandran, Lucey 2026 (arXiv:2603.07162)",
+        "the condition number of the Jacobian of attention from those of Q, K and V",
+        "no constant",
+        "about its condition, not its norm; the abstract alone was read",
+    ),
+    LeftOut(
+        "Calver 2026 (arXiv:2605.20868); Tzachristas 2025 (arXiv:2512.07647); Hossain 2025 "
+        "(arXiv:2510.17098); Hariri 2025 (arXiv:2502.15075)",
+        "errors of logits to total variation of rows, attention cut to its largest entries, "
+        "perturbed and quantised keys and values",
+        "no constant",
+        "of rows under given errors, not of a head in its input; second hand but the last",
+    ),
+    LeftOut(
+        "Alekseev 2026 (arXiv:2604.11890); Cowsik et al. 2024 (arXiv:2403.02579); Kan 2025 "
+        "(arXiv:2510.09904); Ji 2025 (arXiv:2510.00345)",
+        "averaged norms of Jacobians, Lyapunov exponents, where layer normalisation stands",
+        "no constant",
+        "averages over inputs or layers; abstracts alone were read",
+    ),
+    LeftOut(
+        "Cesista 2025 (blog)",
+        "sensitivity and sharpness of n-simplicial attention in the norm of every token",
+        "another map",
+        "more than two tokens meet in a score",
     ),
     LeftOut(
         "Nair 2025, Theorem 1 (arXiv:2510.23012)",

@@ -299,6 +299,26 @@ def largest_entry_norm(p: Tensor) -> Tensor:
     return 2 * (top * others.sum(-1, keepdim=True))[..., 0]
 
 
+def splitting_bound(p: Tensor) -> Tensor:
+    r"""Return a cheap upper value of :math:`\theta(p)` (`splitting_norm`) of every row.
+
+    :math:`4 p_{(1)} (1 - p_{(1)})` where the largest entry is at least 1/2, which is exact, and 1
+    elsewhere: Lemma 101 (docs/theory/token_bounds.md). The factor :math:`1 - p_{(1)}` is the sum of
+    the other entries, from which nothing cancels.
+
+    Args:
+        p: (..., N), rows summing to one up to rounding; rows of zeros (padding) have 0.
+
+    Returns:
+        (...), in the dtype of ``p``; differentiable.
+
+    >>> splitting_bound(torch.tensor([[0.75, 0.25], [0.5, 0.5]])).tolist()
+    [0.75, 1.0]
+    """
+    others = p.scatter(-1, p.argmax(-1, keepdim=True), 0.0).sum(-1).clamp_max(0.5)
+    return 4 * others * (1 - others)
+
+
 def splitting_norm(p: Tensor, *, largest: int = 24) -> Enclosure:
     r"""Return an enclosure of :math:`\theta(p) = \|M(p)\|_{\infty \to 1}` of every row.
 

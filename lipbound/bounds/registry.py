@@ -29,6 +29,7 @@ PAPERS = (
     "ours.pairwise",
     "ours.pairwise_variants",
     "ours.single_token",
+    "ours.mass_splitting",
 )
 """The modules that register bounds, under ``lipbound.bounds``."""
 NO_BOUNDS = ("none", "exact")

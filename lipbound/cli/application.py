@@ -243,7 +243,8 @@ BOUNDS = (
     *("kim", "dasoulas", "castin", "castin_bias", "castin_c3", "castin_c3_as_coded"),
     *("castin_mean_field", "specformer", "yudin", "yudin_g1", "yudin_nobias", "yudin_sqrt_n"),
     *("yudin_closed", "lipbound", "lipbound_block", "newhouse"),
-    *("lipbound_every", "lipbound_every_block", "lipbound_one"),
+    *("lipbound_every", "lipbound_every_block", "mass_splitting"),
+    "lipbound_one",
 )
 RECIPES = (
     *("castin-1", "castin-6", "castin-2", "castin-3", "which-map", "three-norms"),

@@ -1,6 +1,7 @@
-"""The penalties: JaSMin, Specformer, and one on a sound bound."""
+"""The penalties: JaSMin, Specformer, and those on a number for every head."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -159,7 +160,7 @@ class Specformer(nn.Module):
         l_q: :math:`\lambda_Q`, the weight of queries.
         l_k: :math:`\lambda_K`, the weight of keys.
         l_v: :math:`\lambda_V`, the weight of values.
-        steps: of power iteration in each call; the first call takes twenty.
+        steps: of power iteration in each call; the first call takes twenty at least.
     """
 
     def __init__(self, l_q: float, l_k: float, l_v: float, *, steps: int = 1):
@@ -198,7 +199,7 @@ class Specformer(nn.Module):
             generator = torch.Generator().manual_seed(0)
             self._vectors[key] = torch.randn(w.shape[0], w.shape[2], 1, generator=generator).to(w)
         v = self._vectors[key].to(w)
-        for _ in range(20 if fresh else self.steps):
+        for _ in range(max(20, self.steps) if fresh else self.steps):
             u = nn.functional.normalize(fixed @ v, dim=1)
             v = nn.functional.normalize(fixed.mT @ u, dim=1)
         self._vectors[key] = v
@@ -206,23 +207,12 @@ class Specformer(nn.Module):
         return ((u * (w @ v)).sum((1, 2)) ** 2).sum()
 
 
-class SoundPenalty:
-    r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, with L a sound bound.
+class LayerPenalty(ABC):
+    r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, with L a number for every head."""
 
-    Far tighter than what `JaSMin` is built on, at a far higher price. To be called with the list of
-    `lipbound.models.training.differentiable.attention_layers`, whose layers know their padding.
-
-    Args:
-        name: of a registered bound that has derivatives: "lipbound" or "lipbound_block".
-
-    Raises:
-        UnknownNameError: another bound.
-    """
-
-    NAMES = ("lipbound", "lipbound_block")
-
-    def __init__(self, name: str = "lipbound_block"):
-        self.name = choice("penalty bound", name, self.NAMES)
+    @abstractmethod
+    def norms(self, att: Attention) -> Tensor:
+        """Return L of every head at every input, (samples, heads), float64, with derivatives."""
 
     @in_own_modes
     def __call__(self, layers: Sequence[Attention]) -> Tensor:
@@ -240,7 +230,30 @@ class SoundPenalty:
                 "attention_layers(model), after its context has ended"
             )
         for att in layers:
-            check_layer(att, "SoundPenalty")
-        bounds = (get(self.name)(att) for att in layers)
+            check_layer(att, type(self).__name__)
         tiny = torch.finfo(torch.float64).tiny
-        return torch.stack([b.clamp_min(tiny).log().sum(-1).mean() for b in bounds]).sum()
+        each = [self.norms(att).clamp_min(tiny).log().sum(-1).mean() for att in layers]
+        return torch.stack([value.to(each[0].device) for value in each]).sum()
+
+
+class SoundPenalty(LayerPenalty):
+    r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, with L a sound bound.
+
+    Far tighter than what `JaSMin` is built on, at a far higher price. To be called with the list of
+    `lipbound.models.training.differentiable.attention_layers`, whose layers know their padding.
+
+    Args:
+        name: of a registered bound that has derivatives: "lipbound" or "lipbound_block".
+
+    Raises:
+        UnknownNameError: another bound.
+    """
+
+    NAMES = ("lipbound", "lipbound_block")
+
+    def __init__(self, name: str = "lipbound_block"):
+        self.name = choice("penalty bound", name, self.NAMES)
+
+    def norms(self, att: Attention) -> Tensor:
+        """Return the bound, (samples, heads), float64."""
+        return get(self.name)(att)

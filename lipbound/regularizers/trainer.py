@@ -8,22 +8,23 @@ from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, real, shown, tell
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.penalties import SoundPenalty, Specformer
+from lipbound.regularizers.penalties import LayerPenalty, Specformer
 
 
 class PenaltyMixin:
     """Adds a penalty to the loss of a ``transformers.Trainer``.
 
     Write ``class MyTrainer(PenaltyMixin, Trainer)``. The loss of a step is that of the Trainer plus
-    ``strength`` times the mean penalty of its batches, however many are accumulated. Padding does
-    not count.
+    ``strength`` times the mean penalty of its batches, however many are accumulated, on however
+    many processes. Padding does not count. Where the Trainer logs "loss", "task_loss" and "penalty"
+    stand beside it: loss = task_loss + strength * penalty.
 
     LipboundError is raised for a class that names Trainer first, where the penalty would never be
     added; in training, for a penalty without a strength or the other way round, or what is neither.
 
     Attributes:
-        penalty: `JaSMin`, `Specformer`, `SoundPenalty`, or a function of the list of attention
-            probabilities, whose ``valid`` tells padding.
+        penalty: `JaSMin`, `Specformer`, `SoundPenalty`, `ExactNorm`, or a function of the list of
+            attention probabilities, whose ``valid`` tells padding.
         strength: its factor; 0 trains without the penalty.
         layers: which attention layers it sees; all by default.
     """
@@ -31,6 +32,8 @@ class PenaltyMixin:
     penalty: Callable[..., Tensor] | None = None
     strength: float | None = None
     layers: Sequence[int] | int | str | None = None
+    _terms: Tensor | None = None
+    """Sums since the last log: of task losses, of penalties, and of shares of a step."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -58,8 +61,23 @@ class PenaltyMixin:
                 "the penalty depends on no parameter that is trained, so it changes the loss and "
                 "not the model"
             )
-        loss = loss + strength * extra.to(loss) / self._batches(kwargs.get("num_items_in_batch"))
+        batches, extra = self._batches, extra.to(loss)
+        divided = self._divided_by_trainer(kwargs.get("num_items_in_batch"))
+        task = loss.detach() / (batches if divided else 1)
+        terms = torch.stack([task, extra.detach() / batches, torch.full_like(task, 1 / batches)])
+        self._terms = terms.float() if self._terms is None else self._terms + terms
+        loss = loss + strength * extra / (1 if divided else batches)
         return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the Trainer, with the terms of its loss, "task_loss" and "penalty", beside it."""
+        trainer: Any = self
+        if "loss" in logs and self._terms is not None:
+            task, extra, steps = trainer.accelerator.reduce(self._terms, "mean").tolist()
+            logs |= {"task_loss": task / steps, "penalty": extra / steps}
+            self._terms = None
+        parent: Any = super()
+        parent.log(logs, *args, **kwargs)
 
     def _strength(self) -> float:
         """Return the factor of the penalty; 0 where there is none.
@@ -101,8 +119,8 @@ class PenaltyMixin:
         if isinstance(self.penalty, Specformer):
             result, extra = loss(), self.penalty(model)
         else:
-            bound = isinstance(self.penalty, SoundPenalty)
-            finding: Any = attention_layers if bound else attention_probabilities
+            whole = isinstance(self.penalty, LayerPenalty)
+            finding: Any = attention_layers if whole else attention_probabilities
             with finding(model, self.layers) as found:
                 result = loss()
             extra = self.penalty(found)
@@ -114,12 +132,18 @@ class PenaltyMixin:
             )
         return extra.reshape(()), *result
 
-    def _batches(self, items: Any) -> int:
-        """Return the number of accumulated batches, or 1 where the Trainer divides by it later."""
+    @property
+    def _batches(self) -> int:
+        """The number of batches that are accumulated in this step."""
+        trainer: Any = self
+        steps = trainer.args.gradient_accumulation_steps
+        return int(getattr(trainer, "current_gradient_accumulation_steps", steps))
+
+    def _divided_by_trainer(self, items: Any) -> bool:
+        """Tell whether the Trainer divides losses by the number of batches later."""
         trainer: Any = self
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if scaled is None:
             by_items = trainer.model_accepts_loss_kwargs and items is not None
             scaled = by_items or trainer.compute_loss_func is not None
-        steps = trainer.args.gradient_accumulation_steps
-        return getattr(trainer, "current_gradient_accumulation_steps", steps) if scaled else 1
+        return not scaled

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from lipbound.devices import device_name, in_own_modes, resolve_device, versions
-from lipbound.errors import LipboundError, StoreError, flag
+from lipbound.errors import LipboundError, StoreError, flag, tell
 from lipbound.jacobians.maps import MAPS, WHOLE
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import dataset, sealed
@@ -30,7 +30,7 @@ from lipbound.runs.partial_store import (
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
-from lipbound.schema import Extent, RunInfo, norm_of
+from lipbound.schema import EXTRAS, Extent, RunInfo, norm_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +46,7 @@ def compare(
     *,
     inputs: Any = None,
     bounds: str | Iterable[str] = "default",
+    extras: Sequence[str] | str | None = None,
     map: str = "head",
     norm: str = "frobenius",
     samples: int | str = 8,
@@ -86,6 +87,11 @@ def compare(
             dict of named ones.
         bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (every bound of
             the norm), or "none" for exact norms alone.
+        extras: "frobenius" (the Frobenius norm of the Jacobian, ``jacobian_frobenius``) and
+            "condition" (its condition number, ``jacobian_condition``, up to 1,024 outputs, N d_v of
+            a head), where there are exact norms; see `lipbound.frobenius_norm` and
+            `lipbound.condition_number`. NaN for what is too large or hidden by rounding, which a
+            `lipbound.errors.Notice` and attrs["notes"] tell. Frobenius norm of inputs only.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then
             have ||W_V W_O|| for ||W_V||), "heads" (all heads of a layer side by side), "layer"
             (with the output projection; bounds on heads are put together by
@@ -136,9 +142,10 @@ def compare(
         Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers:
         ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, one variable
         per bound under its registry name and ``<name>_sound`` (whether its assumptions held),
-        ``exact_l2`` where a bound is about L2 attention. Bounds of "default" and "all" that say
-        nothing about a layer of the model are left out (attrs["not_applicable"]). Values are
-        natural, not logarithms. attrs["audit"] says how often each bound fell below the exact norm.
+        ``exact_l2`` where a bound is about L2 attention, and the ``extras``. Bounds of "default"
+        and "all" that say nothing about a layer of the model are left out
+        (attrs["not_applicable"]). Values are natural, not logarithms. attrs["audit"] says how often
+        each bound fell below the exact norm.
 
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
@@ -252,6 +259,14 @@ def _assembled(
     if config.map in WHOLE:
         ds = ds.isel(head=0, drop=True)
     checkpoint, inputs = sources.checkpoint, sources.inputs
+    for name in map(EXTRAS.__getitem__, config.chosen_extras):
+        without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
+        if without:
+            inputs.notes.append(
+                f"{name} is missing at {without} of {int(there)} exact norms: their Jacobians are "
+                "too large for it, of several windows, or hidden by rounding"
+            )
+            tell(inputs.notes[-1])
     packages = versions()
     heads = None if config.map in WHOLE else plan.shape[2]
     numbers = [layer.index for layer in plan.layers]
@@ -265,6 +280,7 @@ def _assembled(
         source=config.source,
         preprocessing=inputs.preprocessing,
         bounds=list(plan.spec.names),
+        extras=list(config.chosen_extras),
         map_description=MAPS[config.map],
         **config.options("map", "norm", "tol", "dtype"),
         **config.drawn,

@@ -28,7 +28,7 @@ from lipbound.errors import (
     shown,
     whole,
 )
-from lipbound.schema import DRAWN, NORMS, RunInfo
+from lipbound.schema import DRAWN, EXTRAS, NORMS, RunInfo
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -72,6 +72,8 @@ class RunConfig:
         layers: Layer numbers, e.g. 0,5,11 or 0-3,7; -1 is the last; all by default.
         bounds: 'default', 'all', 'none' (exact norms alone), or names separated by commas (see
             `lipbound bounds`).
+        extras: More of the Jacobian of each head at each sample with an exact norm: frobenius (its
+            Frobenius norm), condition (its condition number, up to 1,024 outputs: short inputs).
         map: head, head_out (with its slice of the output projection), heads, layer (all together),
             residual, pre_norm or post_norm.
         norm: frobenius, every-token (each moves by at most 1, the worst output counts) or
@@ -111,6 +113,7 @@ class RunConfig:
     processor: str | Path | None = None
     layers: Sequence[int] | int | str | None = None
     bounds: str | Iterable[str] = "default"
+    extras: Sequence[str] | str | None = None
     map: str = "head"
     norm: str = "frobenius"
     tol: float = 1e-3
@@ -147,6 +150,7 @@ class RunConfig:
             return None if value is None else check(name, value, *args, **limits)
 
         return self._checked_map() | {
+            "extras": self._checked_extras(),
             "samples": sample_count(self.samples) or "all",
             "seed": whole("seed", self.seed),
             "exact_samples": optional("exact_samples", whole, least=1),
@@ -179,6 +183,20 @@ class RunConfig:
             )
         names_for(bounds if isinstance(bounds, str) else list(bounds), map, norm)
         return {"bounds": bounds, "map": map, "norm": norm}
+
+    def _checked_extras(self) -> tuple[str, ...]:
+        """Names of `EXTRAS`, which are of the maps and the norm that they are measured in."""
+        from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS
+
+        given = self.extras or ()
+        names = [part.strip() for part in given.split(",")] if isinstance(given, str) else given
+        extras = tuple(dict.fromkeys(choice("extra", name, EXTRAS) for name in names))
+        if extras and (self.norm != "frobenius" or self.map not in TOKEN_MAPS):
+            raise LipboundError(
+                f"extras are of norm='frobenius' and of the maps {', '.join(TOKEN_MAPS)}; with "
+                f"norm={self.norm!r} and map={self.map!r} leave them out"
+            )
+        return extras
 
     def _check_deterministic(self) -> None:
         """Refuse options of random start vectors where nothing is random; delta is None then."""
@@ -286,6 +304,11 @@ class RunConfig:
         return None if self.layers is None else tuple(indices("layers", self.layers))
 
     @property
+    def chosen_extras(self) -> tuple[str, ...]:
+        """Names of `EXTRAS`."""
+        return tuple(self.extras or ())
+
+    @property
     def everything(self) -> bool:
         """Bounds are asked for together: those that do not apply are left out, not refused."""
         return self.bounds in ("default", "all")
@@ -304,7 +327,7 @@ READING = ("samples", "max_length", "split", "column", "shuffle")
 """Options of `lipbound.models.inputs.prepare`."""
 LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor", "adapter")
 """Options of `lipbound.load_checkpoint`, but for the device."""
-RECORDED = ("map", "norm", "samples", "exact_samples", "tol")
+RECORDED = ("extras", "map", "norm", "samples", "exact_samples", "tol")
 RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""
 

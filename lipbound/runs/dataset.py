@@ -36,7 +36,15 @@ if TYPE_CHECKING:  # reading a run needs no torch
 
 UNHASHED = ("block", "settings_checksum")
 HASHED = tuple(one.name for one in fields(RunInfo) if one.name not in UNHASHED)
-IF_THERE = ("norm", "variants", "not_applicable", "notes", "quantization", "configuration")
+IF_THERE = (
+    "norm",
+    "extras",
+    "variants",
+    "not_applicable",
+    "notes",
+    "quantization",
+    "configuration",
+)
 """Attributes that enter the hash of the settings only where they say something."""
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
@@ -45,8 +53,10 @@ LABELS = {
         "Exact, L2 attention",
         "the same for L2 attention with these weights (Kim et al. 2021)",
     ),
+    "jacobian_frobenius": ("Frobenius", "Frobenius norm of the Jacobian"),
+    "jacobian_condition": ("Condition", "condition number of the Jacobian"),
 }
-"""Labels and long names of exact norms."""
+"""Labels and long names of what is no bound."""
 OF_BOUND = (
     *("label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"),
 )

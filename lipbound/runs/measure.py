@@ -25,11 +25,13 @@ from lipbound.errors import (
     CheckpointError,
     DifferentPositionsError,
     LipboundError,
+    TooLargeError,
     shown,
     tell,
 )
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.jacobians.spectrum import condition_number, frobenius_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
@@ -38,7 +40,7 @@ from lipbound.models.given_layers import GivenCapturer, GivenLayers
 from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.partial_store import LayerResult
-from lipbound.schema import CLOSED_FORM, INPUT, TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
     from lipbound.runs.plan import SampleBlock, Sources
@@ -67,6 +69,7 @@ class MeasurementSpec:
         exact_samples: exact norms are computed for samples before this one.
         norm: of `lipbound.schema.NORMS`. `lipbound.schema.TOKEN_NORMS` are deterministic, and have
             upper ends without ``delta``.
+        extras: names of `lipbound.schema.EXTRAS`.
     """
 
     names: tuple[str, ...]
@@ -76,6 +79,7 @@ class MeasurementSpec:
     seed: int
     exact_samples: int
     norm: str = "frobenius"
+    extras: tuple[str, ...] = ()
 
     @property
     def encloses(self) -> bool:
@@ -242,7 +246,7 @@ def _measured(
         seeds = [seed + window for seed in seeds for window in range(windows)]
         found = _measured(att, replace(spec, delta=delta), seeds, exact_count * windows)
         each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
-        return {n: np.asarray(t.all(1) if t.dtype == bool else t.max(1)) for n, t in each.items()}
+        return {name: _of_windows(name, t) for name, t in each.items()}
     count = 1 if _alone(att) else min(att.samples, torch.get_num_threads())
     if count == 1:
         return _measure(att, spec, seeds, exact_count)
@@ -287,10 +291,33 @@ def _measure(
         values["exact_converged"] = norm.converged
         if spec.encloses:
             values["exact_upper"] = norm.upper
+        for name in spec.extras:
+            values[EXTRAS[name]] = _extra(name, part, spec.map, norm.lower)
         if any(get(name).exact == "exact_l2" for name in said):
             l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
             values["exact_l2"] = l2.lower
     return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
+
+
+def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
+    """Return what holds of a sample, of its windows' (samples, windows, heads).
+
+    Its Jacobian is block diagonal.
+    """
+    if name == EXTRAS["frobenius"]:
+        return np.asarray(np.sqrt(np.square(values).sum(1)))
+    if name == EXTRAS["condition"]:  # the extremes of all windows together are not known
+        return np.full_like(values[:, 0], np.nan)
+    return np.asarray(values.all(1) if values.dtype == bool else values.max(1))
+
+
+def _extra(name: str, att: Any, map: str, like: Tensor) -> Tensor:
+    """Measure one of the `EXTRAS`; NaN, shaped as ``like``, for what is too large."""
+    measure = {"frobenius": frobenius_norm, "condition": condition_number}[name]
+    try:
+        return measure(att, map=map)
+    except TooLargeError:
+        return torch.full_like(like, torch.nan)
 
 
 def _covers(name: str, att: Any) -> bool:

@@ -24,7 +24,7 @@ from lipbound.models.loading import Checkpoint, load_looked_at
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import LayerResult, configuration, partial_path
-from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, EXTRAS, TOKEN_NORMS, sound
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -98,6 +98,7 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
         "samples": inputs.samples,
         "bounds": config.names,
         "exact_samples": config.exact_count(inputs.samples),
+        **({"extras": list(config.chosen_extras)} if config.extras else {}),
         **config.options("map", "norm", "tol", "dtype"),
         **{name: value for name, value in config.drawn.items() if name != "method"},
     }
@@ -144,7 +145,8 @@ class Plan:
         spec, shape = self.spec, self.shape
         l2 = any(get(name).exact == "exact_l2" for name in spec.names)
         ends = ["exact", *["exact_upper"] * spec.encloses, *["exact_l2"] * l2]
-        tables = {name: np.full(shape, np.nan) for name in (*ends, *spec.names)}
+        extras = [EXTRAS[name] for name in spec.extras]
+        tables = {name: np.full(shape, np.nan) for name in (*ends, *extras, *spec.names)}
         tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
         flags = ("exact_converged", *map(sound, spec.names))
         return tables | {name: np.zeros(shape, dtype=bool) for name in flags}
@@ -235,7 +237,14 @@ def measurement_spec(
     norms = exact_samples * math.prod(shape)
     delta = None if config.delta is None else config.delta / norms
     return MeasurementSpec(
-        tuple(names), config.map, config.tol, delta, config.seed, exact_samples, config.norm
+        tuple(names),
+        config.map,
+        config.tol,
+        delta,
+        config.seed,
+        exact_samples,
+        config.norm,
+        config.chosen_extras,
     )
 
 

@@ -27,6 +27,7 @@ from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
 from lipbound.runs.store import run_of
 from lipbound.schema import (
     AXES,
+    EXTRAS,
     Extent,
     RunInfo,
     lacks_variables,
@@ -467,7 +468,9 @@ def _tolerance(
     Those stored may be wrong.
     """
     size, tol = np.maximum(now, 1e-300), float(ds.attrs["tol"])
-    if name in ds.attrs["bounds"]:
+    if name == EXTRAS["condition"]:  # as badly conditioned as the Jacobian itself
+        allowed = slack * np.maximum(1, now)
+    elif name in ds.attrs["bounds"]:
         allowed = slack * np.maximum(1, np.abs(np.log(size)))
     elif "exact_upper" in new and name != "exact_l2":
         exact = new["exact"]

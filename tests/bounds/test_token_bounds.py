@@ -3,6 +3,7 @@ at any scale, and as they are printed."""
 
 import math
 from decimal import Decimal
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian
+from lipbound.attention.softmax import splitting_bound
 from lipbound.errors import LipboundError
 from lipbound.runs.config import RunConfig
 
@@ -155,6 +157,43 @@ def test_whole_layers(kind: str) -> None:
 # -- statements ------------------------------------------------------------------------------------
 
 
+def splitting(row: list[float]) -> float:
+    """The printed upper value of theta of a row: of the largest entry from 1/2 on, else 1."""
+    return 4 * max(row) * (1 - max(row)) if max(row) >= 0.5 else 1.0
+
+
+def subsets(row: list[float]) -> float:
+    """theta of a row, over all sets of its entries; no sum is a difference from 1."""
+    sides = torch.tensor(list(product((0.0, 1.0), repeat=len(row))), dtype=torch.float64)
+    p = torch.tensor(row, dtype=torch.float64)
+    return float((4 * (sides @ p) * ((1 - sides) @ p)).max())
+
+
+def test_mass_splitting_uses_at_least_theta(kind: str) -> None:
+    """Also where rows have their exact theta instead, nothing attained is above the statement."""
+    att = random_attention(kind)
+    least = brute_force(att)["every-token"]
+    for s in range(att.samples):
+        keep = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
+        for h in range(att.heads):
+            p = att.p[s, h][keep][:, keep]
+            cheap, exact = splitting_bound(p), [subsets(row.tolist()) for row in p]
+            for found, least_theta, top in zip(
+                cheap.tolist(), exact, p.amax(-1).tolist(), strict=True
+            ):
+                assert found >= least_theta * (1 - 1e-12)
+                assert found == pytest.approx(
+                    least_theta if top >= 0.5 else 1.0, rel=1e-9, abs=1e-300
+                )
+            q, k, v = (t[s, h][keep] for t in (att.q, att.k, att.v))
+            slopes = (att.scale * q @ att.w_k[h].T).norm(dim=-1)
+            slopes = slopes + (att.scale * (k - k.mean(0)) @ att.w_q[h].T).norm(dim=-1).max()
+            theta = torch.tensor(exact, dtype=torch.float64)
+            moved = torch.cdist(v, v).max() / 2 * (theta * slopes).max()
+            value = torch.linalg.matrix_norm(att.w_v[h], 2) + moved
+            assert float(value) >= float(least[s, h]) * (1 - 1e-9)
+
+
 def naive(att: Attention, s: int, h: int) -> dict[str, float]:
     """The statements from blocks of the autograd Jacobian of the definition and dense norms of
     their parts."""
@@ -178,11 +217,15 @@ def naive(att: Attention, s: int, h: int) -> dict[str, float]:
             ) * torch.linalg.matrix_norm(own, 2)
     rounding = 1e-14 * float(d.max())  # of an entry of the dense Jacobian, whatever its own size
     assert bool((d >= torch.linalg.matrix_norm(dense, 2) * (1 - 1e-9) - rounding).all())
+    theta = torch.tensor([splitting(row.tolist()) for row in p], dtype=torch.float64)
+    slopes = qt.norm(dim=-1) + (att.scale * (k - k.mean(0)) @ w_q.T).norm(dim=-1).max()
+    moved = torch.cdist(v, v).max() / 2 * (theta * slopes).max()
     forms = (torch.where(d > 1e-100, 1 / d, 0.0)[..., None, None] * dense @ dense.mT).sum(1)
     return {
         "lipbound_every": float((d.sum(1) * torch.linalg.eigvalsh(forms)[:, -1]).max().sqrt()),
         "lipbound_every_block": float(d.sum(1).max()),
         "lipbound_one": float(d.square().sum(0).max().sqrt()),
+        "mass_splitting": float(torch.linalg.matrix_norm(w_v, 2) + moved),
     }
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, Notice
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
+from lipbound.regularizers.exact_penalty import ExactNorm
+from lipbound.regularizers.penalties import JaSMin, LayerPenalty, SoundPenalty, Specformer
 from lipbound.regularizers.trainer import PenaltyMixin
 
 LENGTHS = (9, 6, 4, 9)
@@ -100,37 +101,60 @@ def step(trainer: Any) -> tuple[float, Tensor]:
 def mean_of(make: Callable[[], tf.PreTrainedModel], penalty: Any) -> float:
     """The penalty text by text, without padding, averaged."""
     model, values = make(), []
+    if isinstance(penalty, Specformer):
+        return float(penalty(model).detach())
+    context = attention_layers if isinstance(penalty, LayerPenalty) else attention_probabilities
     for one, length in zip(data(make is classifier), LENGTHS, strict=True):
-        with (
-            torch.no_grad(),
-            (attention_layers if isinstance(penalty, SoundPenalty) else attention_probabilities)(
-                model
-            ) as found,
-        ):
+        with torch.no_grad(), context(model) as found:
             model(input_ids=one["input_ids"][None, :length])
         values.append(float(penalty(found)))
     return sum(values) / len(values)
 
 
+PENALTIES: dict[str, Callable[[], Any]] = {
+    "max": JaSMin,
+    "mean": lambda: JaSMin(3, "mean"),
+    "specformer": lambda: Specformer(0.1, 0.2, 0.3, steps=300),
+    "sound": SoundPenalty,
+    "exact": lambda: ExactNorm(tol=1e-6),
+}
+
+
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "penalty", [JaSMin(), JaSMin(3, "mean"), SoundPenalty()], ids=["max", "mean", "sound"]
-)
+@pytest.mark.parametrize("name", PENALTIES)
 @pytest.mark.parametrize("make", [causal, classifier])
 def test_the_loss_does_not_depend_on_accumulation(
-    make: Callable[[], tf.PreTrainedModel], penalty: Any, tmp_path: Path
+    make: Callable[[], tf.PreTrainedModel], name: str, tmp_path: Path
 ) -> None:
     """The loss of the Trainer and strength times the penalty of the texts one by one, however many
-    are accumulated; the same step of the weights."""
+    are accumulated; the same step of the weights; and both terms are logged."""
     plain, _ = step(trainer_of(make, tmp_path, kind=tf.Trainer))
-    expected, exact = mean_of(make, penalty), None
+    expected, exact = mean_of(make, PENALTIES[name]()), None
     for steps in (1, 2, 4):
         trainer = trainer_of(make, tmp_path, steps)
-        trainer.penalty, trainer.strength = penalty, 0.5
+        trainer.penalty, trainer.strength = PENALTIES[name](), 0.5
         loss, parameters = step(trainer)
         assert loss - plain == pytest.approx(0.5 * expected, rel=1e-3)
+        (logged,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+        assert logged["penalty"] == pytest.approx(expected, rel=1e-3)
+        assert logged["task_loss"] == pytest.approx(plain, rel=1e-4)
         exact = parameters if exact is None else exact
         torch.testing.assert_close(parameters, exact, rtol=1e-3, atol=1e-4)
+
+
+def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path: Path) -> None:
+    """Five steps of unequal numbers of batches, logged at every second: each entry adds up."""
+    trainer = trainer_of(causal, tmp_path, 4)
+    trainer.args.max_steps, trainer.args.logging_steps = 5, 2
+    trainer.args.gradient_accumulation_steps = 3  # of four batches an epoch: 3, 1, 3, 1, 3
+    trainer.penalty, trainer.strength = JaSMin(), 0.5
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(entries) == 2
+    assert entries[0]["penalty"] != entries[1]["penalty"]
+    for entry in entries:
+        total = entry["task_loss"] + 0.5 * entry["penalty"]
+        assert total == pytest.approx(entry["loss"], rel=1e-5)
 
 
 def test_gradient_checkpointing_and_compute_loss_func(tmp_path: Path) -> None:
@@ -226,9 +250,10 @@ def test_padding_does_not_count_in_any_penalty(name: str, side: str) -> None:
         JaSMin(2, "mean"),
         SoundPenalty(),
         SoundPenalty("lipbound"),
+        ExactNorm(tol=1e-10),
     ]
     for penalty in penalties:
-        context = attention_layers if isinstance(penalty, SoundPenalty) else attention_probabilities
+        context = attention_layers if isinstance(penalty, LayerPenalty) else attention_probabilities
         with context(model) as found:
             model(ids, attention_mask=real.long(), position_ids=places)
         values = []
@@ -239,7 +264,7 @@ def test_padding_does_not_count_in_any_penalty(name: str, side: str) -> None:
         assert float(penalty(found).detach()) == pytest.approx(
             float(torch.stack(values).mean().detach()), rel=1e-6
         )
-        if not isinstance(penalty, SoundPenalty):
+        if not isinstance(penalty, LayerPenalty):
             assert float(penalty(list(found), real).detach()) == float(penalty(found).detach())
         for mine, exact in zip(
             gradient(model, penalty(found)),
@@ -336,7 +361,11 @@ def test_autocast_rounds_no_penalty() -> None:
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
     with attention_layers(model) as layers:
         model(torch.arange(3, 9)[None])
-    for penalty in (lambda: SoundPenalty()(layers), lambda: Specformer(1, 1, 1)(model)):
+    for penalty in (
+        lambda: SoundPenalty()(layers),
+        lambda: ExactNorm()(layers),
+        lambda: Specformer(1, 1, 1)(model),
+    ):
         exact = float(penalty().detach())
         with torch.autocast("cpu", torch.bfloat16):
             assert float(penalty().detach()) == pytest.approx(exact, rel=1e-6)

@@ -29,7 +29,7 @@ from lipbound.schema import DRAWN, NORMS, TOKEN_NORMS
 OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
 TOKEN_NORMS = TOKEN_NORMS
 BOUNDS = {
-    "every-token": ["newhouse", "lipbound_every", "lipbound_every_block"],
+    "every-token": ["newhouse", "lipbound_every", "lipbound_every_block", "mass_splitting"],
     "one-token": ["lipbound_one"],
 }
 

@@ -1,0 +1,68 @@
+r"""Our bound by how softmax rows split their mass, where every token moves.
+
+:math:`\theta` is that of Emadi 2026 (arXiv:2602.18849; its abstract and quotations were read, its
+bound on layers was not). Symbols: docs/theory/notation.md.
+"""
+
+from torch import Tensor, cdist
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.softmax import splitting_bound
+from lipbound.bounds import conditions
+from lipbound.bounds.ours import BIBTEX, CITATION
+from lipbound.bounds.ours.block_norms import WeightNorms, in_chunks, lengths, longest, weights_of
+from lipbound.bounds.registry import bound
+from lipbound.bounds.whole_layer_rules import with_folded
+from lipbound.linalg.matrix_norms import gamma
+
+
+@bound(
+    "mass_splitting",
+    label="lipbound, theta and diam(V)",
+    citation=CITATION,
+    bibtex=BIBTEX,
+    statement="||J|| <= ||W_V|| + 1/2 diam(V) max_i theta_i (|A^T x_i + a| + max_j |A (x_j - m)|), "
+    "theta_i >= 4 max_S p_i(S) (1 - p_i(S)), m the mean token, a = scale W_K b_Q",
+    statement_latex=r"$\|J\| \le \|W_V\| + 1/2\,\mathrm{diam}(V)\,\max_i \theta_i (|A^T x_i + a| "
+    r"+ \max_j |A (x_j - m)|)$, $\theta_i \ge 4 \max_S p_i(S) (1 - p_i(S))$, $m$ the mean token, "
+    r"$a = \mathrm{scale}\,W_K b_Q$",
+    source="Lemma 103 in the documentation of lipbound, with theta of Emadi 2026",
+    assumptions="any biases, any mask",
+    condition=conditions.always,
+    cost="O(N^2 d_v)",
+    layer=with_folded,
+    longest=longest,
+    norm="every-token",
+)
+def mass_splitting(att: Attention) -> Tensor:
+    r"""A bound by the diameter of the values, which rows that split their mass move across.
+
+    .. math::
+        \|J\| \le \|W_V\| + \tfrac12\,\mathrm{diam}(V)\,\max_i \theta_i \big(|A^T x_i + a| + \max_j
+        |A (x_j - m)|\big),\quad \mathrm{diam}(V) = \max_{jl} |v_j - v_l|
+
+    with m the mean token. :math:`4 \max_S p_i(S)(1 - p_i(S))` over all sets S of keys is what the
+    probabilities of a row can change by in sum when no score changes by more than 1 (Emadi 2026).
+    Finding it is a problem of partition; :math:`\theta_i` is an upper value:
+    :math:`4 p (1 - p)` where the largest entry p of a row is at least 1/2, which is exact, and 1
+    elsewhere. Proof: Lemma 103 (docs/theory/token_bounds.md). For plain heads.
+    """
+    return in_chunks(att, _values, [float(att.lengths.max()) ** 0.5])[..., 0]
+
+
+def _values(att: Attention, heads: slice) -> Tensor:
+    """The bound on some heads of one sample, (heads, 1), but for `positive_slack`."""
+    w = WeightNorms(*(t[heads] for t in weights_of(att)))
+    p, v = att.p[0, heads], att.centred_v[0, heads]
+
+    def reach(t: Tensor, factor: Tensor, size: Tensor) -> Tensor:
+        """Lengths of scaled queries or keys behind the other projection, (heads, N)."""
+        t = att.scale * t[0, heads]
+        return (t @ factor.mT).norm(dim=-1) + gamma(att.d + 2) * lengths(t) * size[:, None]
+
+    slopes = reach(att.q, w.factor_k, w.size_k)
+    slopes = slopes + reach(att.centred_k, w.factor_q, w.size_q).amax(-1, keepdim=True)
+    apart = cdist(v, v, compute_mode="donot_use_mm_for_euclid_dist").amax((-1, -2))
+    rounding = gamma(att.tokens + 20)  # of the sums of rows
+    steepest = ((splitting_bound(p) + 4 * rounding) * slopes).amax(-1)
+    return (w.norm_v * (1 + rounding) + apart / 2 * steepest)[:, None]

@@ -1,0 +1,124 @@
+"""Penalties in two processes, in half precision and in compiled models: the loss of one plain
+step."""
+
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from support.models import GPT2, build
+from torch import Tensor
+
+from lipbound.regularizers import ExactNorm, JaSMin, PenaltyMixin, SoundPenalty, Specformer
+
+PENALTIES: dict[str, Any] = {
+    "none": lambda: None,
+    "jasmin": JaSMin,
+    "mean": lambda: JaSMin(3, "mean"),
+    "specformer": lambda: Specformer(0.1, 0.2, 0.3),
+    "sound": SoundPenalty,
+    "exact": lambda: ExactNorm(tol=1e-6),
+}
+STRENGTH = 0.5
+
+
+class SmallTrainer(PenaltyMixin, tf.Trainer):
+    """A Trainer with a penalty."""
+
+
+def trained(name: str, folder: str, texts: int = 4, **options: Any) -> dict[str, Any]:
+    """One step of gradient descent on four texts, two of them padded: logs, weights, attention."""
+    model = build(
+        lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    )
+    own = model.config._attn_implementation
+    ids = torch.randint(3, 60, (4, 9), generator=torch.Generator().manual_seed(0))
+    masks = torch.arange(9) < torch.tensor([9, 6, 4, 9])[:, None]
+    data = [
+        {"input_ids": i, "attention_mask": m.long(), "labels": i.masked_fill(~m, -100)}
+        for i, m in zip(ids, masks, strict=True)
+    ]
+    arguments = tf.TrainingArguments(
+        output_dir=folder,
+        max_steps=1,
+        per_device_train_batch_size=texts,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,
+        **options,
+    )
+    trainer: Any = SmallTrainer(model=model, args=arguments, train_dataset=data)
+    trainer.penalty, trainer.strength = PENALTIES[name](), 0.0 if name == "none" else STRENGTH
+    trainer.train()
+    assert model.config._attn_implementation == own
+    (logged,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {name: logged.get(name) for name in ("loss", "task_loss", "penalty")} | {"w": weights}
+
+
+def ranked(rank: int, port: int, folder: str) -> None:
+    """What one of two processes does for every penalty; both keep what they found."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    found = {
+        (name, steps): trained(
+            name, folder, 2 // steps, ddp_backend="gloo", gradient_accumulation_steps=steps
+        )
+        for name in PENALTIES
+        for steps in (1, 2)
+    }
+    torch.save(found, Path(folder) / f"rank-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def compared(found: dict[str, Any], expected: dict[str, Any], rel: float) -> None:
+    """Terms and weights of a step, against those of another."""
+    for name in ("loss", "task_loss", "penalty"):
+        if expected[name] is not None:
+            assert found[name] == pytest.approx(expected[name], rel=rel), name
+    step: Tensor = expected["w"]
+    torch.testing.assert_close(found["w"], step, rtol=rel, atol=rel)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Two ranks of two texts each, together or one after the other: the step of one process on
+    four."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=ranked, args=(rank, port, str(tmp_path))) for rank in (0, 1)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(300)
+    assert [one.exitcode for one in ranks] == [0, 0]
+    first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
+    for (name, steps), mine in first.items():
+        compared(second[name, steps], mine, 1e-9)
+        # power iteration of Specformer goes on in every batch
+        rel = 1e-2 if name == "specformer" and steps > 1 else 1e-4
+        compared(mine, trained(name, str(tmp_path)), rel)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_half_precision(name: str, tmp_path: Path) -> None:
+    """bfloat16 rounds what the model computes by 2^-8, and no penalty further."""
+    compared(trained(name, str(tmp_path), bf16=True), trained(name, str(tmp_path)), 2e-2)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_compiled(name: str, tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    compared(trained(name, str(tmp_path), **options), trained(name, str(tmp_path)), 1e-4)

@@ -1,0 +1,131 @@
+"""Frobenius norms and condition numbers as variables of a run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from support.commands import call
+from support.models import IMAGE, build
+from support.oracles import jacobians
+
+import lipbound as lb
+from lipbound.errors import LipboundError, Notice
+from lipbound.runs.config import RunConfig
+from lipbound.runs.dataset import damage
+
+TEXTS = ["a b c", "b c d e f"]
+OPTIONS = {"progress": False, "max_length": 8, "bounds": "yudin"}
+
+
+@pytest.fixture(scope="module")
+def run(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("extras") / "run.zarr"
+    lb.compare(bert, TEXTS, extras="frobenius, condition", exact_samples=1, out=path, **OPTIONS)
+    return path
+
+
+def test_variables_are_those_of_the_dense_jacobian(run: Path, bert: Path) -> None:
+    ds = lb.load(run)
+    assert ds.attrs["extras"] == ["frobenius", "condition"]
+    assert {"jacobian_frobenius", "jacobian_condition"} <= set(ds.attrs["made"]["variables"])
+    checkpoint = lb.load_checkpoint(bert)
+    inputs = lb.prepare(checkpoint, TEXTS, max_length=8)
+    for i, att in enumerate(lb.capture(checkpoint.model, inputs.block(0, 1, "cpu"))):
+        for h, j in enumerate(jacobians(att.double(), 0).transpose(0, 1)):
+            values = torch.linalg.svdvals(j.flatten(0, 1))
+            place = {"sample": 0, "layer": i, "head": h}
+            exact = float(values.square().sum().sqrt())
+            assert float(ds["jacobian_frobenius"].isel(place)) == pytest.approx(exact, rel=1e-6)
+            ratio = float(values[0] / values[-1])
+            found = float(ds["jacobian_condition"].isel(place))
+            if ratio < 1e6 or found < np.inf:
+                assert found == pytest.approx(ratio, rel=0.02)
+    without = ds.isel(sample=1)
+    assert bool((without["jacobian_frobenius"].isnull() & without["exact"].isnull()).all())
+    assert bool((ds["jacobian_frobenius"] >= ds["exact"]).isel(sample=0).all())
+
+
+def test_they_are_verified_and_guarded(run: Path) -> None:
+    assert lb.verify(run, data=TEXTS, places=2).ok
+    ds = lb.load(run)
+    ds["jacobian_frobenius"][0, 0, 0] *= 1.01
+    assert "sample 0 layer 0 are not those that were computed" in damage(ds)
+    found = lb.verify(ds, data=TEXTS, places=8)
+    assert any("jacobian_frobenius" in str(problem) for problem in found.problems)
+
+
+def test_runs_with_and_without_are_not_put_together(run: Path, bert: Path) -> None:
+    plain = lb.compare(bert, TEXTS, exact_samples=1, **OPTIONS)
+    assert "extras" not in plain.attrs
+    assert "jacobian_frobenius" not in plain
+    with pytest.raises(LipboundError, match="extras"):
+        lb.concat([lb.load(run), plain])
+
+
+def test_what_is_too_large_is_told() -> None:
+    """300 tokens of width 4 are more than 1,024 outputs."""
+    given = [lb.Attention(*(torch.randn(s) for s in ((1, 300, 8), *[(2, 8, 4)] * 3)))]
+    with pytest.warns(Notice, match="jacobian_condition is missing at 2 of 2 exact norms"):
+        ds = lb.compare(given, bounds="none", extras=["condition"], progress=False)
+    assert bool(ds["jacobian_condition"].isnull().all())
+    assert any("jacobian_condition" in note for note in ds.attrs["notes"])
+
+
+@pytest.mark.parametrize("map", ["head_out", "heads", "layer"])
+def test_maps(bert: Path, map: str) -> None:
+    ds = lb.compare(bert, TEXTS[:1], extras="frobenius", map=map, **OPTIONS | {"bounds": "none"})
+    assert ds["jacobian_frobenius"].dims == ds["exact"].dims
+    assert bool((ds["jacobian_frobenius"] >= ds["exact"]).all())
+
+
+def test_windows_of_an_image_are_added_up() -> None:
+    config = tf.SwinConfig(
+        **{k: v for k, v in IMAGE.items() if k in ("image_size", "num_channels")},
+        patch_size=2,
+        embed_dim=8,
+        depths=[1],
+        num_heads=[2],
+        window_size=4,
+    )
+    model = build(lambda: tf.SwinModel(config))
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(Notice, match="jacobian_condition is missing"):
+        ds = lb.compare(
+            model,
+            inputs={"pixel_values": pixels},
+            bounds="none",
+            extras=["frobenius", "condition"],
+            progress=False,
+        )
+    (att,) = lb.capture(model, {"pixel_values": pixels})
+    each = lb.frobenius_norm(att)  # of every window
+    assert len(each) > 1
+    np.testing.assert_allclose(
+        ds["jacobian_frobenius"][0, 0], each.square().sum(0).sqrt(), rtol=1e-5
+    )
+    assert bool(ds["jacobian_condition"].isnull().all())
+
+
+def test_options() -> None:
+    assert RunConfig("builtin:minilm", extras="frobenius,frobenius").extras == ("frobenius",)
+    with pytest.raises(LipboundError, match="unknown extra 'frob'; did you mean 'frobenius'"):
+        RunConfig("builtin:minilm", extras="frob")
+    for wrong in ({"norm": "one-token"}, {"map": "residual"}):
+        with pytest.raises(LipboundError, match="extras are of norm='frobenius'"):
+            RunConfig("builtin:minilm", extras="frobenius", **wrong)
+
+
+def test_command_line(
+    bert: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "run.zarr"
+    words = ("compare", bert, "--data", text, "--samples", 1, "--max-length", 8, "--out", out)
+    status, *_ = call(capsys, monkeypatch, *words, "--extras", "frobenius", "--bounds", "none")
+    assert status == 0
+    assert lb.load(out).attrs["extras"] == ["frobenius"]
