@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lipbound.reporting.page.render import report as report
     from lipbound.runs.compare import compare as compare
     from lipbound.runs.concat import concat as concat
+    from lipbound.runs.monitor import Monitor as Monitor
     from lipbound.runs.store import load as load
     from lipbound.runs.store import save as save
     from lipbound.runs.sweep import sweep as sweep
@@ -54,6 +55,7 @@ _HOME = {
     "HeadJacobian": "jacobians.head",
     "LipboundError": "errors",
     "ModuleAttention": "attention.module_attention",
+    "Monitor": "runs.monitor",
     "Norm": "linalg.solution",
     "Notice": "errors",
     "TokenProfile": "jacobians.token_norms.token_norm",

@@ -35,6 +35,12 @@ INPUT, QUERIES, MEMORY = "input", "queries", "memory"
 """Streams that are perturbed: of self-attention, and the two of cross-attention."""
 EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
+STATISTICS = ("largest_logit", "entropy", "first_token")
+"""Variables about attention itself, where they are asked for (`lipbound.attention.statistics`)."""
+MEANS = STATISTICS[1:]
+"""Statistics that are means over queries."""
+STEP = "step"
+"""Axis before all others, of runs over the steps of a training; coordinate of one such step."""
 CHECKSUM = "checksum"
 RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs put together: the run that a place is from, and its sample's number there."""
@@ -95,7 +101,8 @@ class RunInfo:
         data, data_fingerprint, preprocessing: the inputs.
         source: where model and data are found again (see `lipbound.runs.config.RunConfig.source`).
         bounds, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
-        method, delta, seed: of exact norms that are found from random vectors.
+        method, delta, seed: of exact norms that are found from random vectors; of a run over steps
+            of training ``delta`` is that of each step.
         python, date, command: when and how.
         samples, exact_samples, tokens: what was measured; ``tokens`` of the longest sample.
         capture_error: the largest relative error of the captured layers.
@@ -220,7 +227,8 @@ def sound(bound: str) -> str:
 def own(ds: xr.Dataset) -> list[str]:
     """List the variables that a run computed, whatever was added to it since."""
     bounds = list(ds.attrs["bounds"])
-    return [name for name in (*EXACT, *bounds, *map(sound, bounds)) if name in ds.variables]
+    names = (*EXACT, *STATISTICS, *bounds, *map(sound, bounds))
+    return [name for name in names if name in ds.variables]
 
 
 def flags(ds: xr.Dataset) -> list[str]:
@@ -342,7 +350,8 @@ def lacking_variables(ds: xr.Dataset) -> str:
         if name not in ds.variables:
             return f"{name!r} is missing"
     for name in own(ds):
-        if ds[name].dims not in (AXES, AXES[:2]) or ds[name].dtype.kind not in "fib":
+        axes = tuple(dim for dim in ds[name].dims if dim != STEP)
+        if axes not in (AXES, AXES[:2]) or ds[name].dtype.kind not in "fib":
             return f"{name!r} is no table of numbers by sample, layer and head"
     if "runs" in ds.attrs and any(name not in ds.variables for name in (RUN, RUN_SAMPLE)):
         return "which of its places are from which run is missing"

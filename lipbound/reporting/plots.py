@@ -18,7 +18,7 @@ from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, UnknownNameError, nearest, whole
 from lipbound.formatting import counted, enclosed, joined, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.charts import ball_curve, ratios, token_profile
+from lipbound.reporting.charts import ball_curve, over_steps, ratios, token_profile
 from lipbound.reporting.labels import label_of, mark, over, relabelled, run_caption
 from lipbound.reporting.scales import COLORMAP, Scale, image, log10, scales
 from lipbound.reporting.statistics import across, reduce_samples, reduction_name, shared_scale
@@ -35,7 +35,7 @@ from lipbound.runs.store import takes_run
 from lipbound.schema import compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples"]
-__all__ += ["shared_scale", "token_profile"]
+__all__ += ["over_steps", "shared_scale", "token_profile"]
 
 NO_RATIO = ("\u221e for some heads", "no positive norm")
 MARKS = {

@@ -181,8 +181,9 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
             results = kept.keeping(results)
         title = f"{sources.checkpoint.name}: layers"
         with _progress_bar(progress, title, planned.samples * len(planned.layers)) as advance:
-            lengths, error = _fill(tables, results, advance)
-        ds = _assembled(config, sources, planned, tables, lengths, error)
+            lengths, error = fill(tables, results, advance)
+        info = run_info(config, sources, planned, lengths, error)
+        ds = sealed(labelled(config, planned, tables, lengths), info)
         if target is not None:
             _save(ds, target)
     return ds
@@ -203,8 +204,10 @@ def _partial_run(
     return PartialRun(config.target, asked)
 
 
-def _fill(
-    tables: dict[str, np.ndarray], results: Iterable[LayerResult], advance: Callable[[int], None]
+def fill(
+    tables: dict[str, np.ndarray],
+    results: Iterable[LayerResult],
+    advance: Callable[[int], None] = lambda samples: None,
 ) -> tuple[np.ndarray, float]:
     """Put results where they belong in the tables.
 
@@ -242,23 +245,23 @@ def _progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
         yield lambda layers: bar.update(task, advance=layers)
 
 
-def _assembled(
-    config: RunConfig,
-    sources: Sources,
-    plan: Plan,
-    tables: dict[str, np.ndarray],
-    lengths: np.ndarray,
-    error: float,
+def labelled(
+    config: RunConfig, plan: Plan, tables: dict[str, np.ndarray], lengths: np.ndarray
 ) -> xr.Dataset:
-    """Make the finished run of filled tables, lengths of inputs and the largest capture error."""
+    """Label filled tables, without an axis of heads for maps of whole layers."""
     ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm)
-    if config.map in WHOLE:
-        ds = ds.isel(head=0, drop=True)
+    return ds.isel(head=0, drop=True) if config.map in WHOLE else ds
+
+
+def run_info(
+    config: RunConfig, sources: Sources, plan: Plan, lengths: np.ndarray, error: float
+) -> RunInfo:
+    """Describe a run, whose inputs have these lengths, by its largest capture error too."""
     checkpoint, inputs = sources.checkpoint, sources.inputs
     packages = versions()
     heads = None if config.map in WHOLE else plan.shape[2]
     numbers = [layer.index for layer in plan.layers]
-    info = RunInfo(
+    return RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
         **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
@@ -288,7 +291,6 @@ def _assembled(
             plan.samples, plan.spec.exact_samples, numbers, heads, model_layers=plan.model_layers
         ),
     )
-    return sealed(ds, info)
 
 
 def _save(ds: xr.Dataset, target: Path) -> None:

@@ -24,7 +24,7 @@ from lipbound.models.loading import Checkpoint, load_looked_at
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import LayerResult, configuration, partial_path
-from lipbound.schema import CLOSED_FORM, TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, STATISTICS, TOKEN_NORMS, sound
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -142,7 +142,8 @@ class Plan:
         spec, shape = self.spec, self.shape
         l2 = any(get(name).exact == "exact_l2" for name in spec.names)
         ends = ["exact", *["exact_upper"] * spec.encloses, *["exact_l2"] * l2]
-        tables = {name: np.full(shape, np.nan) for name in (*ends, *spec.names)}
+        names = (*ends, *STATISTICS[: None if spec.statistics else 0], *spec.names)
+        tables = {name: np.full(shape, np.nan) for name in names}
         tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
         flags = ("exact_converged", *map(sound, spec.names))
         return tables | {name: np.zeros(shape, dtype=bool) for name in flags}

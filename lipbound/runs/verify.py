@@ -333,10 +333,14 @@ def _own_faults(ds: xr.Dataset) -> list[str]:
     if settings_altered(ds):
         faults.append("the run's settings (attributes) are not those recorded (checksum)")
     # as text, since NaN differs from itself
-    now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs["audit"]))
+    now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs.get("audit")))
     made = Extent(**ds.attrs["made"])
     whole_table = (made.samples, len(made.layers), made.heads)
-    if now != then and tuple(ds.sizes.get(axis) for axis in AXES) == whole_table:
+    if (
+        "audit" in ds.attrs
+        and now != then
+        and tuple(ds.sizes.get(axis) for axis in AXES) == whole_table
+    ):
         faults.append("the audit stored with the run is not that of its numbers")
     return faults
 

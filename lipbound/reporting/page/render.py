@@ -95,7 +95,7 @@ def report(
         device = resolve_device(device)
     pages = []
     for run in several:
-        ds = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
+        ds = run_of(run if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse"))
         ds = relabelled(ds, _own(labels, ds, several))
         title = model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem
         _check(ds, sample)
