@@ -150,6 +150,10 @@ def ball_curve(
     return figure
 
 
+UNITS = {"largest_logit": "score", "entropy": "nats", "first_token": "share of attention"}
+"""Units of the axes of statistics."""
+
+
 def over_steps(
     ds: xr.Dataset | str | Path,
     name: str = "exact",
@@ -179,7 +183,7 @@ def over_steps(
     if STEP not in ds.dims:
         raise LipboundError("the run has no steps of training; lb.Monitor makes one that has")
     ds = relabelled(ds, labels)
-    known = [one for one in (*EXACT, *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
+    known = [one for one in (*EXACT[:3], *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
     logarithmic = choice("quantity", name, known) not in STATISTICS
     usual = "geomean" if logarithmic else "mean" if name in MEANS else "max"
     how, axes_of_mean = (
@@ -196,7 +200,8 @@ def over_steps(
         for i, layer in enumerate(layers):
             axes.plot(ds[STEP], lines[i], color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
         axes.set(xlabel="step of training", yscale="log" if logarithmic else "linear")
-        axes.set_ylabel(label_of(ds, name), parse_math=False)
+        axes.set_title(label_of(ds, name), parse_math=False)
+        axes.set_ylabel("local Lipschitz constant" if logarithmic else UNITS[name])
         columns = -(-len(layers) // 12)
         figure.legend(title="layer", loc="outside right upper", ncols=columns, frameon=False)
         if path is not None:

@@ -167,16 +167,16 @@ class Monitor:
         config = self._config
         checkpoint = in_training(self._model, None if tokenizer is None else str(tokenizer))
         inputs = prepare(checkpoint, config.data, **config.options(*READING))
-        capturer = capturer_of(self._as_measured(), config.chosen_layers, config.map)
+        measured, notes = in_dtype(self._model)
+        checkpoint.notes += notes
+        for note in notes:
+            tell(note)
+        capturer = capturer_of(measured, config.chosen_layers, config.map)
         device = str(next(self._model.parameters()).device)
         self._sources = Sources(checkpoint, inputs, device, capturer)
         with uncompiled(self._model.modules()):
             planned = plan(config, self._sources, memory_bytes(config.memory, device), 1)
         self._plan = replace(planned, spec=replace(planned.spec, statistics=True))
-
-    def _as_measured(self) -> Any:
-        """The model, or a copy in float32 of one in half precision."""
-        return in_dtype(self._model)[0]
 
     @property
     def _logged(self) -> list[str]:
@@ -276,7 +276,7 @@ class Monitor:
         """Measure the model as it is."""
         capturer, planned = self._sources.capturer, self._plan
         capturer.release()
-        capturer.model = self._as_measured()
+        capturer.model = in_dtype(self._model)[0]  # a copy, of one in half precision
         device = str(next(self._model.parameters()).device)
         sources = self._sources._replace(device=device)
         spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))
@@ -303,9 +303,10 @@ class Monitor:
                 f"{again} of {len(self._slices)} measured steps, from {step} on, come again in "
                 "this training, and are measured anew"
             )
-        self._slices = [*before, ds]
+        self._slices = before
         if self._store is not None:
             self._store.write(ds, len(before))
+        self._slices = [*before, ds]
 
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
         """Tell what has risen above its threshold since the last measurement."""

@@ -40,15 +40,15 @@ def attached(step: Step, trainer: Any, set_log: Callable[[Any], None]) -> None:
 
 def _package_of(trainer: Any) -> str:
     """The package that a Trainer, or the class that it inherits from, is of."""
-    modules = [one.__module__.partition(".")[0] for one in type(trainer).__mro__]
-    return next((m for m in modules if m == "transformers" or m in LIGHTNING), "")
+    kinds = [one for one in type(trainer).__mro__ if one.__name__ == "Trainer"]
+    return next((one.__module__.partition(".")[0] for one in kinds), "")
 
 
 def _to_transformers(step: Step, trainer: Any, set_log: Callable[[Any], None]) -> None:
     """By a callback, whose numbers go through ``Trainer.log``."""
-    from transformers import TrainerCallback
+    callback: Any = importlib.import_module("transformers").TrainerCallback
 
-    class MonitorCallback(TrainerCallback):
+    class MonitorCallback(callback):  # type: ignore[misc]
         """Measures before the first update, and after every one."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -68,10 +68,12 @@ class StepStore:
             if position == 0:
                 if self._count:
                     shutil.rmtree(self._path)
+                    self._count = 0
                 self._create(grown)
             else:
                 if position < self._count:
                     self._append(grown, {}, position)
+                    self._count = position
                 names = [name for name, one in grown.variables.items() if STEP in one.dims]
                 rows = {str(name): grown.variables[name].values[0] for name in names}
                 self._append(grown, rows, position + 1)
@@ -89,7 +91,7 @@ class StepStore:
 
     def _append(self, ds: xr.Dataset, rows: Mapping[str, np.ndarray], count: int) -> None:
         """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
-        group = zarr.open_group(self._path, mode="r+", use_consolidated=False)
+        group = zarr.open_group(self._path, mode="r+", use_consolidated=True)
         arrays: dict[str, Any] = dict(group.arrays())
         for name, one in ds.variables.items():
             if STEP in one.dims:
@@ -97,7 +99,8 @@ class StepStore:
                 array.resize((count, *array.shape[1:]))
                 if str(name) in rows:
                     array[count - 1] = rows[str(name)].astype(array.dtype)
-        group.attrs.update(ds.attrs)
+        if group.attrs.asdict() != ds.attrs:
+            group.attrs.update(ds.attrs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other readers of this format may not know the file
             zarr.consolidate_metadata(group.store)

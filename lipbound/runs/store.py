@@ -98,7 +98,9 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
         if path.suffix == NETCDF:
             _with_attributes(ds, _for_netcdf).to_netcdf(unfinished)
         else:
-            ds.to_zarr(unfinished, mode="w", consolidated=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # other readers may not know what is consolidated
+                ds.to_zarr(unfinished, mode="w", consolidated=STEP in ds.dims)
         unfinished.rename(path)
     except OSError as error:
         raise StoreError(f"{path} could not be written: {one_line(error)}") from error
