@@ -28,6 +28,7 @@ GROUPS = {
         "cross_attention",
         "ModuleAttention",
     ),
+    "Training": ("Monitor",),
     "Runs": ("load", "save", "concat", "sweep", "verify", "report", "cite"),
     "Balls of inputs": ("attack", "radius_curve"),
     "Errors": ("LipboundError", "Notice"),

@@ -275,8 +275,7 @@ class Monitor:
     def _measured(self, step: int) -> xr.Dataset:
         """Measure the model as it is."""
         capturer, planned = self._sources.capturer, self._plan
-        capturer.release()
-        capturer.model = in_dtype(self._model)[0]  # a copy, of one in half precision
+        capturer.renew(in_dtype(self._model)[0])  # a copy, of one in half precision
         device = str(next(self._model.parameters()).device)
         sources = self._sources._replace(device=device)
         spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))

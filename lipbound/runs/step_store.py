@@ -100,7 +100,7 @@ class StepStore:
                 if str(name) in rows:
                     array[count - 1] = rows[str(name)].astype(array.dtype)
         if group.attrs.asdict() != ds.attrs:
-            group.attrs.update(ds.attrs)
+            group.update_attributes(ds.attrs)  # in one write
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other readers of this format may not know the file
             zarr.consolidate_metadata(group.store)

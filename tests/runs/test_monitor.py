@@ -14,7 +14,7 @@ import torch
 import transformers as tf
 import xarray as xr
 import zarr
-from support.models import GPT2, build
+from support.models import AFFINE, GPT2, build, inputs_for
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -151,6 +151,23 @@ def test_a_step_does_not_depend_on_others() -> None:
     often, once = (lb.Monitor(model, IDS, every=k, seed=3) for k in (1, 4))
     train(model, 5, lambda step: (often.step(step), once.step(step)))
     assert often.run.sel(step=4).equals(once.run.sel(step=4))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_later_steps_are_those_of_a_new_monitor(name: str) -> None:
+    """Of plain layers less is looked for after the first step."""
+    model = build(AFFINE[name])
+    inputs = inputs_for(model)
+    monitor = lb.Monitor(model, inputs, every=1)
+    monitor.step(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    again = lb.Monitor(model, inputs, every=1)
+    mine, new = monitor.step(1), again.step(1)
+    assert mine is not None
+    assert mine.drop_attrs().equals(new.drop_attrs())  # type: ignore[union-attr]
+    assert mine.attrs["capture_error"] < 1e-4
 
 
 def test_steps_that_are_named() -> None:

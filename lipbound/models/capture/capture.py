@@ -111,6 +111,7 @@ class Capturer:
     notes: list[str] = field(default_factory=list)
     _name: str = interface.RECORDING_ATTENTION
     _weights: dict[Row, ProbedWeights] = field(default_factory=dict)
+    _plain: set[Row] = field(default_factory=set)
     _turns: list[Turns] = field(default_factory=list)
     _parts: dict[Row, ScoreParts] = field(default_factory=dict)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
@@ -272,6 +273,12 @@ class Capturer:
         self._weights.clear()
         self._parts.clear()
 
+    def renew(self, model: nn.Module) -> None:
+        """Capture other weights of the same architecture from now on, which are probed anew."""
+        self.model = model
+        self._plain |= {row for row, weights in self._weights.items() if weights.plain}
+        self.release()
+
     def _note(self, *notes: str) -> None:
         for note in notes:
             if note not in self.notes:
@@ -300,7 +307,7 @@ class Capturer:
     def _probed(self, row: Row, call: Call) -> ProbedWeights:
         weights = self._weights.get(row)
         if weights is None or not weights.belongs_to(call):
-            weights = probe(call, self._turns)
+            weights = probe(call, self._turns, row in self._plain)
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]
