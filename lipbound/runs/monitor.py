@@ -172,6 +172,7 @@ class Monitor:
         for note in notes:
             tell(note)
         capturer = capturer_of(measured, config.chosen_layers, config.map)
+        capturer.renew(measured)  # weights will change
         device = str(next(self._model.parameters()).device)
         self._sources = Sources(checkpoint, inputs, device, capturer)
         with uncompiled(self._model.modules()):

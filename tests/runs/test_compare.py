@@ -85,7 +85,7 @@ def test_every_layer_is_probed_once(bert: Path, monkeypatch: pytest.MonkeyPatch)
     probed: list[str] = []
     probe = capture.probe
     monkeypatch.setattr(
-        capture, "probe", lambda call, *known: (probed.append(call.name), probe(call, *known))[1]
+        capture, "probe", lambda call, known: (probed.append(call.name), probe(call, known))[1]
     )
     ds = lb.compare(
         bert,

@@ -170,6 +170,29 @@ def test_later_steps_are_those_of_a_new_monitor(name: str) -> None:
     assert mine.attrs["capture_error"] < 1e-4
 
 
+class Adapted(tf.pytorch_utils.Conv1D):  # type: ignore[name-defined, misc]
+    """A linear map with something beside its weight, which is nothing at first."""
+
+    more = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.more * x.sum(-1, keepdim=True)
+
+
+def test_weights_of_known_names_that_are_not_all() -> None:
+    model = decoder()
+    linear = model.transformer.h[0].attn.c_attn
+    linear.__class__ = Adapted
+    monitor = lb.Monitor(model, IDS, every=1)
+    linear.more = 0.3
+    mine, new = monitor.step(0), lb.Monitor(model, IDS, every=1).step(0)
+    assert mine is not None
+    np.testing.assert_array_equal(mine["exact"], new["exact"])  # type: ignore[index]
+    linear.more = 0.0
+    without = monitor.step(1)
+    assert not np.allclose(mine["exact"], without["exact"], rtol=0.01)  # type: ignore[index]
+
+
 def test_steps_that_are_named() -> None:
     monitor = lb.Monitor(decoder(), IDS, steps=[1, 5])
     assert [step for step in range(8) if monitor.step(step) is not None] == [1, 5]

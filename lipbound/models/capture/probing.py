@@ -24,7 +24,6 @@ from lipbound.models.capture.seeing.call import BY_HAND, Call
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
 from lipbound.models.capture.token_steps import (
     ROTATION_TOLERANCE,
-    TokenNorm,
     find_rotation,
     misses,
     read_normalisations,
@@ -98,7 +97,7 @@ class ProbedWeights:
 
     @property
     def plain(self) -> bool:
-        """True for affine maps alone: nothing that moves, turns or normalises vectors."""
+        """True for affine maps alone: nothing that moves, turns, normalises or gates vectors."""
         steps = (self.turns, self.offsets, self.gate, *self.norms)
         return not self.sums and all(step is None for step in steps)
 
@@ -281,7 +280,7 @@ def _unturned(positions: Any) -> Any:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
-def probe(call: Call, known: Iterable[Turns] = (), plain: bool = False) -> ProbedWeights:
+def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     """Return what a layer makes of its tokens.
 
     It is refused where queries and keys are normalised, or turned by their positions, in a way that
@@ -291,19 +290,16 @@ def probe(call: Call, known: Iterable[Turns] = (), plain: bool = False) -> Probe
         call: of the layer.
         known: what position embeddings do in other layers; taken over where they do the same to
             this layer's vectors.
-        plain: that there is nothing but affine maps is known of the same layer with other weights.
     """
     layer = ProbedLayer(call)
-    sums = False if plain else layer.refuse_what_depends_on_tokens()
+    sums = layer.refuse_what_depends_on_tokens()
     sides = ["qkv".index(side) for side in call.sides]
-    found: list[TokenNorm | None] = [None] * 3
-    if not plain:
-        found = read_normalisations(call, layer.stubs, layer.projections, sides)
+    found = read_normalisations(call, layer.stubs, layer.projections, sides)
     (samples, n, width), heads = call.x.shape, call.q.shape[1]
     latents = [one.latent for one in found if one is not None and one.latent is not None]
 
-    turns = layer.turns(known) if len(sides) == 3 and not plain else None
-    offsets = layer.offsets() if turns is None and not latents and not plain else None
+    turns = layer.turns(known) if len(sides) == 3 else None
+    offsets = layer.offsets() if turns is None and not latents else None
 
     def made(tokens: Tensor) -> list[Tensor]:
         vectors = layer.projections(tokens, turned=turns is None)
@@ -355,7 +351,7 @@ def probe(call: Call, known: Iterable[Turns] = (), plain: bool = False) -> Probe
         tuple(biases),
         probe_output(call, call.consumer, call.out),
         tuple(norms),
-        None if plain else probe_gate(call),
+        probe_gate(call),
         turns,
         None if offsets is None else offsets[0],
         sums,
