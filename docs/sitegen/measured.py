@@ -291,7 +291,8 @@ def monitor() -> str:
     found = report("monitor.json")
     said = (
         f"Exact norms of all heads of a decoder of the shape of GPT-2 small, on one sample of 128 "
-        f"tokens, beside a step of its training with AdamW. {measured_with(found)}"
+        f"tokens, beside a step of its training with AdamW, in seconds of processors. "
+        f"{measured_with(found)}"
     )
     every = found["every"]
     rows = (
