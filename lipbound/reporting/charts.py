@@ -200,6 +200,10 @@ def over_steps(
         for i, layer in enumerate(layers):
             axes.plot(ds[STEP], lines[i], color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
         axes.set(xlabel="step of training", yscale="log" if logarithmic else "linear")
+        low, high = statistics.ends(lines)
+        if logarithmic and high < 10 * low:  # numbers between powers of ten, written in full
+            axes.yaxis.set_major_formatter("{x:.3g}")
+            axes.yaxis.set_minor_formatter("{x:.3g}")
         axes.set_title(label_of(ds, name), parse_math=False)
         axes.set_ylabel("local Lipschitz constant" if logarithmic else UNITS[name])
         columns = -(-len(layers) // 12)

@@ -330,6 +330,21 @@ def test_another_run_is_not_resumed(tmp_path: Path) -> None:
         lb.Monitor(model, IDS, out=other, resume=True)
 
 
+def test_a_step_is_verified_with_its_weights(tmp_path: Path) -> None:
+    model = decoder()
+    run = grown(tmp_path / "run.zarr", model, 1, bounds=["lipbound"]).run
+    model = decoder()  # as it was before the first update
+    found = lb.verify(run, model=model, data=IDS)
+    assert found.ok, found.problems
+    assert {one.variable for one in found.compared} >= {"exact", "lipbound", *STATISTICS}
+    found = lb.verify(run, model=model, data=IDS, automatic=True)
+    assert found.ok, found.problems
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight.mul_(2)
+    found = lb.verify(run, model=model, data=IDS)
+    assert not found.ok
+
+
 def test_an_edited_step_is_told(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     grown(path, decoder())
