@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lipbound.runs.compare import compare as compare
     from lipbound.runs.concat import concat as concat
     from lipbound.runs.diff import diff as diff
+    from lipbound.runs.monitor import Monitor as Monitor
     from lipbound.runs.store import load as load
     from lipbound.runs.store import save as save
     from lipbound.runs.sweep import sweep as sweep
@@ -60,6 +61,7 @@ _HOME = {
     "HeadJacobian": "jacobians.head",
     "LipboundError": "errors",
     "ModuleAttention": "attention.module_attention",
+    "Monitor": "runs.monitor",
     "Norm": "linalg.solution",
     "Notice": "errors",
     "TokenProfile": "jacobians.token_norms.token_norm",

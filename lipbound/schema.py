@@ -37,6 +37,12 @@ EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
 EXTRAS = {"frobenius": "jacobian_frobenius", "condition": "jacobian_condition"}
 """Variables that a run has where they are asked for, by the names of what is asked."""
+STATISTICS = ("largest_logit", "entropy", "first_token")
+"""Variables about attention itself, where they are asked for (`lipbound.attention.statistics`)."""
+MEANS = STATISTICS[1:]
+"""Statistics that are means over queries."""
+STEP = "step"
+"""Axis before all others, of runs over the steps of a training; coordinate of one such step."""
 CHECKSUM = "checksum"
 RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs put together: the run that a place is from, and its sample's number there."""
@@ -105,7 +111,8 @@ class RunInfo:
         data, data_fingerprint, preprocessing: the inputs.
         source: where model and data are found again (see `lipbound.runs.config.RunConfig.source`).
         bounds, extras, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
-        method, delta, seed: of exact norms that are found from random vectors.
+        method, delta, seed: of exact norms that are found from random vectors; of a run over steps
+            of training ``delta`` is that of each step.
         python, date, command: when and how.
         samples, exact_samples, tokens: what was measured; ``tokens`` of the longest sample.
         capture_error: the largest relative error of the captured layers.
@@ -232,7 +239,7 @@ def own(ds: xr.Dataset) -> list[str]:
     """List the variables that a run computed, whatever was added to it since."""
     bounds = list(ds.attrs["bounds"])
     extras = map(EXTRAS.__getitem__, ds.attrs.get("extras", ()))
-    names = (*EXACT, *extras, *bounds, *map(sound, bounds))
+    names = (*EXACT, *STATISTICS, *extras, *bounds, *map(sound, bounds))
     return [name for name in names if name in ds.variables]
 
 
@@ -360,7 +367,8 @@ def lacking_variables(ds: xr.Dataset) -> str:
         if name not in ds.variables:
             return f"{name!r} is missing"
     for name in own(ds):
-        if ds[name].dims not in (AXES, AXES[:2]) or ds[name].dtype.kind not in "fib":
+        axes = tuple(dim for dim in ds[name].dims if dim != STEP)
+        if axes not in (AXES, AXES[:2]) or ds[name].dtype.kind not in "fib":
             return f"{name!r} is no table of numbers by sample, layer and head"
     if "runs" in ds.attrs and any(name not in ds.variables for name in (RUN, RUN_SAMPLE)):
         return "which of its places are from which run is missing"

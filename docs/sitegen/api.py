@@ -30,6 +30,7 @@ GROUPS = {
         "cross_attention",
         "ModuleAttention",
     ),
+    "Training": ("Monitor",),
     "Runs": ("load", "save", "concat", "diff", "sweep", "verify", "report", "cite"),
     "Balls of inputs": ("attack", "radius_curve"),
     "Errors": ("LipboundError", "Notice"),

@@ -337,6 +337,29 @@ def penalty_costs() -> str:
     return "\n".join([said, "", *table("penalty | seconds | time | memory", rows)])
 
 
+def monitor() -> str:
+    """What benchmarks/monitor.py has measured."""
+    found = report("monitor.json")
+    said = (
+        f"Exact norms of all heads of a decoder of the shape of GPT-2 small, on one sample of 128 "
+        f"tokens, beside a step of its training with AdamW, in seconds of processors. "
+        f"{measured_with(found)}"
+    )
+    every = found["every"]
+    rows = (
+        (
+            row["batch"] * 128,
+            *(f"{row[name]:.2f} s" for name in ("step", "measurement")),
+            f"{row['share']:.0%}",
+        )
+        for row in found["costs"]
+    )
+    columns = (
+        f"tokens in a batch | step of training | measurement | added by one every {every} steps"
+    )
+    return "\n".join([said, "", *table(columns, rows)])
+
+
 def study() -> str:
     """What benchmarks/jasmin/study.py has measured with small.yaml: means and standard deviations
     over seeds."""
@@ -383,7 +406,7 @@ PARTS: dict[str, Callable[[], str]] = {
     for part in (
         *(accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families),
         *(census, memory, token_norms, startup, commands, layers_once, cluster),
-        *(penalty_costs, study),
+        *(penalty_costs, monitor, study),
     )
 }
 """Tables and sentences by name: a page has one where ``<!-- table: NAME -->`` stands."""

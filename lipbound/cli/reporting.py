@@ -24,6 +24,13 @@ def labels_of(given: list[str] | None) -> dict[str, str]:
     return found
 
 
+def stored(run: Path, step: int | None = None) -> Any:
+    """Load a run as it was computed; of one over steps of training one step, or the last."""
+    from lipbound.runs.store import at_step, load
+
+    return at_step(load(run, damaged="refuse"), step)
+
+
 @app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
 def heatmap(
     run: Path,
@@ -38,6 +45,7 @@ def heatmap(
     style: str | None = None,
     caption: bool = False,
     label: list[str] | None = None,
+    step: int | None = None,
 ) -> None:
     """Draw layer x head heatmaps of a run, and write the caption beside the figure.
 
@@ -56,12 +64,12 @@ def heatmap(
         caption: Draw the caption into the picture too.
         label: NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be
             given several times.
+        step: Of a run over steps of training: which one; the last by default.
     """
     from lipbound.reporting.plots import heatmaps
     from lipbound.reporting.statistics import requested
-    from lipbound.runs.store import load
 
-    ds = load(run, damaged="refuse")
+    ds = stored(run, step)
     chosen = None if bounds is None else requested(ds, bounds)
     options: Any = {"scale": scale, "columns": columns, "style": style, "caption": caption}
     options |= {"over": over, "width": number_or_name(width)}
@@ -82,6 +90,7 @@ def table(
     json: bool = False,
     width: str | None = None,
     label: list[str] | None = None,
+    step: int | None = None,
 ) -> None:
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head.
 
@@ -102,12 +111,12 @@ def table(
             page, slide, or points.
         label: NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be
             given several times.
+        step: Of a run over steps of training: which one; the last by default.
     """
     from lipbound.reporting import tables
     from lipbound.reporting.statistics import requested
-    from lipbound.runs.store import load
 
-    ds = load(run, damaged="refuse")
+    ds = stored(run, step)
     chosen = None if bounds is None else requested(ds, bounds)
     options: Any = {"by": by, "bounds": chosen, "values": values}
     options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
@@ -122,7 +131,9 @@ def table(
     epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr "
     "--format latex"
 )
-def cite(run: Path, *, format: str = "bib", label: list[str] | None = None) -> None:
+def cite(
+    run: Path, *, format: str = "bib", label: list[str] | None = None, step: int | None = None
+) -> None:
     """Print BibTeX for a run's bounds and for lipbound, and a methods paragraph on its settings.
 
     Args:
@@ -130,11 +141,11 @@ def cite(run: Path, *, format: str = "bib", label: list[str] | None = None) -> N
         format: bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.
         label: NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be
             given several times.
+        step: Of a run over steps of training: which one; the last by default.
     """
     from lipbound.reporting import citations
-    from lipbound.runs.store import load
 
-    ds = load(run, damaged="refuse")
+    ds = stored(run, step)
     typer.echo(citations.cite(ds, format, labels=labels_of(label)), nl=False)
 
 

@@ -13,13 +13,22 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lipbound.bounds.registry import get
-from lipbound.errors import LipboundError, shown, whole
+from lipbound.errors import LipboundError, choice, shown, whole
 from lipbound.formatting import joined, number, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.labels import model_name, relabelled
-from lipbound.reporting.styles import BASE, Drawing, folded, given_or_new, lines_of, look, write
-from lipbound.runs.store import run_of, takes_run
-from lipbound.schema import ALIKE, with_exact
+from lipbound.reporting.labels import label_of, model_name, over, relabelled, told
+from lipbound.reporting.styles import (
+    BASE,
+    Drawing,
+    caption_files,
+    folded,
+    given_or_new,
+    lines_of,
+    look,
+    write,
+)
+from lipbound.runs.store import load, run_of, takes_run
+from lipbound.schema import ALIKE, EXACT, MEANS, STATISTICS, STEP, with_exact
 
 if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import TokenProfile
@@ -256,6 +265,72 @@ def ball_curve(
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
         if path is not None:
             write(figure, Path(path))
+    return figure
+
+
+UNITS = {"largest_logit": "score", "entropy": "nats", "first_token": "share of attention"}
+"""Units of the axes of statistics."""
+
+
+def over_steps(
+    ds: xr.Dataset | str | Path,
+    name: str = "exact",
+    path: str | Path | None = None,
+    *,
+    reduce: str | float | None = None,
+    width: str | float = "column",
+    font_size: float | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Figure:
+    """Draw a quantity over the steps of a training, a line for every layer.
+
+    Norms and bounds are on a logarithmic axis. With ``path``, the caption is written beside it.
+
+    Args:
+        ds: a run over steps, from `lipbound.Monitor` or `lipbound.load`, or its path.
+        name: "exact", a bound of the run, "largest_logit", "entropy" or "first_token".
+        path: where to write it.
+        reduce: over samples and heads, as in `heatmaps`; by default the geometric mean of norms and
+            bounds, the maximum of logits, the mean of what is a mean over queries.
+        width: "page", "column", "slide", or inches. font_size: points. labels: as in `heatmaps`.
+
+    Raises:
+        LipboundError: a run without steps, a quantity that it has not, an unknown reduction.
+    """
+    ds = load(ds) if isinstance(ds, str | Path) else ds
+    if STEP not in ds.dims:
+        raise LipboundError("the run has no steps of training; lb.Monitor makes one that has")
+    ds = relabelled(ds, labels)
+    known = [one for one in (*EXACT[:3], *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
+    logarithmic = choice("quantity", name, known) not in STATISTICS
+    usual = "geomean" if logarithmic else "mean" if name in MEANS else "max"
+    how, axes_of_mean = (
+        usual if reduce is None else reduce,
+        [a for a in ("sample", "head") if a in ds.dims],
+    )
+    lines = statistics.reduce_samples(ds[name], how, axes_of_mean).transpose("layer", STEP)
+    settings, inches, _ = look(None, width, font_size)
+    layers = ds["layer"].values.tolist()
+    colors = matplotlib.colormaps["viridis"].resampled(len(layers))
+    with matplotlib.rc_context(settings):
+        figure = Drawing(figsize=(inches, 0.7 * inches), layout="constrained")
+        axes = figure.add_subplot()
+        for i, layer in enumerate(layers):
+            axes.plot(ds[STEP], lines[i], color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
+        axes.set(xlabel="step of training", yscale="log" if logarithmic else "linear")
+        low, high = statistics.ends(lines)
+        if logarithmic and high < 10 * low:  # numbers between powers of ten, written in full
+            axes.yaxis.set_major_formatter("{x:.3g}")
+            axes.yaxis.set_minor_formatter("{x:.3g}")
+        axes.set_title(label_of(ds, name), parse_math=False)
+        axes.set_ylabel("local Lipschitz constant" if logarithmic else UNITS[name])
+        columns = -(-len(layers) // 12)
+        figure.legend(title="layer", loc="outside right upper", ncols=columns, frameon=False)
+        if path is not None:
+            means = over(ds, axes_of_mean)
+            said = f"{statistics.reduction_name(how)}{means}, " if means else ""
+            words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
+            write(figure, Path(path), caption_files(Path(path), plain(words)))
     return figure
 
 

@@ -18,6 +18,7 @@ from lipbound.runs.dataset import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
     NORMS,
+    STEP,
     Contents,
     RunInfo,
     automatic,
@@ -109,9 +110,26 @@ def check_numbers(ds: xr.Dataset) -> None:
 
 
 def model_name(ds: xr.Dataset) -> str:
-    """Name of a run's model in a paper: a builtin checkpoint's title, or a path's last part."""
+    """Name of a run's model in a paper: a builtin checkpoint's title, or a path's last part.
+
+    With the step of its training, where that was followed.
+    """
     name = str(ds.attrs["model"])
-    return str(ds.attrs.get(CALLED, {}).get("model") or _builtin_title(name) or _last_part(name))
+    name = str(ds.attrs.get(CALLED, {}).get("model") or _builtin_title(name) or _last_part(name))
+    return f"{name} {step_words(ds)}".strip()
+
+
+def step_words(ds: xr.Dataset) -> str:
+    """Words on the steps of training that are shown; empty where there are none.
+
+    "after 200 steps of training", "at 30 steps of training from 0 to 290".
+    """
+    if STEP not in ds.coords:
+        return ""
+    steps = ds[STEP].values.reshape(-1).tolist()
+    if len(steps) == 1:
+        return f"after {counted(steps[0], 'step')} of training"
+    return f"at {len(steps)} steps of training from {steps[0]} to {steps[-1]}"
 
 
 def builtin_name(ds: xr.Dataset) -> str:
@@ -348,7 +366,7 @@ def exact_words(ds: xr.Dataset) -> str:
     else:
         found = f"by {METHODS.get(run.method, run.method)} in {run.dtype}, {closely}"
         if run.delta and enclosed:
-            found += f" with failure probability {small(run.delta)}"
+            found += f" with failure probability {small(run.delta)}{' a step' * (STEP in ds.dims)}"
     if there.closed and not there.all_closed:
         found += f", except {reached(ds)}"
     all_samples = there.exact_samples == there.samples
@@ -379,6 +397,11 @@ def run_caption(ds: xr.Dataset) -> str:
 
     The norm is named where it is another than Frobenius, so that captions stay short.
     """
+    return told(ds)
+
+
+def told(ds: xr.Dataset) -> str:
+    """Make the line of `run_caption` of all steps of training that are there."""
     return plain(f"{checkpoint_words(ds)}, {setting_words(ds)}")
 
 

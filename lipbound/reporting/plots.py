@@ -12,7 +12,14 @@ from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, UnknownNameError, choice, nearest
 from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.charts import NO_BOUNDS, ball_curve, by_layer, ratios, token_profile
+from lipbound.reporting.charts import (
+    NO_BOUNDS,
+    ball_curve,
+    by_layer,
+    over_steps,
+    ratios,
+    token_profile,
+)
 from lipbound.reporting.diff_figures import diff_caption, diff_heatmap, diff_heatmaps
 from lipbound.reporting.labels import label_of, mark, relabelled, run_caption
 from lipbound.reporting.labels import over as over_axes
@@ -23,7 +30,7 @@ from lipbound.runs.store import takes_diff, takes_run
 from lipbound.schema import compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
-__all__ += ["reduce_samples", "shared_scale", "token_profile"]
+__all__ += ["over_steps", "reduce_samples", "shared_scale", "token_profile"]
 
 NO_RATIO = ("\u221e for some heads", "no positive norm")
 MARKS = {

@@ -191,9 +191,11 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         )
         if kept is not None:
             results = kept.keeping(results)
-        lengths, error = _fill(tables, results, lambda layers: bar.update(task, advance=layers))
+        lengths, error = fill(tables, results, lambda layers: bar.update(task, advance=layers))
         bar.stop()
-        ds = _assembled(config, sources, planned, tables, lengths, error)
+        ds = labelled(config, planned, tables, lengths)
+        _tell_of_missing(config, sources, ds)
+        ds = sealed(ds, run_info(config, sources, planned, lengths, error))
         if target is not None:
             _save(ds, target)
     return ds
@@ -214,8 +216,10 @@ def _partial_run(
     return PartialRun(config.target, asked)
 
 
-def _fill(
-    tables: dict[str, np.ndarray], results: Iterable[LayerResult], advance: Callable[[int], None]
+def fill(
+    tables: dict[str, np.ndarray],
+    results: Iterable[LayerResult],
+    advance: Callable[[int], None] = lambda samples: None,
 ) -> tuple[np.ndarray, float]:
     """Put results where they belong in the tables.
 
@@ -246,31 +250,35 @@ def _progress_bar(show: bool) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=silent)
 
 
-def _assembled(
-    config: RunConfig,
-    sources: Sources,
-    plan: Plan,
-    tables: dict[str, np.ndarray],
-    lengths: np.ndarray,
-    error: float,
+def labelled(
+    config: RunConfig, plan: Plan, tables: dict[str, np.ndarray], lengths: np.ndarray
 ) -> xr.Dataset:
-    """Make the finished run of filled tables, lengths of inputs and the largest capture error."""
+    """Label filled tables, without an axis of heads for maps of whole layers."""
     ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm)
-    if config.map in WHOLE:
-        ds = ds.isel(head=0, drop=True)
-    checkpoint, inputs = sources.checkpoint, sources.inputs
+    return ds.isel(head=0, drop=True) if config.map in WHOLE else ds
+
+
+def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
+    """Tell, and note, which extras some exact norms are without."""
     for name in map(EXTRAS.__getitem__, config.chosen_extras):
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
-            inputs.notes.append(
+            sources.inputs.notes.append(
                 f"{name} is missing at {without} of {int(there)} exact norms: their Jacobians are "
                 "too large for it, of several windows, or hidden by rounding"
             )
-            tell(inputs.notes[-1])
+            tell(sources.inputs.notes[-1])
+
+
+def run_info(
+    config: RunConfig, sources: Sources, plan: Plan, lengths: np.ndarray, error: float
+) -> RunInfo:
+    """Describe a run, whose inputs have these lengths, by its largest capture error too."""
+    checkpoint, inputs = sources.checkpoint, sources.inputs
     packages = versions()
     heads = None if config.map in WHOLE else plan.shape[2]
     numbers = [layer.index for layer in plan.layers]
-    info = RunInfo(
+    return RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
         **{name: getattr(checkpoint, name) for name in OF_CHECKPOINT},
@@ -301,7 +309,6 @@ def _assembled(
             plan.samples, plan.spec.exact_samples, numbers, heads, model_layers=plan.model_layers
         ),
     )
-    return sealed(ds, info)
 
 
 def _save(ds: xr.Dataset, target: Path) -> None:

@@ -17,6 +17,7 @@ from lipbound.schema import (
     LAYER_WORDS,
     RUN,
     RUN_SAMPLE,
+    STEP,
     Extent,
     RunInfo,
     flags,
@@ -55,7 +56,10 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
     if len(given) < 2:
         what = "one run alone" if len(given) == 1 else shown(runs)
         raise StoreError(f"runs is {what}; give a list of two runs at least, Datasets or paths")
-    parts = [part for run in given for part in split(run_of(run))]
+    whole = [run_of(run) for run in given]
+    if any(STEP in one.coords for one in whole):
+        raise StoreError("runs over steps of training are not put together; give other runs")
+    parts = [part for run in whole for part in split(run)]
     for number, part in enumerate(parts):
         _check(part, number, parts[0])
     samples, layers = _table(parts)

@@ -24,6 +24,7 @@ from lipbound.schema import (
     LAYER_WORDS,
     RUN,
     RUN_SAMPLE,
+    STEP,
     RunInfo,
     flags,
     lacks_variables,
@@ -55,8 +56,11 @@ LABELS = {
     ),
     "jacobian_frobenius": ("Frobenius", "Frobenius norm of the Jacobian"),
     "jacobian_condition": ("Condition", "condition number of the Jacobian"),
+    "largest_logit": ("Largest logit", "largest score of a query and a key before the softmax"),
+    "entropy": ("Entropy", "entropy of the attention of a query, mean over queries (nats)"),
+    "first_token": ("First token", "attention on the first token, mean over queries"),
 }
-"""Labels and long names of what is no bound."""
+"""Labels and long names of exact norms, and of what attention itself is."""
 OF_BOUND = (
     *("label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"),
 )
@@ -141,15 +145,20 @@ def settings_altered(ds: xr.Dataset) -> bool:
 def checksums(ds: xr.Dataset) -> xr.DataArray:
     """Four bytes of a hash over everything that stands at a place, int32, as ``exact``.
 
-    Over the values of all variables, the numbers of sample, layer and head, the layer's words
-    (`LAYER_WORDS`), the sample's length, and what decides the numbers of the run that it is from
-    (`IDENTITY`); so every part of a run can be checked, and places of other runs do not pass.
+    Over the values of all variables, the numbers of sample, layer and head, of the step of training
+    if there is one, the layer's words (`LAYER_WORDS`), the sample's length, and what decides the
+    numbers of the run that it is from (`IDENTITY`); so every part of a run can be checked, and
+    places of other runs do not pass.
     """
+    if STEP in ds.dims:
+        steps = [checksums(ds.isel({STEP: i})) for i in range(ds.sizes[STEP])]
+        return xr.concat(steps, ds[STEP]).transpose(*ds["exact"].dims)
     dims = ds["exact"].dims
     shape = tuple(ds.sizes[dim] for dim in dims)
     names = sorted(own(ds))
     sample = RUN_SAMPLE if RUN_SAMPLE in ds.variables else "sample"
     numbers = (sample, "layer", "length", *(["head"] if "head" in dims else []))
+    numbers += (STEP,) if STEP in ds.coords else ()
     columns = [_column(ds, name, dims) for name in (*names, *numbers)]
     rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
     run = ds[RUN].transpose("sample", "layer").values if RUN in ds.variables else 0

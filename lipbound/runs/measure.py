@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.module_attention import ModuleAttention, described
+from lipbound.attention.statistics import attention_statistics
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import SMALL, resolve_device, side_by_side
@@ -40,7 +41,7 @@ from lipbound.models.given_layers import GivenCapturer, GivenLayers
 from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.partial_store import LayerResult
-from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, MEANS, TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
     from lipbound.runs.plan import SampleBlock, Sources
@@ -70,6 +71,7 @@ class MeasurementSpec:
         norm: of `lipbound.schema.NORMS`. `lipbound.schema.TOKEN_NORMS` are deterministic, and have
             upper ends without ``delta``.
         extras: names of `lipbound.schema.EXTRAS`.
+        statistics: also measure `lipbound.schema.STATISTICS`; of a whole layer, over its heads.
     """
 
     names: tuple[str, ...]
@@ -80,6 +82,7 @@ class MeasurementSpec:
     exact_samples: int
     norm: str = "frobenius"
     extras: tuple[str, ...] = ()
+    statistics: bool = False
 
     @property
     def encloses(self) -> bool:
@@ -209,7 +212,7 @@ class Measurer:
         """Measure one layer."""
         spec, attention, windows = self._spec, layer.attention, layer.windows
         lengths = attention.lengths.long().cpu().numpy().reshape(-1, windows).sum(-1)
-        seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
+        seeds = [seed_of(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
         values = _measured(attention, spec, seeds, spec.exact_samples - start, windows)
         return LayerResult(start, position, values, lengths, layer.error)
 
@@ -239,7 +242,8 @@ def _measured(
 ) -> dict[str, np.ndarray]:
     """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
 
-    The norm, and a bound, of a sample is the largest of those of its windows.
+    The norm, and a bound, of a sample is the largest of those of its windows; what is a mean over
+    queries is the mean of theirs.
     """
     if windows > 1:
         delta = None if spec.delta is None else spec.delta / windows
@@ -283,6 +287,9 @@ def _measure(
             holds = get(name).sound(att)
             values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
             values[sound(name)] = holds.all(-1) if whole else holds
+    for name, value in attention_statistics(att).items() if spec.statistics else ():
+        over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
+        values[name] = over_heads if whole else value
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
@@ -308,6 +315,8 @@ def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
         return np.asarray(np.sqrt(np.square(values).sum(1)))
     if name == EXTRAS["condition"]:  # the extremes of all windows together are not known
         return np.full_like(values[:, 0], np.nan)
+    if name in MEANS:
+        return np.asarray(values.mean(1))
     return np.asarray(values.all(1) if values.dtype == bool else values.max(1))
 
 
@@ -333,9 +342,10 @@ def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
     return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, seed=seeds)
 
 
-def _seed(seed: int, layer: int, sample: int) -> int:
-    """Seed of a layer and sample, whatever block the sample is in."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")
+def seed_of(seed: int, *place: int | str) -> int:
+    """Seed of a layer and sample, whatever block the sample is in, or of a step of training."""
+    key = "/".join(map(str, (seed, *place)))
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big")
 
 
 def work(

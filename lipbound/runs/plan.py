@@ -24,7 +24,7 @@ from lipbound.models.loading import Checkpoint, load_looked_at
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import LayerResult, configuration, partial_path
-from lipbound.schema import CLOSED_FORM, EXTRAS, TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, EXTRAS, STATISTICS, TOKEN_NORMS, sound
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -146,6 +146,7 @@ class Plan:
         l2 = any(get(name).exact == "exact_l2" for name in spec.names)
         ends = ["exact", *["exact_upper"] * spec.encloses, *["exact_l2"] * l2]
         extras = [EXTRAS[name] for name in spec.extras]
+        extras += STATISTICS[: None if spec.statistics else 0]
         tables = {name: np.full(shape, np.nan) for name in (*ends, *extras, *spec.names)}
         tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
         flags = ("exact_converged", *map(sound, spec.names))

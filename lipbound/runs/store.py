@@ -34,6 +34,7 @@ from lipbound.schema import (
     LAYER_WORDS,
     RUN,
     RUN_SAMPLE,
+    STEP,
     flags,
     is_diff,
     lacking_settings,
@@ -101,7 +102,9 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
         if path.suffix == NETCDF:
             _with_attributes(ds, _for_netcdf).to_netcdf(unfinished)
         else:
-            ds.to_zarr(unfinished, mode="w", consolidated=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # other readers may not know what is consolidated
+                ds.to_zarr(unfinished, mode="w", consolidated=STEP in ds.dims)
         unfinished.rename(path)
     except OSError as error:
         raise StoreError(f"{path} could not be written: {one_line(error)}") from error
@@ -203,7 +206,8 @@ def read(path: Path) -> xr.Dataset:
         AlteredRunError: a part of it cannot be read.
     """
     netcdf = path.is_file()
-    how: dict[str, Any] = {} if netcdf else {"engine": "zarr", "consolidated": False}
+    # shapes of a run over steps that is still growing are in one file
+    how: dict[str, Any] = {} if netcdf else {"engine": "zarr", "consolidated": None}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a variable that zarr cannot read is missed below
@@ -269,7 +273,8 @@ def run_of(given: object) -> xr.Dataset:
     """Read or complete a run: axes sample, layer and, unless it is of whole layers, head.
 
     Args:
-        given: a run, a part of it such as ``ds.isel(layer=0)``, or the path of a stored one.
+        given: a run, a part of it such as ``ds.isel(layer=0)``, or the path of a stored one. Of a
+            run over steps of training, the last step.
 
     Raises:
         StoreError: there is no run at the path, it is no run, an axis was reduced or is empty.
@@ -288,7 +293,7 @@ def run_of(given: object) -> xr.Dataset:
             f"the Dataset is no run, or no longer one: {what}; give the run itself (arithmetic on "
             "two runs drops what differs, or all attributes unless keep_attrs is set)"
         )
-    ds = given
+    ds = at_step(given)
     for axis in AXES:
         if axis not in ds.dims and axis in ds.coords:
             # only data variables get the axis, not coordinates
@@ -315,6 +320,28 @@ def diff_of(given: object) -> xr.Dataset:
             f"a diff of two runs is wanted, not {shown(given)}; lipbound.diff makes one"
         )
     return paired(*map(run_of, sides(ds)))
+
+
+def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
+    """Select one step of a run over steps of training; the last for None.
+
+    Any other run, and a single step, is returned as it is for None.
+
+    Raises:
+        StoreError: the step was not measured, or there are no steps.
+    """
+    if step is None:
+        return ds.isel({STEP: -1}) if STEP in ds.dims else ds
+    if STEP not in ds.coords:
+        raise StoreError(f"step is {step}, but the run is not one over steps of training")
+    steps = ds[STEP].values.reshape(-1).tolist()
+    if step not in steps:
+        near = sorted(sorted(steps, key=lambda one: abs(one - step))[:3])
+        raise StoreError(
+            f"step {step} was not measured; of {len(steps)} steps, from {steps[0]} to {steps[-1]}, "
+            f"the nearest are {', '.join(map(str, near))}"
+        )
+    return ds.sel({STEP: step}) if STEP in ds.dims else ds
 
 
 def _no_dataset(given: object) -> StoreError:

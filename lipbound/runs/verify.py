@@ -28,6 +28,7 @@ from lipbound.runs.store import run_of
 from lipbound.schema import (
     AXES,
     EXTRAS,
+    STATISTICS,
     Extent,
     RunInfo,
     lacks_variables,
@@ -137,6 +138,7 @@ def measure_again(
     names = rerun.config.names if closed else []
     shape = (len(made.layers), made.heads or 1)
     spec = measurement_spec(rerun.config, names, made.exact_samples, shape)
+    spec = replace(spec, statistics=closed and STATISTICS[0] in ds.variables)
     capturer = capturer_of(rerun.checkpoint.model, [int(ds["layer"][i])], spec.map, closed=closed)
     number = int(ds["sample"][s])
     block = rerun.inputs.block(number, number + 1, rerun.device)
@@ -334,10 +336,14 @@ def _own_faults(ds: xr.Dataset) -> list[str]:
     if settings_altered(ds):
         faults.append("the run's settings (attributes) are not those recorded (checksum)")
     # as text, since NaN differs from itself
-    now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs["audit"]))
+    now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs.get("audit")))
     made = Extent(**ds.attrs["made"])
     whole_table = (made.samples, len(made.layers), made.heads)
-    if now != then and tuple(ds.sizes.get(axis) for axis in AXES) == whole_table:
+    if (
+        "audit" in ds.attrs
+        and now != then
+        and tuple(ds.sizes.get(axis) for axis in AXES) == whole_table
+    ):
         faults.append("the audit stored with the run is not that of its numbers")
     return faults
 
@@ -435,6 +441,8 @@ def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Compari
         now = new.get(name, np.full(old.shape, False if flags else np.nan))
         there = ~(np.isnan(old) & np.isnan(now))
         gap = _difference(old.astype(float), now.astype(float))
+        if name in STATISTICS:  # a logit is a sum that may cancel, and counts in an exponential
+            gap = np.abs(old - now) / np.maximum(1, np.abs(now))
         off = old != now if flags else ~(gap <= _tolerance(ds, new, name, now, slack))
         for h in map(int, np.flatnonzero(there)):
             then, found = (str(bool(x)) if flags else f"{x:.8g}" for x in (old[h], now[h]))
@@ -470,6 +478,8 @@ def _tolerance(
     size, tol = np.maximum(now, 1e-300), float(ds.attrs["tol"])
     if name == EXTRAS["condition"]:  # as badly conditioned as the Jacobian itself
         allowed = slack * np.maximum(1, now)
+    elif name in STATISTICS:
+        allowed = np.full(now.shape, slack)
     elif name in ds.attrs["bounds"]:
         allowed = slack * np.maximum(1, np.abs(np.log(size)))
     elif "exact_upper" in new and name != "exact_l2":

@@ -71,6 +71,42 @@ def _stored(out: Path) -> set[tuple[int, int]]:
 
 
 @pytest.mark.slow
+def test_a_training_that_is_killed_leaves_a_run_that_opens(tmp_path: Path) -> None:
+    """SIGKILL at random moments; the next training takes up what can be seen."""
+    out, dice = tmp_path / "run.zarr", random.Random(0)
+    reached = 0
+    for _ in range(3):
+        process = CONTEXT.Process(target=_trained, args=(out, reached))
+        process.start()
+        wanted = reached + dice.randint(2, 5)
+        while process.is_alive() and (not out.exists() or _steps(out)[-1] < wanted):
+            time.sleep(0.01)
+        time.sleep(dice.uniform(0, 0.2))
+        process.kill()
+        process.join()
+        steps = _steps(out)
+        assert steps == list(range(len(steps)))
+        assert steps[-1] >= wanted
+        reached = steps[-1] + 1
+
+
+def _steps(out: Path) -> list[int]:
+    return store.load(out, damaged="refuse")["step"].values.tolist()
+
+
+def _trained(out: Path, start: int) -> None:
+    import torch
+    from support.models import AFFINE, build
+
+    model = build(AFFINE["gpt2"])
+    monitor = lb.Monitor(model, torch.arange(8)[None], every=1, out=out, resume=True)
+    for step in range(start, start + 1000):
+        monitor.step(step)
+        with torch.no_grad():
+            model.wte.weight.mul_(1.01)
+
+
+@pytest.mark.slow
 def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
     """Processes; one of two is killed while it has work."""
     dask = pytest.importorskip("dask")

@@ -29,6 +29,7 @@ from lipbound.errors import (
 )
 from lipbound.models.capture.assembly import about_padding, assemble, check_defined, forbidden
 from lipbound.models.capture.automatic import through_module
+from lipbound.models.capture.named_weights import read_by_names, same_weights
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.scores import ScoreParts, score_parts
@@ -111,6 +112,7 @@ class Capturer:
     notes: list[str] = field(default_factory=list)
     _name: str = interface.RECORDING_ATTENTION
     _weights: dict[Row, ProbedWeights] = field(default_factory=dict)
+    _named: set[Row] | None = None
     _turns: list[Turns] = field(default_factory=list)
     _parts: dict[Row, ScoreParts] = field(default_factory=dict)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
@@ -279,6 +281,14 @@ class Capturer:
         self._weights.clear()
         self._parts.clear()
 
+    def renew(self, model: nn.Module) -> None:
+        """Capture other weights of the same architecture from now on.
+
+        They are probed anew, or read by their names where that once gave what probing did.
+        """
+        self.model, self._named = model, set() if self._named is None else self._named
+        self.release()
+
     def _note(self, *notes: str) -> None:
         for note in notes:
             if note not in self.notes:
@@ -307,7 +317,11 @@ class Capturer:
     def _probed(self, row: Row, call: Call) -> ProbedWeights:
         weights = self._weights.get(row)
         if weights is None or not weights.belongs_to(call):
-            weights = probe(call, self._turns)
+            weights = read_by_names(call) if row in (self._named or ()) else None
+            if weights is None:
+                weights = probe(call, self._turns)
+                if self._named is not None and weights.plain:
+                    self._named |= {row} if same_weights(weights, read_by_names(call)) else set()
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]

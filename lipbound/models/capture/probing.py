@@ -95,6 +95,12 @@ class ProbedWeights:
     offsets: Offsets | None = None
     sums: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """True for affine maps alone: nothing that moves, turns, normalises or gates vectors."""
+        steps = (self.turns, self.offsets, self.gate, *self.norms)
+        return not self.sums and all(step is None for step in steps)
+
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
         mine = None if self.turns is None else self.turns.positions

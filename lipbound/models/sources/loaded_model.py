@@ -80,6 +80,32 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     )
 
 
+def in_training(model: object, tokenizer: str | None = None) -> Checkpoint:
+    """Describe a model that is being trained, whose weights say nothing about what it will be.
+
+    Args:
+        model: a module, or a wrapper of one; it stays as it is and where it is.
+        tokenizer: directory or hub id, in place of the model's own.
+
+    Raises:
+        CaptureError: it is no module.
+        CheckpointError: its weights are no floating-point numbers.
+    """
+    inner = bare_module(model)
+    kind, known = type(inner).__name__, isinstance(inner, PreTrainedModel)
+    check_floating(inner, kind)
+    source = (str(inner.name_or_path) or None) if known else None
+    return Checkpoint(
+        inner,
+        source or kind,
+        "in training",
+        source,
+        loaded=True,
+        tokenizer_from=tokenizer,
+        configuration=config_sha256(inner.config) if known else _sha256(repr(inner)),
+    )
+
+
 def unwrapped(given: object) -> tuple[object, list[str]]:
     """Take all wrappers off an object.
 

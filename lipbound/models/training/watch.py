@@ -312,12 +312,10 @@ def watching(
         )
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
     watch = ProbabilityCollector(frozenset(map(id, modules)), chosen, inputs_of is not None)
-    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
     with ExitStack() as stack:
         stack.enter_context(_hooked(watch, modules, inputs_of or ()))
         stack.enter_context(_attending(inner, modules))
-        if compiled:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled(modules))
         _watches.append(watch)
         try:
             yield watch
@@ -328,6 +326,12 @@ def watching(
         raise CaptureError(
             f"layers {missing} do not exist: the model ran {len(watch.layers)}, numbered from 0"
         )
+
+
+def uncompiled(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+    """Return a context in which compiled modules run as they are written."""
+    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager

@@ -1,0 +1,398 @@
+"""Norms of attention heads over the steps of a training run, on a fixed batch of probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+import torch.distributed
+import xarray as xr
+from torch import nn
+
+from lipbound.devices import in_own_modes
+from lipbound.errors import LipboundError, StoreError, choice, flag, indices, real, tell, whole
+from lipbound.models.inputs import prepare
+from lipbound.models.sources.loaded_model import bare_module, in_dtype, in_training
+from lipbound.models.training.watch import uncompiled
+from lipbound.runs.compare import fill, labelled, run_info
+from lipbound.runs.config import READING, RunConfig
+from lipbound.runs.dataset import sealed
+from lipbound.runs.measure import capturer_of, measured_here, seed_of
+from lipbound.runs.partial_store import same_configuration
+from lipbound.runs.plan import Sources, identity, memory_bytes, plan
+from lipbound.runs.step_callbacks import attached
+from lipbound.runs.step_store import StepStore, stacked
+from lipbound.runs.store import check_target, load
+from lipbound.schema import MEANS, STATISTICS, STEP, RunInfo
+
+EVERY = 100
+"""Steps between two measurements where nothing else is said."""
+PREFIX = "lipbound"
+"""First part of the names under which numbers are logged."""
+
+Log = Callable[[dict[str, float], int], object]
+"""Function that logs numbers by name, at a step."""
+
+
+class Exceeded(NamedTuple):
+    """The largest value of a quantity, above its threshold at a step.
+
+    Attributes:
+        name: of the quantity, such as "exact".
+        value: the largest one.
+        threshold: that it is above.
+        step, sample, layer, head: where; ``head`` is 0 for maps of whole layers.
+    """
+
+    name: str
+    value: float
+    threshold: float
+    step: int
+    sample: int
+    layer: int
+    head: int
+
+
+class Monitor:
+    """Measure every attention head of a model while it is trained, on a fixed batch of probes.
+
+    A step is how many updates the weights have seen: call ``step(0)`` before the first update. What
+    is measured at a step does not depend on other steps. The model is left as it was: training
+    mode, attention implementation, gradients, random numbers, hooks.
+
+    Where measuring fails (weights that are no longer finite, a full disk), a
+    `lipbound.errors.Notice` says why, and the training goes on. Of several processes of
+    torch.distributed the first one measures; all weights must be there.
+
+    Args:
+        model: that is trained: a transformers model, any torch module, or a wrapper of one
+            (compile, DistributedDataParallel, PEFT). Of one in half precision a copy in float32 is
+            measured.
+        probe: inputs, always the same: ready ones by name, tokens, texts or anything that
+            `lipbound.compare` takes as data.
+        every: steps between two measurements; 100 by default.
+        steps: the steps to measure at, in place of ``every``.
+        out: where to keep the run, a Zarr store that can be read at any moment, also after the
+            training was killed.
+        resume: append to the run of ``out``, if it exists. Steps that come again are replaced.
+        bounds: also evaluate these, as in `lipbound.compare`; none by default.
+        map, norm, layers, tol, seed: as in `lipbound.compare`.
+        delta: failure probability of all upper ends ``exact_upper`` of one step; None or 0, the
+            default, for lower ends alone.
+        samples, max_length, tokenizer: how texts are read, as in `lipbound.compare`.
+        log: is called with numbers by name, and the step, after each measurement; `attach` logs to
+            what a Trainer logs to.
+        per_head: log every head, too, rather than layers alone.
+        threshold: of the exact norm, or thresholds by name (also of ``largest_logit``, ...). A
+            notice tells when the largest value has risen above it.
+        on_exceed: is called with an `Exceeded` in place of the notice.
+
+    Raises:
+        LipboundError: options or a probe that cannot be; attention that cannot be captured.
+        StoreError: ``out`` exists, or is a run of another probe, model or options.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(vocab_size=9, num_hidden_layers=2, **sizes))
+    >>> monitor = Monitor(model, torch.tensor([[1, 2, 3]]), every=10)
+    >>> for step in range(21):  # here the weights would be trained
+    ...     _ = monitor.step(step)
+    >>> dict(monitor.run["exact"].sizes)
+    {'step': 3, 'sample': 1, 'layer': 2, 'head': 2}
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        probe: Any,
+        *,
+        every: int | None = None,
+        steps: Iterable[int] | None = None,
+        out: str | Path | None = None,
+        resume: bool = False,
+        bounds: str | Iterable[str] = "none",
+        map: str = "head",
+        norm: str = "frobenius",
+        layers: Sequence[int] | int | str | None = None,
+        tol: float = 1e-3,
+        delta: float | None = None,
+        seed: int = 0,
+        samples: int | str = "all",
+        max_length: int = 128,
+        tokenizer: str | Path | None = None,
+        log: Log | None = None,
+        per_head: bool = False,
+        threshold: float | Mapping[str, float] | None = None,
+        on_exceed: Callable[[Exceeded], object] | None = None,
+    ):
+        if every is not None and steps is not None:
+            raise LipboundError("every and steps are both given; give one of them")
+        self._every = EVERY if every is None else whole("every", every, least=1)
+        self._at = None if steps is None else frozenset(indices("steps", steps))
+        self._model = bare_module(model)
+        dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), None)
+        self._config = config = RunConfig(
+            model,
+            probe,
+            out=out,
+            resume=resume,
+            bounds=bounds,
+            map=map,
+            norm=norm,
+            layers=layers,
+            tol=tol,
+            delta=delta or None,
+            seed=seed,
+            samples=samples,
+            max_length=max_length,
+            tokenizer=tokenizer,
+            dtype="float64" if dtype == torch.float64 else "float32",
+        )
+        self._log, self._per_head = log, flag("per_head", per_head)
+        self._on_exceed, self._above = on_exceed, frozenset[str]()
+        self._open(tokenizer)
+        self._thresholds = _thresholds(threshold, self._logged, on_exceed)
+        self._slices: list[xr.Dataset] = []
+        self._info: RunInfo | None = None
+        self._store = None if config.target is None else self._stored(config.target)
+
+    @in_own_modes
+    @torch.no_grad()
+    def _open(self, tokenizer: str | Path | None) -> None:
+        """Prepare the probe and look at the layers."""
+        config = self._config
+        checkpoint = in_training(self._model, None if tokenizer is None else str(tokenizer))
+        inputs = prepare(checkpoint, config.data, **config.options(*READING))
+        measured, notes = in_dtype(self._model)
+        checkpoint.notes += notes
+        for note in notes:
+            tell(note)
+        capturer = capturer_of(measured, config.chosen_layers, config.map)
+        capturer.renew(measured)  # weights will change
+        device = str(next(self._model.parameters()).device)
+        self._sources = Sources(checkpoint, inputs, device, capturer)
+        with uncompiled(self._model.modules()):
+            planned = plan(config, self._sources, memory_bytes(config.memory, device), 1)
+        self._plan = replace(planned, spec=replace(planned.spec, statistics=True))
+
+    @property
+    def _logged(self) -> list[str]:
+        """Names of what is logged, and what may have a threshold."""
+        ends = ["exact", *["exact_upper"] * self._plan.spec.encloses]
+        return [*ends, *STATISTICS, *self._plan.spec.names]
+
+    def _stored(self, target: Path) -> StepStore:
+        """Take up the run that is there, or check that one can be made.
+
+        Raises:
+            StoreError: it is another one.
+        """
+        if not (target.exists() and self._config.resume):
+            if target.exists():
+                raise StoreError(f"{target} exists already; resume=True appends to it")
+            check_target(target)
+            return StepStore(target)
+        past = load(target, damaged="refuse")
+        if STEP not in past.dims:
+            raise StoreError(f"{target} is not a run over steps of training; choose another name")
+        asked = identity(self._config, self._sources) | {
+            "bounds": list(self._plan.spec.names),
+            "layers": [layer.index for layer in self._plan.layers],
+            "architecture": type(self._model).__name__,
+        }
+        del asked["model"]  # a checkpoint of the training has a name of its own
+        there: dict[str, Any] = {name: past.attrs.get(name) for name in asked}
+        same_configuration(target, there | {"layers": past["layer"].values.tolist()}, asked)
+        self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
+        self._info = RunInfo.of(past)
+        return StepStore(target, len(self._slices))
+
+    @property
+    def run(self) -> xr.Dataset:
+        """Everything measured so far, (step, sample, layer, head), as `lipbound.load` reads it.
+
+        Raises:
+            LipboundError: nothing was measured.
+        """
+        if not self._slices:
+            raise LipboundError("nothing was measured yet; call step at a step that is due")
+        return stacked(self._slices)
+
+    def attach(self, trainer: Any) -> Self:
+        """Measure at the steps of a Trainer, and log to what it logs to.
+
+        Args:
+            trainer: of transformers, or of Lightning.
+
+        Returns:
+            This monitor.
+
+        Raises:
+            LipboundError: it is neither.
+        """
+        attached(self.step, trainer, self._set_log)
+        return self
+
+    def _set_log(self, log: Log) -> None:
+        """Log there, and to what was given."""
+        given = self._log
+        self._log = (
+            log
+            if given is None
+            else lambda numbers, step: (log(numbers, step), given(numbers, step))
+        )
+
+    def step(self, step: int) -> xr.Dataset | None:
+        """Measure after so many updates, where that is due.
+
+        Args:
+            step: how many updates the weights have seen.
+
+        Returns:
+            The run at this step, (sample, layer, head); None where nothing was measured.
+        """
+        step = whole("step", step, least=0)
+        due = step % self._every == 0 if self._at is None else step in self._at
+        if not due or _other_process():
+            return None
+        try:
+            ds = self._measured(step)
+            self._keep(ds, step)
+        except Exception as error:  # a training is worth more than a number about it
+            kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
+            tell(f"step {step} of the training was not measured or kept: {kind}{error}")
+            return None
+        if self._log is not None:
+            self._log(numbers(ds, self._logged, per_head=self._per_head), step)
+        self._alarm(ds, step)
+        return ds
+
+    @in_own_modes
+    @torch.no_grad()
+    def _measured(self, step: int) -> xr.Dataset:
+        """Measure the model as it is."""
+        capturer, planned = self._sources.capturer, self._plan
+        capturer.renew(in_dtype(self._model)[0])  # a copy, of one in half precision
+        device = str(next(self._model.parameters()).device)
+        sources = self._sources._replace(device=device)
+        spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))
+        tables = planned.tables()
+        with uncompiled(self._model.modules()):
+            results = measured_here(sources, spec, planned.blocks(()), planned.room)
+            lengths, error = fill(tables, results)
+        info = run_info(self._config, sources, planned, lengths, error)
+        if (first := self._info) is not None:
+            error, notes = (
+                max(error, first.capture_error),
+                dict.fromkeys([*first.notes, *info.notes]),
+            )
+            info = replace(first, capture_error=error, notes=list(notes))
+        self._info = info
+        ds = labelled(self._config, planned, tables, lengths)
+        return sealed(ds.assign_coords({STEP: step}), info)
+
+    def _keep(self, ds: xr.Dataset, step: int) -> None:
+        """Put a step behind those before it, in memory and on disk."""
+        before = [one for one in self._slices if int(one[STEP]) < step]
+        if again := len(self._slices) - len(before):
+            tell(
+                f"{again} of {len(self._slices)} measured steps, from {step} on, come again in "
+                "this training, and are measured anew"
+            )
+        self._slices = before
+        if self._store is not None:
+            self._store.write(ds, len(before))
+        self._slices = [*before, ds]
+
+    def _alarm(self, ds: xr.Dataset, step: int) -> None:
+        """Tell what has risen above its threshold since the last measurement."""
+        found = [_largest(ds, name, limit, step) for name, limit in self._thresholds.items()]
+        above = [one for one in found if one.value > one.threshold]
+        new, self._above = (
+            [one for one in above if one.name not in self._above],
+            frozenset(one.name for one in above),
+        )
+        for one in new:
+            if self._on_exceed is not None:
+                self._on_exceed(one)
+                continue
+            tell(
+                f"{one.name} has risen above {one.threshold:g} at step {step}: {one.value:.4g} in "
+                f"layer {one.layer}, head {one.head}, sample {one.sample}"
+            )
+
+
+def _other_process() -> bool:
+    """Tell whether another process of torch.distributed measures."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_rank() != 0
+
+
+def _thresholds(
+    given: float | Mapping[str, float] | None, known: Iterable[str], on_exceed: object
+) -> dict[str, float]:
+    """Read thresholds by name.
+
+    Raises:
+        LipboundError: a name that is not measured, no number, nothing to call ``on_exceed`` for.
+    """
+    if given is None:
+        if on_exceed is not None:
+            raise LipboundError(
+                "on_exceed is given without a threshold; give one, as threshold=1e3"
+            )
+        return {}
+    named = given if isinstance(given, Mapping) else {"exact": given}
+    return {
+        choice("threshold of", name, known): real("threshold", value, "a finite number")
+        for name, value in named.items()
+    }
+
+
+def _largest(ds: xr.Dataset, name: str, limit: float, step: int) -> Exceeded:
+    """The largest value of a quantity, and where it is."""
+    values = ds[name].values
+    if np.isnan(values).all():
+        return Exceeded(name, float("nan"), limit, step, 0, 0, 0)
+    at = np.unravel_index(np.nanargmax(values), values.shape)
+    sample, layer, *head = (int(i) for i in at)
+    number = int(ds["layer"][layer])
+    return Exceeded(name, float(values[at]), limit, step, sample, number, head[0] if head else 0)
+
+
+def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> dict[str, float]:
+    """Reduce a step to the numbers that are logged, by their names there.
+
+    Args:
+        ds: a step of a run.
+        names: of its variables.
+        per_head: also of every head, rather than of layers alone.
+
+    Returns:
+        By ``lipbound/layer_L/NAME_max`` and, of norms and bounds, ``..._geomean``, over samples and
+        heads; of what is a mean over queries ``..._mean``; and ``lipbound/layer_L/head_H/NAME``,
+        over samples. Values that are missing or infinite are left out.
+    """
+    found: dict[str, float] = {}
+    for name in names:
+        for i, layer in enumerate(ds["layer"].values.tolist()):
+            values, place = ds[name].isel(layer=i).values, f"{PREFIX}/layer_{layer}"
+            known = values[np.isfinite(values)]
+            if not known.size:
+                continue
+            if name in MEANS:
+                found[f"{place}/{name}_mean"] = float(known.mean())
+            else:
+                found[f"{place}/{name}_max"] = float(known.max())
+            if name not in STATISTICS and (known > 0).all():
+                found[f"{place}/{name}_geomean"] = float(np.exp(np.log(known).mean()))
+            heads = values.T if per_head and values.ndim > 1 else ()
+            for head, one in enumerate(heads):
+                value = float(one.mean() if name in MEANS else one.max())
+                if np.isfinite(value):
+                    found[f"{place}/head_{head}/{name}"] = value
+    return found

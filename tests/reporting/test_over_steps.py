@@ -1,0 +1,107 @@
+"""Runs over steps of training, shown: which step it is, and lines that are the numbers."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from support.commands import call
+from support.models import AFFINE, build
+
+import lipbound as lb
+from lipbound.errors import LipboundError
+from lipbound.reporting.labels import run_caption, step_words
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stored run of three steps, between which weights change."""
+    model, out = build(AFFINE["gpt2"]), tmp_path_factory.mktemp("steps") / "run.zarr"
+    ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+    monitor = lb.Monitor(model, ids, every=5, out=out, bounds=["lipbound"])
+    for step in (0, 5, 10):
+        monitor.step(step)
+        with torch.no_grad():
+            for block in model.h:
+                block.attn.c_attn.weight.mul_(1.5)
+    return out
+
+
+@pytest.fixture
+def ds(path: Path) -> xr.Dataset:
+    return lb.load(path)
+
+
+def test_lines_are_the_numbers_of_layers(ds: xr.Dataset, tmp_path: Path) -> None:
+    for name, how in (("exact", "geomean"), ("largest_logit", "max"), ("entropy", "mean")):
+        figure = lb.plots.over_steps(ds, name, tmp_path / f"{name}.svg")
+        (axes,) = figure.axes
+        for layer, line in enumerate(axes.lines):
+            values = ds[name].sel(layer=layer).transpose("step", ...).values.reshape(3, -1)
+            own = np.exp(np.log(values).mean(1)) if how == "geomean" else getattr(values, how)(1)
+            np.testing.assert_allclose(line.get_ydata(), own, rtol=1e-12)
+            assert list(line.get_xdata()) == [0, 5, 10]
+        assert axes.get_yscale() == ("log" if name == "exact" else "linear")
+    said = (tmp_path / "exact.caption.txt").read_text()
+    assert said.startswith("Exact: geometric mean over samples and heads, a line for every layer.")
+    assert "at 3 steps of training from 0 to 10" in said
+
+
+def test_a_figure_over_steps_needs_steps(ds: xr.Dataset, gpt2_run: xr.Dataset) -> None:
+    with pytest.raises(LipboundError, match=r"no steps of training; lb\.Monitor makes one"):
+        lb.plots.over_steps(gpt2_run)
+    with pytest.raises(LipboundError, match="unknown quantity 'entropie'; did you mean 'entropy'"):
+        lb.plots.over_steps(ds, "entropie")
+
+
+def test_tables_and_captions_are_of_the_last_step_or_say_which(ds: xr.Dataset) -> None:
+    assert "after 10 steps of training" in run_caption(ds)
+    assert "after 5 steps of training" in run_caption(ds.sel(step=5))
+    assert step_words(ds) == "at 3 steps of training from 0 to 10"
+    assert lb.tables.render(ds) == lb.tables.render(ds.sel(step=10))
+    table = lb.tables.breakdown(ds.sel(step=5), "head")
+    np.testing.assert_allclose(
+        table["exact"], np.exp(np.log(ds["exact"].sel(step=5)).mean("sample")).values.ravel()
+    )
+    assert lb.tables.summary(ds).loc["lipbound", "violations"] == 0
+    assert "step" not in run_caption(ds.drop_vars("step").isel(step=0))
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    return partial(call, capsys, monkeypatch)
+
+
+def test_commands_take_a_step(path: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    status, out, _ = run("table", path, "--step", "5", "--by", "layer")
+    assert status == 0
+    assert "after 5 steps of training" in " ".join(out.split())
+    status, out, _ = run("heatmap", path, "-o", tmp_path / "map.png")
+    assert status == 0
+    assert "after 10 steps of training" in (tmp_path / "map.caption.txt").read_text()
+    status, out, _ = run("info", path)
+    assert "at 3 steps of training from 0 to 10" in out
+    assert "hold" in out
+    status, _, err = run("table", path, "--step", "6")
+    assert status == 2
+    assert "step 6 was not measured; of 3 steps, from 0 to 10, the nearest are 0, 5, 10" in err
+    status, out, _ = run("cite", path, "--format", "text", "--step", "0")
+    assert "after 0 steps of training" in out
+    status, out, _ = run("report", path, "-o", tmp_path / "page.html")
+    assert status == 0
+    assert "after 10 steps of training" in (tmp_path / "page.html").read_text()
+
+
+def test_other_runs_have_no_steps(
+    whole: xr.Dataset, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    out = lb.save(whole, tmp_path / "run.zarr")
+    status, _, err = run("table", out, "--step", "3")
+    assert status == 2
+    assert "the run is not one over steps of training" in err

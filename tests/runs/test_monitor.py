@@ -1,0 +1,575 @@
+"""Norms over the steps of a training: right at every step, the training unchanged, and a run that
+can be read whatever happens to it."""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+import xarray as xr
+import zarr
+from support.models import AFFINE, GPT2, build, inputs_for
+from torch import Tensor, nn
+
+import lipbound as lb
+from lipbound.errors import DamagedRunWarning, LipboundError, Notice, StoreError
+from lipbound.runs.dataset import edited
+from lipbound.runs.monitor import Exceeded, numbers
+from lipbound.runs.store import at_step
+from lipbound.schema import STATISTICS
+
+IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+RATE = 0.5
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def decoder(**options: Any) -> Any:
+    """A small GPT-2 in training mode."""
+    config = tf.GPT2Config(**GPT2, bos_token_id=None, eos_token_id=None, **options)
+    return build(lambda: tf.GPT2LMHeadModel(config)).train()
+
+
+def train(
+    model: nn.Module,
+    steps: int,
+    before: Callable[[int], object] = lambda step: None,
+) -> None:
+    """Train by a plain loop, with dropout where the model has it.
+
+    By SGD: Adam would make steps of rounding, since biases of keys have no gradient.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(steps):
+        before(step)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def own(model: Any) -> dict[str, np.ndarray]:
+    """Norms by float64 SVD of the autograd Jacobian of GPT-2's heads written out, and what its
+    eager attention says of itself: (samples, layers, heads) each."""
+    model = copy.deepcopy(model).double().eval()
+    model.set_attn_implementation("eager")
+    given: list[Tensor] = []
+    blocks = model.transformer.h
+    hooks = [
+        block.attn.register_forward_pre_hook(
+            lambda module, args, kwargs: given.append((args or kwargs.values())[0]),
+            with_kwargs=True,
+        )
+        for block in blocks
+    ]
+    with torch.no_grad():
+        p = torch.stack(model(IDS, output_attentions=True).attentions, 1)
+    for hook in hooks:
+        hook.remove()
+    n, d = IDS.shape[1], GPT2["n_embd"] // GPT2["n_head"]
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    exact, logit = torch.zeros(p.shape[:3]).double(), torch.zeros(p.shape[:3]).double()
+    for (s, i, h), _ in np.ndenumerate(exact.numpy()):
+        parts = [
+            slice(k * GPT2["n_embd"] + h * d, k * GPT2["n_embd"] + (h + 1) * d) for k in range(3)
+        ]
+        linear = blocks[i].attn.c_attn
+        w, b = zip(*((linear.weight[:, part], linear.bias[part]) for part in parts), strict=True)
+
+        def scores(x: Tensor, w: Any = w, b: Any = b) -> Tensor:
+            return ((x @ w[0] + b[0]) @ (x @ w[1] + b[1]).T / d**0.5).masked_fill(
+                hidden, -torch.inf
+            )
+
+        def head(x: Tensor, w: Any = w, b: Any = b, scores: Any = scores) -> Tensor:
+            return torch.softmax(scores(x), -1) @ (x @ w[2] + b[2])
+
+        x = given[i][s].detach()
+        jacobian = torch.func.jacrev(head)(x).reshape(n * d, -1)
+        exact[s, i, h] = torch.linalg.matrix_norm(jacobian, 2).detach()
+        logit[s, i, h] = scores(x).amax().detach()
+    entropy, first = torch.special.entr(p).sum(-1).mean(-1), p[..., 0].mean(-1)
+    found = dict(zip(("exact", *STATISTICS), (exact, logit, entropy, first), strict=True))
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def test_every_step_has_the_numbers_of_its_weights() -> None:
+    model, truth = decoder(), {}
+    monitor = lb.Monitor(model, IDS, every=3, bounds=["lipbound"], delta=1e-6)
+
+    def before(step: int) -> None:
+        if monitor.step(step) is not None:
+            truth[step] = own(model)
+
+    train(model, 7, before)
+    run = monitor.run
+    assert run["exact"].dims == ("step", "sample", "layer", "head")
+    assert run["step"].values.tolist() == [0, 3, 6] == list(truth)
+    for step, exact in truth.items():
+        ds = run.sel(step=step)
+        assert (ds["exact"].values <= exact["exact"] * (1 + 1e-6)).all()  # float32 weights' inputs
+        assert (ds["exact"].values >= exact["exact"] * (1 - 2e-3)).all()
+        assert (ds["exact_upper"].values >= exact["exact"] * (1 - 1e-6)).all()
+        assert (ds["lipbound"].values >= exact["exact"] * (1 - 1e-6)).all()
+        for name in STATISTICS:
+            np.testing.assert_allclose(ds[name].values, exact[name], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(truth[0]["exact"], truth[6]["exact"], rtol=0.01)  # it was trained
+
+
+def test_a_training_does_not_notice(tmp_path: Path) -> None:
+    """Weights after steps with dropout are the same bit by bit, and all else is as it was."""
+    alone, watched = decoder(), decoder()
+    watched.transformer.h[0].ln_1.eval()
+    watched.transformer.wpe.weight.requires_grad_(False)
+    alone.transformer.wpe.weight.requires_grad_(False)
+    torch.manual_seed(1)
+    train(alone, 5)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    monitor = lb.Monitor(watched, IDS, every=1, out=tmp_path / "run.zarr", bounds="default")
+    before = [module.training for module in watched.modules()]
+    train(watched, 5, monitor.step)
+    mine, theirs = watched.state_dict(), alone.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    assert [module.training for module in watched.modules()] == before
+    assert watched.config._attn_implementation == alone.config._attn_implementation
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
+    assert all(p.grad is None for p in watched.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_a_step_does_not_depend_on_others() -> None:
+    model = decoder()
+    often, once = (lb.Monitor(model, IDS, every=k, seed=3) for k in (1, 4))
+    train(model, 5, lambda step: (often.step(step), once.step(step)))
+    assert often.run.sel(step=4).equals(once.run.sel(step=4))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_later_steps_are_those_of_a_new_monitor(name: str) -> None:
+    """Of plain layers less is looked for after the first step."""
+    model = build(AFFINE[name])
+    inputs = inputs_for(model)
+    monitor = lb.Monitor(model, inputs, every=1)
+    monitor.step(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    again = lb.Monitor(model, inputs, every=1)
+    mine, new = monitor.step(1), again.step(1)
+    assert mine is not None
+    assert mine.drop_attrs().equals(new.drop_attrs())  # type: ignore[union-attr]
+    assert mine.attrs["capture_error"] < 1e-4
+
+
+class Adapted(tf.pytorch_utils.Conv1D):  # type: ignore[name-defined, misc]
+    """A linear map with something beside its weight, which is nothing at first."""
+
+    more = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.more * x.sum(-1, keepdim=True)
+
+
+def test_weights_of_known_names_that_are_not_all() -> None:
+    model = decoder()
+    linear = model.transformer.h[0].attn.c_attn
+    linear.__class__ = Adapted
+    monitor = lb.Monitor(model, IDS, every=1)
+    linear.more = 0.3
+    mine, new = monitor.step(0), lb.Monitor(model, IDS, every=1).step(0)
+    assert mine is not None
+    np.testing.assert_array_equal(mine["exact"], new["exact"])  # type: ignore[index]
+    linear.more = 0.0
+    without = monitor.step(1)
+    assert not np.allclose(mine["exact"], without["exact"], rtol=0.01)  # type: ignore[index]
+
+
+def test_steps_that_are_named() -> None:
+    monitor = lb.Monitor(decoder(), IDS, steps=[1, 5])
+    assert [step for step in range(8) if monitor.step(step) is not None] == [1, 5]
+    with pytest.raises(LipboundError, match="every and steps are both given"):
+        lb.Monitor(decoder(), IDS, every=2, steps=[1])
+    with pytest.raises(LipboundError, match="step is -1; it must be a whole number"):
+        monitor.step(-1)
+    with pytest.raises(LipboundError, match="nothing was measured yet"):
+        _ = lb.Monitor(decoder(), IDS).run
+
+
+def test_a_layer_is_one_number() -> None:
+    model = decoder()
+    monitor = lb.Monitor(model, IDS, map="layer", layers=[1])
+    ds = monitor.step(0)
+    assert ds is not None
+    assert ds["exact"].dims == ("sample", "layer")
+    assert ds["layer"].values.tolist() == [1]
+    each = lb.Monitor(model, IDS).step(0)
+    assert each is not None
+    for name, over in zip(STATISTICS, ("max", "mean", "mean"), strict=True):
+        of_heads = getattr(each[name].sel(layer=[1]), over)("head")
+        np.testing.assert_allclose(ds[name].values, of_heads.values, rtol=1e-12)
+
+
+def test_half_precision_is_measured_in_a_copy() -> None:
+    model = decoder().to(torch.bfloat16)
+    with pytest.warns(Notice, match="a copy of it in float32 is measured"):
+        monitor = lb.Monitor(model, IDS)
+    with torch.no_grad():  # the copy is made anew
+        model.transformer.h[0].attn.c_attn.weight.mul_(3)
+    ds, wide = monitor.step(0), lb.Monitor(copy.deepcopy(model).float(), IDS).step(0)
+    assert ds is not None
+    assert wide is not None
+    np.testing.assert_array_equal(ds["exact"].values, wide["exact"].values)
+    assert model.dtype == torch.bfloat16
+
+
+def test_wrappers_are_taken_off() -> None:
+    model = decoder()
+    bare, compiled = (lb.Monitor(one, IDS).step(0) for one in (model, torch.compile(model)))
+    assert bare is not None
+    assert bare.drop_attrs().equals(compiled.drop_attrs())  # type: ignore[union-attr]
+
+
+# -- a run that grows ------------------------------------------------------------------------------
+
+
+def grown(path: Path, model: nn.Module, steps: int = 3, **options: Any) -> lb.Monitor:
+    monitor = lb.Monitor(model, IDS, every=1, out=path, **options)
+    train(model, steps, monitor.step)
+    return monitor
+
+
+def test_the_store_is_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    monitor = grown(path, decoder(), bounds=["lipbound", "yudin"])
+    ds = lb.load(path)
+    assert ds.identical(monitor.run)
+    assert edited(ds) is False
+    assert edited(ds.isel(step=1, layer=[0])) is False
+    plain = xr.open_zarr(path)  # whoever reads it without lipbound
+    np.testing.assert_array_equal(plain["exact"].values, ds["exact"].values)
+    saved = lb.save(ds, tmp_path / "copy.nc")
+    assert lb.load(saved)["exact"].equals(ds["exact"])
+
+
+@pytest.mark.parametrize("when", ["arrays", "shapes"])
+def test_a_write_that_fails_costs_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """In the middle of the arrays, or before the one file that shows them."""
+    path, model = tmp_path / "run.zarr", decoder()
+    monitor, there = grown(path, model), lb.load(path)
+    left = [3]
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def some(self: Any, key: Any, value: Any, put: Any = zarr.Array.__setitem__) -> None:
+        left[0] -= 1
+        put(self, key, value) if left[0] else fail()
+
+    with monkeypatch.context() as patch:
+        if when == "arrays":
+            patch.setattr(zarr.Array, "__setitem__", some)
+        else:
+            patch.setattr(zarr, "consolidate_metadata", fail)
+        with pytest.warns(Notice, match=r"step 3 .* could not be written .*: No space left"):
+            assert monitor.step(3) is None
+    seen = lb.load(path, damaged="refuse")
+    assert seen.drop_attrs().identical(there.drop_attrs())
+    assert monitor.step(4) is not None
+    assert lb.load(path)["step"].values.tolist() == [0, 1, 2, 4]
+    assert lb.load(path, damaged="refuse").identical(monitor.run)
+
+
+def test_resumed_runs_append_and_replace(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.zarr", decoder()
+    grown(path, model)
+    again = lb.Monitor(model, IDS, every=1, out=path, resume=True)
+    again.step(3)
+    assert lb.load(path)["step"].values.tolist() == [0, 1, 2, 3]
+    with pytest.warns(Notice, match="2 of 4 measured steps, from 2 on, come again"):
+        again.step(2)
+    ds = lb.load(path, damaged="refuse")
+    assert ds["step"].values.tolist() == [0, 1, 2]
+    assert ds.identical(again.run)
+    with pytest.warns(Notice, match="3 of 3 measured steps"):
+        again.step(0)
+    assert lb.load(path)["step"].values.tolist() == [0]
+
+
+def test_another_run_is_not_resumed(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.zarr", decoder()
+    grown(path, model)
+
+    def resumed(model: Any = model, probe: Any = IDS, **options: Any) -> Any:
+        return lb.Monitor(model, probe, out=path, resume=True, **options)
+
+    with pytest.raises(StoreError, match="exists already; resume=True appends to it"):
+        lb.Monitor(model, IDS, out=path)
+    with pytest.raises(StoreError, match="data_fingerprint was sha256"):
+        resumed(probe=IDS + 1)
+    with pytest.raises(StoreError, match="configuration was sha256"):
+        resumed(decoder(scale_attn_by_inverse_layer_idx=True))
+    with pytest.raises(StoreError, match=r"tol was 0\.001 and is now 0\.01"):
+        resumed(tol=0.01)
+    with pytest.raises(StoreError, match="bounds was none and is now lipbound"):
+        resumed(bounds=["lipbound"])
+    with pytest.raises(StoreError, match="layers was 0, 1 and is now 0"):
+        resumed(layers=[0])
+    other = lb.save(at_step(lb.load(path)), tmp_path / "other.zarr")
+    with pytest.raises(StoreError, match="is not a run over steps of training"):
+        lb.Monitor(model, IDS, out=other, resume=True)
+
+
+def test_a_step_is_verified_with_its_weights(tmp_path: Path) -> None:
+    model = decoder()
+    run = grown(tmp_path / "run.zarr", model, 1, bounds=["lipbound"]).run
+    model = decoder()  # as it was before the first update
+    found = lb.verify(run, model=model, data=IDS)
+    assert found.ok, found.problems
+    assert {one.variable for one in found.compared} >= {"exact", "lipbound", *STATISTICS}
+    found = lb.verify(run, model=model, data=IDS, automatic=True)
+    assert found.ok, found.problems
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight.mul_(2)
+    found = lb.verify(run, model=model, data=IDS)
+    assert not found.ok
+
+
+def test_an_edited_step_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    grown(path, decoder())
+    values = zarr.open_group(path, mode="r+")["exact"]
+    values[1, 0, 1, 2] = values[1, 0, 1, 2] * 2
+    with pytest.warns(DamagedRunWarning, match="at sample 0 layer 1 are not those"):
+        lb.load(path)
+
+
+def test_weights_that_are_lost_do_not_end_a_training(tmp_path: Path) -> None:
+    model = decoder()
+    monitor = lb.Monitor(model, IDS, every=1, out=tmp_path / "run.zarr")
+    monitor.step(0)
+    kept = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight.fill_(torch.nan)
+    with pytest.warns(Notice, match="step 1 of the training was not measured or kept: "):
+        assert monitor.step(1) is None
+    model.load_state_dict(kept)
+    monitor.step(2)
+    assert lb.load(tmp_path / "run.zarr")["step"].values.tolist() == [0, 2]
+    assert model.training
+
+
+def test_runs_over_steps_are_not_put_together(tmp_path: Path) -> None:
+    run = grown(tmp_path / "run.zarr", decoder()).run
+    with pytest.raises(StoreError, match="runs over steps of training are not put together"):
+        lb.concat([run, run])
+
+
+# -- logs and alarms -------------------------------------------------------------------------------
+
+
+def test_logged_numbers_are_those_of_the_run() -> None:
+    logged: list[tuple[dict[str, float], int]] = []
+    model = decoder()
+    options: Any = {"bounds": ["lipbound"], "per_head": True}
+    monitor = lb.Monitor(model, IDS, every=2, log=lambda *said: logged.append(said), **options)
+    train(model, 3, monitor.step)
+    assert [step for _, step in logged] == [0, 2]
+    for said, step in logged:
+        ds = monitor.run.sel(step=step)
+        for layer in range(2):
+            one = ds.sel(layer=layer)
+            for name in ("exact", "lipbound"):
+                assert said[f"lipbound/layer_{layer}/{name}_max"] == float(one[name].max())
+                mean = float(np.exp(np.log(one[name]).mean()))
+                assert said[f"lipbound/layer_{layer}/{name}_geomean"] == pytest.approx(mean)
+            assert said[f"lipbound/layer_{layer}/largest_logit_max"] == float(
+                one["largest_logit"].max()
+            )
+            mean = float(one["entropy"].mean())
+            assert said[f"lipbound/layer_{layer}/entropy_mean"] == pytest.approx(mean)
+            assert said[f"lipbound/layer_{layer}/head_3/exact"] == float(
+                one["exact"].sel(head=3).max()
+            )
+        assert len(said) == 2 * (2 + 2 + 3 + 4 * 5)
+    assert len(numbers(monitor.run.sel(step=0), ["exact"])) == 2 * 2
+
+
+def test_missing_numbers_are_not_logged() -> None:
+    ds = lb.Monitor(decoder(), IDS).step(0)
+    assert ds is not None
+    ds["exact"][:, 0] = np.nan
+    ds["exact"][:, 1] = 0.0
+    assert numbers(ds, ["exact"]) == {"lipbound/layer_1/exact_max": 0.0}
+
+
+def test_thresholds_are_told_when_they_are_crossed() -> None:
+    model, found = decoder(), []
+    weight = model.transformer.h[1].attn.c_attn.weight
+    start = weight.detach().clone()
+    told = lb.Monitor(model, IDS, every=1, threshold=10.0)
+    limits = {"exact": 10.0, "largest_logit": 1e9}
+    called = lb.Monitor(model, IDS, every=1, threshold=limits, on_exceed=found.append)
+    rising = []
+    for step, factor in enumerate((1, 300, 400, 1, 300)):
+        with torch.no_grad():
+            weight.copy_(start * factor)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            told.step(step)
+            rising.append(["risen above 10 " in str(one.message) for one in seen])
+        called.step(step)
+    assert rising == [[], [True], [], [], [True]]
+    assert [(one.name, one.step, one.layer) for one in found] == [("exact", 1, 1), ("exact", 4, 1)]
+    first = found[0]
+    assert isinstance(first, Exceeded)
+    assert first.value == float(called.run["exact"].sel(step=1).max())
+    place = {"sample": first.sample, "layer": first.layer, "head": first.head}
+    assert first.value == float(called.run["exact"].sel(step=1, **place))
+
+
+def test_thresholds_that_cannot_be() -> None:
+    with pytest.raises(LipboundError, match="on_exceed is given without a threshold"):
+        lb.Monitor(decoder(), IDS, on_exceed=print)
+    with pytest.raises(LipboundError, match="unknown threshold of 'exakt'; did you mean 'exact'"):
+        lb.Monitor(decoder(), IDS, threshold={"exakt": 1})
+    with pytest.raises(LipboundError, match="threshold is 'x'; it must be a finite number"):
+        lb.Monitor(decoder(), IDS, threshold="x")  # type: ignore[arg-type]
+
+
+# -- Trainers --------------------------------------------------------------------------------------
+
+
+def hf_trainer(model: Any, folder: Path, steps: int, **options: Any) -> tf.Trainer:
+    arguments = tf.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=RATE,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        weight_decay=0,
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"report_to": [], "logging_steps": 2, "save_strategy": "no"} | options,
+    )
+    model.accepts_loss_kwargs = False  # the mean over predicted tokens, as in the loop
+    # every batch has both rows, in one order or the other
+    rows: Any = [{"input_ids": one, "labels": one} for one in IDS]
+    return tf.Trainer(model, arguments, train_dataset=rows)
+
+
+def test_a_trainer_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
+    plain, model = decoder(**NO_DROPOUT), decoder(**NO_DROPOUT)
+    loop = lb.Monitor(plain, IDS, every=2)
+    train(plain, 5, loop.step)
+    trainer = hf_trainer(model, tmp_path, 4)
+    monitor = lb.Monitor(model, IDS, every=2).attach(trainer)
+    trainer.train()
+    mine, theirs = monitor.run, loop.run
+    assert mine["step"].values.tolist() == theirs["step"].values.tolist() == [0, 2, 4]
+    for name in ("exact", *STATISTICS):
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=1e-5)
+    history = trainer.state.log_history
+    said = {one["step"]: one for one in history if "lipbound/layer_0/exact_max" in one}
+    assert list(said) == [0, 2, 4]
+    assert said[4]["lipbound/layer_0/exact_max"] == float(mine.sel(step=4, layer=0)["exact"].max())
+    # what the Trainer logs itself is not lost
+    assert [one["step"] for one in history if "loss" in one] == [2, 4]
+
+
+def test_a_trainer_that_resumes_appends(tmp_path: Path) -> None:
+    run, options = tmp_path / "run.zarr", {"save_strategy": "steps", "save_steps": 2}
+    first = decoder(**NO_DROPOUT)
+    trainer = hf_trainer(first, tmp_path, 3, **options)
+    lb.Monitor(first, IDS, every=1, out=run).attach(trainer)
+    trainer.train()
+    second = decoder(**NO_DROPOUT)
+    trainer = hf_trainer(second, tmp_path, 5, **options)
+    monitor = lb.Monitor(second, IDS, every=1, out=run, resume=True).attach(trainer)
+    with pytest.warns(Notice, match="2 of 4 measured steps, from 2 on, come again"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert lb.load(run, damaged="refuse")["step"].values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert lb.load(run).identical(monitor.run)
+
+
+def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = decoder()
+    trainer = hf_trainer(model, tmp_path, 4, report_to=["tensorboard"])
+    monitor = lb.Monitor(model, IDS, every=2).attach(trainer)
+    trainer.train()
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file)).Reload()
+    found = events.Scalars("train/lipbound/layer_1/exact_max")
+    assert [one.step for one in found] == [0, 2, 4]
+    exact = monitor.run["exact"].sel(layer=1).max(("sample", "head")).values
+    np.testing.assert_allclose([one.value for one in found], exact, rtol=1e-6)
+
+
+def test_lightning_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = decoder(**NO_DROPOUT)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class Logger(lightning.loggers.logger.DummyLogger):  # type: ignore[misc, name-defined]
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            logged.append((step, metrics))
+
+    plain, module = decoder(**NO_DROPOUT), Module()
+    loop = lb.Monitor(plain, IDS, every=2)
+    train(plain, 5, loop.step)
+    trainer = lightning.Trainer(
+        max_steps=4,
+        max_epochs=-1,
+        accelerator="cpu",
+        logger=Logger(),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.warns(Notice, match="the GPT2LMHeadModel inside the Module is measured"):
+        monitor = lb.Monitor(module, IDS, every=2).attach(trainer)
+    data = torch.utils.data.TensorDataset(IDS)
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
+    assert monitor.run["step"].values.tolist() == [0, 2, 4]
+    for name in ("exact", *STATISTICS):
+        np.testing.assert_allclose(monitor.run[name], loop.run[name], rtol=1e-4, atol=1e-5)
+    said = [step for step, metrics in logged if "lipbound/layer_0/exact_max" in metrics]
+    assert said == [0, 2, 4]
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    with pytest.raises(LipboundError, match="give a Trainer of transformers or of Lightning"):
+        lb.Monitor(decoder(), IDS).attach(decoder())
+
+
+def test_probes_are_texts_where_the_model_has_a_tokenizer(bert: Path) -> None:
+    model = tf.BertModel.from_pretrained(bert).train()
+    ds = lb.Monitor(model, ["the ferry is in a clock", "the keeper"], max_length=6).step(0)
+    assert ds is not None
+    assert ds["length"].values.tolist() == [6, 2]
