@@ -33,6 +33,14 @@ AUTOMATIC, CLOSED_FORM = "automatic", "closed form"
 """Ways to find norms: by automatic differentiation of the module, without bounds, or with both."""
 INPUT, QUERIES, MEMORY = "input", "queries", "memory"
 """Streams that are perturbed: of self-attention, and the two of cross-attention."""
+KEYS, VALUES = "keys", "values"
+WRT = {
+    INPUT: "the tokens that the layer is given",
+    KEYS: "its keys alone, as they enter the scores and a cache holds them",
+    VALUES: "its values alone, as they are averaged and a cache holds them",
+    QUERIES: "its queries alone, as they enter the scores",
+}
+"""Arguments that a head is a function of, everything else held fixed."""
 EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
 CHECKSUM = "checksum"
