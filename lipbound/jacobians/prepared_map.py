@@ -82,7 +82,7 @@ class PreparedMap:
             self.folded = self.folded.shifted(-values.to(self.folded.weights.device))
         self.attention, self.op, self.alone = att, _operator(att, map), None
         if side is not None and isinstance(self.op, HeadOperator):
-            self.alone = OneSide(side, self._through(side, before, as_given=as_given))
+            self.alone = self._one_side(side, before, as_given=as_given)
             self.op = self.alone.operator(self.op, att)
         if estimate and isinstance(self.op, HeadOperator):
             self.op = self.op.estimating()
@@ -98,28 +98,31 @@ class PreparedMap:
             return layer_roundoff(self.attention, heads, self.map, sharp=self._sharp)
         return roundoff(self.attention, heads, folding=folded, sharp=self._sharp, alone=self.alone)
 
-    def _through(self, side: Side, given: Attention, *, as_given: bool) -> Tensor:
-        """Matrices by which moves of a side are multiplied: the identity, or an output projection.
+    def _one_side(self, side: Side, given: Attention, *, as_given: bool) -> OneSide:
+        """A side as it moves, values through an output projection that is folded into them.
 
-        Outputs are linear in values, whatever the units of these, but for a gate in between.
+        Outputs are linear in values, whatever the units of these.
         """
         att = self.attention
         width = att.d_v if side == "v" else att.d
         eye = torch.eye(width, dtype=att.dtype, device=att.device).expand(att.heads, -1, -1)
         if side != "v":
-            return eye
+            return OneSide(side, eye)
         self.exponents = torch.zeros_like(self.exponents)
-        if self.basis is None or given.w_o is None or att.scoring.find(Gate) is not None:
-            return eye
+        if att.scoring.find(Gate) is not None:
+            return OneSide(side, eye)
+        if self.basis is None or given.w_o is None:
+            return OneSide.of_values(eye)
         through = given.w_o @ self.basis
         self.folded = values_folding_error(given.w_o, self.basis, through)
         if as_given:
-            return through
+            return OneSide.of_values(through)
         size = through.abs().amax((-1, -2))
         self.exponents = torch.frexp(torch.where(size > 0, size, 1.0)).exponent.long()
         self.folded = self.folded.shifted(-self.exponents)
         self.exponents = self.exponents.cpu()
-        return torch.ldexp(through, -self.exponents.to(through.device)[:, None, None])
+        unit = torch.ldexp(through, -self.exponents.to(through.device)[:, None, None])
+        return OneSide.of_values(unit)
 
 
 def _projects(map: str) -> bool:

@@ -236,11 +236,13 @@ def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
         return _cast(norm, att.dtype)
     if norm.left is None or norm.right is None:
         return norm
+    assert isinstance(op, HeadOperator)
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
+    right = op.lift(norm.right).view(att.samples, att.heads, op.in_shape[0], -1)
+    if measured.alone is not None:
+        left, right = measured.alone.lifted(left, right)
     if basis is not None:
         left = left @ basis.mT
-    assert isinstance(op, HeadOperator)
-    right = op.lift(norm.right).view(att.samples, att.heads, op.in_shape[0], -1)
     return _cast(replace(norm, left=left, right=right), att.dtype)
 
 

@@ -1,6 +1,6 @@
 """Norms of heads as functions of their keys, values or queries alone, against autograd."""
 
-import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import head_function
+from lipbound.jacobians import own_blocks, streaming
 from lipbound.jacobians.maps import SIDE_OF
 from lipbound.jacobians.prepared_map import PreparedMap
 
@@ -80,6 +81,22 @@ def test_cross_attention(stream: str, wrt: str, map: str, padded: bool) -> None:
     check(cross(1, stream, has=frozenset({"cap"}), padded=padded), wrt, map)
 
 
+@pytest.mark.parametrize("map", ["head", "head_out"])
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("variant", ["plain", "gate", "cross"])
+def test_singular_vectors_are_those_of_the_jacobian(variant: str, wrt: str, map: str) -> None:
+    att = cross(2, "queries") if variant == "cross" else layer(2, frozenset({variant} - {"plain"}))
+    norm = lb.spectral_norm(att, map=map, wrt=wrt, tol=1e-12, delta=1e-6, vectors=True)
+    for s, h in ((0, 0), (1, 2)):
+        j = jacobian(att, s, h, wrt, map)
+        left, right = norm.left[s, h], norm.right[s, h]
+        count = att.rows if wrt == "queries" else att.keys
+        assert left.shape == (att.rows, att.d_v if map == "head" else att.w_o.shape[2])
+        assert right.shape == (count, att.d_v if wrt == "values" else att.d)
+        assert torch.allclose(right.norm(), torch.ones(()).double())
+        assert torch.allclose(j @ right.flatten(), norm.lower[s, h] * left.flatten(), atol=1e-6)
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("wrt", EACH)
@@ -96,3 +113,83 @@ def test_enclosures_hold_where_rounding_does_its_worst(
             for s, h in torch.cartesian_prod(torch.arange(att.samples), torch.arange(att.heads)):
                 assert float(norm.lower[s, h]) <= exact[s][h].upper
                 assert float(norm.upper[s, h]) >= exact[s][h].lower
+
+
+def test_blocks_of_queries_are_formed_for_some_entries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    att = layer(1, frozenset({"rotation"}))
+    whole = lb.spectral_norm(att, wrt="queries", vectors=True)
+    monkeypatch.setattr(own_blocks, "BLOCK_BYTES", 2 * 8 * att.tokens * att.d_v * att.d)
+    part = lb.spectral_norm(att, wrt="queries", vectors=True)
+    assert torch.allclose(part.lower, whole.lower, rtol=1e-12)
+    assert torch.allclose(part.left, whole.left)
+    check(att, "queries", "head")
+
+
+@pytest.mark.parametrize("wrt", EACH)
+def test_streamed_and_float32(wrt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    att = layer(4, frozenset({"rotation", "cap", "sinks"}), mask="window", n=9)
+    exact = norms(att, wrt)
+    single = lb.spectral_norm(att.to(torch.float32), wrt=wrt, tol=1e-4, delta=1e-6)
+    assert torch.allclose(single.lower, exact, rtol=2e-4)
+    assert bool(single.converged.all())
+    monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 1)
+    assert isinstance(streaming.head_jacobian(att), streaming.StreamedHeadJacobian)
+    check(att, wrt, "head")
+    check(att, wrt, "head_out")
+
+
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("method", ["power", "dense", "lanczos"])
+def test_methods_agree(method: str, wrt: str) -> None:
+    att = layer(5, frozenset({"norm"}))
+    found = lb.spectral_norm(att, map="head_out", wrt=wrt, method=method, tol=1e-10, max_steps=4000)
+    assert torch.allclose(found.lower, norms(att, wrt, "head_out"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("exponent", [-40, 60])
+def test_units_of_tensors_are_found_again(exponent: int, wrt: str) -> None:
+    att = layer(6, frozenset())
+    own = att.projections
+    far = replace(own, w_q=own.w_q * 2.0**exponent, b_q=own.b_q * 2.0**exponent,
+                  w_k=own.w_k * 2.0**-exponent, b_k=own.b_k * 2.0**-exponent,
+                  w_v=own.w_v * 2.0**exponent, b_v=own.b_v * 2.0**exponent)  # fmt: skip
+    moved = {"keys": 2 * exponent, "queries": 0, "values": 0}[wrt]
+    for map in ("head", "head_out"):
+        near = lb.spectral_norm(att, map=map, wrt=wrt, tol=1e-9, delta=1e-6)
+        found = lb.spectral_norm(
+            att.with_parts(projections=far), map=map, wrt=wrt, tol=1e-9, delta=1e-6
+        )
+        assert bool(found.converged.all())
+        assert torch.allclose(found.lower, near.lower * 2.0**moved, rtol=1e-8)
+
+
+def test_values_alone_have_the_norm_of_the_probabilities() -> None:
+    att = layer(8, frozenset({"rotation"}), mask="causal")
+    w_o = torch.linalg.matrix_norm(att.w_o, 2)
+    p = torch.linalg.matrix_norm(att.p, 2)
+    for map, exact in (("head", p), ("head_out", p * w_o)):
+        norm = lb.spectral_norm(att, map=map, wrt="values", tol=1e-10, delta=1e-6)
+        assert torch.allclose(norm.lower, exact, rtol=1e-9)
+        assert bool((norm.upper >= exact * (1 - 1e-14)).all())
+
+
+def test_one_token_has_nothing_to_choose_from() -> None:
+    att = layer(9, frozenset(), n=1)
+    for wrt, exact in (("keys", 0.0), ("queries", 0.0), ("values", 1.0)):
+        norm = lb.spectral_norm(att, wrt=wrt, method="dense")
+        assert torch.allclose(norm.lower, torch.tensor(exact).double(), atol=1e-12)
+        assert bool((norm.upper >= exact).all())
+
+
+def test_refusals() -> None:
+    att = layer(0, frozenset())
+    with pytest.raises(lb.errors.LipboundError, match="wrt is 'tokens'|unknown wrt 'tokens'"):
+        lb.spectral_norm(att, wrt="tokens")
+    for map in ("heads", "layer", "residual"):
+        with pytest.raises(lb.errors.LipboundError, match="wrt='keys' is of one head"):
+            lb.spectral_norm(att, map=map, wrt="keys")
+    with pytest.raises(lb.errors.LipboundError, match="method 'deflation' has no norm with wrt"):
+        lb.spectral_norm(att, method="deflation", wrt="values")

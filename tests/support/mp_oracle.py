@@ -91,9 +91,7 @@ def norms(att: Attention, map: str = "head", side: str | None = None) -> list[li
     """Norms of all heads at all samples, [sample][head]; for "heads" and "layer" one per sample,
     [sample][0]."""
     heads = range(1 if map in ("heads", "layer") else att.heads)
-    return [
-        [norm(att, sample, head, map, side) for head in heads] for sample in range(att.samples)
-    ]
+    return [[norm(att, sample, head, map, side) for head in heads] for sample in range(att.samples)]
 
 
 def norm(
@@ -245,9 +243,7 @@ def _turned(given: Vectors, cos: Exact, sin: Exact) -> Vectors:
     )
 
 
-def _head(
-    att: Attention, sample: int, head: int, *, l2: bool, side: str | None
-) -> Differentiated:
+def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None) -> Differentiated:
     """The Jacobian of one head: every score's derivatives with respect to its query's and its key's
     token, then those of the softmax's quotient."""
     assert att.variants <= KNOWN, f"the oracle does not know {sorted(att.variants - KNOWN)}"
