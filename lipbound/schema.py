@@ -48,7 +48,7 @@ RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs put together: the run that a place is from, and its sample's number there."""
 
 IDENTITY = (
-    *("revision", "data_fingerprint", "map", "norm"),
+    *("revision", "data_fingerprint", "map", "norm", "wrt"),
     *("method", "tol", "delta", "seed", "dtype"),
 )
 """Attributes that decide what the numbers are."""
@@ -56,7 +56,7 @@ DRAWN = ("method", "delta", "seed")
 """Attributes of exact norms that are found from random vectors: in the Frobenius norm alone."""
 AGREE = (
     *("revision", "architecture", "loaded", "commit", "quantization", "map", "norm"),
-    *("method", "tol", "dtype", "seed", "bounds", "variants", "not_applicable"),
+    *("wrt", "method", "tol", "dtype", "seed", "bounds", "variants", "not_applicable"),
 )
 """Attributes that runs put together share, since a number means something else without."""
 JOINED = (
@@ -64,7 +64,7 @@ JOINED = (
     *("device", "python", "date", "command"),
 )
 """Attributes that runs put together list, each text once."""
-CHOICES = {"norm": tuple(NORMS), "dtype": ("float32", "float64")}
+CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float64")}
 """Attributes that are one of some names."""
 OPTIONAL = ("notes", "quantization", "configuration", "runs", "block")
 """Attributes that stand only where there is something to tell."""
@@ -102,7 +102,7 @@ class RunInfo:
         configuration: hash of the model's configuration.
         data, data_fingerprint, preprocessing: the inputs.
         source: where model and data are found again (see `lipbound.runs.config.RunConfig.source`).
-        bounds, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
+        bounds, map, map_description, norm, wrt, tol, dtype, device: as in `lipbound.compare`.
         method, delta, seed: of exact norms that are found from random vectors.
         python, date, command: when and how.
         samples, exact_samples, tokens: what was measured; ``tokens`` of the longest sample.
@@ -127,6 +127,7 @@ class RunInfo:
     map: str
     map_description: str
     norm: str
+    wrt: str
     method: str = ""
     tol: float
     delta: float | None = None

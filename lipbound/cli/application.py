@@ -253,6 +253,7 @@ RECIPES = (
 VALUES: dict[str, Sequence[str]] = {
     "map": ("head", "head_out", "heads", "layer", "residual", "pre_norm", "post_norm"),
     "norm": tuple(NORMS),
+    "wrt": CHOICES["wrt"],
     "dtype": CHOICES["dtype"],
     "device": ("auto", "cpu", "cuda", "mps"),
     "weights": ("auto", "whole", "layers"),

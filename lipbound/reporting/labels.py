@@ -18,6 +18,7 @@ from lipbound.runs.dataset import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
     NORMS,
+    WRT,
     Contents,
     RunInfo,
     automatic,
@@ -401,6 +402,7 @@ def facts(ds: xr.Dataset) -> dict[str, Any]:
         "data": data_name(ds),
         "map": ds.attrs["map_description"],
         "norm": norm_words(ds),
+        "function of": WRT[str(ds.attrs["wrt"])],
         "samples": there.samples,
         "exact on samples": there.exact_samples,
         "tokens at most": there.tokens,

@@ -71,6 +71,7 @@ class MeasurementSpec:
         exact_samples: exact norms are computed for samples before this one.
         norm: of `lipbound.schema.NORMS`. `lipbound.schema.TOKEN_NORMS` are deterministic, and have
             upper ends without ``delta``.
+        wrt: of `lipbound.schema.WRT`.
     """
 
     names: tuple[str, ...]
@@ -80,6 +81,7 @@ class MeasurementSpec:
     seed: int
     exact_samples: int
     norm: str = "frobenius"
+    wrt: str = INPUT
 
     @property
     def encloses(self) -> bool:
@@ -287,7 +289,7 @@ def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
     if spec.norm in TOKEN_NORMS:
         return token_norm(att, spec.norm, map=spec.map, tol=spec.tol)
     delta = spec.delta_of(att.samples, 1 if spec.map in WHOLE else att.heads)
-    return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, seed=seeds)
+    return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, wrt=spec.wrt, seed=seeds)
 
 
 def _seed(seed: int, layer: int, sample: int) -> int:

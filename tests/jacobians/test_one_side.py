@@ -186,7 +186,7 @@ def test_one_token_has_nothing_to_choose_from() -> None:
 
 def test_refusals() -> None:
     att = layer(0, frozenset())
-    with pytest.raises(lb.errors.LipboundError, match="wrt is 'tokens'|unknown wrt 'tokens'"):
+    with pytest.raises(lb.errors.LipboundError, match="wrt"):
         lb.spectral_norm(att, wrt="tokens")
     for map in ("heads", "layer", "residual"):
         with pytest.raises(lb.errors.LipboundError, match="wrt='keys' is of one head"):
