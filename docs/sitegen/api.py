@@ -15,6 +15,7 @@ GROUPS = {
         "token_norm",
         "token_profile",
         "network_norm",
+        "cache_bits",
         "Norm",
         "TokenProfile",
         "HeadJacobian",
