@@ -18,7 +18,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.attention.variants.gate import Gate
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError, choice, real, sample_count, whole
+from lipbound.errors import LipboundError, choice, real, whole
 from lipbound.formatting import plain_data, replacing
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
@@ -103,7 +103,7 @@ def cache_bits(
     real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
     where = resolve_device(device)
     checkpoint = load_checkpoint(model, revision=revision, dtype=dtype, device=where)
-    inputs = prepare(checkpoint, data, samples=sample_count(samples), max_length=max_length)
+    inputs = prepare(checkpoint, data, samples=samples, max_length=max_length)
     capturer, found = Capturer(checkpoint.model, layers), list[xr.Dataset]()
     for s in range(inputs.samples):
         captured = capturer.run(inputs.block(s, s + 1, where))
@@ -192,7 +192,7 @@ def _root_mean_square(
     Every entry moves by a number of its own, uniform within its ``reach``, whose variance is a
     third of the square of that.
     """
-    g, total = torch.Generator().manual_seed(seed), 0.0
+    g, total = torch.Generator().manual_seed(seed), att.x.new_zeros(att.heads)
     for _ in range(PROBES):
         signs = torch.randint(0, 2, reach.shape, generator=g).to(reach) * 2 - 1
         moved = torch.func.jvp(
