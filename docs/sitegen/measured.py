@@ -327,11 +327,34 @@ def _spread(values: list[float], places: int) -> str:
     return f"{statistics.mean(values):.{places}f} ± {statistics.stdev(values):.{places}f}"
 
 
+def cache() -> str:
+    """What benchmarks/cache_bits.py has measured."""
+    found, parts = report("cache_bits.json"), []
+    head = (
+        "bits | median bound | median expected | median measured | above the bound | rank of "
+        "bound | rank of expected | rank of the size alone"
+    )
+    shown: list[tuple[str, str]] = [("keys", "channel"), ("keys", "token"), ("values", "token")]
+    for side, group in shown:
+        rows = [row for row in found[group]["rows"] if row["side"] == side]
+        cells = (
+            (
+                row["bits"],
+                *(f"{row[name]:.3g}" for name in ("bound", "expected", "measured")),
+                f"{100 * row['above']:.0f} %",
+                *(f"{row[f'rank_{name}']:.2f}" for name in ("bound", "expected", "size")),
+            )
+            for row in rows
+        )
+        parts += [f"{side.capitalize()}, by {group}:", "", *table(head, cells), ""]
+    return "\n".join([*parts, measured_with(found["channel"])])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         *(accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families),
-        *(census, memory, token_norms, startup, cluster, penalty_costs, study),
+        *(census, memory, token_norms, startup, cluster, penalty_costs, study, cache),
     )
 }
 """Tables and sentences by name: a page has one where ``<!-- table: NAME -->`` stands."""

@@ -23,10 +23,9 @@ class OneSide:
     """One side of the heads of a layer, which moves while everything else is held.
 
     Queries and keys move as they enter the scores, after any normalisation and rotation; values as
-    they are averaged.
-
-    Values that nothing but P and a matrix W acts on have the Jacobian of P times W, a Kronecker
-    product whose norm is that of P times that of W: one column stands for all of them.
+    they are averaged: Lemma 6 (docs/theory/jacobian.md). Values that nothing but P and a matrix W
+    acts on have a Kronecker product for Jacobian, whose norm is that of P times that of W: one
+    column stands for all of them.
 
     Attributes:
         side: "q", "k" or "v".
