@@ -18,7 +18,7 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm, token_profile
 from lipbound.models.capture.capture import Capturer
 from lipbound.runs.verify import Replay
-from lipbound.schema import INPUT, TOKEN_NORMS, bounds_there, norm_of
+from lipbound.schema import TOKEN_NORMS, bounds_there, norm_of
 
 SIDE = 128
 """Attention maps of more tokens are shrunk to at most this many rows: each entry then is the
@@ -77,12 +77,8 @@ def details(
     are windows.
 
     Raises:
-        AttentionError: there are none of any layer, or the run is not of heads' inputs.
+        AttentionError: there are none of any layer.
     """
-    if ds.attrs["wrt"] != INPUT:
-        raise AttentionError(
-            f"the run is of heads as functions of {ds.attrs['wrt']}, and details are of their input"
-        )
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
     found = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
     names, norm, each = bounds_there(ds), norm_of(ds), list[Details | None]()
