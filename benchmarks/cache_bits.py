@@ -43,9 +43,25 @@ def measured(keys: str) -> dict[str, Any]:
     }
 
 
+def first_token() -> dict[str, float]:
+    """Medians over heads, at one window: the share of the first token in the steepest direction by
+    values, and the range of its value over that of the median token."""
+    checkpoint, shares, ranges = lb.load_checkpoint(MODEL), [], []
+    for att in lb.capture(checkpoint, lb.prepare(checkpoint, samples=1, max_length=128)):
+        right = lb.spectral_norm(att, wrt="values", vectors=True).right
+        assert right is not None
+        shares.append(right[0, :, 0].square().sum(-1))
+        reach = att.v[0].amax(-1) - att.v[0].amin(-1)
+        ranges.append(reach[:, 0] / reach[:, 1:].median(-1).values)
+    return {
+        name: float(torch.cat(values).median())
+        for name, values in (("share", shares), ("range", ranges))
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = {}
+    found: dict[str, Any] = {"first_token": first_token()}
     for keys in ("channel", "token"):
         found[keys] = measured(keys)
         print(json.dumps(found[keys], indent=1), flush=True)
