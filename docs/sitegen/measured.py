@@ -351,12 +351,12 @@ def cache() -> str:
     bits = {name: f"{row['median']:.1f}" for name, row in one["bits"].items()}
     said = (
         f"For an error of {100 * one['error']:g} %, {100 * one['keys_need_more']:.0f} % of the "
-        f"{one['heads']} heads (at {one['samples']} windows) need more bits for keys (by channel) than for values as `expected`: "
+        f"{one['heads']} heads (at {one['samples']} windows) need more bits for keys (by channel) "
+        "than for values as `expected`: "
         f"medians {bits['keys_expected']} and {bits['values_expected']} bits, and "
         f"{bits['keys_bound']} and {bits['values_bound']} by `bound`. By values, "
         f"{100 * first['share']:.0f} % of the steepest direction (median) is a move of the first "
-        f"token, whose value has {first['range']:.2f} times the "
-        "range of the median token's."
+        f"token, whose value has {first['range']:.2f} times the range of the median token's."
     )
     return "\n".join([*parts, said, "", measured_with(one)])
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-import xarray as xr
 from support.commands import call
 from support.models import build
 from support.runs import TEXTS
@@ -162,7 +161,7 @@ def test_on_the_command_line(
     words = ("--data", str(text), "--samples", "1", "--max-length", "12", "--out", str(out))
     status, _, err = call(capsys, monkeypatch, "compare", str(bert), *words, "--wrt", "values")
     assert status == 0, err
-    assert xr.open_zarr(out).attrs["wrt"] == "values"
+    assert lb.load(out).attrs["wrt"] == "values"
     status, said, _ = call(capsys, monkeypatch, "info", str(out))
     assert status == 0
     assert WRT["values"] in said
