@@ -1,7 +1,7 @@
 """Jacobians of heads as functions of their queries, keys or values alone."""
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from lipbound.attention.variants.other_stream import FixedStep
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.row_space import RowSpace
-
-Op = TypeVar("Op", bound=HeadOperator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +42,7 @@ class OneSide:
         u, s, v = torch.linalg.svd(w, full_matrices=False)
         return OneSide("v", s[:, :1, None], (u[..., 0], v[:, 0]))
 
-    def operator(self, op: Op, att: Attention) -> Op:
+    def operator(self, op: HeadOperator, att: Attention) -> HeadOperator:
         """Return a Jacobian with respect to X as that with respect to the side.
 
         Inputs of the operator are all vectors of the side, (batch, rows or keys, n).
