@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lipbound import regularizers as regularizers
     from lipbound.analysis.adversarial_inputs import attack as attack
     from lipbound.analysis.adversarial_inputs import radius_curve as radius_curve
+    from lipbound.analysis.cache_bits import cache_bits as cache_bits
     from lipbound.analysis.network import network_norm as network_norm
     from lipbound.attention.cross import cross_attention as cross_attention
     from lipbound.attention.layer import Attention as Attention
@@ -67,6 +68,7 @@ _HOME = {
     "TokenProfile": "jacobians.token_norms.token_norm",
     "attack": "analysis.adversarial_inputs",
     "attention_probabilities": "models.training.differentiable",
+    "cache_bits": "analysis.cache_bits",
     "capture": "models.capture.capture",
     "cite": "reporting.citations",
     "compare": "runs.compare",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from lipbound.errors import StoreError
 
@@ -283,3 +284,20 @@ def replacing(*targets: str | Path) -> Iterator[list[Path]]:
         for path, _ in moved:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+
+
+def plain_data(value: Any) -> Any:
+    """Dictionaries, lists, text and numbers that JSON can hold; numpy's numbers as Python's own.
+
+    >>> plain_data({"a": (1.5, float("nan"), float("inf"))})
+    {'a': [1.5, None, 'inf']}
+    """
+    if isinstance(value, dict):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    if hasattr(value, "item") and not isinstance(value, str):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value

@@ -33,6 +33,14 @@ AUTOMATIC, CLOSED_FORM = "automatic", "closed form"
 """Ways to find norms: by automatic differentiation of the module, without bounds, or with both."""
 INPUT, QUERIES, MEMORY = "input", "queries", "memory"
 """Streams that are perturbed: of self-attention, and the two of cross-attention."""
+KEYS, VALUES = "keys", "values"
+WRT = {
+    INPUT: "the tokens that the layer is given",
+    KEYS: "its keys alone, as they enter the scores and a cache holds them",
+    VALUES: "its values alone, as they are averaged and a cache holds them",
+    QUERIES: "its queries alone, as they enter the scores",
+}
+"""Arguments that a head is a function of, everything else held fixed."""
 EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
 EXTRAS = {"frobenius": "jacobian_frobenius", "condition": "jacobian_condition"}
@@ -48,7 +56,7 @@ RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs put together: the run that a place is from, and its sample's number there."""
 
 IDENTITY = (
-    *("revision", "data_fingerprint", "map", "norm"),
+    *("revision", "data_fingerprint", "map", "norm", "wrt"),
     *("method", "tol", "delta", "seed", "dtype"),
 )
 """Attributes that decide what the numbers are."""
@@ -56,7 +64,7 @@ DRAWN = ("method", "delta", "seed")
 """Attributes of exact norms that are found from random vectors: in the Frobenius norm alone."""
 AGREE = (
     *("revision", "architecture", "loaded", "commit", "quantization", "map", "norm"),
-    *("method", "tol", "dtype", "seed", "bounds", "extras", "variants", "not_applicable"),
+    *("wrt", "method", "tol", "dtype", "seed", "bounds", "extras", "variants", "not_applicable"),
 )
 """Attributes that runs put together share, since a number means something else without."""
 JOINED = (
@@ -68,11 +76,11 @@ SIDES = ("a", "b")
 """Runs of a diff, in order. A diff has all of their variables, with ``_a`` and ``_b`` behind."""
 DIFF = "diff"
 """Attribute of a diff: the attributes of its runs by side."""
-ALIKE = ("map", "norm")
+ALIKE = ("map", "norm", "wrt")
 """Attributes without which the numbers of two runs are of different things."""
 TOLD = ("method", "tol", "delta", "dtype", "seed", "lipbound")
 """Attributes about how numbers were found; where the runs of a diff differ in them, it is told."""
-CHOICES = {"norm": tuple(NORMS), "dtype": ("float32", "float64")}
+CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float64")}
 """Attributes that are one of some names."""
 OPTIONAL = ("notes", "quantization", "configuration", "runs", "block", "extras")
 """Attributes that stand only where there is something to tell."""
@@ -110,7 +118,8 @@ class RunInfo:
         configuration: hash of the model's configuration.
         data, data_fingerprint, preprocessing: the inputs.
         source: where model and data are found again (see `lipbound.runs.config.RunConfig.source`).
-        bounds, extras, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
+        bounds, extras, map, map_description, norm, wrt, tol, dtype, device: as in
+            `lipbound.compare`.
         method, delta, seed: of exact norms that are found from random vectors; of a run over steps
             of training ``delta`` is that of each step.
         python, date, command: when and how.
@@ -137,6 +146,7 @@ class RunInfo:
     map: str
     map_description: str
     norm: str
+    wrt: str
     method: str = ""
     tol: float
     delta: float | None = None

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lipbound as lb
 from lipbound.cli import app
-from lipbound.cli.application import plain_data
+from lipbound.formatting import plain_data
 from lipbound.models.sources.catalogue import BUILTINS, Builtin, describe
 
 

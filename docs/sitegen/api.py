@@ -17,6 +17,7 @@ GROUPS = {
         "frobenius_norm",
         "condition_number",
         "network_norm",
+        "cache_bits",
         "Norm",
         "TokenProfile",
         "HeadJacobian",

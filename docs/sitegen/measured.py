@@ -401,12 +401,46 @@ def _spread(values: list[float], places: int) -> str:
     return f"{statistics.mean(values):.{places}f} ± {statistics.stdev(values):.{places}f}"
 
 
+def cache() -> str:
+    """What benchmarks/cache_bits.py has measured."""
+    found, parts = report("cache_bits.json"), []
+    head = (
+        "bits | median bound | median expected | median measured | above the bound | rank of "
+        "bound | rank of expected | rank of the size alone"
+    )
+    shown: list[tuple[str, str]] = [("keys", "channel"), ("keys", "token"), ("values", "token")]
+    for side, group in shown:
+        rows = [row for row in found[group]["rows"] if row["side"] == side]
+        cells = (
+            (
+                row["bits"],
+                *(f"{row[name]:.3g}" for name in ("bound", "expected", "measured")),
+                f"{100 * row['above']:.1f} %",
+                *(f"{row[f'rank_{name}']:.2f}" for name in ("bound", "expected", "size")),
+            )
+            for row in rows
+        )
+        parts += [f"{side.capitalize()}, by {group}:", "", *table(head, cells), ""]
+    one, first = found["channel"], found["first_token"]
+    bits = {name: f"{row['median']:.1f}" for name, row in one["bits"].items()}
+    said = (
+        f"For an error of {100 * one['error']:g} %, {100 * one['keys_need_more']:.0f} % of the "
+        f"{one['heads']} heads (at {one['samples']} windows) need more bits for keys (by channel) "
+        "than for values as `expected`: "
+        f"medians {bits['keys_expected']} and {bits['values_expected']} bits, and "
+        f"{bits['keys_bound']} and {bits['values_bound']} by `bound`. By values, "
+        f"{100 * first['share']:.0f} % of the steepest direction (median) is a move of the first "
+        f"token, whose value has {first['range']:.2f} times the range of the median token's."
+    )
+    return "\n".join([*parts, said, "", measured_with(one)])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         *(accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families),
         *(census, memory, token_norms, startup, commands, layers_once, cluster),
-        *(penalty_costs, monitor, study),
+        *(penalty_costs, monitor, study, cache),
     )
 }
 """Tables and sentences by name: a page has one where ``<!-- table: NAME -->`` stands."""

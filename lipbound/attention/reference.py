@@ -14,11 +14,12 @@ from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.attention.variants.value_norm import ValueNorm
 
 
-def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], Tensor]:
+def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tensor]:
     """Return the head as a plain function of its input, (n, D) -> (n, d_v).
 
     n counts the tokens of the sample that are not padding; of the memory of cross-attention there
-    are as many outputs as queries. Written independently of the closed
+    are as many outputs as queries. Queries, keys or values as they enter may be given by name, as
+    in ``f(x, k=keys)``, in place of those made of the input. Written independently of the closed
     forms, from the definition; with ``torch.func.jacrev`` it is the oracle they are tested against.
     """
 
@@ -59,7 +60,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         turned = torch.complex(y[:, :r], y[:, r : 2 * r]) * angles
         return torch.cat([turned.real, turned.imag, y[:, 2 * r :]], -1)
 
-    def f(x: Tensor) -> Tensor:
+    def f(x: Tensor, **given: Tensor) -> Tensor:
         q, k = projected(x, att.w_q, att.b_q), projected(x, att.w_k, att.b_k)
         if added is not None:
             q, k = (
@@ -71,8 +72,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         q, k = _normed(x, q, att.norm_q, head), _normed(x, k, att.norm_k, head)
         if not late:
             q, k = rotated(q), rotated(k)
-        q = q if fixed["q"] is None else fixed["q"]
-        k = k if fixed["k"] is None else fixed["k"]
+        q = given.get("q", q if fixed["q"] is None else fixed["q"])
+        k = given.get("k", k if fixed["k"] is None else fixed["k"])
         scores = q @ k.mT
         if relative is not None:
             r = relative.of_head(head)[keep][:, keep]
@@ -87,7 +88,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         p = torch.softmax(scores if sink is None else torch.cat([sink, scores], -1), -1)
         v = _normed(x, projected(x, att.w_v, att.b_v), att.norm_v, head)
         v = v if after is None else v @ after[head]
-        v = v if fixed["v"] is None else fixed["v"]
+        v = given.get("v", v if fixed["v"] is None else fixed["v"])
         out = (p if sink is None else p[:, 1:]) @ v
         if gate is not None:
             out = torch.sigmoid(projected(x, gate.w, gate.b)) * out

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import PATTERN, WIDE, Attention, in_float64
 from lipbound.attention.projections import Projections
+from lipbound.attention.variants.base import Side
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.value_norm import ValueNorm
 
@@ -67,7 +69,24 @@ def _with_linear(att: Attention, tensors: dict[str, Tensor], *, check: bool) -> 
     return att.with_parts(projections=replace(att.projections, **tensors), check=check)
 
 
-def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
+class UnitScales(NamedTuple):
+    """A layer with tensors of ordinary size.
+
+    Attributes:
+        attention: the layer.
+        exponents: of the powers of two that its J is to be multiplied with, (heads,).
+        exact: whether all this is exact and logits are in the range in which bounds can be
+            evaluated, (samples, heads) bool.
+        of_sides: the same as ``exponents`` for the derivatives by queries and keys alone.
+    """
+
+    attention: Attention
+    exponents: Tensor
+    exact: Tensor
+    of_sides: dict[Side, Tensor]
+
+
+def unit_scales(att: Attention) -> UnitScales:
     r"""Return the layer in float64 with tensors of ordinary size, by powers of two.
 
     :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)`, with biases of queries and
@@ -75,20 +94,17 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     (docs/theory/upper_values.md). Biases that J does not see are dropped. Layers whose sizes lie
     within :math:`2^{\pm 16}` stay as they are, and share what is derived from them. Queries, keys
     and values that are normalised keep their size before that.
-
-    Returns:
-        That layer; exponents (heads,) of the powers of two that its J is to be multiplied with; and
-        whether all this is exact and logits are in the range in which bounds can be evaluated,
-        (samples, heads) bool.
     """
     exact = torch.ones(att.samples, att.heads, dtype=torch.bool, device=att.device)
     same = ordinary(att)
     if same is not None:
-        return same, torch.zeros(att.heads, dtype=torch.long, device=att.device), exact
+        none = torch.zeros(att.heads, dtype=torch.long, device=att.device)
+        return UnitScales(same, none, exact, {"q": none, "k": none})
     wide, invariant = att.double(), not FIXED & att.scoring.names
     own, sizes, e_x, e_c = _sizes(wide)
     e_x = 0 if e_x == ZERO else e_x
     shifts, logits = _shifts(sizes, e_x, e_c, invariant)
+    moved: dict[Side, Tensor] = {"q": shifts["b_q"], "k": shifts["b_k"]}
     exponents, step = -shifts["w_v"], wide.scoring.values_step
     tensors = own.tensors()
     if step is not None:
@@ -121,7 +137,9 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     other = wide.with_parts(
         x=x, projections=replace(own, **scaled), scoring=scoring, surroundings=None
     )
-    return other, exponents, exact
+    # outputs are those of values in their own units, which queries and keys are not
+    of_sides = {side: exponents + e_x + shift for side, shift in moved.items()}
+    return UnitScales(other, exponents, exact, of_sides)
 
 
 def on_one_scale(

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import inspect
 import json
-import math
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ from typer.core import TyperCommand
 from lipbound import __version__, _uncollected
 from lipbound.cli import interruption
 from lipbound.errors import LipboundError, Notice
-from lipbound.formatting import plain
+from lipbound.formatting import plain, plain_data
 from lipbound.schema import CHOICES, NORMS, SIDES, Contents
 
 if TYPE_CHECKING:
@@ -255,6 +254,7 @@ RECIPES = (
 VALUES: dict[str, Sequence[str]] = {
     "map": ("head", "head_out", "heads", "layer", "residual", "pre_norm", "post_norm"),
     "norm": tuple(NORMS),
+    "wrt": CHOICES["wrt"],
     "dtype": CHOICES["dtype"],
     "device": ("auto", "cpu", "cuda", "mps"),
     "weights": ("auto", "whole", "layers"),
@@ -392,20 +392,3 @@ def echo_json(value: Any) -> None:
     ``"inf"`` and ``"-inf"`` stand for infinite numbers, null for missing ones.
     """
     typer.echo(json.dumps(plain_data(value), allow_nan=False, indent=2))
-
-
-def plain_data(value: Any) -> Any:
-    """Dictionaries, lists, text and numbers that JSON can hold; numpy's numbers as Python's own.
-
-    >>> plain_data({"a": (1.5, float("nan"), float("inf"))})
-    {'a': [1.5, None, 'inf']}
-    """
-    if isinstance(value, dict):
-        return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
-    if hasattr(value, "item") and not isinstance(value, str):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return value

@@ -18,6 +18,8 @@ def gated(
     e: TensorErrors,
     before: Roundoff,
     folded: Tensor | float,
+    *,
+    logits_move: bool = True,
 ) -> Roundoff:
     """Return roundings of gated heads of a float64 layer: Lemma 17 (docs/theory/bounds.md).
 
@@ -28,6 +30,7 @@ def gated(
         e: errors of its tensors.
         before: roundings of the heads before their gates, (samples x heads,).
         folded: what was rounded in the matrix that follows the gate, in norm, (heads,) or 0.
+        logits_move: False where the gate is held, and scales outputs alone.
     """
     step, shape = op.gate, (att.samples, att.heads, att.rows)
     assert step is not None
@@ -50,6 +53,9 @@ def gated(
     own, spread = size[:, 0] * steepest.amax(-1), size[:, 0]
     largest = step.factor.amax((-1, -2)).view(shape[:2])
     inner = [t.view(shape[:2]).to(att.device) for t in before]
+    if not logits_move:
+        own, spread = torch.zeros_like(own), torch.zeros_like(spread)
+        moved = torch.zeros_like(moved)
     tensors = largest * inner[0] + factor.amax(-1) * inner[2] + spread * moved
     tensors = tensors + op.rows.loss * own
     width = op.w.shape[2] + 2 * op.in_shape[1] + 40

@@ -4,7 +4,9 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
-from lipbound.errors import AttentionError
+from lipbound.attention.variants.base import Side
+from lipbound.errors import AttentionError, LipboundError, choice
+from lipbound.schema import INPUT, KEYS, QUERIES, VALUES, WRT
 
 BLOCKS = {
     "residual": "multi-head attention with a residual connection, x -> x + layer(x)",
@@ -75,3 +77,26 @@ MAPS = {
 }
 WHOLE = ("heads", "layer", *BLOCKS)
 """Maps of a whole layer: one norm per sample, not per head."""
+SIDE_OF: dict[str, Side] = {QUERIES: "q", KEYS: "k", VALUES: "v"}
+"""Sides that a head is a function of, by the names of `lipbound.schema.WRT`."""
+
+
+def check_wrt(wrt: object, map: str) -> Side | None:
+    """Return the side that moves alone; None where the inputs move.
+
+    Raises:
+        LipboundError: an unknown name, or a map that has no side of its own.
+    """
+    if choice("wrt", wrt, WRT) == INPUT:
+        return None
+    if map in WHOLE:
+        raise LipboundError(
+            f"wrt={wrt!r} is of one head, and map {map!r} of a whole layer; take map='head' or "
+            "map='head_out'"
+        )
+    return SIDE_OF[str(wrt)]
+
+
+def map_words(map: str, wrt: str = INPUT) -> str:
+    """Return what captions say of a map, and of what it is a function of unless of its input."""
+    return MAPS[map] if wrt == INPUT else f"{MAPS[map]}, as a function of {WRT[wrt]}"

@@ -1,14 +1,19 @@
-"""Norms of Jacobians in which every output follows its own token alone: queries of another stream.
+"""Norms of Jacobians in which every output follows its own token alone: those by queries.
 
 Each is the largest norm of its blocks, d_v x D for every token, which are decomposed one by one:
 deterministic, and no search.
 """
+
+import math
 
 import torch
 
 from lipbound.jacobians.head import HeadOperator
 from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.solution import Norm, solved, widened
+
+BLOCK_BYTES = 2**28
+"""Bytes of the blocks that are formed at a time, of one entry of the batch at least."""
 
 
 def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors: bool) -> Norm:
@@ -22,6 +27,11 @@ def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors
         tol: relative width of the enclosures.
         vectors: whether singular vectors are wanted.
     """
+    step = max(1, BLOCK_BYTES // (8 * math.prod(op.out_shape) * op.in_shape[1]))
+    if step < op.batch:
+        parts = [torch.arange(op.batch)[i : i + step] for i in range(0, op.batch, step)]
+        pieces = [(op.select(part.to(op.device)), roundoff.select(part)) for part in parts]
+        return Norm.cat([own_block_norms(*one, tol=tol, vectors=vectors) for one in pieces])
     n, d_v = op.out_shape
     eye = torch.eye(d_v, dtype=op.dtype, device=op.device)
     # one row of every token's block from one product

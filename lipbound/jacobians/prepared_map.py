@@ -5,10 +5,17 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import on_one_scale, ordinary, unit_scales, unit_values
+from lipbound.attention.variants.base import Side
 from lipbound.attention.variants.gate import Gate
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, WHOLE
-from lipbound.jacobians.rounding import folding_error, layer_roundoff, roundoff
+from lipbound.jacobians.one_side import OneSide
+from lipbound.jacobians.rounding import (
+    folding_error,
+    layer_roundoff,
+    roundoff,
+    values_folding_error,
+)
 from lipbound.jacobians.streaming import head_jacobian
 from lipbound.jacobians.whole_layer import BlockJacobian, LayerJacobian
 from lipbound.linalg.operators import JacobianOperator, Roundoff
@@ -25,6 +32,7 @@ class PreparedMap:
         as_given: keep the layer's own units.
         sharp: as for `lipbound.jacobians.rounding.roundoff`.
         estimate: heads are only to check what a search in float32 has found.
+        side: that heads are a function of, "q", "k" or "v"; None for the inputs.
 
     Attributes:
         attention: the layer. op: the Jacobian of the map.
@@ -32,6 +40,7 @@ class PreparedMap:
         known: whether the layer could be brought into these units exactly, (samples, heads) bool,
             or (samples,) for maps of the whole layer; None where it always can.
         basis: (heads, D_out, r) of the outputs of "head_out", or None.
+        alone: the side that moves, or None.
     """
 
     basis: Tensor | None
@@ -44,16 +53,19 @@ class PreparedMap:
         as_given: bool = False,
         sharp: bool = False,
         estimate: bool = False,
+        side: Side | None = None,
     ):
         self.map, self.known, self._sharp, before = map, None, sharp, att
-        self._given, self._key = att, ("roundoff", map, as_given, sharp, estimate)
+        self._given, self._key = att, ("roundoff", map, as_given, sharp, estimate, side)
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
         self.folded = None if self.basis is None else folding_error(before, att, self.basis)
-        self.exponents = torch.zeros(att.heads, dtype=torch.long)
+        self.exponents = values = torch.zeros(att.heads, dtype=torch.long)
         if as_given:
             pass
         elif att.dtype == torch.float64 and ordinary(att, projected=_projects(map)) is None:
-            att, exponents, self.known = unit_scales(att)
+            att, exponents, self.known, of_sides = unit_scales(att)
+            values = exponents.cpu()
+            exponents = exponents if side is None else of_sides.get(side, exponents)
             if map in WHOLE:
                 projected, fixed = _projects(map), map in BLOCKS
                 att, exponents, exact = on_one_scale(
@@ -64,8 +76,14 @@ class PreparedMap:
             self.exponents = exponents.cpu()
         elif map not in BLOCKS:  # the identity of a residual must be seen in its own units
             att, unit = unit_values(att, together=map in WHOLE)
-            self.exponents = unit.cpu().log2().round().long()
-        self.attention, self.op = att, _operator(att, map)
+            self.exponents = values = unit.cpu().log2().round().long()
+        # what follows a gate keeps its units, and what is before it is multiplied
+        if self.folded is not None and att.scoring.find(Gate) is None:
+            self.folded = self.folded.shifted(-values.to(self.folded.weights.device))
+        self.attention, self.op, self.alone = att, _operator(att, map), None
+        if side is not None and isinstance(self.op, HeadOperator):
+            self.alone = self._one_side(side, before, as_given=as_given)
+            self.op = self.alone.operator(self.op, att)
         if estimate and isinstance(self.op, HeadOperator):
             self.op = self.op.estimating()
 
@@ -78,10 +96,33 @@ class PreparedMap:
         heads, folded = heads_of(self.op), self.folded
         if self.map in WHOLE:
             return layer_roundoff(self.attention, heads, self.map, sharp=self._sharp)
-        # what follows a gate keeps its units, and what is before it is multiplied
-        if folded is not None and self.attention.scoring.find(Gate) is None:
-            folded = folded.shifted(-self.exponents.to(folded.weights.device))
-        return roundoff(self.attention, heads, folding=folded, sharp=self._sharp)
+        return roundoff(self.attention, heads, folding=folded, sharp=self._sharp, alone=self.alone)
+
+    def _one_side(self, side: Side, given: Attention, *, as_given: bool) -> OneSide:
+        """A side as it moves, values through an output projection that is folded into them.
+
+        Outputs are linear in values, whatever the units of these.
+        """
+        att = self.attention
+        width = att.d_v if side == "v" else att.d
+        eye = torch.eye(width, dtype=att.dtype, device=att.device).expand(att.heads, -1, -1)
+        if side != "v":
+            return OneSide(side, eye)
+        self.exponents = torch.zeros_like(self.exponents)
+        if att.scoring.find(Gate) is not None:
+            return OneSide(side, eye)
+        if self.basis is None or given.w_o is None:
+            return OneSide.of_values(eye)
+        through = given.w_o @ self.basis
+        self.folded = values_folding_error(given.w_o, self.basis, through)
+        if as_given:
+            return OneSide.of_values(through)
+        size = through.abs().amax((-1, -2))
+        self.exponents = torch.frexp(torch.where(size > 0, size, 1.0)).exponent.long()
+        self.folded = self.folded.shifted(-self.exponents)
+        self.exponents = self.exponents.cpu()
+        unit = torch.ldexp(through, -self.exponents.to(through.device)[:, None, None])
+        return OneSide.of_values(unit)
 
 
 def _projects(map: str) -> bool:

@@ -5,6 +5,7 @@ Upper values, from the error analysis of the layer's tensors and the blocks of J
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.jacobians.gate_rounding import gated
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, normaliser_of
+from lipbound.jacobians.one_side import OneSide
 from lipbound.jacobians.streaming import head_jacobian
 from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
 from lipbound.linalg.operators import Roundoff
@@ -139,6 +141,7 @@ def roundoff(
     folding: "Folding | None" = None,
     errors: TensorErrors | None = None,
     sharp: bool = False,
+    alone: OneSide | None = None,
 ) -> Roundoff:
     """Roundings of the heads of a float64 layer.
 
@@ -151,17 +154,22 @@ def roundoff(
         folding: how far its values may be from those that are meant.
         errors: of its tensors, where they are more than `tensor_errors`.
         sharp: spend some passes over P on sizes that are a half or a third.
+        alone: the side whose Jacobian this is, None for the inputs.
 
     Returns:
         Fields (samples x heads,), on the CPU.
     """
-    e = tensor_errors(att) if errors is None else errors
+    if errors is None:
+        errors = tensor_errors(att) if alone is None else alone.errors(att)
+    e = errors
     c, n = abs(att.scale), max(att.rows, att.keys)
     rows, skew = _moments(op, e), 0.0
     if folding is not None:
         skew = folding.skew
     if folding is not None and att.scoring.find(Gate) is None:
         length, slope = _moved(att, folding)
+        if alone is not None:  # what values are made of does not move
+            slope = folding.weights[:, None] if alone.side == "v" else torch.zeros_like(slope)
         v_error, v_slope_error = e.v_error + length, e.v_slope_error + slope
         e = replace(e, v_error=v_error, v_slope_error=v_slope_error)
     tensors = torch.minimum(distance(e, rows, c), 2 * _whatever_p(e, c))
@@ -186,14 +194,15 @@ def roundoff(
     # Coordinates are products with a triangular factor, whose absolute values have a norm that is
     # larger by these factors at most
     wide = sum(part * s for part, s in zip(parts, _spread(att), strict=True))
-    absolute = zip(parts, _absolute(op, att), terms, strict=True)
+    norms = projection_norms(att) if alone is None else alone.norms()
+    absolute = zip(parts, _absolute(op, att, norms), terms, strict=True)
     rounded = steps * size + sum(part * s * count for part, s, count in absolute)
     tensors = tensors + vanished + op.rows.loss * wide
     found = Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, rounded * UNIT, size)))
     gate = att.scoring.find(Gate)
     if gate is not None:
         lost = 0.0 if folding is None else folding.weights
-        found = gated(att, gate, op, e, found, lost)
+        found = gated(att, gate, op, e, found, lost, logits_move=alone is None)
     return found._replace(tensors=_upper(found.tensors + skew * found.size)) if skew else found
 
 
@@ -228,11 +237,11 @@ def _spread(att: Attention) -> list[Tensor]:
     ]
 
 
-def _absolute(op: HeadOperator, att: Attention) -> list[Tensor]:
+def _absolute(op: HeadOperator, att: Attention, norms: Sequence[Tensor]) -> list[Tensor]:
     """Norms of the coordinates' absolute values over the projections' norms at most, (heads,)."""
     found, units = [], (att.scale, att.scale, 1.0)
     coordinates = op.rows.coordinates.split(op.sizes[:4], -1)[:3]
-    for r, norm, unit in zip(coordinates, projection_norms(att), units, strict=True):
+    for r, norm, unit in zip(coordinates, norms, units, strict=True):
         size = r.abs()
         schur = (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
         most = torch.minimum(torch.linalg.matrix_norm(size), schur)
@@ -285,6 +294,16 @@ def folding_error(att: Attention, folded: Attention, basis: Tensor) -> Folding:
     if att.b_v is None or folded.b_v is None:
         return Folding(weights, torch.zeros_like(weights), skew)
     return Folding(weights, _missed(att.b_v[:, None], att.w_o, basis, folded.b_v[:, None])[0], skew)
+
+
+def values_folding_error(w_o: Tensor, basis: Tensor, through: Tensor) -> Folding:
+    """Rounding of matrices (heads, d_v, r) by which values are multiplied in place of ``w_o``.
+
+    With ``basis`` as for `folding_error`.
+    """
+    eye = torch.eye(w_o.shape[1], dtype=w_o.dtype, device=w_o.device).expand(len(w_o), -1, -1)
+    weights, skew = _missed(eye, w_o, basis, through)
+    return Folding(weights, torch.zeros_like(weights), skew)
 
 
 def _missed(w: Tensor, w_o: Tensor, e: Tensor, folded: Tensor) -> tuple[Tensor, float]:

@@ -17,7 +17,7 @@ from lipbound.jacobians.automatic import automatic_norm
 from lipbound.jacobians.gram import Gram, covered, gram_of
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.l2_attention import L2HeadJacobian
-from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
+from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE, check_wrt
 from lipbound.jacobians.own_blocks import own_block_norms
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.deterministic import deflation
@@ -26,6 +26,7 @@ from lipbound.linalg.matrix_norms import times_power, times_power_up
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, dense_svd, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, sample_seeds, seeds_each, widened
+from lipbound.schema import INPUT
 
 DEFLATION = "deflation"
 """The method with deterministic upper ends, for maps whose J J^T has a closed form."""
@@ -39,6 +40,7 @@ def spectral_norm(
     method: str = "lanczos",
     tol: float = 1e-4,
     delta: float | None = None,
+    wrt: str = INPUT,
     vectors: bool = False,
     seed: int | Sequence[int] = 0,
     max_steps: int | None = None,
@@ -69,6 +71,11 @@ def spectral_norm(
             tokens; smaller values and longer inputs take independent starts, whose probabilities
             are multiplied. None, the default, for lower ends alone, in about a third of the time;
             `lipbound.compare`, whose numbers are kept and cited, encloses them by default.
+        wrt: what a head is a function of, everything else held at its value: "input" (the tokens),
+            or "keys", "values" or "queries" alone, for the maps "head" and "head_out": what an
+            error in a cache of keys or values does to an output. Keys and queries are those that
+            enter the scores, after normalisation and rotation; values those that are averaged. Each
+            head has its own: keys that several heads share are moved for one of them.
         vectors: also return the top singular pair.
         seed: of the random start vectors, which are independent across samples and heads; a
             sequence gives each sample its own.
@@ -81,7 +88,7 @@ def spectral_norm(
         is given or the method is "dense" or "deflation", whose upper ends hold for every ``delta``.
         With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out) for
         "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole
-        layer.
+        layer, and with d or d_v for D where keys, queries or values move.
 
     Raises:
         LipboundError: unknown map or method, numbers that make no sense, a method that does not
@@ -104,6 +111,13 @@ def spectral_norm(
     """
     choice("map", map, MAPS)
     choice("method", method, (*METHODS, DEFLATION))
+    side = check_wrt(wrt, map)
+    if side is not None and (isinstance(att, ModuleAttention) or method == DEFLATION):
+        what = f"method {method!r}" if method == DEFLATION else "a layer without closed form"
+        raise LipboundError(
+            f"{what} has no norm with wrt={wrt!r}; use a layer in closed form, "
+            "by 'lanczos' or 'dense'"
+        )
     if isinstance(att, ModuleAttention):
         choice("method of a layer without closed form", method, METHODS)
         return automatic_norm(
@@ -125,15 +139,16 @@ def spectral_norm(
             f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta"
         )
     if method == "power":
-        return _power(att, map, tol, delta, vectors, seeds, max_steps)
+        plain = PreparedMap(att, map, as_given=True, side=side)
+        return _power(att, plain, tol, delta, vectors, seeds, max_steps)
     checks = delta is None and method not in ("dense", DEFLATION) and att.dtype == torch.float32
     with threads_for(_preparing(att)):
-        wide = PreparedMap(att.double(), map, sharp=delta is not None, estimate=checks)
+        wide = PreparedMap(att.double(), map, sharp=delta is not None, estimate=checks, side=side)
         roundoff = wide.roundoff
     if method == DEFLATION:
         grams, off = _grams(wide.attention, map), roundoff.tensors
         norm = deflation(wide.op, grams, off, tol=tol, seed=seeds, vectors=vectors)
-    elif isinstance(wide.op, HeadOperator) and not wide.attention.values_move:
+    elif isinstance(wide.op, HeadOperator) and _own_blocks(wide):
         norm = own_block_norms(wide.op, roundoff, tol=tol, vectors=vectors)
     elif method == "dense":
         norm = dense_svd(wide.op, vectors=vectors)
@@ -142,7 +157,7 @@ def spectral_norm(
         if att.dtype == torch.float64 or wide.known is not None:
             op = wide.op
         else:
-            op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks).op
+            op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks, side=side).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         each = seeds_each(wide.op.batch, seeds)
         problem = Problem(wide.op, roundoff, op, tol, steps, each)
@@ -156,6 +171,13 @@ def spectral_norm(
 
         norm = Norm.cat(side_by_side([partial(solved, part) for part in _cut(problem, att)]))
     return shaped(att, norm, wide)
+
+
+def _own_blocks(wide: PreparedMap) -> bool:
+    """Return whether every output follows its own token alone: where queries alone move."""
+    if wide.alone is not None:
+        return wide.alone.side == "q"
+    return not wide.attention.values_move
 
 
 def _preparing(att: Attention) -> float:
@@ -196,7 +218,7 @@ def check_arguments(att: object, method: str, tol: float, delta: float | None) -
 
 def _power(
     att: Attention,
-    map: str,
+    plain: PreparedMap,
     tol: float,
     delta: float | None,
     vectors: bool,
@@ -204,7 +226,6 @@ def _power(
     max_steps: int | None,
 ) -> Norm:
     """Power iteration on J itself, in its dtype: what its absolute stopping rule must see."""
-    plain = PreparedMap(att, map, as_given=True)
     norm = operator_norm(
         plain.op,
         method="power",
@@ -238,11 +259,13 @@ def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
         return _cast(norm, att.dtype)
     if norm.left is None or norm.right is None:
         return norm
+    assert isinstance(op, HeadOperator)
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
+    right = op.lift(norm.right).view(att.samples, att.heads, op.in_shape[0], -1)
+    if measured.alone is not None:
+        left, right = measured.alone.lifted(left, right)
     if basis is not None:
         left = left @ basis.mT
-    assert isinstance(op, HeadOperator)
-    right = op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1)
     return _cast(replace(norm, left=left, right=right), att.dtype)
 
 

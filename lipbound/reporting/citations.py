@@ -15,6 +15,7 @@ from lipbound.reporting.latex import typeset
 from lipbound.runs.dataset import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
+    INPUT,
     Contents,
     RunInfo,
     automatic,
@@ -209,6 +210,8 @@ def _left_out(ds: xr.Dataset) -> str:
     from lipbound.bounds.registry import get
 
     listed = ", ".join(get(name).label for name in names)
+    if ds.attrs["wrt"] != INPUT:
+        return f"Bounds are stated for functions of the input and were left out ({listed})."
     return f"Bounds whose statements do not cover such attention were left out ({listed})."
 
 

@@ -19,6 +19,7 @@ from lipbound.runs.store import takes_run
 from lipbound.schema import (
     NORMS,
     STEP,
+    WRT,
     Contents,
     RunInfo,
     automatic,
@@ -434,6 +435,7 @@ def facts(ds: xr.Dataset) -> dict[str, Any]:
         "data": data_name(ds),
         "map": ds.attrs["map_description"],
         "norm": norm_words(ds),
+        "function of": WRT[str(ds.attrs["wrt"])],
         "samples": there.samples,
         "exact on samples": there.exact_samples,
         "tokens at most": there.tokens,

@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from lipbound.devices import device_name, in_own_modes, resolve_device, versions
 from lipbound.errors import LipboundError, StoreError, flag, tell
-from lipbound.jacobians.maps import MAPS, WHOLE
+from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import dataset, sealed
 from lipbound.runs.measure import check_client, measured_by, measured_here
@@ -49,6 +49,7 @@ def compare(
     extras: Sequence[str] | str | None = None,
     map: str = "head",
     norm: str = "frobenius",
+    wrt: str = "input",
     samples: int | str = 8,
     exact_samples: int | None = None,
     max_length: int = 128,
@@ -102,6 +103,10 @@ def compare(
             moves). The latter two have the exact norms of `lipbound.token_norm`, both ends of them
             deterministic, for the maps "head", "head_out", "heads" and "layer"; bounds are those
             stated in the norm.
+        wrt: what heads are functions of, everything else held: "input" (the tokens), or "keys",
+            "values" or "queries" alone, as in `lipbound.spectral_norm`. Frobenius norm of the maps
+            "head" and "head_out"; bounds, which are stated for functions of the input, are left
+            out.
         samples: how many samples of the data, or "all"; all where it has fewer, which a
             `lipbound.errors.Notice` and attrs["notes"] tell.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
@@ -254,7 +259,7 @@ def labelled(
     config: RunConfig, plan: Plan, tables: dict[str, np.ndarray], lengths: np.ndarray
 ) -> xr.Dataset:
     """Label filled tables, without an axis of heads for maps of whole layers."""
-    ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm)
+    ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm, config.wrt)
     return ds.isel(head=0, drop=True) if config.map in WHOLE else ds
 
 
@@ -289,8 +294,8 @@ def run_info(
         preprocessing=inputs.preprocessing,
         bounds=list(plan.spec.names),
         extras=list(config.chosen_extras),
-        map_description=MAPS[config.map],
-        **config.options("map", "norm", "tol", "dtype"),
+        map_description=map_words(config.map, config.wrt),
+        **config.options("map", "norm", "wrt", "tol", "dtype"),
         **config.drawn,
         device=device_name(sources.device),
         versions=packages,

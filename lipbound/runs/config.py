@@ -28,7 +28,7 @@ from lipbound.errors import (
     shown,
     whole,
 )
-from lipbound.schema import DRAWN, EXTRAS, NORMS, RunInfo
+from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, RunInfo
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -78,6 +78,8 @@ class RunConfig:
             residual, pre_norm or post_norm.
         norm: frobenius, every-token (each moves by at most 1, the worst output counts) or
             one-token (one moves alone).
+        wrt: What heads are functions of, all else held: input (tokens), or keys, values or queries
+            alone, as a cache holds them.
         tol: Relative width (or error, with --delta 0) of exact norms.
         delta: Total failure probability of exact_upper; 0 for plain estimates.
         device: 'auto', 'cpu', 'cuda', 'cuda:1', ...
@@ -94,10 +96,10 @@ class RunConfig:
             one that lies beside the weights.
 
     Raises:
-        LipboundError: an unknown map, norm or bound, a bound that says nothing about the map or is
-            of another norm, a map or an option that the norm does not have, an argument of another
-            type or out of its range, resume without out. Models, data and devices are looked at
-            when they are opened.
+        LipboundError: an unknown map, norm, wrt or bound, a bound that says nothing about the map,
+            is of another norm or of functions of the input, a map or an option that the norm does
+            not have, an argument of another type or out of its range, resume without out. Models,
+            data and devices are looked at when they are opened.
     """
 
     model: str | Path | PreTrainedModel
@@ -116,6 +118,7 @@ class RunConfig:
     extras: Sequence[str] | str | None = None
     map: str = "head"
     norm: str = "frobenius"
+    wrt: str = INPUT
     tol: float = 1e-3
     delta: float | None = 1e-6
     device: str = "auto"
@@ -167,10 +170,10 @@ class RunConfig:
         }
 
     def _checked_map(self) -> dict[str, Any]:
-        """Bounds, map and norm, which go together."""
+        """Bounds, map, norm and wrt, which go together."""
         from lipbound.bounds.registry import resolve
         from lipbound.bounds.whole_layer_rules import names_for
-        from lipbound.jacobians.maps import MAPS
+        from lipbound.jacobians.maps import MAPS, check_wrt
         from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS
 
         # an iterator could be read once only
@@ -181,8 +184,16 @@ class RunConfig:
                 f"map {map!r} has exact norms for norm='frobenius' alone; with norm={norm!r} "
                 f"take one of {', '.join(TOKEN_MAPS)}"
             )
-        names_for(bounds if isinstance(bounds, str) else list(bounds), map, norm)
-        return {"bounds": bounds, "map": map, "norm": norm}
+        names = names_for(bounds if isinstance(bounds, str) else list(bounds), map, norm)
+        if check_wrt(self.wrt, map) is not None:
+            if norm != "frobenius":
+                raise LipboundError(f"wrt={self.wrt!r} has exact norms for norm='frobenius' alone")
+            if names and bounds not in ("default", "all"):
+                raise LipboundError(
+                    f"bound {names[0]!r} is stated for heads as functions of their input, and "
+                    f"says nothing with wrt={self.wrt!r}; leave it out"
+                )
+        return {"bounds": bounds, "map": map, "norm": norm, "wrt": self.wrt}
 
     def _checked_extras(self) -> tuple[str, ...]:
         """Names of `EXTRAS`, which are of the maps and the norm that they are measured in."""
@@ -191,10 +202,12 @@ class RunConfig:
         given = self.extras or ()
         names = [part.strip() for part in given.split(",")] if isinstance(given, str) else given
         extras = tuple(dict.fromkeys(choice("extra", name, EXTRAS) for name in names))
-        if extras and (self.norm != "frobenius" or self.map not in TOKEN_MAPS):
+        of_input = self.norm == "frobenius" and self.wrt == INPUT
+        if extras and not (of_input and self.map in TOKEN_MAPS):
             raise LipboundError(
-                f"extras are of norm='frobenius' and of the maps {', '.join(TOKEN_MAPS)}; with "
-                f"norm={self.norm!r} and map={self.map!r} leave them out"
+                f"extras are of norm='frobenius', wrt='input' and of the maps "
+                f"{', '.join(TOKEN_MAPS)}; with norm={self.norm!r}, wrt={self.wrt!r} and "
+                f"map={self.map!r} leave them out"
             )
         return extras
 
@@ -327,7 +340,7 @@ READING = ("samples", "max_length", "split", "column", "shuffle")
 """Options of `lipbound.models.inputs.prepare`."""
 LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor", "adapter")
 """Options of `lipbound.load_checkpoint`, but for the device."""
-RECORDED = ("extras", "map", "norm", "samples", "exact_samples", "tol")
+RECORDED = ("extras", "map", "norm", "wrt", "samples", "exact_samples", "tol")
 RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""
 

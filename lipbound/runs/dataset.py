@@ -21,6 +21,7 @@ from lipbound.schema import (
     AXES,
     CHECKSUM,
     IDENTITY,
+    INPUT,
     LAYER_WORDS,
     RUN,
     RUN_SAMPLE,
@@ -73,6 +74,7 @@ def dataset(
     layers: Sequence[LayerInfo],
     lengths: np.ndarray,
     norm: str = "frobenius",
+    wrt: str = INPUT,
 ) -> xr.Dataset:
     """Label tables (samples, layers, heads) with names, coordinates and what each bound is.
 
@@ -81,7 +83,7 @@ def dataset(
         names: registry names of the bounds among them.
         layers: what the layers are.
         lengths: (samples,) tokens of the inputs.
-        norm: of the numbers.
+        norm: of the numbers. wrt: what heads are functions of.
     """
     ds = xr.Dataset({name: (AXES, table) for name, table in tables.items()})
     ds = ds.assign_coords(
@@ -100,6 +102,8 @@ def dataset(
     for name, (label, long_name) in LABELS.items():
         if name in ds:
             ds[name].attrs = {"label": label, "long_name": long_name.format(norm=kind)}
+            if wrt != INPUT:
+                ds[name].attrs["long_name"] += f", as a function of {wrt}"
     for name in names:
         bound = get(name)
         ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}

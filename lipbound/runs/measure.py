@@ -70,6 +70,7 @@ class MeasurementSpec:
         exact_samples: exact norms are computed for samples before this one.
         norm: of `lipbound.schema.NORMS`. `lipbound.schema.TOKEN_NORMS` are deterministic, and have
             upper ends without ``delta``.
+        wrt: of `lipbound.schema.WRT`.
         extras: names of `lipbound.schema.EXTRAS`.
         statistics: also measure `lipbound.schema.STATISTICS`; of a whole layer, over its heads.
     """
@@ -81,6 +82,7 @@ class MeasurementSpec:
     seed: int
     exact_samples: int
     norm: str = "frobenius"
+    wrt: str = INPUT
     extras: tuple[str, ...] = ()
     statistics: bool = False
 
@@ -339,7 +341,7 @@ def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
     if spec.norm in TOKEN_NORMS:
         return token_norm(att, spec.norm, map=spec.map, tol=spec.tol)
     delta = spec.delta_of(att.samples, 1 if spec.map in WHOLE else att.heads)
-    return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, seed=seeds)
+    return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, wrt=spec.wrt, seed=seeds)
 
 
 def seed_of(seed: int, *place: int | str) -> int:

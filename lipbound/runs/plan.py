@@ -24,12 +24,14 @@ from lipbound.models.loading import Checkpoint, load_looked_at
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import LayerResult, configuration, partial_path
-from lipbound.schema import CLOSED_FORM, EXTRAS, STATISTICS, TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, STATISTICS, TOKEN_NORMS, sound
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80
 """Bytes of working memory per entry of the attention matrices, with temporaries in float64."""
+OF_INPUT = "is of heads as functions of their input"
+"""Why bounds say nothing where keys, values or queries move alone."""
 
 
 class Sources(NamedTuple):
@@ -99,7 +101,7 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
         "bounds": config.names,
         "exact_samples": config.exact_count(inputs.samples),
         **({"extras": list(config.chosen_extras)} if config.extras else {}),
-        **config.options("map", "norm", "tol", "dtype"),
+        **config.options("map", "norm", "wrt", "tol", "dtype"),
         **{name: value for name, value in config.drawn.items() if name != "method"},
     }
 
@@ -192,7 +194,10 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         sources.inputs.notes.append(f"layers below zero count from the end: here {measured}")
         tell(sources.inputs.notes[-1])
     check_norm(config.norm, layers)
+    check_closed(config.wrt, layers)
     names, not_applicable = about(config.names, layers, everything=config.everything)
+    if config.wrt != INPUT:  # those asked for by name are refused before
+        names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
     room = block_size(layers, memory)
     block = min(room, -(-samples // parts))
     if config.resume and config.target is not None:  # other blocks would change last digits
@@ -216,6 +221,21 @@ def check_norm(norm: str, layers: Sequence[LayerInfo]) -> None:
             raise LipboundError(
                 f"norm {norm!r} does not cover {what}, such as layer {layer.index} "
                 f"({layer.layer_name}); choose others by layers=, or take norm='frobenius'"
+            )
+
+
+def check_closed(wrt: str, layers: Sequence[LayerInfo]) -> None:
+    """Check that every layer has queries, keys and values to move alone, where that is asked for.
+
+    Raises:
+        LipboundError: one is a module whose own are not known.
+    """
+    for layer in layers if wrt != INPUT else ():
+        if layer.measured != CLOSED_FORM:
+            raise LipboundError(
+                f"wrt={wrt!r} does not cover layers that are measured by automatic "
+                f"differentiation, such as layer {layer.index} ({layer.layer_name}); choose others "
+                "by layers=, or take wrt='input'"
             )
 
 
@@ -245,6 +265,7 @@ def measurement_spec(
         config.seed,
         exact_samples,
         config.norm,
+        config.wrt,
         config.chosen_extras,
     )
 

@@ -15,7 +15,7 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.devices import dtype_name, resolve_device, versions
-from lipbound.errors import AlteredRunError, CaptureError, InputsError, flag, whole
+from lipbound.errors import AlteredRunError, CaptureError, InputsError, LipboundError, flag, whole
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
@@ -28,6 +28,7 @@ from lipbound.runs.store import run_of
 from lipbound.schema import (
     AXES,
     EXTRAS,
+    INPUT,
     STATISTICS,
     Extent,
     RunInfo,
@@ -309,6 +310,11 @@ def verify(
     ds = run_of(ds)
     places, seed = whole("places", places, least=1), whole("seed", seed, least=0)
     automatic = flag("automatic", automatic)
+    if automatic and ds.attrs["wrt"] != INPUT:
+        raise LipboundError(
+            f"automatic=True differentiates by the input, and the run is of {ds.attrs['wrt']}; "
+            "leave it out"
+        )
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
     how = {"model": model, "data": data, "device": device, "dtype": wanted}
     found = [_verify_one(part, places, seed, automatic, how) for part in split(ds)]

@@ -162,6 +162,7 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
         "bounds": "yudin",
         "map": "heads",
         "norm": "frobenius",
+        "wrt": "input",
         "samples": 2,
         "exact_samples": 1,
         "layers": [1],

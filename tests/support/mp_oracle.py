@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
@@ -86,24 +87,27 @@ class Differentiated:
     error: Decimal
 
 
-def norms(att: Attention, map: str = "head") -> list[list[Enclosed]]:
+def norms(att: Attention, map: str = "head", side: str | None = None) -> list[list[Enclosed]]:
     """Norms of all heads at all samples, [sample][head]; for "heads" and "layer" one per sample,
     [sample][0]."""
     heads = range(1 if map in ("heads", "layer") else att.heads)
-    return [[norm(att, sample, head, map) for head in heads] for sample in range(att.samples)]
+    return [[norm(att, sample, head, map, side) for head in heads] for sample in range(att.samples)]
 
 
-def norm(att: Attention, sample: int = 0, head: int = 0, map: str = "head") -> Enclosed:
+def norm(
+    att: Attention, sample: int = 0, head: int = 0, map: str = "head", side: str | None = None
+) -> Enclosed:
     """The norm of the Jacobian of one head at one sample.
 
     Args:
         map: "head", "head_out", "heads", "layer" as for `spectral_norm` (the latter two without
             regard to ``head``), or "l2": L2 attention with the layer's ``w_q`` and ``w_v`` as
             `lipbound.jacobians.l2_attention` defines it.
+        side: "q", "k" or "v" for the Jacobian by the vectors of that side as they enter.
     """
     for digits in DIGITS:
         with exactly(digits):
-            found = differentiated(att, sample, head, map)
+            found = differentiated(att, sample, head, map, side)
             result = enclosed(found)
             if found.error <= max(result.lower * ENOUGH, TINY):
                 break
@@ -137,12 +141,14 @@ def exact(t: Tensor | float) -> Any:
 # -- the Jacobian ----------------------------------------------------------------------------------
 
 
-def differentiated(att: Attention, sample: int, head: int, map: str) -> Differentiated:
+def differentiated(
+    att: Attention, sample: int, head: int, map: str, side: str | None = None
+) -> Differentiated:
     """The Jacobian of a map in the digits of the arithmetic, padding left out."""
     if map in ("head", "l2"):
-        return _head(att, sample, head, l2=map == "l2")
+        return _head(att, sample, head, l2=map == "l2", side=side)
     chosen = [head] if map == "head_out" else range(att.heads)
-    parts = [_head(att, sample, h, l2=False) for h in chosen]
+    parts = [_head(att, sample, h, l2=False, side=side) for h in chosen]
     if map == "heads":
         return Differentiated(
             np.concatenate([part.jacobian for part in parts], 1), max(part.error for part in parts)
@@ -237,7 +243,7 @@ def _turned(given: Vectors, cos: Exact, sin: Exact) -> Vectors:
     )
 
 
-def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated:
+def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None) -> Differentiated:
     """The Jacobian of one head: every score's derivatives with respect to its query's and its key's
     token, then those of the softmax's quotient."""
     assert att.variants <= KNOWN, f"the oracle does not know {sorted(att.variants - KNOWN)}"
@@ -283,6 +289,10 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         q = q if other.q is None else _held(other.q[head, sample][list(rows)], x.shape[1])
         k = k if other.k is None else _held(other.k[head, sample][list(keys)], x.shape[1])
         v = v if other.v is None else _held(other.v[head, sample][list(keys)], x.shape[1])
+    if side is not None:
+        sides = {"q": q, "k": k, "v": v}
+        width = sides[side].y.shape[1]
+        q, k, v = (_alone(t, side == name, width) for name, t in sides.items())
     z, by_query, by_key = _distances(q, scale) if l2 else _products(q, k, scale)
     if (relative := att.scoring.find(RelativeKeys)) is not None:
         r = scale * exact(relative.vectors[min(head, len(relative.vectors) - 1)][keep][:, keep])
@@ -315,17 +325,27 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
         z, score = z + finite, score + _largest(finite)
     sink = None if att.sinks is None else exact(float(att.sinks[head]))
     moves = other is None or other.q is None, other is None or other.k is None
+    if side is not None:
+        moves = side == "q", side != "q"
     jacobian, outputs = _softmax(z, by_query, by_key, v, allowed, sink, moves)
     n = max(n, att.rows, att.keys)
     if sink is not None:
         score += abs(sink)
     gate = att.scoring.find(Gate)
     if gate is not None:
-        jacobian, more = _gated(x, gate, head, jacobian, outputs)
+        jacobian, more = _gated(x, gate, head, jacobian, outputs, held=side is not None)
         v = replace(v, slope=v.slope + more * v.size, size=v.size * (1 + more))
     return Differentiated(
         jacobian, 1000 * n * x.shape[1] * _ulp() * (1 + score) * (v.size * slope + v.slope)
     )
+
+
+def _alone(given: Vectors, moves: bool, width: int) -> Vectors:
+    """The same vectors as functions of themselves, or of others of that width, which they do not
+    follow."""
+    n, d = given.y.shape
+    dy = exact(torch.eye(d).expand(n, d, d)) if moves else exact(torch.zeros(n, d, width))
+    return replace(given, dy=dy, slope=Decimal(int(moves)))
 
 
 def _held(t: Tensor, width: int) -> Vectors:
@@ -335,7 +355,7 @@ def _held(t: Tensor, width: int) -> Vectors:
 
 
 def _gated(
-    x: Exact, gate: Gate, head: int, jacobian: Exact, outputs: Exact
+    x: Exact, gate: Gate, head: int, jacobian: Exact, outputs: Exact, *, held: bool
 ) -> tuple[Exact, Decimal]:
     """The Jacobian of outputs times sigmoids of a projection, and the size of its logits."""
     w = exact(gate.w[head])
@@ -343,7 +363,7 @@ def _gated(
     factor = np.frompyfunc(lambda t: 1 / (1 + (-t).exp()), 1, 1)(y)
     slope = factor * (1 - factor) * outputs
     jacobian = factor[..., None, None] * jacobian
-    for i in range(len(x)):
+    for i in range(0 if held else len(x)):
         jacobian[i, :, i] += slope[i][:, None] * w.T
     return jacobian, 1 + _largest(abs(x) @ abs(w)) + _largest(w)
 

@@ -61,6 +61,7 @@ SETTINGS: dict[str, Any] = {
     "preprocessing": "BertTokenizer, consecutive windows of 32 tokens",
     "map": "head",
     "norm": "frobenius",
+    "wrt": "input",
     "map_description": "one attention head without output projection, x -> softmax(q k^T) v",
     "method": "lanczos",
     "tol": 1e-3,

@@ -113,7 +113,7 @@ def _sample(
     (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
     (docs/theory/upper_values.md).
     """
-    one, exponents, exact = unit_scales(att)
+    one, exponents, exact, _ = unit_scales(att)
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
     shift = sizes[0].exponent - sizes[1].exponent
     if not -1000 < int(shift) < 1000:

@@ -136,7 +136,7 @@ def samples_of(att: Attention) -> Iterator[Sample]:
     for s in range(att.samples):
         part = slice(s, s + 1)
         if whole is None or errors is None:
-            one, exponents, exact = unit_scales(att.double().of_samples(part))
+            one, exponents, exact, _ = unit_scales(att.double().of_samples(part))
             yield Sample(one, tensor_errors(one), exponents, exact[0])
         else:
             one = whole.of_samples(part)

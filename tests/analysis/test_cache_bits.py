@@ -1,0 +1,153 @@
+"""Bits of cached keys and values: the quantiser, predictions against dense Jacobians and against
+rounding itself."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from support.variants import VARIANTS, layer
+from torch import Tensor
+
+import lipbound as lb
+from lipbound.analysis import cache_bits as study
+from lipbound.attention.reference import head_function
+from lipbound.errors import LipboundError
+
+BITS = (2, 4, 8, 12)
+GROUPS = {"keys": "channel", "values": "token"}
+
+
+@pytest.fixture(scope="module")
+def ds() -> xr.Dataset:
+    return lb.cache_bits("builtin:gpt2", samples=2, max_length=24, bits=BITS, dtype="float64")
+
+
+def measured(variant: str, mask: str = "causal") -> tuple[lb.Attention, dict[str, Tensor]]:
+    att = layer(3, frozenset({variant}) - {"plain"}, mask=mask, samples=1, n=7)
+    return att, study._of_layer(att, GROUPS, BITS, 0.01, 1e-6, 0)
+
+
+@pytest.mark.parametrize("group", ["token", "channel"])
+@pytest.mark.parametrize("bits", [1, 2, 5])
+def test_rounding_is_to_so_many_levels_and_by_half_a_step(bits: int, group: str) -> None:
+    y = torch.randn(2, 3, 40, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found, axis = study.rounded(y, bits, group), study.GROUPS[group]
+    assert bool(((found - y).abs() <= study.half_steps(y, group) / (2**bits - 1) + 1e-15).all())
+    for one in found.movedim(axis, -1).flatten(0, -2):
+        assert len(one.mul(1e12).round().unique()) <= 2**bits
+    for end in (torch.amax, torch.amin):
+        assert torch.allclose(end(found, axis), end(y, axis), atol=1e-15)
+    assert torch.allclose(study.rounded(found, bits, group), found, atol=1e-14)
+
+
+def test_equal_numbers_are_not_rounded() -> None:
+    y = torch.full((1, 4, 5), 0.3, dtype=torch.float64)
+    assert torch.equal(study.rounded(y, 3, "token"), y)
+
+
+@pytest.mark.parametrize("variant", ["plain", *VARIANTS])
+def test_predictions_are_those_of_the_dense_jacobian(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "PROBES", 400)
+    att, found = measured(variant)
+    for i, (side, y) in enumerate({"keys": att.wide_k, "values": att.wide_v}.items()):
+        reach = study.half_steps(y, GROUPS[side])[0]
+        for h in range(att.heads):
+            f = head_function(att, 0, h)
+            j = torch.func.jacrev(lambda t: f(att.x[0], **{side[0]: t}))(y[0, h]).flatten(0, 1)  # noqa: B023
+            out = f(att.x[0]).norm()
+            norm = torch.linalg.matrix_norm(j.flatten(1), 2)
+            bound = norm * reach[h].norm() / out
+            expected = (j * reach[h]).norm() / 3**0.5 / out
+            assert float(found["norm"][i, h]) == pytest.approx(float(norm), rel=2e-3)
+            for b, bits in enumerate(BITS):
+                steps = 2**bits - 1
+                of_size, usual = (float(found[kind][i, h, b]) * steps for kind in study.KINDS)
+                assert of_size == pytest.approx(float(bound), rel=2e-3)
+                assert usual == pytest.approx(float(expected), rel=0.1)
+            for kind, size in (("bound", bound), ("expected", expected)):
+                steps = 2.0 ** float(found[f"bits_{kind}"][i, h]) - 1
+                assert float(size) / steps == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("variant", ["plain", *VARIANTS])
+def test_what_is_rounded_are_the_keys_and_values_of_the_definition(variant: str) -> None:
+    att, found = measured(variant)
+    for i, (side, y) in enumerate({"keys": att.wide_k, "values": att.wide_v}.items()):
+        moved = study.rounded(y, 4, GROUPS[side])[0]
+        for h in range(att.heads):
+            f = head_function(att, 0, h)
+            out = f(att.x[0])
+            relative = float((f(att.x[0], **{side[0]: moved[h]}) - out).norm() / out.norm())
+            assert float(found["measured"][i, h, 1]) == pytest.approx(relative, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["plain", *VARIANTS])
+def test_no_values_move_by_more_than_the_bound_nor_keys_at_many_bits(variant: str) -> None:
+    found = measured(variant)[1]
+    assert bool((found["measured"][1] <= found["bound"][1]).all())
+    assert bool((found["measured"][0, :, -1] <= 1.01 * found["bound"][0, :, -1]).all())
+
+
+def test_padding_is_left_out() -> None:
+    att = layer(2, frozenset({"rotation"}), mask="padded", n=6)
+    part = study._of_layer(att.select(slice(1, 2)), GROUPS, BITS, 0.01, 1e-6, 0)
+    whole = study._of_layer(att.unpadded(1), GROUPS, BITS, 0.01, 1e-6, 0)
+    for name in study.VARIABLES:
+        assert torch.allclose(part[name], whole[name])
+
+
+def test_a_study(ds: xr.Dataset) -> None:
+    checkpoint = lb.load_checkpoint("builtin:gpt2", dtype="float64")
+    atts = lb.capture(checkpoint.model, lb.prepare(checkpoint, samples=2, max_length=24))
+    sizes = {"side": 2, "bits": len(BITS), "sample": 2, "layer": len(atts), "head": atts[0].heads}
+    assert dict(ds.sizes) == sizes
+    for side in ("keys", "values"):
+        exact = [lb.spectral_norm(att, wrt=side, method="dense").upper for att in atts]
+        np.testing.assert_allclose(ds["norm"].sel(side=side), torch.stack(exact, 1), rtol=1e-3)
+    assert ds.attrs["quantiser"]["keys"] == "asymmetric round-to-nearest, by channel"
+    assert ds.attrs["error"] == 0.01
+
+
+def test_agreement_counts_and_ranks(ds: xr.Dataset) -> None:
+    table = study.agreement(ds).set_index(["side", "bits"])
+    at = ds.sel(side="keys", bits=4)
+    assert table.loc[("keys", 4), "measured"] == pytest.approx(float(at["measured"].median()))
+    above = float((at["measured"] > at["bound"]).mean())
+    assert table.loc[("keys", 4), "above"] == above
+    ranks = [t.values.ravel().argsort().argsort() for t in (at["expected"], at["measured"])]
+    corr = np.corrcoef(ranks)[0, 1]
+    assert table.loc[("keys", 4), "rank_expected"] == pytest.approx(corr)
+
+
+def test_the_ranking_as_json(ds: xr.Dataset, tmp_path: Path) -> None:
+    study.write_json(ds, tmp_path / "bits.json")
+    found = json.loads((tmp_path / "bits.json").read_text())
+    places = {(row["layer"], row["head"]) for row in found["heads"]}
+    assert places == {(i, h) for i in range(ds.sizes["layer"]) for h in range(ds.sizes["head"])}
+    total = [row["keys_expected"] + row["values_expected"] for row in found["heads"]]
+    assert total == sorted(total, reverse=True)
+    first = found["heads"][0]
+    at = ds["bits_bound"].sel(side="keys", layer=first["layer"]).isel(head=first["head"])
+    assert first["keys_bound"] == pytest.approx(float(at.max()))
+    total = [row["keys_bound"] + row["values_bound"] for row in study.ranking(ds, by="bound")]
+    assert total == sorted(total, reverse=True)
+    assert len(found["agreement"]) == 2 * len(BITS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"error": 0}, "error is 0"),
+        ({"keys": "tensor"}, "unknown keys 'tensor'"),
+        ({"bits": [0]}, "bits is 0"),
+        ({"bits": []}, "bits is empty"),
+    ],
+)
+def test_refusals(options: dict, message: str) -> None:
+    with pytest.raises(LipboundError, match=message):
+        lb.cache_bits("builtin:gpt2", **options)

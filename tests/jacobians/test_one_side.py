@@ -1,0 +1,195 @@
+"""Norms of heads as functions of their keys, values or queries alone, against autograd."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import hard_heads, mp_oracle
+from support.oracles import encloses
+from support.variants import MASKS, VARIANTS, cross, layer
+from torch import Tensor
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import head_function
+from lipbound.jacobians import own_blocks, streaming
+from lipbound.jacobians.maps import SIDE_OF
+from lipbound.jacobians.prepared_map import PreparedMap
+
+EACH = sorted(SIDE_OF)
+
+
+def jacobian(att: Attention, s: int, h: int, wrt: str, map: str = "head") -> Tensor:
+    """The autograd Jacobian of the definition by the vectors of a side, padding left out."""
+    att, side = att.double(), SIDE_OF[wrt]
+    real = att.valid_rows if side == "q" else att.valid_keys
+    x = att.x[s] if att.valid is None else att.x[s][att.valid[s]]
+    point = {"q": att.wide_q, "k": att.wide_k, "v": att.wide_v}[side][s, h]
+    f = head_function(att, s, h)
+
+    def moved(y: Tensor) -> Tensor:
+        out = f(x, **{side: y})
+        return out if map == "head" else out @ att.w_o[h]
+
+    found = torch.func.jacrev(moved)(point if real is None else point[real[s]])
+    return found.reshape(found.shape[0] * found.shape[1], -1)
+
+
+def norms(att: Attention, wrt: str, map: str = "head") -> Tensor:
+    return torch.stack(
+        [
+            torch.stack([torch.linalg.matrix_norm(jacobian(att, s, h, wrt, map), 2)
+                         for h in range(att.heads)])
+            for s in range(att.samples)
+        ]
+    )  # fmt: skip
+
+
+def check(att: Attention, wrt: str, map: str) -> None:
+    exact, measured = norms(att, wrt, map), PreparedMap(att, map, side=SIDE_OF[wrt])
+    error = measured.roundoff.tensors.view(exact.shape) * 2.0**measured.exponents
+    assert bool((error < 1e-8).all())
+    dense = lb.spectral_norm(att, map=map, wrt=wrt, method="dense")
+    found = lb.spectral_norm(att, map=map, wrt=wrt, tol=1e-9, delta=1e-6)
+    estimate = lb.spectral_norm(att, map=map, wrt=wrt, tol=1e-9)
+    for norm in (dense, found, estimate):
+        assert encloses(norm, exact, 1e-9, error)
+    assert bool(torch.isfinite(found.upper).all())
+
+
+@pytest.mark.parametrize("map", ["head", "head_out"])
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("variant", ["plain", *VARIANTS])
+@pytest.mark.each_value
+def test_every_variant(variant: str, mask: str, wrt: str, map: str) -> None:
+    check(layer(3, frozenset({variant}) - {"plain"}, mask=mask), wrt, map)
+
+
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("seed", range(2))
+def test_variants_together(seed: int, wrt: str) -> None:
+    has = frozenset({"rotation", "norm", "cap", "sinks", "values", "gate"})
+    check(layer(seed, has, mask="padded"), wrt, "head_out")
+
+
+@pytest.mark.parametrize("map", ["head", "head_out"])
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("stream", ["queries", "memory"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_cross_attention(stream: str, wrt: str, map: str, padded: bool) -> None:
+    check(cross(1, stream, has=frozenset({"cap"}), padded=padded), wrt, map)
+
+
+@pytest.mark.parametrize("map", ["head", "head_out"])
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("variant", ["plain", "gate", "cross"])
+def test_singular_vectors_are_those_of_the_jacobian(variant: str, wrt: str, map: str) -> None:
+    att = cross(2, "queries") if variant == "cross" else layer(2, frozenset({variant} - {"plain"}))
+    norm = lb.spectral_norm(att, map=map, wrt=wrt, tol=1e-12, delta=1e-6, vectors=True)
+    for s, h in ((0, 0), (1, 2)):
+        j = jacobian(att, s, h, wrt, map)
+        left, right = norm.left[s, h], norm.right[s, h]
+        count = att.rows if wrt == "queries" else att.keys
+        assert left.shape == (att.rows, att.d_v if map == "head" else att.w_o.shape[2])
+        assert right.shape == (count, att.d_v if wrt == "values" else att.d)
+        assert torch.allclose(right.norm(), torch.ones(()).double())
+        assert torch.allclose(j @ right.flatten(), norm.lower[s, h] * left.flatten(), atol=1e-6)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("family", hard_heads.FAMILIES)
+def test_enclosures_hold_where_rounding_does_its_worst(
+    family: str, wrt: str, dtype: torch.dtype
+) -> None:
+    att = hard_heads.FAMILIES[family](torch.Generator().manual_seed(7), dtype)
+    att = att.select(slice(0, 2))
+    for map in ["head"] if att.w_o is None else ["head", "head_out"]:
+        exact = mp_oracle.norms(att, map, SIDE_OF[wrt])
+        for method, delta in (("dense", None), ("lanczos", 1e-9)):
+            norm = lb.spectral_norm(att, map=map, wrt=wrt, method=method, tol=1e-6, delta=delta)
+            for s, h in torch.cartesian_prod(torch.arange(att.samples), torch.arange(att.heads)):
+                assert float(norm.lower[s, h]) <= exact[s][h].upper
+                assert float(norm.upper[s, h]) >= exact[s][h].lower
+
+
+def test_blocks_of_queries_are_formed_for_some_entries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    att = layer(1, frozenset({"rotation"}))
+    whole = lb.spectral_norm(att, wrt="queries", vectors=True)
+    monkeypatch.setattr(own_blocks, "BLOCK_BYTES", 2 * 8 * att.tokens * att.d_v * att.d)
+    part = lb.spectral_norm(att, wrt="queries", vectors=True)
+    assert torch.allclose(part.lower, whole.lower, rtol=1e-12)
+    assert torch.allclose(part.left, whole.left)
+    check(att, "queries", "head")
+
+
+@pytest.mark.parametrize("wrt", EACH)
+def test_streamed_and_float32(wrt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    att = layer(4, frozenset({"rotation", "cap", "sinks"}), mask="window", n=9)
+    exact = norms(att, wrt)
+    single = lb.spectral_norm(att.to(torch.float32), wrt=wrt, tol=1e-4, delta=1e-6)
+    assert torch.allclose(single.lower, exact, rtol=2e-4)
+    assert bool(single.converged.all())
+    monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 1)
+    assert isinstance(streaming.head_jacobian(att), streaming.StreamedHeadJacobian)
+    check(att, wrt, "head")
+    check(att, wrt, "head_out")
+
+
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("method", ["power", "dense", "lanczos"])
+def test_methods_agree(method: str, wrt: str) -> None:
+    att = layer(5, frozenset({"norm"}))
+    found = lb.spectral_norm(att, map="head_out", wrt=wrt, method=method, tol=1e-10, max_steps=4000)
+    assert torch.allclose(found.lower, norms(att, wrt, "head_out"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrt", EACH)
+@pytest.mark.parametrize("exponent", [-40, 60])
+def test_units_of_tensors_are_found_again(exponent: int, wrt: str) -> None:
+    att = layer(6, frozenset())
+    own = att.projections
+    far = replace(own, w_q=own.w_q * 2.0**exponent, b_q=own.b_q * 2.0**exponent,
+                  w_k=own.w_k * 2.0**-exponent, b_k=own.b_k * 2.0**-exponent,
+                  w_v=own.w_v * 2.0**exponent, b_v=own.b_v * 2.0**exponent)  # fmt: skip
+    moved = {"keys": 2 * exponent, "queries": 0, "values": 0}[wrt]
+    for map in ("head", "head_out"):
+        near = lb.spectral_norm(att, map=map, wrt=wrt, tol=1e-9, delta=1e-6)
+        found = lb.spectral_norm(
+            att.with_parts(projections=far), map=map, wrt=wrt, tol=1e-9, delta=1e-6
+        )
+        assert bool(found.converged.all())
+        assert torch.allclose(found.lower, near.lower * 2.0**moved, rtol=1e-8)
+
+
+def test_values_alone_have_the_norm_of_the_probabilities() -> None:
+    att = layer(8, frozenset({"rotation"}), mask="causal")
+    w_o = torch.linalg.matrix_norm(att.w_o, 2)
+    p = torch.linalg.matrix_norm(att.p, 2)
+    for map, exact in (("head", p), ("head_out", p * w_o)):
+        norm = lb.spectral_norm(att, map=map, wrt="values", tol=1e-10, delta=1e-6)
+        assert torch.allclose(norm.lower, exact, rtol=1e-9)
+        assert bool((norm.upper >= exact * (1 - 1e-14)).all())
+
+
+def test_one_token_has_nothing_to_choose_from() -> None:
+    att = layer(9, frozenset(), n=1)
+    for wrt, exact in (("keys", 0.0), ("queries", 0.0), ("values", 1.0)):
+        norm = lb.spectral_norm(att, wrt=wrt, method="dense")
+        assert torch.allclose(norm.lower, torch.tensor(exact).double(), atol=1e-12)
+        assert bool((norm.upper >= exact).all())
+
+
+def test_refusals() -> None:
+    att = layer(0, frozenset())
+    with pytest.raises(lb.errors.LipboundError, match="wrt"):
+        lb.spectral_norm(att, wrt="tokens")
+    for map in ("heads", "layer", "residual"):
+        with pytest.raises(lb.errors.LipboundError, match="wrt='keys' is of one head"):
+            lb.spectral_norm(att, map=map, wrt="keys")
+    with pytest.raises(lb.errors.LipboundError, match="method 'deflation' has no norm with wrt"):
+        lb.spectral_norm(att, method="deflation", wrt="values")

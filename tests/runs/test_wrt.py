@@ -1,0 +1,172 @@
+"""Runs of heads as functions of their keys, values or queries: numbers, refusals, words, checks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from support.commands import call
+from support.models import build
+from support.runs import TEXTS
+
+import lipbound as lb
+from lipbound import plots, tables
+from lipbound.errors import AlteredRunError, LipboundError, StoreError
+from lipbound.reporting.citations import methods
+from lipbound.reporting.labels import facts, left_out
+from lipbound.runs import store
+from lipbound.runs.config import RunConfig
+from lipbound.schema import WRT
+
+OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
+ALONE = tuple(name for name in WRT if name != "input")
+
+
+@pytest.fixture(scope="module")
+def run(bert: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "run.zarr"
+    lb.compare(bert, text, samples=2, wrt="keys", out=path, **OPTIONS)
+    return path
+
+
+def grouped(kind: str) -> tf.PreTrainedModel:
+    """A decoder whose four query heads share two heads of keys and values, rotated."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 60}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config, model = {
+        "llama": (tf.LlamaConfig, tf.LlamaForCausalLM),
+        "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM),  # its keys are normalised, too
+    }[kind]
+    return build(lambda: model(config(**sizes)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_keys_and_values_are_those_of_the_models_cache(kind: str) -> None:
+    model, ids = grouped(kind), torch.arange(14).view(2, 7)
+    layers = lb.capture(model, {"input_ids": ids})
+    cache = model(ids, use_cache=True).past_key_values
+    for layer, kept in zip(layers, cache.layers, strict=True):
+        for own, cached in ((layer.k, kept.keys), (layer.v, kept.values)):
+            assert torch.allclose(own, cached.repeat_interleave(2, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_error_in_the_models_cache_moves_outputs_by_no_more_than_the_norm(kind: str) -> None:
+    """Moved along the steepest direction, a key of the cache moves a head's output by the norm."""
+    model, ids = grouped(kind), torch.arange(7)[None]
+    att = lb.capture(model, {"input_ids": ids})[1].double()
+    norm = lb.spectral_norm(att, wrt="keys", tol=1e-10, vectors=True)
+    assert norm.right is not None
+    h, step = 3, 1e-5
+    scores = att.scale * att.q[0, h] @ (att.k[0, h] + step * norm.right[0, h]).mT + att.mask[0, 0]
+    moved = torch.softmax(scores, -1) @ att.v[0, h] - att.out[0, h]
+    assert float(moved.norm()) / step == pytest.approx(float(norm.lower[0, h]), rel=1e-3)
+
+
+@pytest.mark.parametrize("map", ["head", "head_out"])
+@pytest.mark.parametrize("wrt", ALONE)
+def test_numbers_are_those_of_spectral_norm(wrt: str, map: str, bert: Path) -> None:
+    ds = lb.compare(bert, TEXTS, wrt=wrt, map=map, dtype="float64", layers=[1], **OPTIONS)
+    batch = dict(lb.load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
+    att = lb.capture(tf.BertModel.from_pretrained(bert).double(), batch)[1]
+    exact = lb.spectral_norm(att, wrt=wrt, map=map, method="dense")
+    assert ds["exact"].dims == ("sample", "layer", "head")
+    assert bool((ds["exact"][:, 0].values <= exact.upper.numpy()).all())
+    assert bool((ds["exact_upper"][:, 0].values >= exact.lower.numpy()).all())
+    np.testing.assert_allclose(ds["exact"][:, 0], exact.lower, rtol=1e-3)
+    assert bool(ds["exact_converged"].all())
+    assert list(ds.attrs["bounds"]) == []
+    assert set(ds.attrs["not_applicable"]) == set(lb.bounds.names())
+
+
+def test_a_run_says_what_heads_are_functions_of(run: Path, bert: Path, text: Path) -> None:
+    ds = lb.load(run)
+    words = "as a function of its keys alone, as they enter the scores and a cache holds them"
+    assert ds.attrs["wrt"] == "keys"
+    assert ds.attrs["map_description"].endswith(words)
+    assert words in plots.caption(ds)
+    assert words in methods(ds, "text")
+    assert "stated for functions of the input and were left out" in methods(ds, "text")
+    assert words in tables.latex(ds)
+    assert ds["exact"].attrs["long_name"].endswith("as a function of keys")
+    assert facts(ds)["function of"] == WRT["keys"]
+    assert "heads as functions of their input" in left_out(ds)[0]
+    assert RunConfig.of(ds).wrt == "keys"
+    again = lb.compare(bert, text, samples=2, wrt="keys", out=run, resume=True, **OPTIONS)
+    assert again.identical(ds)
+    with pytest.raises(StoreError, match="wrt was keys and is now values"):
+        lb.compare(bert, text, samples=2, wrt="values", out=run, resume=True, **OPTIONS)
+
+
+def test_a_run_is_computed_again(run: Path) -> None:
+    ds = lb.load(run)
+    assert lb.verify(ds, places=4).ok
+    with pytest.raises(LipboundError, match="automatic=True differentiates by the input"):
+        lb.verify(ds, automatic=True)
+    ds["exact"][1, 0, 2] *= 0.9
+    assert not lb.verify(ds, places=1).ok
+
+
+@pytest.mark.parametrize("other", ["values", "input", "key", None])
+def test_another_function_than_was_measured_is_noticed(
+    other: str | None, run: Path, tmp_path: Path
+) -> None:
+    ds = lb.load(run)
+    ds.attrs = {key: value for key, value in ds.attrs.items() if key != "wrt"} | (
+        {} if other is None else {"wrt": other}
+    )
+    store.save(ds, tmp_path / "run.zarr")
+    with pytest.raises(AlteredRunError, match="is damaged or was edited"):
+        store.load(tmp_path / "run.zarr", damaged="refuse")
+
+
+def test_runs_of_different_functions_are_not_put_together(
+    run: Path, bert: Path, text: Path
+) -> None:
+    other = lb.compare(bert, text, samples=2, wrt="values", **OPTIONS)
+    with pytest.raises(LipboundError, match="wrt"):
+        lb.concat([lb.load(run), other])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wrt": "key"}, "unknown wrt 'key'; did you mean 'keys'"),
+        ({"wrt": "keys", "map": "layer"}, "is of one head, and map 'layer' of a whole layer"),
+        ({"wrt": "values", "bounds": "yudin"}, "'yudin' is stated for heads as functions of"),
+        ({"wrt": "keys", "norm": "one-token"}, "has exact norms for norm='frobenius' alone"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LipboundError, match=message):
+        RunConfig("m", **options)
+
+
+def test_layers_without_a_closed_form_are_refused_before_anything_is_measured() -> None:
+    model, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    given = lb.capture(model, {"query": x, "key": x, "value": x}, closed=False)
+    with pytest.raises(LipboundError, match="wrt='keys' does not cover layers that are measured"):
+        lb.compare(given, wrt="keys", progress=False)
+    with pytest.raises(LipboundError, match="a layer without closed form has no norm with wrt="):
+        lb.spectral_norm(given[0], wrt="keys")
+
+
+def test_on_the_command_line(
+    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    out = tmp_path / "run.zarr"
+    words = ("--data", str(text), "--samples", "1", "--max-length", "12", "--out", str(out))
+    status, _, err = call(capsys, monkeypatch, "compare", str(bert), *words, "--wrt", "values")
+    assert status == 0, err
+    assert lb.load(out).attrs["wrt"] == "values"
+    status, said, _ = call(capsys, monkeypatch, "info", str(out))
+    assert status == 0
+    assert WRT["values"] in said
+    status, _, err = call(
+        capsys, monkeypatch, "compare", str(bert), "--wrt", "values", "--map", "layer"
+    )
+    assert status == 2
+    assert "--wrt values is of one head" in err
