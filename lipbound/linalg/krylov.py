@@ -17,6 +17,9 @@ Array = np.ndarray
 WORTH_COPYING = 0.8
 """Share of a batch that is still at work below which it is copied to a smaller one."""
 
+NEGLIGIBLE = 1e-100
+"""Share of the largest entry below which an off-diagonal one changes no digit of an eigenpair."""
+
 
 def with_room(basis: Tensor, j: int, limit: int) -> Tensor:
     """Return the basis (batch, room, n) with room for vector j; it doubles up to ``limit``."""
@@ -111,8 +114,10 @@ def eigenpairs(alpha: Array, beta: Array) -> tuple[Array, Array]:
     for i in range(len(alpha)):
         off = beta[i] if alpha.shape[1] > 1 else np.zeros(1)
         values[i], vectors[i], info = dstev(alpha[i], off)
-        if info:
-            values[i], vectors[i] = eigh_tridiagonal(alpha[i], beta[i])
+        if info:  # entries whose squares underflow beside others keep it from converging
+            size = max(np.abs(alpha[i]).max(), np.abs(off).max())
+            off = np.where(np.abs(off) > NEGLIGIBLE * size, off, 0.0)
+            values[i], vectors[i] = eigh_tridiagonal(alpha[i], off)
     return values, vectors
 
 

@@ -84,6 +84,8 @@ def test_configurations_are_complete(name: str) -> None:
         elif method["penalty"] == "sound":
             assert method["bound"] in SoundPenalty.NAMES
             assert isinstance(method["strength"], float)
+        elif method["penalty"] == "exact":
+            assert isinstance(method["strength"], float)
         else:
             assert method["penalty"] == "jasmin"
             assert isinstance(method["strength"], float)

@@ -181,7 +181,7 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
         "gguf_file": "a.gguf",
     }
     given |= {"shuffle": 2, "tokenizer": "words", "processor": "pictures"}
-    given["adapter"] = "owner/adapter"
+    given |= {"adapter": "owner/adapter", "extras": ()}
     assert set(OPTIONS) == set(given)
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))
