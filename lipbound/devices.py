@@ -199,11 +199,6 @@ SERIAL = 2e10
 second on a core, in hundreds of small products."""
 
 
-SMALL = 1024
-"""Tokens up to which heads and samples are measured side by side, one thread each; the matrices of
-longer inputs keep torch's own threads busy."""
-
-
 @contextmanager
 def threads_for(work: float) -> Iterator[None]:
     """Compute on one thread of torch where there is little work.

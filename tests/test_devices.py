@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.layers import random_attention
 
 import lipbound as lb
 from lipbound.devices import SERIAL, Room, side_by_side, threads_for
@@ -105,20 +104,6 @@ def test_numbers_do_not_depend_on_how_many_threads_there_are(checkpoint, threads
     for other in runs[1:]:
         for name in runs[0].drop_vars("checksum").data_vars:
             np.testing.assert_allclose(other[name], runs[0][name], rtol=rounding)
-
-
-@pytest.mark.parametrize("delta", [None, 1e-6])
-def test_heads_measured_side_by_side_have_the_same_norms(delta, threads):
-    layer, found = random_attention("padded", dtype=torch.float32), []
-    for count in (1, 2, 3):
-        threads(count)
-        found.append(lb.spectral_norm(layer, delta=delta, vectors=True))
-        assert torch.get_num_threads() == count
-    for other in found[1:]:
-        for name in ("lower", "upper", "left", "right"):
-            torch.testing.assert_close(
-                getattr(other, name), getattr(found[0], name), rtol=1e-5, atol=1e-6
-            )
 
 
 def test_a_room_is_used_again_where_it_is_large_enough() -> None:

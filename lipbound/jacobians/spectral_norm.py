@@ -11,7 +11,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.rescaling import unit_values
-from lipbound.devices import SMALL, in_own_modes, side_by_side, threads_for
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.automatic import automatic_norm
 from lipbound.jacobians.gram import Gram, covered, gram_of
@@ -142,17 +142,15 @@ def spectral_norm(
         plain = PreparedMap(att, map, as_given=True, side=side)
         return _power(att, plain, tol, delta, vectors, seeds, max_steps)
     checks = delta is None and method not in ("dense", DEFLATION) and att.dtype == torch.float32
-    with threads_for(_preparing(att)):
-        wide = PreparedMap(att.double(), map, sharp=delta is not None, estimate=checks, side=side)
-        roundoff = wide.roundoff
+    wide = PreparedMap(att.double(), map, sharp=delta is not None, estimate=checks, side=side)
     if method == DEFLATION:
-        grams, off = _grams(wide.attention, map), roundoff.tensors
+        grams, off = _grams(wide.attention, map), wide.roundoff.tensors
         norm = deflation(wide.op, grams, off, tol=tol, seed=seeds, vectors=vectors)
     elif isinstance(wide.op, HeadOperator) and _own_blocks(wide):
-        norm = own_block_norms(wide.op, roundoff, tol=tol, vectors=vectors)
+        norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
     elif method == "dense":
         norm = dense_svd(wide.op, vectors=vectors)
-        norm = widened(norm, roundoff.tensors + roundoff.products, tol)
+        norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
     else:
         if att.dtype == torch.float64 or wide.known is not None:
             op = wide.op
@@ -160,16 +158,12 @@ def spectral_norm(
             op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks, side=side).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         each = seeds_each(wide.op.batch, seeds)
-        problem = Problem(wide.op, roundoff, op, tol, steps, each)
-        share = None if delta is None else delta / wide.op.batch
-
-        def solved(part: Problem) -> Norm:
-            with torch.no_grad():
-                if share is None:
-                    return estimate(part, vectors=vectors)
-                return enclose(part, share, vectors=vectors)
-
-        norm = Norm.cat(side_by_side([partial(solved, part) for part in _cut(problem, att)]))
+        problem = Problem(wide.op, wide.roundoff, op, tol, steps, each)
+        with torch.no_grad():
+            if delta is None:
+                norm = estimate(problem, vectors=vectors)
+            else:
+                norm = enclose(problem, delta / wide.op.batch, vectors=vectors)
     return shaped(att, norm, wide)
 
 
@@ -178,23 +172,6 @@ def _own_blocks(wide: PreparedMap) -> bool:
     if wide.alone is not None:
         return wide.alone.side == "q"
     return not wide.attention.values_move
-
-
-def _preparing(att: Attention) -> float:
-    """Return about how many floating-point operations a layer takes before its norms are sought."""
-    weights = att.heads * att.x.shape[2] * (2 * att.d + att.d_v)
-    return 6.0 * att.samples * (att.tokens * weights + att.heads * att.rows * att.keys * att.d)
-
-
-def _cut(problem: Problem, att: Attention) -> list[Problem]:
-    """Cut a batch of norms into as many parts as torch has threads, where each would keep one busy.
-
-    The matrices of long inputs, and what is not on a CPU, are computed faster together.
-    """
-    batch, threads = problem.op.batch, torch.get_num_threads()
-    if att.device.type != "cpu" or att.tokens > SMALL or batch < 2 * threads:
-        return [problem]
-    return [problem.select(part) for part in torch.arange(batch).chunk(threads)]
 
 
 def _narrow(op: JacobianOperator) -> JacobianOperator | None:

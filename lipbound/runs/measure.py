@@ -20,7 +20,7 @@ from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.attention.statistics import attention_statistics
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
-from lipbound.devices import SMALL, resolve_device, side_by_side
+from lipbound.devices import resolve_device, side_by_side
 from lipbound.errors import (
     CaptureError,
     CheckpointError,
@@ -45,6 +45,10 @@ from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, MEANS, TOKEN_NORMS, soun
 
 if TYPE_CHECKING:
     from lipbound.runs.plan import SampleBlock, Sources
+
+SMALL = 1024
+"""Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
+keep torch's own threads busy."""
 
 TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
 """Setting of dask for what its workers' allocators do with freed memory.
