@@ -239,12 +239,12 @@ class HeadOperator(TensorOperator):
         """
         r, d = self.rows.coordinates, self.sizes[0]
         values, of_gate = r[..., 2 * d :].split(self.sizes[2:4], -1)
-        if self.rows.everything:
-            parts = [r[..., :d], r[..., d : 2 * d], values]
-        else:
-            parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], values]
+        rows = (None, None) if self.rows.everything else (d, 2 * d)
+        parts = [r[:, : rows[0], :d], r[:, : rows[1], d : 2 * d], values]
         parts += [] if self.gate is None else [of_gate]
-        return [(part if len(r) == 1 else part[self.head]).contiguous() for part in parts]
+        if len(r) > 1 and not torch.equal(self.head, torch.arange(len(r), device=self.device)):
+            parts = [part[self.head] for part in parts]
+        return parts if self.rows.everything else [part.contiguous() for part in parts]
 
     @property
     def _long(self) -> bool:
