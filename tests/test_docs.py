@@ -200,3 +200,13 @@ def test_issues_ask_for_what_is_needed(path: Path) -> None:
     assert {"name", "description", "body"} <= set(form)
     assert "lipbound --version" in path.read_text()
     assert [part["id"] for part in form["body"]].count("versions") == 1
+
+
+def test_the_map_of_the_package_names_files_that_are_there() -> None:
+    named = 0
+    for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines():
+        if folder := re.match(r"\| `([\w/]+/)` \|", line):
+            for name in re.findall(r"`(\w+\.py|\w+/)`", line.split("|")[3]):
+                assert (ROOT / "lipbound" / folder[1] / name).exists(), (folder[1], name)
+                named += 1
+    assert named > 30
