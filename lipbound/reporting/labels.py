@@ -460,5 +460,7 @@ def fact_words(value: Any) -> str:
     if isinstance(value, list | tuple) or value is None:
         return plain(", ".join(map(str, value or ())))
     if isinstance(value, float):
+        if np.isnan(value):
+            return ""
         return number(value, 4) if value >= 1e-2 else small(float(f"{value:.3g}"))
     return plain(str(value))

@@ -14,6 +14,7 @@ from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import statistics
 from lipbound.reporting.charts import (
     NO_BOUNDS,
+    NO_BOUNDS,
     ball_curve,
     by_layer,
     over_steps,
@@ -146,6 +147,8 @@ def heatmap(
     ds = relabelled(ds, labels)
     reduce = _reduction(reduce, over)
     known = statistics.panels(ds) if over is None else statistics.present(ds)
+    if over is not None and not known:
+        raise LipboundError(NO_BOUNDS)
     if name not in known:
         what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
