@@ -14,7 +14,6 @@ from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import statistics
 from lipbound.reporting.charts import (
     NO_BOUNDS,
-    NO_BOUNDS,
     ball_curve,
     by_layer,
     over_steps,
