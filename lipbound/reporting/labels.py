@@ -34,7 +34,7 @@ TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M
 is shown."""
 RECORDED = (
     *("model", "called", "architecture", "revision", "quantization"),
-    *("data", "data_fingerprint", "preprocessing", "bounds"),
+    *("data", "data_fingerprint", "preprocessing", "bounds", "extras"),
     *("method", "tol", "delta", "dtype", "device", "seed", "capture_error"),
     *("lipbound", "python", "date", "command", "versions"),
 )
