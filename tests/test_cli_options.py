@@ -256,8 +256,8 @@ def test_a_run_of_exact_norms_alone_goes_everywhere(said, tmp_path: Path) -> Non
         assert (status, error) == (0, ""), words
     assert (
         said("report", run)[2]
-        == "error: the run has no bounds, which a report is about; draw it with heatmaps, or "
-        "compare it with some"
+        == "error: the run has no bounds, which a report is about; heatmaps and tables show exact "
+        "norms alone"
     )
 
 

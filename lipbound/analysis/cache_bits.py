@@ -18,7 +18,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.attention.variants.gate import Gate
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError, choice, real, whole
+from lipbound.errors import LipboundError, choice, indices, real, whole
 from lipbound.formatting import plain_data, replacing
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
@@ -53,7 +53,7 @@ def cache_bits(
     data: Any = None,
     *,
     error: float = 0.01,
-    bits: Iterable[int] = range(2, 9),
+    bits: int | str | Iterable[int] = range(2, 9),
     keys: str = "channel",
     values: str = "token",
     samples: int | str = 4,
@@ -97,7 +97,7 @@ def cache_bits(
     """
     groups = {KEYS: choice("keys", keys, GROUPS), VALUES: choice("values", values, GROUPS)}
     error = real("error", error, "a number > 0", above=0)
-    counts = sorted({whole("bits", b, least=1) for b in bits})
+    counts = sorted({whole("bits", b, least=1) for b in indices("bits", bits)})
     if not counts:
         raise LipboundError("bits is empty; give numbers of bits, as range(2, 9)")
     real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)

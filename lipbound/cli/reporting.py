@@ -165,6 +165,7 @@ def report(
     data: str | None = None,
     device: str = "auto",
     label: list[str] | None = None,
+    step: int | None = None,
 ) -> None:
     """Write a self-contained page: heatmaps, single heads, the audit, provenance, citations.
 
@@ -180,12 +181,14 @@ def report(
         device: As in `lipbound compare`.
         label: NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be
             given several times.
+        step: Of runs over steps of training: which one; the last by default.
     """
     from lipbound.reporting.page.render import report as write_report
 
     options: Any = {"sample": sample, "details": details, "balls": balls}
     options |= {"model": model, "data": data, "device": device}
     options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
-    for notice in write_report(runs, output, **options):
+    shown_runs = runs if step is None else [stored(run, step) for run in runs]
+    for notice in write_report(shown_runs, output, **options):
         typer.echo(f"note: {notice}", err=True)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

@@ -102,8 +102,8 @@ class PenaltyMixin:
         if strength and (not callable(self.penalty) or isinstance(self.penalty, type)):
             raise LipboundError(
                 f"{name} has strength {strength:g} but no penalty: penalty is "
-                f"{shown(self.penalty)}; give JaSMin(), Specformer(...), SoundPenalty() or a "
-                "function of attention probabilities"
+                f"{shown(self.penalty)}; give JaSMin(), Specformer(...), SoundPenalty(), "
+                "ExactNorm() or a function of attention probabilities"
             )
         return strength
 

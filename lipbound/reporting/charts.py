@@ -119,9 +119,9 @@ def by_layer(
         LipboundError: no run, runs of several maps or norms, another number of labels, a bound that
             a run has not, an unknown reduction.
     """
-    several = [runs] if isinstance(runs, xr.Dataset | str | Path) else list(runs)  # type: ignore
+    several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     found = [relabelled(run_of(run)) for run in several]
-    names = [model_name(ds) for ds in found] if labels is None else list(map(plain, labels))
+    names = _told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
     if not found:
         raise LipboundError("no run was given; give at least one Dataset or saved run")
     if len(names) != len(found):
@@ -150,18 +150,37 @@ def by_layer(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(LogFormatter())
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
-    axes.legend(fontsize="x-small", frameon=False, **above)
+    _within_ten(axes, *axes.get_ylim())
+    points = FontProperties(size="small").get_size_in_points()
+    room = 0.75 * axes.figure.get_window_extent().width / axes.figure.dpi
+    named, words = axes.get_legend_handles_labels()
+    texts = ["\n".join(lines_of(text, room, points)) for text in words]
+    above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+    above["ncols"] = 2 if max(map(len, words)) <= 24 else 1
+    axes.legend(named, texts, fontsize="x-small", frameon=False, **above)
     notes = _layer_notes(found, names, ratios, kept)
     over = f"{statistics.reduction_name(reduce)} over samples and heads"
     notes.insert(
         0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
     )
-    points = FontProperties(size="small").get_size_in_points()
-    room = 0.75 * axes.figure.get_window_extent().width / axes.figure.dpi
     lines = [line for note in notes for line in lines_of(plain(note), room, points)]
     axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
     return axes
+
+
+def _told_apart(names: Iterable[str]) -> list[str]:
+    """Number names that occur several times."""
+    several = list(names)
+    return [
+        f"{name} ({k})" if several.count(name) > 1 else name for k, name in enumerate(several, 1)
+    ]
+
+
+def _within_ten(axes: Axes, low: float, high: float) -> None:
+    """Write numbers on a logarithmic axis in full where a power of ten may not be among them."""
+    if high < 10 * low:
+        axes.yaxis.set_major_formatter("{x:.3g}")
+        axes.yaxis.set_minor_formatter("{x:.3g}")
 
 
 def _layer_notes(
@@ -268,6 +287,8 @@ def ball_curve(
     return figure
 
 
+STEPS = (1, 2, 5, 10)
+"""Round distances of ticks, and ten times these, and so on."""
 UNITS = {"largest_logit": "score", "entropy": "nats", "first_token": "share of attention"}
 """Units of the axes of statistics."""
 
@@ -298,7 +319,7 @@ def over_steps(
         LipboundError: a run without steps, a quantity that it has not, an unknown reduction.
     """
     ds = load(ds) if isinstance(ds, str | Path) else ds
-    if STEP not in ds.dims:
+    if not isinstance(ds, xr.Dataset) or STEP not in ds.dims:
         raise LipboundError("the run has no steps of training; lb.Monitor makes one that has")
     ds = relabelled(ds, labels)
     known = [one for one in (*EXACT[:3], *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
@@ -318,10 +339,11 @@ def over_steps(
         for i, layer in enumerate(layers):
             axes.plot(ds[STEP], lines[i], color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
         axes.set(xlabel="step of training", yscale="log" if logarithmic else "linear")
-        low, high = statistics.ends(lines)
-        if logarithmic and high < 10 * low:  # numbers between powers of ten, written in full
-            axes.yaxis.set_major_formatter("{x:.3g}")
-            axes.yaxis.set_minor_formatter("{x:.3g}")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=STEPS, integer=True, min_n_ticks=1))
+        if logarithmic:
+            _within_ten(axes, *statistics.ends(lines))
+        else:
+            axes.ticklabel_format(axis="y", useOffset=False)
         axes.set_title(label_of(ds, name), parse_math=False)
         axes.set_ylabel("local Lipschitz constant" if logarithmic else UNITS[name])
         columns = -(-len(layers) // 12)

@@ -209,7 +209,7 @@ def _left_out(ds: xr.Dataset) -> str:
         return ""
     from lipbound.bounds.registry import get
 
-    listed = ", ".join(get(name).label for name in names)
+    listed = "; ".join(get(name).label for name in names)
     if ds.attrs["wrt"] != INPUT:
         return f"Bounds are stated for functions of the input and were left out ({listed})."
     return f"Bounds whose statements do not cover such attention were left out ({listed})."

@@ -236,7 +236,7 @@ def diff_notes(ds: xr.Dataset) -> list[str]:
     if either > places:
         notes.append(f"{either - places} of {either} places have no ratio: no norm, or zero in A")
     if norms and bool((ds["exact_a"] == ds["exact_b"]).where(parts["ratio"].notnull(), True).all()):
-        notes.append("no exact norm differs: are these two checkpoints?")
+        notes.append("no exact norm differs; make sure that these are two checkpoints")
     return notes
 
 
@@ -251,7 +251,7 @@ def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
         "a": checkpoint_words(a),
         "b": checkpoint_words(b),
         "measured": setting_words(a),
-        "of b": "" if setting_words(a) == setting_words(b) else setting_words(b),
+        "measured in b": "alike" if setting_words(a) == setting_words(b) else setting_words(b),
         "b / a": whole["ratio"],
         f"{LEVEL:.0%} interval from": whole[INTERVAL[0]],
         f"{LEVEL:.0%} interval to": whole[INTERVAL[1]],

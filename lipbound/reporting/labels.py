@@ -34,7 +34,7 @@ TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M
 is shown."""
 RECORDED = (
     *("model", "called", "architecture", "revision", "quantization"),
-    *("data", "data_fingerprint", "preprocessing", "bounds"),
+    *("data", "data_fingerprint", "preprocessing", "bounds", "extras"),
     *("method", "tol", "delta", "dtype", "device", "seed", "capture_error"),
     *("lipbound", "python", "date", "command", "versions"),
 )
@@ -460,5 +460,7 @@ def fact_words(value: Any) -> str:
     if isinstance(value, list | tuple) or value is None:
         return plain(", ".join(map(str, value or ())))
     if isinstance(value, float):
+        if np.isnan(value):
+            return ""
         return number(value, 4) if value >= 1e-2 else small(float(f"{value:.3g}"))
     return plain(str(value))

@@ -146,6 +146,8 @@ def heatmap(
     ds = relabelled(ds, labels)
     reduce = _reduction(reduce, over)
     known = statistics.panels(ds) if over is None else statistics.present(ds)
+    if over is not None and not known:
+        raise LipboundError(NO_BOUNDS)
     if name not in known:
         what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
         raise UnknownNameError(f"{what}; {nearest(name, known)}")

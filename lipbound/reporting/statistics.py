@@ -10,8 +10,9 @@ import xarray as xr
 from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
 from lipbound.reporting.labels import check_numbers
+from lipbound.runs.pair import sides
 from lipbound.runs.store import takes_run
-from lipbound.schema import bounds_there, compared_with, norm_of
+from lipbound.schema import bounds_there, compared_with, is_diff, norm_of
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
 
@@ -302,6 +303,7 @@ def requested(ds: xr.Dataset, bounds: str) -> list[str]:
     Read as `lipbound.bounds.resolve` does in the run's norm; those of the run need no registry, and
     so no torch.
     """
+    ds = sides(ds)[0] if is_diff(ds) else ds
     names = [part.strip() for part in bounds.split(",") if part.strip()]
     if names and all(name in bounds_there(ds) for name in names):
         return list(dict.fromkeys(names))

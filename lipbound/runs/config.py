@@ -199,7 +199,10 @@ class RunConfig:
         """Names of `EXTRAS`, which are of the maps and the norm that they are measured in."""
         from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS
 
-        given = self.extras or ()
+        given: Any = self.extras or ()
+        if not isinstance(given, str | Iterable):
+            what = f"extras is {shown(given)}; give names, such as 'frobenius,condition'"
+            raise LipboundError(what)
         names = [part.strip() for part in given.split(",")] if isinstance(given, str) else given
         extras = tuple(dict.fromkeys(choice("extra", name, EXTRAS) for name in names))
         of_input = self.norm == "frobenius" and self.wrt == INPUT

@@ -14,7 +14,17 @@ import xarray as xr
 from torch import nn
 
 from lipbound.devices import in_own_modes
-from lipbound.errors import LipboundError, StoreError, choice, flag, indices, real, tell, whole
+from lipbound.errors import (
+    LipboundError,
+    StoreError,
+    choice,
+    flag,
+    indices,
+    real,
+    shown,
+    tell,
+    whole,
+)
 from lipbound.models.inputs import prepare
 from lipbound.models.sources.loaded_model import bare_module, in_dtype, in_training
 from lipbound.models.training.watch import uncompiled
@@ -132,7 +142,10 @@ class Monitor:
         if every is not None and steps is not None:
             raise LipboundError("every and steps are both given; give one of them")
         self._every = EVERY if every is None else whole("every", every, least=1)
-        self._at = None if steps is None else frozenset(indices("steps", steps))
+        self._at = None if steps is None else _steps(steps)
+        for name, function in (("log", log), ("on_exceed", on_exceed)):
+            if not (function is None or callable(function)):
+                raise LipboundError(f"{name} is {shown(function)}; give a function")
         self._model = bare_module(model)
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), None)
         self._config = config = RunConfig(
@@ -324,6 +337,18 @@ class Monitor:
                 f"{one.name} has risen above {one.threshold:g} at step {step}: {one.value:.4g} in "
                 f"layer {one.layer}, head {one.head}, sample {one.sample}"
             )
+
+
+def _steps(given: Any) -> frozenset[int]:
+    """Read the steps to measure at.
+
+    Raises:
+        LipboundError: none, or one below zero: how many steps there will be is not known.
+    """
+    found = frozenset(whole("steps", step, least=0) for step in indices("steps", given))
+    if not found:
+        raise LipboundError("steps is empty; give steps, as [0, 100, 1000], or every=")
+    return found
 
 
 def _other_process() -> bool:

@@ -20,6 +20,7 @@ from lipbound.schema import (
     SIDES,
     TOLD,
     flags,
+    is_diff,
     lacking_settings,
     lacking_variables,
     lacks_variables,
@@ -91,7 +92,13 @@ def _ratios(a: xr.Dataset, b: xr.Dataset) -> dict[str, xr.DataArray]:
 
 
 def sides(ds: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
-    """Take apart what `paired` put side by side, or a part of it: the runs a and b."""
+    """Take apart what `paired` put side by side, or a part of it: the runs a and b.
+
+    Raises:
+        StoreError: it is no diff.
+    """
+    if not is_diff(ds):
+        raise StoreError("a diff of two runs is wanted; lipbound.diff makes one")
     first, second = (_side(ds, side) for side in SIDES)
     return first, second
 

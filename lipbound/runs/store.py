@@ -285,8 +285,8 @@ def run_of(given: object) -> xr.Dataset:
         raise _no_dataset(given)
     if is_diff(given):
         raise StoreError(
-            "the Dataset is a diff of two runs, and one run is wanted; give one of "
-            "lipbound.runs.pair.sides(ds)"
+            "this is a diff of two runs, and one run is wanted; give one of the two that it was "
+            "made of, which lipbound.runs.pair.sides returns"
         )
     if what := _lost(given):
         raise StoreError(

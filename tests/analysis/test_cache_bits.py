@@ -146,6 +146,7 @@ def test_the_ranking_as_json(ds: xr.Dataset, tmp_path: Path) -> None:
         ({"keys": "tensor"}, "unknown keys 'tensor'"),
         ({"bits": [0]}, "bits is 0"),
         ({"bits": []}, "bits is empty"),
+        ({"bits": 0}, "bits is 0"),
     ],
 )
 def test_refusals(options: dict, message: str) -> None:

@@ -201,6 +201,8 @@ def test_ratios_to_the_exact_norm_as_colours(ds: xr.Dataset, tmp_path: Path) -> 
             plots.heatmap(ds, name, over=over)
     with pytest.raises(LipboundError, match="the run has no bounds"):
         plots.heatmaps(ds, bounds=[], over="exact")
+    with pytest.raises(LipboundError, match="the run has no bounds"):
+        plots.heatmap(ds.assign_attrs(bounds=[]), over="exact")
 
 
 def test_several_runs_against_layers() -> None:
@@ -239,8 +241,13 @@ def test_several_runs_against_layers() -> None:
     np.testing.assert_allclose(
         one.get_lines()[0].get_ydata(), first["exact"][1].max("head"), rtol=1e-12
     )
+    unnamed = plots.by_layer([first, second]).get_legend()
+    assert unnamed is not None
+    told = [text.get_text() for text in unnamed.get_texts()]
+    assert told == ["all-MiniLM-L6-v2 (1)", "all-MiniLM-L6-v2 (2)"]
     other = first.assign_attrs(map="layer")
     for runs, options, message in (
+        (None, {}, "a run is wanted, not None"),
         ([], {}, "no run was given"),
         ([first, other], {}, "runs of map head and layer share no axis"),
         ([first], {"labels": ["a", "b"]}, "2 labels were given for 1 runs"),

@@ -56,6 +56,20 @@ def test_a_figure_over_steps_needs_steps(ds: xr.Dataset, gpt2_run: xr.Dataset) -
         lb.plots.over_steps(gpt2_run)
     with pytest.raises(LipboundError, match="unknown quantity 'entropie'; did you mean 'entropy'"):
         lb.plots.over_steps(ds, "entropie")
+    with pytest.raises(LipboundError, match="no steps of training"):
+        lb.plots.over_steps(None)  # type: ignore[arg-type]
+
+
+def test_ticks_are_steps_and_numbers_in_full(ds: xr.Dataset) -> None:
+    """Of one step there is one tick; of what hardly changes no offset stands apart."""
+    flat = ds.assign(entropy=2.548 + 1e-6 * ds["entropy"])
+    (axes,) = lb.plots.over_steps(flat, "entropy").axes
+    assert [tick for tick in axes.get_xticks() if 0 <= tick <= 10] == [0, 2, 4, 6, 8, 10]
+    axes.figure.canvas.draw()
+    assert axes.yaxis.get_major_formatter().get_offset() == ""
+    (axes,) = lb.plots.over_steps(ds.isel(step=[1])).axes
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [5]
 
 
 def test_tables_and_captions_are_of_the_last_step_or_say_which(ds: xr.Dataset) -> None:
@@ -93,9 +107,11 @@ def test_commands_take_a_step(path: Path, tmp_path: Path, run: Callable[..., Any
     assert "step 6 was not measured; of 3 steps, from 0 to 10, the nearest are 0, 5, 10" in err
     status, out, _ = run("cite", path, "--format", "text", "--step", "0")
     assert "after 0 steps of training" in out
-    status, out, _ = run("report", path, "-o", tmp_path / "page.html")
-    assert status == 0
-    assert "after 10 steps of training" in (tmp_path / "page.html").read_text()
+    page = tmp_path / "page.html"
+    for words, last in (((), 10), (("--step", "5"), 5)):
+        status, out, _ = run("report", path, "-o", page, *words)
+        assert status == 0
+        assert f"after {last} steps of training" in page.read_text(encoding="utf-8")
 
 
 def test_other_runs_have_no_steps(

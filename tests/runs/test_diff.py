@@ -290,7 +290,7 @@ def test_tables_in_every_format(ds: xr.Dataset) -> None:
     assert "one sample: no interval over samples" in one
     assert "95% interval" not in one
     same = lb.diff(*[sides(ds)[0]] * 2)
-    assert "no exact norm differs: are these two checkpoints?" in tables.render(same)
+    assert "no exact norm differs; make sure that these are two checkpoints" in tables.render(same)
     for wrong, message in (
         ({"bounds": ["kim"]}, "no bound 'kim'"),
         ({"labels": {"c": "x"}}, "those of a diff are of a and b"),
@@ -378,6 +378,8 @@ def test_command_line(
     assert said("table", out) in printed
     assert "B / A" in said("diff", tmp_path / "diff-a.zarr", tmp_path / "diff-b.zarr")
     rows = json.loads(said("table", out, "--json"))["rows"]
+    assert len(json.loads(said("table", out, "--json", "--bounds", "yudin"))["rows"]) == 2
+    assert len(json.loads(said("table", out, "--json", "--bounds", "none"))["rows"]) == 1
     ratios = np.log(lb.load(out)["ratio"])
     assert rows[0]["ratio"] == pytest.approx(float(np.exp(ratios.mean())))
     facts = json.loads(said("info", out, "--json"))
@@ -390,6 +392,8 @@ def test_command_line(
         (("verify", out), "is a diff of two runs, and one run is wanted"),
         (("diff", bert, "builtin:vt"), "unknown builtin checkpoint 'vt'"),
         (("diff", out, out), "is a diff of two runs, and one run is wanted"),
+        (("table", out, "--bounds", "kim"), "the runs have no bound 'kim'"),
+        (("heatmap", out, "-o", "x.pdf", "--bounds", "yudin"), "which is not for a diff"),
     ):
         status, _, err = call(capsys, monkeypatch, *words)
         assert (status, message in err) == (2, True)

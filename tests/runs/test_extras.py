@@ -12,6 +12,7 @@ from support.oracles import jacobians
 
 import lipbound as lb
 from lipbound.errors import LipboundError, Notice
+from lipbound.reporting.labels import facts
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import damage
 
@@ -112,6 +113,8 @@ def test_options() -> None:
     assert RunConfig("builtin:minilm", extras="frobenius,frobenius").extras == ("frobenius",)
     with pytest.raises(LipboundError, match="unknown extra 'frob'; did you mean 'frobenius'"):
         RunConfig("builtin:minilm", extras="frob")
+    with pytest.raises(LipboundError, match="extras is 3; give names"):
+        RunConfig("builtin:minilm", extras=3)
     for wrong in ({"norm": "one-token"}, {"map": "residual"}):
         with pytest.raises(LipboundError, match="extras are of norm='frobenius'"):
             RunConfig("builtin:minilm", extras="frobenius", **wrong)
@@ -129,3 +132,4 @@ def test_command_line(
     status, *_ = call(capsys, monkeypatch, *words, "--extras", "frobenius", "--bounds", "none")
     assert status == 0
     assert lb.load(out).attrs["extras"] == ["frobenius"]
+    assert facts(lb.load(out))["extras"] == ["frobenius"]

@@ -447,7 +447,43 @@ def test_thresholds_that_cannot_be() -> None:
         lb.Monitor(decoder(), IDS, threshold="x")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": []}, "steps is empty; give steps"),
+        ({"steps": [0, -1]}, "steps is -1; it must be a whole number, at least 0"),
+        ({"log": 3}, "log is 3; give a function"),
+        ({"threshold": 1, "on_exceed": "x"}, "on_exceed is 'x'; give a function"),
+    ],
+)
+def test_what_would_fail_later_is_told_before_the_training(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(LipboundError, match=said):
+        lb.Monitor(decoder(), IDS, **options)
+
+
 # -- Trainers --------------------------------------------------------------------------------------
+
+
+def test_a_model_that_a_trainer_runs_under_autocast_is_measured_in_its_own_dtype(
+    tmp_path: Path,
+) -> None:
+    """Accelerate gives it a forward pass under autocast, which the model keeps for good."""
+    model = decoder(**NO_DROPOUT)
+    trainer = hf_trainer(model, tmp_path, 1, bf16=True)
+    trainer.args.learning_rate = 0.0
+    monitor = lb.Monitor(model, IDS, every=1).attach(trainer)
+    before = lb.Monitor(model, IDS, every=1).step(0)
+    norm = lb.network_norm(model, {"input_ids": IDS}).lower
+    trainer.train()
+    wrapped = vars(model)["forward"]
+    assert before is not None
+    for step in (0, 1):
+        np.testing.assert_allclose(monitor.run["entropy"].sel(step=step), before["entropy"])
+        np.testing.assert_allclose(monitor.run["exact"].sel(step=step), before["exact"], rtol=1e-3)
+    torch.testing.assert_close(lb.network_norm(model, {"input_ids": IDS}).lower, norm)
+    assert vars(model)["forward"] is wrapped
 
 
 def hf_trainer(model: Any, folder: Path, steps: int, **options: Any) -> tf.Trainer:

@@ -337,7 +337,7 @@ def _table_of(data: Any, selection: Selection) -> tuple[Any, str]:
         return data, "a data frame"
     raise InputsError(
         f"data is {shown(data)}; give a path, a hub dataset id, a datasets.Dataset, a data "
-        "frame, a list, token numbers or a dict of ready inputs"
+        "frame, a list, token numbers (whole, one at least) or a dict of ready inputs"
     )
 
 

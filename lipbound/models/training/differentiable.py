@@ -125,9 +125,10 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     each = (projections_of(name, module) for name, module in model.named_modules())
     found = [one for one in each if one is not None]
     if not found:
+        known = ", ".join("/".join(names) for names in SEPARATE)
         raise CaptureError(
             f"{type(model).__name__} has no attention modules with a number of heads "
-            f"({', '.join(HEADS)}) and projections of a known name ({SEPARATE}, {FUSED})"
+            f"({', '.join(HEADS)}) and projections called {known} or {', '.join(FUSED)}"
         )
     return found
 

@@ -191,8 +191,8 @@ def _check(ds: xr.Dataset, sample: int) -> None:
         )
     if not bounds_there(ds):
         raise LipboundError(
-            "the run has no bounds, which a report is about; draw it with heatmaps, or compare "
-            "it with some"
+            "the run has no bounds, which a report is about; heatmaps and tables show exact norms "
+            "alone"
         )
 
 

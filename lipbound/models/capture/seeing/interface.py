@@ -38,6 +38,8 @@ EAGER = "eager_attention_forward"
 """Ending of the names of transformers' eager attention functions."""
 ATTRIBUTE = "_attn_implementation_internal"
 """Where a configuration of transformers keeps the name of the attention function."""
+OWN_FORWARD = "_original_forward"
+"""Where Accelerate keeps the forward pass of a module that it made one under autocast for."""
 ORIGINAL = "original_inv_freq"
 """Ending of the names of rotary tables in modules that stay as they were made."""
 RAISED: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, LookupError)
@@ -122,7 +124,8 @@ def attention_configs(config: Any) -> Iterator[Any]:
 def implementation(model: nn.Module, name: str) -> Iterator[None]:
     """Yield while a model runs another attention function, as if it had seen no text before.
 
-    It is in evaluation mode and has no gradients; afterwards all is as it was. Of a module that is
+    It is in evaluation mode and has no gradients, and computes in the dtype of its weights where
+    Accelerate prepared it for mixed precision; afterwards all is as it was. Of a module that is
     not transformers' this is meant of the models inside it.
     """
     given = [getattr(module, "config", None) for module in model.modules()]
@@ -130,6 +133,10 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     with ExitStack() as afterwards, torch.no_grad():
         for module in model.modules():
             afterwards.callback(setattr, module, "training", module.training)
+            own = vars(module).get(OWN_FORWARD)
+            if own is not None and "forward" in vars(module):
+                afterwards.callback(setattr, module, "forward", module.forward)
+                module.forward = own
         for config in configs:
             afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         for part in _outermost(model):
