@@ -28,8 +28,8 @@ from lipbound.schema import AXES, KEYS, VALUES
 
 CACHED = (KEYS, VALUES)
 PROBES = 16
-"""Random moves that mean squares of first order are taken over. The standard error of their roots is
-1 / sqrt(2 PROBES), 18 %, at most: where all of a head's outputs move along one line."""
+"""Random moves that mean squares of first order are taken over. The standard error of a root is at
+most 1 / sqrt(2 PROBES), 18 %: where all that moves a head moves its output along one line."""
 KINDS = ("bound", "expected")
 """Predictions: what no rounding error of its size exceeds to first order, and the usual size."""
 GROUPS = {"token": -1, "channel": -2}
