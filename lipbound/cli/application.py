@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from lipbound import __version__, _uncollected
+from lipbound import __version__, _importing
 from lipbound.cli import interruption
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain, plain_data
@@ -329,7 +329,7 @@ def loading() -> Iterator[None]:
     What was loaded stays until the program ends, and is never looked through for garbage again.
     """
     shown = sys.stderr.isatty() and not state["quiet"]
-    with contextlib.ExitStack() as said, _uncollected():
+    with contextlib.ExitStack() as said, _importing():
         if shown and "lipbound.runs.compare" not in sys.modules:
             from rich.console import Console
 

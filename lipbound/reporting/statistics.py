@@ -403,12 +403,13 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
 def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
     """Bound / exact, of the bound's own map, where that is positive.
 
-    With ``upper``, against the upper end.
+    With ``upper``, against the upper end, at the same places.
     """
-    exact = ds["exact_upper" if upper else compared_with(ds, name)]
+    exact = ds[compared_with(ds, name)]
     known, values = exact.values, ds[name].transpose(*exact.dims).values
+    of = ds["exact_upper"].transpose(*exact.dims).values if upper else known
     with np.errstate(all="ignore"):
-        quotient = np.where(np.isfinite(known) & (known > 0), values / known, np.nan)
+        quotient = np.where(np.isfinite(known) & (known > 0), values / of, np.nan)
     return xr.DataArray(quotient, coords=exact.coords, dims=exact.dims)
 
 

@@ -111,6 +111,21 @@ def test_no_sound_bound_is_below_what_is_attained_in_float32(att: Attention) -> 
 
 
 @pytest.mark.each_value
+@pytest.mark.parametrize("side", [slice(4, None), slice(0, 2)], ids=["right", "left"])
+@pytest.mark.parametrize("name", sorted({*NAMES, *bounds.names()}))
+def test_padding_does_not_count(name: str, side: slice) -> None:
+    """A padded sample has the bounds of its own tokens, also where those are far from zero."""
+    g = torch.Generator().manual_seed(0)
+    shapes = [(1, 6, 5), *[(2, 5, 3)] * 3]
+    x, *w = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    x += 9
+    valid = torch.ones(1, 6, dtype=torch.bool)
+    valid[:, side] = False
+    padded, alone = Attention(x, *w, valid=valid), Attention(x[:, valid[0]], *w)
+    found, own = (bounds.evaluate(att, [name])[name] for att in (padded, alone))
+    assert torch.allclose(found, own, rtol=1e-9)
+
+
 @pytest.mark.parametrize("mask", ["none", "causal", "padded"])
 @pytest.mark.parametrize("has", HAS)
 def test_heads_with_variants(has: tuple[str, ...], mask: str) -> None:

@@ -127,15 +127,28 @@ def test_imports_leave_the_garbage_collector_as_it_was(collects: bool) -> None:
     before, frozen = gc.isenabled(), gc.get_freeze_count()
     try:
         gc.enable() if collects else gc.disable()
-        with lb._uncollected():
+        with lb._importing():
             assert not gc.isenabled()
         assert gc.isenabled() is collects
-        with contextlib.suppress(ImportError), lb._uncollected():
+        with contextlib.suppress(ImportError), lb._importing():
             raise ImportError
         assert gc.isenabled() is collects
         assert (gc.get_freeze_count() > 0) is (frozen > 0)
     finally:
         gc.enable() if before else gc.disable()
+
+
+def test_imports_draw_no_random_numbers() -> None:
+    """Of the caller's stream: rich does when it is first loaded."""
+    code = """
+import random
+before = random.getstate()
+import lipbound as lb
+lb.Monitor, lb.compare, lb.plots, lb.tables, lb.report
+assert "rich.style" in sys.modules
+assert random.getstate() == before
+"""
+    loaded(code)
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals of one's own here")

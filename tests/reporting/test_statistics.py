@@ -73,6 +73,19 @@ def test_what_has_no_value_is_not_drawn() -> None:
     assert np.isposinf(upper[0, 0])
 
 
+def test_both_ends_of_a_geometric_mean_are_of_the_same_heads() -> None:
+    """A head whose norm is known from above alone has no ratio to either end."""
+    ds = made_up()
+    assert float(ds["exact"][0, 0, 0]) == 0
+    known = ds["exact"].values > 0
+    ds["exact_upper"][0, 0, 0], ds["lipbound"][0, 0, 0] = 1e-6, 1e6
+    row = tables.summary(ds).loc["lipbound"]
+    for end, column in (("exact", "geomean"), ("exact_upper", "geomean_lower")):
+        ratios = ds["lipbound"].values[known] / ds[end].values[known]
+        assert row[column] == pytest.approx(np.exp(np.log(ratios).mean()))
+    assert row["geomean_lower"] < row["geomean"]
+
+
 def test_one_sample_has_no_interval_and_that_is_said() -> None:
     ds = made_up()
     assert all(bool(end.isnull().all()) for end in interval(ds["exact"].isel(sample=[1])))

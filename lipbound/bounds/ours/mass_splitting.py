@@ -53,11 +53,12 @@ def mass_splitting(att: Attention) -> Tensor:
 def _values(att: Attention, heads: slice) -> Tensor:
     """The bound on some heads of one sample, (heads, 1), but for `positive_slack`."""
     w = WeightNorms(*(t[heads] for t in weights_of(att)))
-    p, v = att.p[0, heads], att.centred_v[0, heads]
+    real = slice(None) if att.valid is None else att.valid[0]  # padding has values of its own
+    p, v = att.p[0, heads][:, real], att.centred_v[0, heads][:, real]
 
     def reach(t: Tensor, factor: Tensor, size: Tensor) -> Tensor:
         """Lengths of scaled queries or keys behind the other projection, (heads, N)."""
-        t = att.scale * t[0, heads]
+        t = att.scale * t[0, heads][:, real]
         return (t @ factor.mT).norm(dim=-1) + gamma(att.d + 2) * lengths(t) * size[:, None]
 
     slopes = reach(att.q, w.factor_k, w.size_k)
