@@ -14,6 +14,7 @@ import lipbound as lb
 from lipbound.analysis.recipes.registry import RECIPES
 from lipbound.cli import application
 from lipbound.cli.application import _program
+from lipbound.cli.measuring import blocks_in
 from lipbound.devices import DTYPES, WEIGHTS
 from lipbound.errors import Notice
 from lipbound.jacobians.maps import MAPS
@@ -291,3 +292,10 @@ def test_the_shell_completes_names() -> None:
     assert completed("reproduce", "name", "castin-1") == ["castin-1"]
     assert completed("verify", "dtype", "float6") == ["float64"]
     assert completed("table", "by", "l") == ["layer"]
+
+
+def test_what_an_interruption_finds_where_the_run_is_saved(tmp_path: Path) -> None:
+    assert blocks_in(None, False) == "nothing was kept, since there was no --out"
+    assert blocks_in(tmp_path / "run.zarr", False) == "nothing was measured yet"
+    assert blocks_in(tmp_path, True) == f"{tmp_path} was there already, and nothing was written"
+    assert blocks_in(tmp_path, False) == f"the run is finished and saved in {tmp_path}"

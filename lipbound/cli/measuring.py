@@ -60,11 +60,19 @@ def from_config(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def blocks_in(out: Path) -> str:
-    """Say what of an unfinished run is kept, and how to go on."""
+def blocks_in(out: Path | None, before: bool) -> str:
+    """Say what of a run is kept, and how to go on.
+
+    Args:
+        out: where the run is saved, if anywhere.
+        before: whether there was something when the command started.
+    """
+    if out is None:
+        return "nothing was kept, since there was no --out"
     partial = out.with_name(out.name + ".partial")
     if out.exists():
-        return f"{out} was there already, and nothing was written"
+        there = f"{out} was there already, and nothing was written"
+        return there if before else f"the run is finished and saved in {out}"
     if not partial.exists():
         return "nothing was measured yet"
     done = sum(1 for _ in partial.glob("[!.]*.npz"))
@@ -87,9 +95,8 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
     """
     out = options["out"]
     check_builtin(options["model"])
-    interruption.keeps(
-        lambda: blocks_in(out) if out is not None else "nothing was kept, since there was no --out"
-    )
+    before = out is not None and out.exists()
+    interruption.keeps(lambda: blocks_in(out, before))
     config = RunConfig(**options | read(options))
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])

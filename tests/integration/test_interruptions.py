@@ -111,6 +111,10 @@ def test_interrupted_while_it_starts(
     assert err.startswith("interrupted: ")
     assert "Traceback" not in err
     assert took < 2
+    if out.exists():  # between saving and the end
+        assert "the run is finished and saved" in err
+        assert identical(store.load(out), expected)
+        return
     resume = ["--resume"] if partial_path(out).exists() else []
     status, _, err = call(capsys, monkeypatch, *words, *resume)
     assert (status, err) == (0, "")

@@ -188,7 +188,7 @@ def test_other_queries_are_refused() -> None:
 
 
 def test_unknown_projections_are_refused() -> None:
-    with pytest.raises(CaptureError, match="projections of a known name"):
+    with pytest.raises(CaptureError, match="projections called query/key/value, "):
         projections(torch.nn.Linear(2, 2))
 
 
