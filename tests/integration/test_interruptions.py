@@ -89,7 +89,7 @@ def interrupt(process: subprocess.Popen) -> tuple[int, str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [0.5, 1.5, 3.5])
+@pytest.mark.parametrize("moment", [0.5, 1.5, 2.5])
 def test_interrupted_while_it_starts(
     moment: float,
     bert: Path,
@@ -105,16 +105,15 @@ def test_interrupted_while_it_starts(
     process = start(*words)
     time.sleep(moment)
     status, err, took = interrupt(process)
-    if status == 0:  # it was done
+    if out.exists():  # it was done: told so, ended, or taken down as Python ends by itself
+        assert status in (0, 130, -signal.SIGINT)
+        assert ("the run is finished and saved" in err) is (status == 130), err
+        assert identical(store.load(out), expected)
         return
     assert (status, err.count("\n")) == (130, 1), err
     assert err.startswith("interrupted: ")
     assert "Traceback" not in err
     assert took < 2
-    if out.exists():  # between saving and the end
-        assert "the run is finished and saved" in err
-        assert identical(store.load(out), expected)
-        return
     resume = ["--resume"] if partial_path(out).exists() else []
     status, _, err = call(capsys, monkeypatch, *words, *resume)
     assert (status, err) == (0, "")
