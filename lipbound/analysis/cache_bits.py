@@ -33,8 +33,8 @@ most 1 / sqrt(2 PROBES), 18 %: where all that moves a head moves its output alon
 KINDS = ("bound", "expected")
 """Predictions: what no rounding error of its size exceeds to first order, and the usual size."""
 GROUPS = {"token": -1, "channel": -2}
-"""What shares a scale: the entries of one vector, or those of one coordinate at all tokens; and the
-axis of these."""
+"""Entries that share a scale of the quantiser, and their axis: those of one vector, or those of one
+coordinate at all tokens."""
 VARIABLES = {
     "norm": "norm of the head's Jacobian by its keys or values alone, upper end",
     "size": "largest Frobenius norm of the rounding error, times 2^bits - 1",

@@ -17,9 +17,9 @@ from lipbound.reporting.statistics import panel, ratio, shared_scale
 from lipbound.schema import bounds_there, compared_with
 
 QUANTITY, RATIO = "log10 of the local Lipschitz constant", "log10 of bound / exact"
-"""What the colours of panels are."""
+"""Labels of colour bars: of norms and bounds themselves, and of their ratios."""
 OVER = ("exact",)
-"""What values of panels may be divided by."""
+"""Variables that the values of panels may be divided by."""
 COLORMAP = "cividis"
 NEAR_COLORMAP = "viridis"
 """Colours of rows with a scale of their own, so that nobody reads them off the other one."""

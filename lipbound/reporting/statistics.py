@@ -110,7 +110,7 @@ def interval(
 
 
 def _totals(numbers: np.ndarray, how: str | float) -> Iterable[np.ndarray]:
-    """What a reduction needs of every sample, (..., samples) each: sum and count for means."""
+    """Return each sample's part in a reduction, (..., samples) each: sum and count for means."""
     if how not in ("mean", "geomean"):
         return numbers
     logs = np.log(numbers) if how == "geomean" else numbers

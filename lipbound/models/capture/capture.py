@@ -350,7 +350,7 @@ def forward_work(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     """Return about how many floating-point operations a forward pass takes, or more.
 
     Every number of the largest input counts as a token, every row of one that is not of integers;
-    embeddings are looked up, not multiplied.
+    embeddings are looked up, not multiplied, but for output layers that share them.
     """
     tokens = max(
         (
@@ -360,9 +360,9 @@ def forward_work(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
         ),
         default=0,
     )
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    weights = sum(w.numel() for w in model.parameters() if w.ndim > 1 and id(w) not in looked_up)
-    return 2.0 * weights * tokens
+    multiplied = (m for m in model.modules() if not isinstance(m, nn.Embedding))
+    weights = (w for m in multiplied for w in m.parameters(recurse=False))
+    return 2.0 * sum(w.numel() for w in weights if w.ndim > 1) * tokens
 
 
 @in_own_modes
