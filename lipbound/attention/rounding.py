@@ -169,15 +169,21 @@ def spectral(w: Tensor) -> Tensor:
     size = w.abs().amax((-1, -2))
     known = (size > 0) & torch.isfinite(size)
     w = torch.where(known[:, None, None], w / torch.where(known, size, 1.0)[:, None, None], 0.0)
-    squares = w.mT @ w
+    return torch.where(known, root_norm(w.mT @ w, w.shape[1]) * size, size.nan_to_num(torch.inf))
+
+
+def root_norm(squares: Tensor, count: int) -> Tensor:
+    """Return upper values of the norms of matrices, (heads,), from their Gram matrices.
+
+    These, (heads, m, m), are computed in float64, from ``count`` products for each entry.
+    """
     frobenius = squares.diagonal(dim1=-2, dim2=-1).sum(-1)
     try:
         top = torch.linalg.eigvalsh(squares)[..., -1].clamp_min(0)
     except RuntimeError:  # LinAlgError: the norm is at most that of Frobenius
         top = frobenius
-    top = top + 8 * (sum(w.shape[-2:]) + 16) * UNIT * frobenius
-    norm = torch.minimum(top, frobenius).sqrt() * MARGIN
-    return torch.where(known, norm * size, size.nan_to_num(torch.inf))
+    top = top + 8 * (count + squares.shape[-1] + 16) * UNIT * frobenius
+    return torch.minimum(top, frobenius).sqrt() * MARGIN
 
 
 @torch.no_grad()

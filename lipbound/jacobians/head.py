@@ -28,7 +28,7 @@ from lipbound.jacobians.products.row_blocks import (
     pushed,
     worthwhile,
 )
-from lipbound.jacobians.row_space import RowSpace, distinct
+from lipbound.jacobians.row_space import RowSpace, distinct, length_by_squares
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
 
@@ -102,7 +102,7 @@ class HeadOperator(TensorOperator):
         gate = att.scoring.find(Gate)
         weights = [att.scale * att.w_q, att.scale * att.w_k, att.w_v]
         self.w = torch.cat([*weights, *([] if gate is None else [gate.w])], -1)
-        self.by_key = self.by_query = self.gate = None
+        self.by_key = self.by_query = self.gate = self.cross = self.own = None
         self.head = torch.arange(att.heads, device=att.device).repeat(att.samples)
         self.sample = torch.arange(att.samples, device=att.device).repeat_interleave(att.heads)
         self.to_q, self.to_k, self.to_v = att.passages().values()
@@ -116,14 +116,12 @@ class HeadOperator(TensorOperator):
         self.q = _flat(att.q)
         self.k = _flat(att.centred_k.to(att.dtype))
         self.v = _flat(att.centred_v.to(att.dtype))
-        scales = (att.scale, att.scale, 1.0)
         directions = [
             scale * to.direction
-            for to, scale in zip(self._passages, scales, strict=True)
+            for to, scale in zip(self._passages, (att.scale, att.scale, 1.0), strict=True)
             if to.direction is not None
         ]
         self.extra = torch.stack(directions, -1) if directions else None
-        self.cross = self.own = None
         if self.extra is not None:
             self.cross = _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
             self.own = (self.extra.mT @ self.extra)[self.sample]
@@ -216,10 +214,6 @@ class HeadOperator(TensorOperator):
     def transposed_average(self, x: Tensor) -> Tensor:
         """Products P^T x, (batch, N, r)."""
 
-    def column_sums(self) -> Tensor:
-        """Sums of the columns of P, (batch, N)."""
-        return self.transposed_average(torch.ones_like(self.o[..., :1]))[..., 0]
-
     @abstractmethod
     def largest(self) -> Tensor:
         """The largest entry of every row of P, (batch, N); less where it is not known."""
@@ -254,8 +248,7 @@ class HeadOperator(TensorOperator):
     @cached_property
     def _square(self) -> Tensor:
         """Products w^T w, (batch, m, m)."""
-        square = self.rows.square
-        return square.expand(self.batch, -1, -1) if len(square) == 1 else square[self.head]
+        return self.rows.square[self.head]
 
     @cached_property
     def _along(self) -> Tensor:
@@ -373,6 +366,14 @@ class HeadOperator(TensorOperator):
             along = self.cross.mT @ torch.cat(pulled[:count], -1)[..., None] + self.own @ extra
             z = torch.cat([z + (self.cross @ extra)[..., 0], along[..., 0]], -1)
         return self.push(z)
+
+    def image(self, y: Tensor) -> Tensor:
+        return self.pull(y) if self.squared and self.extra is None else self.vjp(y)
+
+    def length(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        if self.squared and self.extra is None:
+            return length_by_squares(image, self._square, self.w.shape[1])
+        return super().length(image)
 
     def lift(self, x: Tensor) -> Tensor:
         """Reduced input vectors (batch, N, m') in the coordinates of X, (batch, N, D)."""

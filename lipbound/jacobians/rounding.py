@@ -4,6 +4,7 @@ Upper values, from the error analysis of the layer's tensors and the blocks of J
 72 (docs/theory/rounding.md).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipbound.attention.cache import memoised
+from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.rounding import (
@@ -22,6 +23,7 @@ from lipbound.attention.rounding import (
     TensorErrors,
     errors_with,
     projection_norms,
+    root_norm,
     tensor_errors,
 )
 from lipbound.attention.variants.base import Passing
@@ -159,6 +161,8 @@ def roundoff(
     Returns:
         Fields (samples x heads,), on the CPU.
     """
+    if op.squared and att.scale:
+        keep_result(projection_norms, att, _norms_by_squares(att, op))
     if errors is None:
         errors = tensor_errors(att) if alone is None else alone.errors(att)
     e = errors
@@ -224,6 +228,14 @@ def _whatever_p(e: TensorErrors, scale: float) -> Tensor:
 def _unless_unknown(x: Tensor, e: TensorErrors) -> Tensor:
     """Values (samples, heads); infinite where a variant does not say what it does to scores."""
     return torch.where(torch.isfinite(e.score).all(-1), x, torch.inf)
+
+
+def _norms_by_squares(att: Attention, op: HeadOperator) -> tuple[Tensor, ...]:
+    """Norms of the projections, `projection_norms`, from products that the operator has formed."""
+    ends = list(itertools.accumulate(op.sizes[:3], initial=0))
+    places, units = map(slice, ends, ends[1:]), (abs(att.scale), abs(att.scale), 1.0)
+    norms = [root_norm(op.rows.square[:, at, at], op.w.shape[1]) for at in places]
+    return tuple(norm / unit for norm, unit in zip(norms, units, strict=True))
 
 
 def _spread(att: Attention) -> list[Tensor]:
@@ -452,7 +464,8 @@ def _moments(op: HeadOperator, e: TensorErrors) -> Moments:
     shape = e.p.shape
     means = op.average(torch.stack([e.v**2, e.k**2, torch.ones_like(e.v)], -1).flatten(0, 1))
     value, key, mass = (t.view(shape) for t in means.unbind(-1))
-    largest, sums = op.largest().view(shape), op.column_sums().view(e.v.shape)
+    sums = op.transposed_average(torch.ones_like(op.o[..., :1])).view(e.v.shape)
+    largest = op.largest().view(shape)
     return Moments.of(value, key, (MARGIN * mass).clamp_min(0), largest, sums)
 
 

@@ -15,6 +15,24 @@ def distinct(spans: list[Tensor]) -> list[Tensor]:
     return found
 
 
+def length_by_squares(c: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return lengths of c w^T, and how much too long they may be, (batch,) each.
+
+    The end of Lemma 71 (docs/theory/rounding.md).
+
+    Args:
+        c: coordinates, (batch, N, m).
+        squares: products w^T w, (batch, m, m).
+        count: rows of w, of which each entry of them is a sum.
+    """
+    value = (c * torch.bmm(c, squares)).sum(-1).sum(-1)
+    size = c.square().sum((-1, -2)) * squares.diagonal(dim1=-2, dim2=-1).sum(-1)
+    sums = count + 2 * c.shape[2] + c.shape[1] + 8
+    least = (value - sums * torch.finfo(c.dtype).eps * size).clamp_min(0).sqrt()
+    length = value.clamp_min(0).sqrt()
+    return length, length - least
+
+
 class RowSpace:
     """Coordinates in which the heads of a layer see their tokens.
 
@@ -70,9 +88,11 @@ class RowSpace:
 
     @cached_property
     def square(self) -> Tensor:
-        """Products w^T w, (heads, m, m)."""
-        w = self._w.to(self._dtype)
-        return w.mT @ w
+        """Products w^T w, formed in float64, (heads, m, m)."""
+        if self._source is not None:
+            return self._source.square.to(self._dtype)
+        w = self._w.double()
+        return (w.mT @ w).to(self._dtype)
 
     @cached_property
     def loss(self) -> float:

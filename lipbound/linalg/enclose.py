@@ -46,6 +46,8 @@ norm."""
 HIDDEN = 4
 """Factor on what a random vector shows of a difference, beyond the share that each direction has of
 its length on average."""
+ROUGH = 1 / 16
+"""Share of a tolerance that rounding of a length may take."""
 FAINT = 1e-12
 """Norms below this, of values of ordinary size, come from probabilities that other dtypes than
 float64 may have lost."""
@@ -180,10 +182,10 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
             return _nothing(op)
         parts = [_estimated(problem.select(i)) for i in torch.arange(op.batch)[:, None]]
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
-    low, top, image = _quotients(op, roundoff, left.double())
+    low, size, top, image = _quotients(op, roundoff, left.double(), tol)
     noise = roundoff.tensors + roundoff.products
     if search is not op:
-        noise = noise + _blur(problem, top, image, low)
+        noise = noise + _blur(problem, top, image, low, size)
     high = found.lower * (1 + found.error) + noise
     apart = torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf)
     error = torch.where(high > low, apart, found.error)
@@ -200,27 +202,30 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     return norm, top
 
 
-def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor) -> Tensor:
+def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor, length: Tensor) -> Tensor:
     r"""Return how far products of the search are from those of the operators, (batch,).
 
-    As seen at the vectors ``top``, whose images by J^T are ``image``. Where the norm is so much
-    smaller than what is added up in its products that their rounding may hide other vectors, a
-    random direction is looked at, too, in which a difference of one direction alone shows as one
-    part of :math:`n^{1/2}`.
+    As seen at the vectors ``top``, whose images are ``image``, of these lengths. Where the norm is
+    so much smaller than what is added up in its products that their rounding may hide other
+    vectors, a random direction is looked at, too, in which a difference of one direction alone
+    shows as one part of :math:`n^{1/2}`.
     """
 
-    def apart(search: JacobianOperator, y: Tensor, exact: Tensor) -> Tensor:
-        seen = search.vjp(y.to(search.dtype).view(-1, *search.out_shape)).flatten(1).double()
-        return torch.nan_to_num(torch.linalg.vector_norm(exact - seen, dim=1).cpu(), nan=math.inf)
+    def apart(search: JacobianOperator, y: Tensor, exact: Tensor, length: Tensor) -> Tensor:
+        seen = search.image(y.to(search.dtype).view(-1, *search.out_shape))
+        off = search.length((exact - seen.double()).to(search.dtype))[0].double().cpu()
+        found = off + (length - search.length(seen)[0].double().cpu()).abs()
+        return torch.nan_to_num(found, nan=math.inf)
 
-    blur, size = apart(problem.search, top, image), problem.roundoff.size
+    blur, size = apart(problem.search, top, image, length), problem.roundoff.size
     unit = torch.finfo(problem.search.dtype).eps
     unsure = (~(ADDED * unit * size <= problem.tol * low) | (size == 0)).nonzero()[:, 0]
     if len(unsure):
         part = problem.select(unsure)
         y = start_vectors(part.op, part.op.out_shape, part.seeds_for("blur"))
-        exact = part.op.vjp(y.view(-1, *part.op.out_shape)).flatten(1)
-        seen = HIDDEN * y.shape[1] ** 0.5 * apart(part.search, y, exact)
+        exact = part.op.image(y.view(-1, *part.op.out_shape))
+        off = apart(part.search, y, exact, part.op.length(exact)[0].cpu())
+        seen = HIDDEN * y.shape[1] ** 0.5 * off
         blur[unsure] = torch.maximum(blur[unsure], seen)
     return torch.where(low < FAINT, math.inf, blur)
 
@@ -233,25 +238,33 @@ def _nothing(op: JacobianOperator) -> tuple[Norm, Tensor]:
 
 
 def _quotients(
-    op: JacobianOperator, roundoff: Roundoff, vectors: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    op: JacobianOperator, roundoff: Roundoff, vectors: Tensor, tol: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Bound norms from below by one vector each, (batch, n).
 
     By the length of J^T z less what rounding may have added to it, over that of z, which is 1 but
-    for its own rounding.
+    for its own rounding. Where an operator measures lengths too roughly for ``tol``, in the
+    coordinates of its inputs.
 
     Returns:
-        The bounds (batch,), the vectors with length one, and their images J^T z, (batch, m).
+        The bounds and the lengths, (batch,) each, the vectors with length one, and what
+        `JacobianOperator.image` gives of these.
     """
     z = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300)
     z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
     z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
-    image = op.vjp(z.view(-1, *op.out_shape)).flatten(1)
-    rounding = (image.shape[1] + 2 * z.shape[1] + 16) * UNIT
-    size = torch.linalg.vector_norm(image, dim=1).cpu() * (1 - rounding)
-    low = torch.nan_to_num(size - roundoff.products * (1 + 1e-6), nan=0.0, posinf=0.0)
-    finite = torch.isfinite(image).all(1).cpu()
-    return torch.where(finite, low - roundoff.tensors, 0.0).clamp_min(0), z, image
+    image = op.image(z.view(-1, *op.out_shape))
+    size, more = op.length(image)
+    rough = (~(more <= ROUGH * tol * size)).nonzero()[:, 0]
+    if len(rough):
+        part = op.select(rough)
+        size[rough], more[rough] = JacobianOperator.length(
+            part, part.vjp(z[rough].view(-1, *op.out_shape))
+        )
+    size, more, own = size.cpu(), more.cpu(), (2 * z.shape[1] + 16) * UNIT
+    low = (size - more) * (1 - own) - roundoff.products * (1 + 1e-6) - roundoff.tensors
+    low = torch.where(torch.isfinite(size), low, 0.0).nan_to_num(0.0).clamp_min(0)
+    return low, size, z, image
 
 
 def _ends(found: NormBounds, roundoff: Roundoff) -> tuple[Tensor, Tensor]:

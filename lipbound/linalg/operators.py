@@ -76,6 +76,18 @@ class JacobianOperator(ABC):
         """Return J J^T y for every entry: (batch, *out_shape) -> (batch, *out_shape)."""
         return self.jvp(self.vjp(y))
 
+    def image(self, y: Tensor) -> Tensor:
+        """Return J^T y in any coordinates in which `length` measures it, (batch, ...)."""
+        return self.vjp(y)
+
+    def length(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the lengths of what `image` gives, and how much too long they may be.
+
+        Upper values of the rounding of these sums alone, (batch,) each.
+        """
+        size = torch.linalg.vector_norm(image.flatten(1), dim=1)
+        return size, (image[0].numel() + 8) * torch.finfo(image.dtype).eps / 2 * size
+
     def double(self) -> "JacobianOperator":
         """Return the same maps with products in float64, where the operator can do that."""
         return self

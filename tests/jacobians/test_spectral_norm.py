@@ -347,21 +347,29 @@ def test_certificates_honour_vanishing_failure_probabilities() -> None:
         )
 
 
-def test_lower_ends_are_lengths_of_transposed_products_less_rounding() -> None:
+@pytest.mark.parametrize("estimate", [False, True])
+@pytest.mark.parametrize("kind", ["biases", "rope"])
+def test_lower_ends_are_lengths_of_transposed_products_less_rounding(
+    kind: str, estimate: bool
+) -> None:
     """Of any vector, of whatever length: never above the norm, and at the top singular vector
-    hardly below it. Of vectors that say nothing, zero."""
-    att = random_attention("biases")
-    measured = PreparedMap(att, "head")
+    hardly below it, also where lengths are taken from products with W^T W. Of vectors that say
+    nothing, zero."""
+    att = random_attention(kind)
+    measured = PreparedMap(att, "head", estimate=estimate)
     op, roundoff = measured.op, measured.roundoff
     u, s, _ = torch.linalg.svd(op.dense())
+    lost = 2 * (roundoff.products + roundoff.tensors) + 1e-12 * s[:, 0]
     with torch.no_grad():
-        low, top, image = _quotients(op, roundoff, 7 * u[..., 0])
-        assert bool((low <= s[:, 0]).all())
-        assert bool(
-            (low >= s[:, 0] - 2 * (roundoff.products + roundoff.tensors) - 1e-12 * s[:, 0]).all()
-        )
+        low, size, top, image = _quotients(op, roundoff, 7 * u[..., 0])
+        assert bool((low <= s[:, 0]).all()) and bool((low >= s[:, 0] - lost).all())
+        by_squares = _quotients(op, roundoff, 7 * u[..., 0], 1e-4)[0]
+        assert bool((by_squares <= s[:, 0]).all())
+        assert bool((by_squares >= s[:, 0] - lost - 2 * op.length(image)[1]).all())
+        assert bool((op.length(image)[1] <= 1e-8 * s[:, 0]).all())
         torch.testing.assert_close(top.norm(dim=1), torch.ones_like(low))
-        torch.testing.assert_close(image.norm(dim=1), s[:, 0])
+        torch.testing.assert_close(op.length(image)[0], s[:, 0])
+        torch.testing.assert_close(size, s[:, 0])
         other = torch.randn(
             u.shape[:2], generator=torch.Generator().manual_seed(0), dtype=torch.float64
         )
