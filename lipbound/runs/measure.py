@@ -153,10 +153,14 @@ class Measurer:
         spec: what is measured.
         room: samples of one layer that memory has room for; layers of fewer are measured side by
             side.
+        verify: whether every block after the first is compared with the model's own outputs once
+            more.
     """
 
-    def __init__(self, capturer: Capturer, spec: MeasurementSpec, room: int = 1):
-        self._capturer, self._spec, self._room = capturer, spec, room
+    def __init__(
+        self, capturer: Capturer, spec: MeasurementSpec, room: int = 1, *, verify: bool = True
+    ):
+        self._capturer, self._spec, self._room, self._verify = capturer, spec, room, verify
 
     def block(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
@@ -164,7 +168,8 @@ class Measurer:
         """Measure every layer but those at the positions ``skip``.
 
         Samples with different positions are measured one by one. Results depend on the block
-        alone, not on blocks measured before.
+        alone, not on blocks measured before. What was verified when the run was planned, on its
+        first sample, counts for the first block.
 
         Args:
             inputs: of the model, for the samples of the block.
@@ -174,7 +179,6 @@ class Measurer:
         Yields:
             Layer by layer.
         """
-        self._capturer.forget()
         done = set(skip)
         try:
             for measured in self._layers(inputs, start, skip):
@@ -187,6 +191,8 @@ class Measurer:
             each = [one_sample(inputs, k, samples) for k in range(samples)]
             alone = [list(self._layers(one, start + k, done)) for k, one in enumerate(each)]
             yield from map(_joined, zip(*alone, strict=True))
+        if self._verify:
+            self._capturer.forget()
 
     def _layers(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
@@ -407,7 +413,12 @@ def check_client(client: Any, config: RunConfig) -> None:
 
 
 def measured_here(
-    sources: Sources, spec: MeasurementSpec, blocks: Sequence[SampleBlock], room: int
+    sources: Sources,
+    spec: MeasurementSpec,
+    blocks: Sequence[SampleBlock],
+    room: int,
+    *,
+    verify: bool = True,
 ) -> Iterator[LayerResult]:
     """Measure blocks in this process, on the model that is loaded already.
 
@@ -415,12 +426,12 @@ def measured_here(
         sources: model and inputs.
         spec: what is measured.
         blocks: of samples.
-        room: samples that memory has room for.
+        room, verify: as of `Measurer`.
 
     Yields:
         Layer by layer.
     """
-    measurer = Measurer(sources.capturer, spec, room)
+    measurer = Measurer(sources.capturer, spec, room, verify=verify)
     for start, stop, skip in blocks:
         yield from measurer.block(sources.inputs.block(start, stop, sources.device), start, skip)
 

@@ -212,8 +212,10 @@ def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = Fal
     Returns:
         Whether it drew some.
     """
-    caches = "use_cache" in inspect.signature(model.forward).parameters
-    extra = {"use_cache": False} if caches and not cache else {}
+    takes = inspect.signature(model.forward).parameters
+    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in takes and not cache else {}
+    if "logits_to_keep" in takes and "labels" not in inputs:
+        extra["logits_to_keep"] = 1  # nobody reads them, and a vocabulary is wide
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
     with computing(model), torch.random.fork_rng([*devices]):
         before = torch.manual_seed(0).get_state()
