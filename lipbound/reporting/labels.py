@@ -233,6 +233,11 @@ def label_of(ds: xr.Dataset, name: str) -> str:
     return plain(str(ds[name].attrs["label"]))
 
 
+def extra_title(ds: xr.Dataset, name: str) -> str:
+    """What one of `lipbound.reporting.statistics.extras` is, in words."""
+    return plain(str(ds[name].attrs.get("long_name", name)))
+
+
 def holds(sound: int, compared: int) -> str:
     """Where a bound's assumptions held, in words."""
     if not compared:

@@ -21,13 +21,13 @@ from lipbound.reporting.charts import (
     token_profile,
 )
 from lipbound.reporting.diff_figures import diff_caption, diff_heatmap, diff_heatmaps
-from lipbound.reporting.labels import label_of, mark, relabelled, run_caption
+from lipbound.reporting.labels import extra_title, label_of, mark, relabelled, run_caption
 from lipbound.reporting.labels import over as over_axes
 from lipbound.reporting.scales import COLORMAP, OVER, QUANTITY, RATIO, Scale, log10, scales
 from lipbound.reporting.sheets import figure_of, one_panel
 from lipbound.reporting.statistics import across, reduce_samples, reduction_name, shared_scale
 from lipbound.runs.store import takes_diff, takes_run
-from lipbound.schema import compared_with
+from lipbound.schema import EXTRAS, compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
 __all__ += ["over_steps", "reduce_samples", "shared_scale", "token_profile"]
@@ -57,9 +57,10 @@ def heatmaps(
     caption: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Figure:
-    r"""Draw a heatmap of the exact norm and one per bound, log10 of the values.
+    r"""Draw a heatmap of the exact norm, one per bound, and one per extra, log10 of the values.
 
-    Head number goes across (sample number for whole layers), layer number down.
+    Extras of the run (its Frobenius norms and condition numbers) have a colour scale each. Head
+    number goes across (sample number for whole layers), layer number down.
 
     The figure with its caption is never taller than a page of 9 inches, or a slide of 16:9 where it
     is wider than paper. With ``path``, the caption is written beside it, as ``NAME.caption.txt``
@@ -72,7 +73,7 @@ def heatmaps(
         ds: a run, from `lipbound.compare` or `lipbound.load`; or a diff, from `lipbound.diff`.
         path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are
             reproducible.
-        bounds: which bounds, in this order; all of the run by default.
+        bounds: which bounds, in this order, without extras; all of the run by default.
         over: "exact": draw bound / exact, each bound over the exact norm of its own map; None:
             values.
         reduce: over samples: "mean", the default of values, since published heatmaps have it
@@ -131,7 +132,8 @@ def heatmap(
 
     Args:
         ds: a run.
-        name: "exact", "exact_l2" or a bound of the run.
+        name: "exact", "exact_l2", a bound of the run, or "frobenius" or "condition", of runs with
+            these ``extras``.
         over: "exact": bound / exact, as in `heatmaps`.
         ax: where to draw; a new figure by default (``.figure`` of what is returned).
         reduce, labels: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by
@@ -145,17 +147,19 @@ def heatmap(
     """
     ds = relabelled(ds, labels)
     reduce = _reduction(reduce, over)
-    known = statistics.panels(ds) if over is None else statistics.present(ds)
+    known = statistics.present(ds)
+    if over is None:
+        known = [*statistics.panels(ds), *statistics.extras(ds)]
     if over is not None and not known:
         raise LipboundError(NO_BOUNDS)
-    if name not in known:
+    if (wanted := name if over else EXTRAS.get(name, name)) not in known:
         what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
-    grids = log10(ds, [name], reduce, over)
-    shown = scales(ds, grids, "panel")[0] if limits is None else Scale((name,), *limits)
-    words = "log10" if over is None else RATIO
+    grids = log10(ds, [wanted], reduce, over)
+    shown = scales(ds, grids, "panel")[0] if limits is None else Scale((wanted,), *limits)
+    words = RATIO if over else "log10"
     words += _over_samples(ds, ", ", reduce)
-    return one_panel(ds, grids, shown, label_of(ds, name), words, ax)
+    return one_panel(ds, grids, shown, label_of(ds, wanted), words, ax)
 
 
 def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:
@@ -180,7 +184,9 @@ def _panels(
 ) -> tuple[dict[str, np.ndarray], list[Scale], str | float]:
     """Values of the panels, log10, their colour scales, and how they are reduced."""
     reduce = _reduction(reduce, over)
-    names = statistics.panels(ds, bounds) if over is None else statistics.present(ds, bounds)
+    names = statistics.present(ds, bounds)
+    if over is None:
+        names = [*statistics.panels(ds, names), *(statistics.extras(ds) if bounds is None else [])]
     if not names:
         raise LipboundError(NO_BOUNDS)
     grids = log10(ds, names, reduce, over)
@@ -226,11 +232,17 @@ def caption(
 def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str) -> str:
     """Caption of a figure with these colour bars."""
     each = " (a colour scale for each panel)" if scale == "panel" else ""
-    rows, first = "", bars[0].names if scale == "rows" and len(bars) > 1 else ()
+    shown = [name for bar in bars for name in bar.names]
+    several = [bar for bar in bars if bar.quantity == bars[0].quantity]
+    rows, first = "", bars[0].names if scale == "rows" and len(several) > 1 else ()
     if first:
         own = "scale of their own" if len(first) > 1 else "scale of its own"
         rows = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour {own}."
-    shown = [name for bar in bars for name in bar.names]
+    rows += "".join(
+        f" {label_of(ds, name)}: log10 of the {extra_title(ds, name)}, on a scale of its own."
+        for name in shown
+        if name in statistics.extras(ds)
+    )
     marks = [mark(entry).strip() for name, entry in audit(ds).items() if name in shown]
     place = "head" if "head" in ds.dims else "layer"
     meaning = [f" {sign} {MARKS[sign].format(place)}." for sign in MARKS if sign in marks]

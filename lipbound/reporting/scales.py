@@ -13,7 +13,8 @@ from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
 from lipbound.errors import choice
-from lipbound.reporting.statistics import panel, ratio, shared_scale
+from lipbound.reporting.labels import extra_title
+from lipbound.reporting.statistics import extras, panel, ratio, shared_scale
 from lipbound.schema import bounds_there, compared_with
 
 QUANTITY, RATIO = "log10 of the local Lipschitz constant", "log10 of bound / exact"
@@ -103,6 +104,8 @@ def log10(
 def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale]:
     """The colour bars of a figure, in the order in which their panels stand.
 
+    Extras have a bar each, whatever the way.
+
     Args:
         ds: a run.
         grids: log10 of the values of each panel; they may be infinite or missing. Without "exact"
@@ -114,19 +117,24 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
         UnknownNameError: another way.
     """
     choice("scale", how, SCALES)
-    names = list(grids)
+    others = [name for name in grids if name in extras(ds)]
+    own = [_scale([name], grids, f"log10 of the {extra_title(ds, name)}") for name in others]
+    names = [name for name in grids if name not in others]
+    if not names:
+        return own
     words = QUANTITY if "exact" in grids else RATIO
     if how == "panel":
-        return [_scale([name], grids, words) for name in names]
+        return [*(_scale([name], grids, words) for name in names), *own]
     close = [name for name in names if _near(ds, grids, name)]
     far = [name for name in names if name not in close]
     if how == "shared" or not far or not close:
-        return [_scale(names, grids, words)]
+        return [_scale(names, grids, words), *own]
     # The exact norm of another map has bounds of its own map beside it and would take up colours
     # that all others need.
     measured = [name for name in far if name in bounds_there(ds)] or far
     ends = shared_scale({name: grids[name] for name in measured})
-    return [_scale(close, grids, words, NEAR_COLORMAP), Scale(tuple(far), *ends, COLORMAP, words)]
+    near = _scale(close, grids, words, NEAR_COLORMAP)
+    return [near, Scale(tuple(far), *ends, COLORMAP, words), *own]
 
 
 def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:

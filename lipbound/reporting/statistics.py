@@ -12,7 +12,7 @@ from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, 
 from lipbound.reporting.labels import check_numbers
 from lipbound.runs.pair import sides
 from lipbound.runs.store import takes_run
-from lipbound.schema import bounds_there, compared_with, is_diff, norm_of
+from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff, norm_of
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
 
@@ -169,6 +169,8 @@ FEW = 20
 """Samples below which bootstrap intervals are noticeably too narrow."""
 AUDITED = ("violations", "compared", "sound")
 """Columns that count places of the audit."""
+EXTRA_WIDTHS = {EXTRAS["frobenius"]: 2e-6, EXTRAS["condition"]: 0.04}
+"""Relative widths to which the extras of runs are known."""
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared
 scale."""
@@ -252,7 +254,7 @@ def breakdown(
     Returns:
         Columns ``exact``, ``exact_upper`` (where the run has it), ``interval_lower,
         interval_upper`` (of the exact norm, see `interval`), ``sample_min, sample_max`` (of the
-        exact norm, reduced over heads alone), and one per bound.
+        exact norm, reduced over heads alone), the values of `extras`, and one per bound.
 
     Raises:
         LipboundError: unknown names; heads of a run on whole layers.
@@ -268,7 +270,8 @@ def breakdown(
     inner = [str(dim) for dim in ds["exact"].dims if dim not in ("sample", *levels)]
     single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
     shown = {name: ds[name] for name in ("exact", "exact_upper") if name in ds}
-    order = [*shown, *INTERVAL, "sample_min", "sample_max", *names]
+    order = [*shown, *INTERVAL, "sample_min", "sample_max", *extras(ds), *names]
+    shown |= {name: ds[name] for name in extras(ds)}
     shown |= {name: ratio(ds, name) if values == "ratio" else ds[name] for name in names}
     cells = {name: reduce_samples(one, reduce, ["sample", *inner]) for name, one in shown.items()}
     cells |= {"sample_min": single.min("sample"), "sample_max": single.max("sample")}
@@ -320,6 +323,11 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """
     pairs = ((compared_with(ds, name), name) for name in present(ds, bounds))
     return list(dict.fromkeys(["exact", *(name for pair in pairs for name in pair)]))
+
+
+def extras(ds: xr.Dataset) -> list[str]:
+    """Variables of a run on its Jacobians besides their norms, see `EXTRA_WIDTHS`."""
+    return [name for name in EXTRA_WIDTHS if name in ds.variables]
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:

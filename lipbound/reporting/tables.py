@@ -16,7 +16,16 @@ from lipbound.formatting import counted, enclosed
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
 from lipbound.reporting.diff_tables import diff_table
-from lipbound.reporting.labels import footnotes, holds, label_of, left_out, mark, over, relabelled
+from lipbound.reporting.labels import (
+    extra_title,
+    footnotes,
+    holds,
+    label_of,
+    left_out,
+    mark,
+    over,
+    relabelled,
+)
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
@@ -140,6 +149,7 @@ def _table(
     keys: Sequence[str],
     mean: str = "geometric mean",
     spare: tuple[str, ...] = SPARE,
+    notes: Sequence[str] = (),
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
     samples = int(with_exact(ds).sum())
@@ -152,7 +162,7 @@ def _table(
         words=WORDS,
         head=head,
         caption=caption(ds),
-        notes=[likely] * (samples == 1) + footnotes(ds, bounds),
+        notes=[*[likely] * (samples == 1), *notes, *footnotes(ds, bounds)],
         keys=tuple(keys),
         spare=spare,
         meaning={LIKELY: likely, RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
@@ -168,14 +178,28 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
         wide["geomean"] = width(ds, "exact")
         words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
         shown = pd.DataFrame(words, index=numbers.index)
-        return _table(ds, numbers, shown, head=f"exact norm{over(ds)}", bounds=[], keys=["norm"])
+        head, keys = f"exact norm{over(ds)}", ["norm"]
+        return _table(ds, numbers, shown, head=head, bounds=[], keys=keys, notes=extra_notes(ds))
     whole = summary(ds)
     numbers = whole if chosen is None else whole.loc[chosen]
     shown = _in_words(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
     head = f"bound / exact{over(ds)}"
-    return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
+    notes = extra_notes(ds)
+    return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"], notes=notes)
+
+
+def extra_notes(ds: xr.Dataset) -> list[str]:
+    """A sentence on each of `lipbound.reporting.statistics.extras`: its median and its range."""
+    notes = []
+    for name in statistics.extras(ds):
+        wide, values = statistics.EXTRA_WIDTHS[name], ds[name]
+        middle = statistics.reduce_samples(values, "median", list(map(str, values.dims)))
+        low, high = (enclosed(end, wide) for end in statistics.ends(values))
+        said = f"median {enclosed(float(middle), wide)}{over(ds)}, from {low} to {high}"
+        notes.append(f"{extra_title(ds, name)}: {said}")
+    return notes
 
 
 @takes_run
@@ -217,7 +241,8 @@ def _said_of_cells(
     axes = ("sample",) if by == "head" else ("sample", "head")
     means = over(ds, axes, exact=values == "ratio")
     what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
-    head = ", ".join(filter(None, ("exact norm", what)))
+    others = [extra_title(ds, name) for name in statistics.extras(ds)]
+    head = ", ".join(filter(None, ("exact norm", *others, what)))
     head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
     there = Contents.of(ds)
     if there.exact_samples != there.samples:
@@ -241,6 +266,9 @@ def _by_place(
     shown["exact"] = column("exact", wide, 1)
     for title, ends in ((LIKELY, statistics.INTERVAL), (RANGE, ("sample_min", "sample_max"))):
         shown[title] = list(map(_span, *(column(end, wide, 1) for end in ends)))
+    for name in statistics.extras(ds):
+        wide = np.full(len(table), statistics.EXTRA_WIDTHS[name])
+        shown[extra_title(ds, name)] = column(name, wide, 0)
     titles = {*shown.columns}
     for name in names:
         title = label_of(ds, name)

@@ -356,6 +356,18 @@ def test_report_has_both_runs_and_their_ratios(ds: xr.Dataset, tmp_path: Path) -
     assert tables.table_of(ds).shown["B / A"].iloc[0] in page
 
 
+def test_diffs_without_bounds_have_reports(
+    bert: Path, tuned: Path, text: Path, tmp_path: Path
+) -> None:
+    ds = lb.diff(bert, tuned, text, samples=2, max_length=12, wrt="values", progress=False)
+    lb.report(ds, tmp_path / "diff.html", details=False)
+    page = (tmp_path / "diff.html").read_text()
+    assert "as a function of its values alone" in page
+    for run in sides(ds):
+        assert f"<td>{tables.table_of(run).shown['geom. mean'].item()}</td>" in page
+    assert tables.table_of(ds).shown["B / A"].item() in page
+
+
 def test_command_line(
     bert: Path,
     tuned: Path,

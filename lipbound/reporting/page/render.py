@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 from lipbound.bounds.audit import allowance, audit
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
-from lipbound.formatting import formula, plain, replacing
+from lipbound.formatting import enclosed, formula, plain, replacing
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.diff_figures import diff_caption, diff_heatmaps
@@ -34,7 +34,7 @@ from lipbound.runs import store
 from lipbound.runs.pair import sides
 from lipbound.runs.store import diff_of, run_of
 from lipbound.runs.verify import replay
-from lipbound.schema import AXES, Contents, bounds_there, compared_with, is_diff, norm_of
+from lipbound.schema import AXES, INPUT, Contents, bounds_there, compared_with, is_diff, norm_of
 
 HERE = Path(__file__).parent
 SINGLE = 16
@@ -108,7 +108,10 @@ def report(
             named.append((ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem))
     for run, title in named:
         ds = relabelled(run_of(run), _own(labels, run, named))
-        _check(ds, sample)
+        if not 0 <= sample < ds.sizes["sample"]:
+            raise LipboundError(
+                f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
+            )
         again: Any = {"model": model, "data": data, "device": device, "balls": balls}
         found = details_or_reason(ds, sample, **again) if details else LEFT_OUT
         pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
@@ -179,23 +182,6 @@ def _packed(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
 
 
-def _check(ds: xr.Dataset, sample: int) -> None:
-    """Refuse a run without such a sample, or without bounds.
-
-    Raises:
-        LipboundError: it is one.
-    """
-    if not 0 <= sample < ds.sizes["sample"]:
-        raise LipboundError(
-            f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
-        )
-    if not bounds_there(ds):
-        raise LipboundError(
-            "the run has no bounds, which a report is about; heatmaps and tables show exact norms "
-            "alone"
-        )
-
-
 def contents(
     ds: xr.Dataset,
     title: str,
@@ -224,8 +210,10 @@ def contents(
 
 def _words(ds: xr.Dataset) -> dict[str, Any]:
     """What a run and its bounds are called and say, and what is to be said of them."""
-    names, shown, there = bounds_there(ds), tables.readable(ds), Contents.of(ds)
+    names, made, there = bounds_there(ds), tables.table_of(ds).plain(), Contents.of(ds)
+    shown = made.shown.drop(columns="name", errors="ignore")
     said = {name: ds[name].attrs for name in names}
+    mean = statistics.reduce_samples(ds["exact"], "geomean", list(map(str, ds["exact"].dims)))
     facts = {name: labels.fact_words(fact) for name, fact in labels.facts(ds).items()}
     return {
         "caption": labels.run_caption(ds),
@@ -249,11 +237,12 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
         "sources": {name: plain(said[name]["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
         "summary": {
+            "cells": made.head,
             "head": list(shown.columns),
-            "rows": [[name, *map(plain, row)] for name, row in shown.T.items()],
+            "rows": [[name, *row] for name, row in shown.T.items()],
         },
-        "interval": statistics.interval_words(there.exact_samples),
-        "notes": labels.footnotes(ds),
+        "exact": enclosed(mean.item(), statistics.width(ds, "exact"), 1),
+        "notes": [*made.remarks(), *made.notes],
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),
         "bibtex": citations.bibtex(ds),
@@ -263,7 +252,8 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
 def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     """Numbers of a run: reduced over samples, as ratios, and sample by sample."""
     names = bounds_there(ds)
-    colours = scales(ds, log10(ds, statistics.panels(ds), reduce), "rows")
+    shown = [*statistics.panels(ds), *statistics.extras(ds)]
+    colours = scales(ds, log10(ds, shown, reduce), "rows")
     panels = [name for scale in colours for name in scale.names]
     upper = ["exact_upper"] if "exact_upper" in ds else []
     kept = ds.isel(sample=slice(0, SINGLE)) if across(ds) == "head" else ds
@@ -280,6 +270,7 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
         "panels": panels,
         "labels": {name: labels.label_of(ds, name) for name in panels},
         "slack": allowance(),
+        "extras": {name: statistics.EXTRA_WIDTHS[name] for name in statistics.extras(ds)},
         "scales": [asdict(scale) for scale in colours],
         "widths": {
             exact: _numbers(statistics.cell_widths(ds, one, reduce, levels).values)
@@ -315,6 +306,8 @@ def details_or_reason(
     """
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
+    if ds.attrs["wrt"] != INPUT:
+        return None, [], f"details are of heads as functions of the input, not of {ds.attrs['wrt']}"
     try:
         rerun = replay(ds, model=model, data=data, device=device)
         if rerun.differences:
