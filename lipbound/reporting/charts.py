@@ -16,7 +16,7 @@ from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, choice, shown, whole
 from lipbound.formatting import joined, number, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.labels import label_of, model_name, over, relabelled, told
+from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
 from lipbound.reporting.styles import (
     BASE,
     Drawing,
@@ -121,7 +121,7 @@ def by_layer(
     """
     several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     found = [relabelled(run_of(run)) for run in several]
-    names = _told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
+    names = told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
     if not found:
         raise LipboundError("no run was given; give at least one Dataset or saved run")
     if len(names) != len(found):
@@ -166,14 +166,6 @@ def by_layer(
     lines = [line for note in notes for line in lines_of(plain(note), room, points)]
     axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
     return axes
-
-
-def _told_apart(names: Iterable[str]) -> list[str]:
-    """Number names that occur several times."""
-    several = list(names)
-    return [
-        f"{name} ({k})" if several.count(name) > 1 else name for k, name in enumerate(several, 1)
-    ]
 
 
 def _within_ten(axes: Axes, low: float, high: float) -> None:

@@ -14,7 +14,7 @@ from lipbound.reporting.labels import model_name
 from lipbound.reporting.scales import DIVERGING, Scale
 from lipbound.reporting.sheets import figure_of, one_panel
 from lipbound.reporting.statistics import (
-    LEVEL,
+    LIKELY,
     across,
     ends,
     interval,
@@ -106,11 +106,10 @@ def diff_caption(
     table = diff_table(ds, bounds=[], labels=labels)
     row = table.shown.iloc[0].to_dict()
     of_all = f"{_over(names)} over everything: {row[_over(names)]} (geometric mean"
-    likely = f"{LEVEL:.0%} interval"
-    of_all += f", {likely} over samples {row[likely]})" if likely in row else ")"
+    of_all += f", {LIKELY} over samples {row[LIKELY]})" if LIKELY in row else ")"
     marked = bool(_undecided(ds["ratio"], how).any())
-    dots = f" Dots: the {likely} of the cell contains 1." * marked
-    said = [table.meaning[likely]] if likely in row else []
+    dots = f" Dots: the {LIKELY} of the cell contains 1." * marked
+    said = [table.meaning[LIKELY]] if LIKELY in row else []
     notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in [*said, *table.notes])
     return plain(
         f"log10 of the local Lipschitz constants of {a} and {b}, and {_over(names)} on a "

@@ -120,6 +120,14 @@ def model_name(ds: xr.Dataset) -> str:
     return f"{name} {step_words(ds)}".strip()
 
 
+def told_apart(names: Iterable[str]) -> list[str]:
+    """Number names that occur several times."""
+    several = list(names)
+    return [
+        f"{name} ({k})" if several.count(name) > 1 else name for k, name in enumerate(several, 1)
+    ]
+
+
 def step_words(ds: xr.Dataset) -> str:
     """Words on the steps of training that are shown; empty where there are none.
 

@@ -132,7 +132,12 @@ def interval_words(samples: int) -> str:
     if samples < 2:
         return "one sample: no interval over samples" if samples else ""
     few = ", too narrow with so few" if samples < FEW else ""
-    return f"{LEVEL:.0%} interval: percentile bootstrap over {samples} samples{few}"
+    return f"{LIKELY}: percentile bootstrap over {samples} samples{few}"
+
+
+def span(low: str, high: str) -> str:
+    """Two ends in words; one where they print alike."""
+    return low if low == high else f"{low} to {high}"
 
 
 def across(ds: xr.Dataset | xr.DataArray) -> str:
@@ -165,6 +170,8 @@ INTERVAL = ("interval_lower", "interval_upper")
 """Columns with the ends of `interval`."""
 LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
 """Level of bootstrap intervals, how many resamples they are from, and the seed of these."""
+LIKELY = f"{LEVEL:.0%} interval"
+"""Title of their columns."""
 FEW = 20
 """Samples below which bootstrap intervals are noticeably too narrow."""
 AUDITED = ("violations", "compared", "sound")
@@ -430,19 +437,11 @@ def cell_widths(ds: xr.Dataset, name: str, reduce: str | float, levels: list[str
         ds: a run. name: of a bound, or "exact". reduce: as in `reduce_samples`.
         levels: the dimensions that are left.
     """
-    wide = widths(ds, name)
-    over = [dim for dim in wide.dims if dim not in levels]
-    with warnings.catch_warnings():  # places without a head
-        warnings.simplefilter("ignore", RuntimeWarning)
-        cells = wide.mean(over) if reduce == "geomean" else wide.max(over)
-    found: xr.DataArray = xr.apply_ufunc(np.expm1, cells.transpose(*levels))
+    wide, how = widths(ds, name), "mean" if reduce == "geomean" else "max"
+    inner = [str(dim) for dim in wide.dims if dim not in levels]
+    cells = reduce_samples(wide, how, inner).transpose(*levels)
+    found: xr.DataArray = xr.apply_ufunc(np.expm1, cells)
     return found
-
-
-def row_widths(ds: xr.Dataset, name: str, reduce: str | float, index: pd.Index) -> np.ndarray:
-    """Relative widths of the enclosures of the rows of `breakdown` with this index."""
-    levels = list(index.names)
-    return cell_widths(ds, name, reduce, levels).to_series().reindex(index).to_numpy()
 
 
 def spread_widths(ds: xr.Dataset, name: str) -> dict[str, float]:

@@ -29,7 +29,17 @@ from lipbound.reporting.labels import (
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
-from lipbound.reporting.statistics import ROWS, breakdown, panels, ratio, summary, width, widths
+from lipbound.reporting.statistics import (
+    LIKELY,
+    ROWS,
+    breakdown,
+    panels,
+    ratio,
+    span,
+    summary,
+    width,
+    widths,
+)
 from lipbound.runs.store import takes_diff, takes_run
 from lipbound.schema import Contents, bounds_there, with_exact
 
@@ -46,10 +56,9 @@ WRITERS: dict[str, Callable[..., str]] = {
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, RANGE = "geom. mean", "range over samples"
-LIKELY = f"{statistics.LEVEL:.0%} interval"
+SPANS = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
+"""Columns of two ends in words, and those of their ends in numbers."""
 HOLDS, BELOW = "assumptions hold", "below exact"
-READABLE = ("bound", MEAN, LIKELY, RANGE, "min", "max", BELOW, "of", HOLDS)
-"""Columns of `readable`."""
 WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
 SPARE = ("name", HOLDS, BELOW, RANGE, LIKELY, "min", "max")
@@ -149,7 +158,6 @@ def _table(
     keys: Sequence[str],
     mean: str = "geometric mean",
     spare: tuple[str, ...] = SPARE,
-    notes: Sequence[str] = (),
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
     samples = int(with_exact(ds).sum())
@@ -162,7 +170,7 @@ def _table(
         words=WORDS,
         head=head,
         caption=caption(ds),
-        notes=[*[likely] * (samples == 1), *notes, *footnotes(ds, bounds)],
+        notes=[*[likely] * (samples == 1), *extra_notes(ds), *footnotes(ds, bounds)],
         keys=tuple(keys),
         spare=spare,
         meaning={LIKELY: likely, RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
@@ -178,16 +186,16 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
         wide["geomean"] = width(ds, "exact")
         words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
         shown = pd.DataFrame(words, index=numbers.index)
-        head, keys = f"exact norm{over(ds)}", ["norm"]
-        return _table(ds, numbers, shown, head=head, bounds=[], keys=keys, notes=extra_notes(ds))
-    whole = summary(ds)
-    numbers = whole if chosen is None else whole.loc[chosen]
-    shown = _in_words(ds, whole).loc[numbers.index]
-    shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
-    shown.insert(1, "name", [str(name) for name in shown.index])
-    head = f"bound / exact{over(ds)}"
-    notes = extra_notes(ds)
-    return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"], notes=notes)
+        return _table(ds, numbers, shown, head=f"exact norm{over(ds)}", bounds=[], keys=["norm"])
+    counts, rows, numbers = audit(ds), [], summary(ds)
+    numbers = numbers if chosen is None else numbers.loc[chosen]
+    for name, row in numbers.iterrows():
+        called = {"bound": row["label"] + mark(counts[str(name)]), "name": str(name)}
+        said = _spread_words(row, statistics.spread_widths(ds, str(name)), -1)
+        below = {BELOW: f"{row['violations']} of {row['compared']}"}
+        rows.append(called | said | below | {HOLDS: holds(row["sound"], row["compared"])})
+    shown, head = pd.DataFrame(rows, index=numbers.index), f"bound / exact{over(ds)}"
+    return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
 
 def extra_notes(ds: xr.Dataset) -> list[str]:
@@ -202,36 +210,16 @@ def extra_notes(ds: xr.Dataset) -> list[str]:
     return notes
 
 
-@takes_run
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
-    ds = relabelled(ds)
-    shown = _in_words(ds, summary(ds))
-    return shown if int(with_exact(ds).sum()) > 1 else shown.drop(columns=LIKELY)
-
-
-def _in_words(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
-    """`summary` in words, columns `READABLE`."""
-    counts, rows = audit(ds), []
-    for name, row in table.iterrows():
-        said = _spread_words(row, statistics.spread_widths(ds, str(name)), -1)
-        said |= {"bound": row["label"] + mark(counts[str(name)]), BELOW: str(row["violations"])}
-        rows.append(
-            said | {"of": str(row["compared"]), HOLDS: holds(row["sound"], row["compared"])}
-        )
-    return pd.DataFrame(rows, columns=READABLE, index=table.index)
+    return table_of(ds).shown
 
 
 def _spread_words(row: pd.Series, wide: Mapping[str, float], side: int) -> dict[str, str]:
     """Columns of words on the spread of values, whose enclosures are so wide."""
     said = {column: enclosed(row[column], wide[column], side) for column in wide}
-    spans = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
-    found = {title: _span(*(said[end] for end in ends)) for title, ends in spans.items()}
-    return {MEAN: said["geomean"]} | found | {"min": said["min"], "max": said["max"]}
-
-
-def _span(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
+    spans = {title: span(*(said[end] for end in ends)) for title, ends in SPANS.items()}
+    return {MEAN: said["geomean"]} | spans | {"min": said["min"], "max": said["max"]}
 
 
 def _said_of_cells(
@@ -258,26 +246,27 @@ def _by_place(
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts, names = audit(ds), statistics.present(ds, chosen)
 
-    def column(name: str, wide: np.ndarray, side: int) -> list[str]:
-        return [enclosed(x, w, side) for x, w in zip(table[name], wide, strict=True)]
+    def column(name: str, side: int, of: str = "", wide: float = np.nan) -> list[str]:
+        """A column with the widths of the enclosures of a variable, or all so wide."""
+        widths = np.full(len(table), wide)
+        if of:
+            cells = statistics.cell_widths(ds, of, reduce, list(table.index.names))
+            widths = cells.to_series().reindex(table.index).to_numpy()
+        return [enclosed(x, w, side) for x, w in zip(table[name], widths, strict=True)]
 
     shown = table.index.to_frame().astype(str)
-    wide = statistics.row_widths(ds, "exact", reduce, table.index)
-    shown["exact"] = column("exact", wide, 1)
-    for title, ends in ((LIKELY, statistics.INTERVAL), (RANGE, ("sample_min", "sample_max"))):
-        shown[title] = list(map(_span, *(column(end, wide, 1) for end in ends)))
+    shown["exact"] = column("exact", 1, "exact")
+    for title, ends in SPANS.items():
+        shown[title] = list(map(span, *(column(end, 1, "exact") for end in ends)))
     for name in statistics.extras(ds):
-        wide = np.full(len(table), statistics.EXTRA_WIDTHS[name])
-        shown[extra_title(ds, name)] = column(name, wide, 0)
+        shown[extra_title(ds, name)] = column(name, 0, wide=statistics.EXTRA_WIDTHS[name])
     titles = {*shown.columns}
     for name in names:
         title = label_of(ds, name)
         title = f"{title} ({name})" if title in titles else title
         titles.add(title)
-        if values == "ratio":
-            cells = column(name, statistics.row_widths(ds, name, reduce, table.index), -1)
-        else:
-            cells = column(name, np.full(len(table), allowance()), 0)
+        ratios = values == "ratio"
+        cells = column(name, -1, name) if ratios else column(name, 0, wide=allowance())
         shown[title + mark(counts[name])] = cells
     heads = by == "layer" and "head" in ds.dims
     return _table(
