@@ -14,7 +14,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, choice, shown, whole
-from lipbound.formatting import joined, number, plain
+from lipbound.formatting import counted, joined, number, plain
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
 from lipbound.reporting.styles import (
@@ -69,9 +69,7 @@ def ratios(
         raise LipboundError(NO_BOUNDS)
     axes = given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
     values = {name: statistics.ratio(ds, name).values for name in names}
-    with np.errstate(divide="ignore"):
-        logs = {name: np.log10(v) for name, v in values.items()}
-    kept, (low, high) = statistics.shared_axis(logs)
+    kept, (low, high) = statistics.shared_axis(values)
     high = max(high, low + 0.5)  # of less, a logarithmic axis has no legible numbers
     pad = 0.04 * (high - low)
     low, high = low - pad, high + pad
@@ -137,8 +135,7 @@ def by_layer(
         name: np.concatenate([statistics.ratio(ds, name).values.ravel() for ds in found])
         for name in chosen
     }
-    with np.errstate(divide="ignore"):
-        kept, _ = statistics.shared_axis({name: np.log10(v) for name, v in ratios.items()})
+    kept, _ = statistics.shared_axis(ratios)
     axes = given_or_new(ax, (3.45, 2.8))
     for k, (ds, title) in enumerate(zip(found, names, strict=True)):
         for j, name in enumerate(statistics.panels(ds, kept)):
@@ -179,25 +176,21 @@ def _layer_notes(
     runs: list[xr.Dataset], names: list[str], ratios: dict[str, np.ndarray], kept: list[str]
 ) -> list[str]:
     """Sentences below the axis of `by_layer`: what is not drawn, and why."""
-    notes, one = list[str](), [title for title, ds in zip(names, runs, strict=True) if _few(ds) < 2]
+    counts = {title: int(with_exact(ds).sum()) for title, ds in zip(names, runs, strict=True)}
+    one, notes = [title for title, count in counts.items() if count < 2], list[str]()
     if one:
         notes.append(f"{joined(one)}: one sample, no interval")
-    for title, ds in zip(names, runs, strict=True):
-        if kept and _few(ds) < ds.sizes["sample"]:
-            notes.append(f"{title}: exact norms of {_few(ds)} samples, bounds of all")
+    for (title, count), ds in zip(counts.items(), runs, strict=True):
+        if kept and count < ds.sizes["sample"]:
+            notes.append(f"{title}: exact norms of {counted(count, 'sample')}, bounds of all")
     for name, values in ratios.items():
         label = runs[0][name].attrs["label"]
-        least, most = (number(end, 2).replace("inf", "\u221e") for end in statistics.ends(values))
+        least, most = _ends(values)
         if name not in kept:
             notes.append(f"beyond the axis: {label}, {least} to {most} x exact")
         elif np.isinf(values).any():
             notes.append(f"{label}: infinite at some heads; gaps are infinite")
     return notes
-
-
-def _few(ds: xr.Dataset) -> int:
-    """Samples with exact norms."""
-    return int(with_exact(ds).sum())
 
 
 DASHES = ("-", "--", ":", "-.")
@@ -222,11 +215,16 @@ def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
     ends = statistics.ends(values)
     if np.isnan(ends[0]):
         return "no ratio: no positive exact norm"
-    least, most = (number(end, 2).replace("inf", "\u221e") for end in ends)
+    least, most = _ends(values)
     if not boxed:
-        return f"beyond: {least} to {most}" if least != most else f"beyond: {least}"
+        return f"beyond: {statistics.span(least, most)}"
     down = [f"down to {least}"] * bool(ends[0] < 10**low)
     return ", ".join(down + [f"up to {most}"] * bool(ends[1] > 10**high))
+
+
+def _ends(values: np.ndarray) -> list[str]:
+    """Smallest and largest value in words."""
+    return [number(end, 2).replace("inf", "\u221e") for end in statistics.ends(values)]
 
 
 def ball_curve(
@@ -261,10 +259,11 @@ def ball_curve(
             one = ds.isel(head=head)
             for name in ds.attrs["bounds"]:
                 axes.plot(radius, one[name], lw=1, label=get(name).label)
-            for name in (name for name in ENDS if name in one):
+            there = [name for name in ENDS if name in one]
+            for name in there:
                 axes.plot(radius, one[name], **ENDS[name])
-            if all(name in one for name in ENDS):
-                axes.fill_between(radius, *(one[name] for name in ENDS), color="0.85", lw=0)
+            if len(there) == len(ENDS):
+                axes.fill_between(radius, *(one[name] for name in there), color="0.85", lw=0)
             axes.set(xscale="log", yscale="log", title=f"head {head}")
         for axes in panels[len(chosen) :]:
             axes.set_axis_off()
@@ -317,10 +316,8 @@ def over_steps(
     known = [one for one in (*EXACT[:3], *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
     logarithmic = choice("quantity", name, known) not in STATISTICS
     usual = "geomean" if logarithmic else "mean" if name in MEANS else "max"
-    how, axes_of_mean = (
-        usual if reduce is None else reduce,
-        [a for a in ("sample", "head") if a in ds.dims],
-    )
+    how = usual if reduce is None else reduce
+    axes_of_mean = [axis for axis in ("sample", "head") if axis in ds.dims]
     lines = statistics.reduce_samples(ds[name], how, axes_of_mean).transpose("layer", STEP)
     settings, inches, _ = look(None, width, font_size)
     layers = ds["layer"].values.tolist()

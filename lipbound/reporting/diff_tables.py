@@ -128,9 +128,9 @@ def diff_table(
         titles = [plain(str(ds[f"{name}_a"].attrs["label"])) for name in names]
         shown = pd.DataFrame({"quantity": titles}, numbers.index)
     else:
-        numbers = xr.Dataset(reduced(change(ds), inner)).to_dataframe(levels)
+        numbers = _places(reduced(change(ds), inner), levels)
         numbers = numbers.loc[numbers["compared"] > 0]
-        wide = xr.Dataset(_widths(ds, "exact", inner)).to_dataframe(levels).loc[numbers.index]
+        wide = _places(_widths(ds, "exact", inner), levels).loc[numbers.index]
         shown = numbers.index.to_frame().astype(str)
     return _written(ds, numbers, shown, wide, by, labels)
 
@@ -139,6 +139,11 @@ def _rows(cells: Mapping[str, Mapping[str, xr.DataArray]]) -> pd.DataFrame:
     """Single numbers as a table, a row for every quantity."""
     rows = [{key: value.item() for key, value in one.items()} for one in cells.values()]
     return pd.DataFrame(rows, index=pd.Index(cells, name="bound"))
+
+
+def _places(cells: Mapping[str, xr.DataArray], levels: list[str]) -> pd.DataFrame:
+    """Numbers by layer, or by layer and head, as a table, a row for every place."""
+    return xr.Dataset(cells).reset_coords(drop=True).to_dataframe(levels)
 
 
 def _bounds(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:

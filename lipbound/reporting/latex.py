@@ -5,7 +5,7 @@ foreign text as text.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -116,6 +116,10 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
             f"{', '.join(WIDTHS)}"
         )
     size = look.type_size / 10 * 1.07  # small type is wider
+
+    def measure(text: str) -> float:
+        return size * extent(text)
+
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
     blocks, left_out = fit(
         table,
@@ -123,10 +127,10 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
         gap=GAP,
         narrow=size * NARROW,
         optional=3,
-        measure=lambda t: size * extent(t),
+        measure=measure,
     )
     bodies = [
-        _tabular(replace(table, shown=table.shown.iloc[k : k + look.rows]), block, size)
+        _tabular(replace(table, shown=table.shown.iloc[k : k + look.rows]), block, measure)
         for k in range(0, max(1, len(table.shown)), look.rows)
         for block in blocks
     ]
@@ -153,12 +157,8 @@ def _type(size: float) -> str:
     return f"\\fontsize{{{size:g}}}{{{1.2 * size:g}}}\\selectfont"
 
 
-def _tabular(table: Table, widths: Mapping[str, float], size: float) -> str:
+def _tabular(table: Table, widths: Mapping[str, float], measure: Callable[[str], float]) -> str:
     """Tabular of some columns and rows of a table; columns of words fold to their fitted width."""
-
-    def measure(text: str) -> float:
-        return size * extent(text)
-
     shown, kinds, headings = table.shown[list(widths)].copy(), [], []
     for title, width in widths.items():
         words = title in table.words

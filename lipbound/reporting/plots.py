@@ -195,21 +195,15 @@ def _panels(
 
 def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
     """Labels of panels with the audit's marks, and mean ratios of bounds below them."""
-    entries, beside = audit(ds), _ratios(ds)
-    signs = {name: mark(entry) for name, entry in entries.items()}
-    return {
-        name: [label_of(ds, name) + signs.get(name, ""), *beside.get(name, [])] for name in names
-    }
-
-
-def _ratios(ds: xr.Dataset) -> dict[str, list[str]]:
-    """A line on the mean ratio of each bound to the exact norm."""
-    found = {}
-    for name, mean in statistics.summary(ds)["geomean"].items():
-        of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
-        known = f"{enclosed(mean, statistics.width(ds, name), -1, most=3)} \u00d7 {of}"
-        found[name] = [known if np.isfinite(mean) else NO_RATIO[bool(np.isnan(mean))]]
-    return found
+    titles = {name: [label_of(ds, name)] for name in names}
+    for name, entry in audit(ds).items():
+        if name in titles:
+            mean = statistics.geomean(statistics.ratio(ds, name))
+            of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
+            known = f"{enclosed(mean, statistics.width(ds, name), -1, most=3)} \u00d7 {of}"
+            below = known if np.isfinite(mean) else NO_RATIO[bool(np.isnan(mean))]
+            titles[name] = [titles[name][0] + mark(entry), below]
+    return titles
 
 
 @takes_diff(diff_caption)

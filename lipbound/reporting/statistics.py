@@ -201,7 +201,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     check_numbers(ds)
     names, counts, rows = bounds_there(ds), audit(ds), []
     for name in names:
-        upper = _geomean(ratio(ds, name, upper=True)) if has_upper(ds, name) else float("nan")
+        upper = geomean(ratio(ds, name, upper=True)) if has_upper(ds, name) else float("nan")
         row = {"label": ds[name].attrs["label"], "geomean_lower": upper}
         rows.append(row | _spread(ratio(ds, name)) | counts[name])
     columns = ["label", *SPREAD[:3], "geomean_lower", *INTERVAL, *SPREAD[3:], *AUDITED]
@@ -210,14 +210,13 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
 
 def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
     """Columns `SPREAD` and `INTERVAL` of all exact norms, in one row."""
-    check_numbers(ds)
     return pd.DataFrame([_spread(ds["exact"])], index=pd.Index(["exact"], name="norm"))
 
 
 def _spread(values: xr.DataArray) -> dict[str, float]:
     """Columns `SPREAD` and `INTERVAL` of values with samples; NaN where there are none."""
-    single = [_geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
-    found = (_geomean(values), *ends(values), *ends(np.array(single)))
+    single = [geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
+    found = (geomean(values), *ends(values), *ends(np.array(single)))
     limits = map(float, interval(values, "geomean", list(map(str, values.dims))))
     return dict(zip((*SPREAD, *INTERVAL), (*found, *limits), strict=True))
 
@@ -228,7 +227,8 @@ def ends(values: xr.DataArray | np.ndarray) -> tuple[float, float]:
     return (float(known.min()), float(known.max())) if known.size else (float("nan"),) * 2
 
 
-def _geomean(values: xr.DataArray) -> float:
+def geomean(values: xr.DataArray) -> float:
+    """Geometric mean of all values that are there; NaN where there are none."""
     known = _known(values)
     with np.errstate(divide="ignore"):
         return float(np.exp(np.log(known).mean())) if known.size else float("nan")
@@ -352,26 +352,27 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     return ends(np.concatenate(finite or [np.zeros(1)]))
 
 
-def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
+def shared_axis(ratios: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
     """Choose the bounds that share an axis of ratios, and its ends (log10).
 
     From ratios near one outwards, up to a gap of `APART` decades.
 
     Args:
-        logs: log10 of the ratios of each bound; infinite ones and NaN do not count.
+        ratios: of each bound; zero, infinite ones and NaN do not count.
 
     Returns:
         Names in their order, and the ends, one among them. Single values far beyond the medians of
         all do not stretch it.
     """
-    known = {name: values[np.isfinite(values)] for name, values in logs.items()}
+    there = {name: values[np.isfinite(values) & (values > 0)] for name, values in ratios.items()}
+    known = {name: np.log10(values) for name, values in there.items()}
     medians = {name: float(np.median(values)) for name, values in known.items() if values.size}
     near = {name: median for name, median in medians.items() if abs(median) <= FARTHEST}
     kept = _together(near, 0.0, APART)
     middles = [0.0, *(near[name] for name in kept)]
     low, high = min(middles) - OFF_SCALE, max(middles) + OFF_SCALE
     drawn = np.concatenate([np.zeros(1), *(known[name] for name in kept)])
-    return [name for name in logs if name in kept], ends(drawn[(drawn >= low) & (drawn <= high)])
+    return [name for name in ratios if name in kept], ends(drawn[(drawn >= low) & (drawn <= high)])
 
 
 def _together(medians: dict[str, float], start: float, gap: float) -> list[str]:

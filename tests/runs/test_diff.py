@@ -347,6 +347,12 @@ def test_bars_are_numbered_by_ratios(most: float, numbers: set[str]) -> None:
     assert at == pytest.approx(sorted(map(float, numbers)), rel=1e-3)
 
 
+def test_csv_has_the_numbers_of_places_alone(ds: xr.Dataset) -> None:
+    columns = tables.render(ds, "csv", by="head").splitlines()[0].split(",")
+    assert columns[:5] == ["layer", "head", "a", "b", "ratio"]
+    assert len(columns) == 14
+
+
 def test_report_has_both_runs_and_their_ratios(ds: xr.Dataset, tmp_path: Path) -> None:
     lb.report(ds, tmp_path / "diff.html", details=False)
     page = (tmp_path / "diff.html").read_text()

@@ -113,7 +113,9 @@ def of_layer(
     found = {name: get(name).terms(folded) for name in names}
     stride = -(-att.tokens // SIDE)
     covered = norm == "frobenius" and att.variants <= COVERS
-    maps = (255 * _shrunk(att.p[0], stride).double().sqrt()).round()
+    # the largest entry of every square
+    shrunk = torch.nn.functional.max_pool2d(att.p[0], stride, ceil_mode=True)
+    maps = (255 * shrunk.double().sqrt()).round()
     return Details(
         norm=_array(found_norm.lower[0]),
         attention=_array(maps.to(torch.uint8)),
@@ -190,8 +192,3 @@ def _unprojected(att: Attention, map: str, left: Tensor) -> Tensor:
         return left
     assert att.w_o is not None
     return left @ att.w_o.double().mT
-
-
-def _shrunk(p: Tensor, stride: int) -> Tensor:
-    """The largest entry of every square of ``stride`` x ``stride``."""
-    return p if stride == 1 else torch.nn.functional.max_pool2d(p, stride, ceil_mode=True)

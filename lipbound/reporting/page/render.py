@@ -211,7 +211,6 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
     names, made, there = bounds_there(ds), tables.table_of(ds).plain(), Contents.of(ds)
     shown = made.shown.drop(columns="name", errors="ignore")
     said = {name: ds[name].attrs for name in names}
-    mean = statistics.reduce_samples(ds["exact"], "geomean", list(map(str, ds["exact"].dims)))
     facts = {name: labels.fact_words(fact) for name, fact in labels.facts(ds).items()}
     return {
         "caption": labels.run_caption(ds),
@@ -239,7 +238,7 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
             "head": list(shown.columns),
             "rows": [[name, *row] for name, row in shown.T.items()],
         },
-        "exact": enclosed(mean.item(), statistics.width(ds, "exact"), 1),
+        "exact": enclosed(statistics.geomean(ds["exact"]), statistics.width(ds, "exact"), 1),
         "notes": [*made.remarks(), *made.notes],
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),
