@@ -15,27 +15,13 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, choice, shown, whole
 from lipbound.formatting import counted, joined, number, plain
-from lipbound.reporting import statistics
+from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
-from lipbound.reporting.styles import (
-    BASE,
-    Drawing,
-    caption_files,
-    folded,
-    given_or_new,
-    lines_of,
-    look,
-    write,
-)
 from lipbound.runs.store import load, run_of, takes_run
 from lipbound.schema import ALIKE, EXACT, MEANS, STATISTICS, STEP, with_exact
 
 if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import TokenProfile
-
-NO_BOUNDS = (
-    "the run has no bounds, whose ratios to the exact norms are drawn; compare the model with some"
-)
 
 
 @takes_run
@@ -64,10 +50,8 @@ def ratios(
         LipboundError: a bound that the run has not, a run without bounds.
     """
     ds = relabelled(ds, labels)
-    names = statistics.present(ds, bounds)
-    if not names:
-        raise LipboundError(NO_BOUNDS)
-    axes = given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
+    names = statistics.compared(ds, bounds)
+    axes = styles.given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
     values = {name: statistics.ratio(ds, name).values for name in names}
     kept, (low, high) = statistics.shared_axis(values)
     high = max(high, low + 0.5)  # of less, a logarithmic axis has no legible numbers
@@ -136,7 +120,7 @@ def by_layer(
         for name in chosen
     }
     kept, _ = statistics.shared_axis(ratios)
-    axes = given_or_new(ax, (3.45, 2.8))
+    axes = styles.given_or_new(ax, (3.45, 2.8))
     for k, (ds, title) in enumerate(zip(found, names, strict=True)):
         for j, name in enumerate(statistics.panels(ds, kept)):
             label = str(ds[name].attrs["label"])
@@ -151,16 +135,15 @@ def by_layer(
     points = FontProperties(size="small").get_size_in_points()
     room = 0.75 * axes.figure.get_window_extent().width / axes.figure.dpi
     named, words = axes.get_legend_handles_labels()
-    texts = ["\n".join(lines_of(text, room, points)) for text in words]
-    above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
-    above["ncols"] = 2 if max(map(len, words)) <= 24 else 1
-    axes.legend(named, texts, fontsize="x-small", frameon=False, **above)
+    texts = ["\n".join(styles.lines_of(text, room, points)) for text in words]
+    above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
+    axes.legend(named, texts, fontsize="x-small", ncols=1 + (max(map(len, words)) <= 24), **above)
     notes = _layer_notes(found, names, ratios, kept)
     over = f"{statistics.reduction_name(reduce)} over samples and heads"
     notes.insert(
         0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
     )
-    lines = [line for note in notes for line in lines_of(plain(note), room, points)]
+    lines = [line for note in notes for line in styles.lines_of(plain(note), room, points)]
     axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
     return axes
 
@@ -252,8 +235,8 @@ def ball_curve(
     down = -(-len(chosen) // across)
     ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
     radius = ds["radius"].values
-    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
-        figure = Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
+    with matplotlib.rc_context(styles.BASE | {"font.size": 7.0}):
+        figure = styles.Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
         panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
         for axes, head in zip(panels, chosen, strict=False):
             one = ds.isel(head=head)
@@ -274,7 +257,7 @@ def ball_curve(
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
         if path is not None:
-            write(figure, Path(path))
+            styles.write(figure, Path(path))
     return figure
 
 
@@ -319,11 +302,11 @@ def over_steps(
     how = usual if reduce is None else reduce
     axes_of_mean = [axis for axis in ("sample", "head") if axis in ds.dims]
     lines = statistics.reduce_samples(ds[name], how, axes_of_mean).transpose("layer", STEP)
-    settings, inches, _ = look(None, width, font_size)
+    settings, inches, _ = styles.look(None, width, font_size)
     layers = ds["layer"].values.tolist()
     colors = matplotlib.colormaps["viridis"].resampled(len(layers))
     with matplotlib.rc_context(settings):
-        figure = Drawing(figsize=(inches, 0.7 * inches), layout="constrained")
+        figure = styles.Drawing(figsize=(inches, 0.7 * inches), layout="constrained")
         axes = figure.add_subplot()
         for i, layer in enumerate(layers):
             axes.plot(ds[STEP], lines[i], color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
@@ -341,7 +324,7 @@ def over_steps(
             means = over(ds, axes_of_mean)
             said = f"{statistics.reduction_name(how)}{means}, " if means else ""
             words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
-            write(figure, Path(path), caption_files(Path(path), plain(words)))
+            styles.write(figure, Path(path), styles.caption_files(Path(path), plain(words)))
     return figure
 
 
@@ -395,12 +378,12 @@ def token_profile(
             f"{len(names)} tokens were given for a profile of {count}; give the text of every token"
         )
     names = [n if len(n) <= LONGEST else f"{n[: LONGEST - 1]}\u2026" for n in names]
-    settings, inches, points = look(None, width, font_size)
+    settings, inches, points = styles.look(None, width, font_size)
     tall = 0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0)
     size = (inches, 2 * tall + 0.06 * max(map(len, names), default=1) + 0.3)
     room = max(inches - (0.75 if rows == 1 else 1.35), 0.5)  # beside axes and colour bar
     with matplotlib.rc_context(settings):
-        figure = Drawing(figsize=size, layout="constrained")
+        figure = styles.Drawing(figsize=size, layout="constrained")
         panels = figure.subplots(2, 1, sharex=True)
         if rows == 1:
             for axes, grid in zip(panels, grids, strict=True):
@@ -410,7 +393,7 @@ def token_profile(
         else:
             _colours(figure, panels, grids, chosen)
         for axes, words in zip(panels, PANELS, strict=True):
-            lines = "\n".join(folded(words, room, points))
+            lines = "\n".join(styles.folded(words, room, points))
             axes.set_title(lines, fontsize=points, parse_math=False)
         step = max(1, -(-count // max(1, int(inches * 0.82 * 72 / (1.15 * points)))))
         panels[1].set_xticks(range(0, count, step), names[::step], rotation=90, parse_math=False)
@@ -421,7 +404,7 @@ def token_profile(
         if title:
             figure.suptitle(title, fontsize=points + 1, parse_math=False)
         if path is not None:
-            write(figure, Path(path))
+            styles.write(figure, Path(path))
     return figure
 
 

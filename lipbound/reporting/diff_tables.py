@@ -12,14 +12,6 @@ from lipbound.formatting import enclosed, plain, small
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import checkpoint_words, exact_words, over, setting_words
 from lipbound.reporting.layout import Table
-from lipbound.reporting.statistics import (
-    INTERVAL,
-    LIKELY,
-    interval,
-    interval_words,
-    reduce_samples,
-    span,
-)
 from lipbound.runs.pair import sides
 from lipbound.schema import SIDES, bounds_there
 
@@ -84,10 +76,11 @@ def reduced(parts: Mapping[str, xr.DataArray], dims: list[str]) -> dict[str, xr.
         ratio; its ``min`` and ``max``; ``compared`` places, and `COUNTS` of them; NaN where there
         are no ends.
     """
-    found = {name: reduce_samples(values, "geomean", dims) for name, values in parts.items()}
+    reduce = statistics.reduce_samples
+    found = {name: reduce(values, "geomean", dims) for name, values in parts.items()}
     ratio = parts["ratio"]
     found |= {name: found["ratio"] * np.nan for name in ENDS if name not in parts}
-    found |= zip(INTERVAL, interval(ratio, "geomean", dims), strict=True)
+    found |= zip(statistics.INTERVAL, statistics.interval(ratio, "geomean", dims), strict=True)
     found |= {"min": ratio.min(dims), "max": ratio.max(dims)}
     sure = dict.fromkeys(COUNTS, found["ratio"] * np.nan)
     if ENDS[0] in parts:
@@ -193,8 +186,8 @@ def _written(
     keys = list(shown.columns)
     shown[first], shown[second] = column("a", 1), column("b", 1)
     shown[ratio := f"{second} / {first}"] = column("ratio", 0)
-    low, high = (column(end, 0, "single") for end in INTERVAL)
-    shown[LIKELY] = list(map(span, low, high))
+    low, high = (column(end, 0, "single") for end in statistics.INTERVAL)
+    shown[statistics.LIKELY] = list(map(statistics.span, low, high))
     shown["min"], shown["max"] = column("min", 0, "single"), column("max", 0, "single")
     sure = bool(numbers[COUNTS[0]].notna().any())
     for name in COUNTS if sure else ():
@@ -202,8 +195,8 @@ def _written(
         shown[name] = ["n/a" if np.isnan(n) else f"{n:.0f} of {of}" for n, of in pairs]
     samples = int(ds["ratio"].notnull().any([d for d in ds["ratio"].dims if d != "sample"]).sum())
     if samples < 2:
-        shown = shown.drop(columns=LIKELY)
-    said = interval_words(samples)
+        shown = shown.drop(columns=statistics.LIKELY)
+    said = statistics.interval_words(samples)
     axes = [axis for axis in ("sample", "layer", "head") if by == "bound" or axis not in keys]
     means = over(sides(ds)[0], axes)
     decided = f"smaller, larger: where {second} is so whatever the norms in their enclosures are"
@@ -217,7 +210,7 @@ def _written(
         notes=[said] * (samples == 1) + diff_notes(ds),
         keys=tuple(keys),
         spare=SPARE,
-        meaning={LIKELY: said} | dict.fromkeys(["smaller"] if sure else [], decided),
+        meaning={statistics.LIKELY: said} | dict.fromkeys(["smaller"] if sure else [], decided),
     )
 
 
@@ -250,8 +243,8 @@ def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
         "measured": setting_words(a),
         "measured in b": "alike" if setting_words(a) == setting_words(b) else setting_words(b),
         "b / a": whole["ratio"],
-        f"{LIKELY} from": whole[INTERVAL[0]],
-        f"{LIKELY} to": whole[INTERVAL[1]],
+        f"{statistics.LIKELY} from": whole[statistics.INTERVAL[0]],
+        f"{statistics.LIKELY} to": whole[statistics.INTERVAL[1]],
         "b / a from": whole["min"],
         "b / a to": whole["max"],
         "compared": whole["compared"],

@@ -307,6 +307,20 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     return names
 
 
+def compared(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
+    """Names of bounds whose ratios to the exact norms are drawn, as of `present`.
+
+    Raises:
+        LipboundError: there are none.
+    """
+    if names := present(ds, bounds):
+        return names
+    raise LipboundError(
+        "the run has no bounds, whose ratios to the exact norms are drawn; compare the model with "
+        "some"
+    )
+
+
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
     """Names of bounds from a list separated by commas.
 

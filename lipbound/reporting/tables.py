@@ -13,19 +13,11 @@ import xarray as xr
 from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, choice
 from lipbound.formatting import counted, enclosed
+from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
 from lipbound.reporting.diff_tables import diff_table
-from lipbound.reporting.labels import (
-    extra_title,
-    footnotes,
-    holds,
-    label_of,
-    left_out,
-    mark,
-    over,
-    relabelled,
-)
+from lipbound.reporting.labels import footnotes, left_out
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
@@ -134,7 +126,7 @@ def table_of(
             f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
             f"{values!r}; these are for rows by layer or head"
         )
-    ds = relabelled(ds, labels)
+    ds = texts.relabelled(ds, labels)
     chosen = None if bounds is None else statistics.present(ds, bounds)
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
@@ -186,15 +178,16 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
         wide["geomean"] = width(ds, "exact")
         words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
         shown = pd.DataFrame(words, index=numbers.index)
-        return _table(ds, numbers, shown, head=f"exact norm{over(ds)}", bounds=[], keys=["norm"])
+        head = f"exact norm{texts.over(ds)}"
+        return _table(ds, numbers, shown, head=head, bounds=[], keys=["norm"])
     counts, rows, numbers = audit(ds), [], summary(ds)
     numbers = numbers if chosen is None else numbers.loc[chosen]
     for name, row in numbers.iterrows():
-        called = {"bound": row["label"] + mark(counts[str(name)]), "name": str(name)}
+        called = {"bound": row["label"] + texts.mark(counts[str(name)]), "name": str(name)}
         said = _spread_words(row, statistics.spread_widths(ds, str(name)), -1)
         below = {BELOW: f"{row['violations']} of {row['compared']}"}
-        rows.append(called | said | below | {HOLDS: holds(row["sound"], row["compared"])})
-    shown, head = pd.DataFrame(rows, index=numbers.index), f"bound / exact{over(ds)}"
+        rows.append(called | said | below | {HOLDS: texts.holds(row["sound"], row["compared"])})
+    shown, head = pd.DataFrame(rows, index=numbers.index), f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
 
@@ -205,8 +198,8 @@ def extra_notes(ds: xr.Dataset) -> list[str]:
         wide, values = statistics.EXTRA_WIDTHS[name], ds[name]
         middle = statistics.reduce_samples(values, "median", list(map(str, values.dims)))
         low, high = (enclosed(end, wide) for end in statistics.ends(values))
-        said = f"median {enclosed(float(middle), wide)}{over(ds)}, from {low} to {high}"
-        notes.append(f"{extra_title(ds, name)}: {said}")
+        said = f"median {enclosed(float(middle), wide)}{texts.over(ds)}, from {low} to {high}"
+        notes.append(f"{texts.extra_title(ds, name)}: {said}")
     return notes
 
 
@@ -227,9 +220,9 @@ def _said_of_cells(
 ) -> str:
     """Line above `breakdown`: the meaning of its cells and the axes of its means."""
     axes = ("sample",) if by == "head" else ("sample", "head")
-    means = over(ds, axes, exact=values == "ratio")
+    means = texts.over(ds, axes, exact=values == "ratio")
     what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
-    others = [extra_title(ds, name) for name in statistics.extras(ds)]
+    others = [texts.extra_title(ds, name) for name in statistics.extras(ds)]
     head = ", ".join(filter(None, ("exact norm", *others, what)))
     head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
     there = Contents.of(ds)
@@ -259,15 +252,15 @@ def _by_place(
     for title, ends in SPANS.items():
         shown[title] = list(map(span, *(column(end, 1, "exact") for end in ends)))
     for name in statistics.extras(ds):
-        shown[extra_title(ds, name)] = column(name, 0, wide=statistics.EXTRA_WIDTHS[name])
+        shown[texts.extra_title(ds, name)] = column(name, 0, wide=statistics.EXTRA_WIDTHS[name])
     titles = {*shown.columns}
     for name in names:
-        title = label_of(ds, name)
+        title = texts.label_of(ds, name)
         title = f"{title} ({name})" if title in titles else title
         titles.add(title)
         ratios = values == "ratio"
         cells = column(name, -1, name) if ratios else column(name, 0, wide=allowance())
-        shown[title + mark(counts[name])] = cells
+        shown[title + texts.mark(counts[name])] = cells
     heads = by == "layer" and "head" in ds.dims
     return _table(
         ds,

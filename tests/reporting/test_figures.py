@@ -12,8 +12,7 @@ from support.runs import made_up
 
 from lipbound import plots
 from lipbound.errors import LipboundError, UnknownNameError
-from lipbound.reporting.scales import scales
-from lipbound.reporting.sheets import FLAT, Sheet, arrange
+from lipbound.reporting.sheets import FLAT, Sheet, arrange, scales
 from lipbound.reporting.styles import folded, inches, latex_caption, paper_height
 
 WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}

@@ -22,7 +22,7 @@ from lipbound import plots, tables
 from lipbound.attention.layer import Attention
 from lipbound.errors import AlteredRunError, LipboundError, Notice, StoreError
 from lipbound.models.given_layers import GivenLayers
-from lipbound.reporting.scales import DIVERGING, Scale
+from lipbound.reporting.sheets import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
 from lipbound.runs.dataset import damage
 from lipbound.runs.pair import GIVEN, sides

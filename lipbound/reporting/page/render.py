@@ -25,10 +25,10 @@ from lipbound.errors import LipboundError
 from lipbound.formatting import enclosed, formula, plain, replacing
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
-from lipbound.reporting.diff_figures import diff_caption, diff_heatmaps
 from lipbound.reporting.labels import model_name, relabelled, told_apart
 from lipbound.reporting.page.details import SIDE, Details, details
-from lipbound.reporting.scales import log10, scales
+from lipbound.reporting.plots import diff_caption, diff_heatmaps
+from lipbound.reporting.sheets import log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
 from lipbound.runs.pair import sides
