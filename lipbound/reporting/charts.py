@@ -159,11 +159,11 @@ def _layer_notes(
     runs: list[xr.Dataset], names: list[str], ratios: dict[str, np.ndarray], kept: list[str]
 ) -> list[str]:
     """Sentences below the axis of `by_layer`: what is not drawn, and why."""
-    counts = {title: int(with_exact(ds).sum()) for title, ds in zip(names, runs, strict=True)}
-    one, notes = [title for title, count in counts.items() if count < 2], list[str]()
+    counts, notes = [int(with_exact(ds).sum()) for ds in runs], list[str]()
+    one = [title for title, count in zip(names, counts, strict=True) if count < 2]
     if one:
         notes.append(f"{joined(one)}: one sample, no interval")
-    for (title, count), ds in zip(counts.items(), runs, strict=True):
+    for title, count, ds in zip(names, counts, runs, strict=True):
         if kept and count < ds.sizes["sample"]:
             notes.append(f"{title}: exact norms of {counted(count, 'sample')}, bounds of all")
     for name, values in ratios.items():

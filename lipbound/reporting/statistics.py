@@ -261,7 +261,8 @@ def breakdown(
     Returns:
         Columns ``exact``, ``exact_upper`` (where the run has it), ``interval_lower,
         interval_upper`` (of the exact norm, see `interval`), ``sample_min, sample_max`` (of the
-        exact norm, reduced over heads alone), the values of `extras`, and one per bound.
+        exact norm, reduced over heads alone), the extras of the run (``jacobian_frobenius``,
+        ``jacobian_condition``), and one per bound.
 
     Raises:
         LipboundError: unknown names; heads of a run on whole layers.
@@ -302,7 +303,7 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
         missing = [get(name).name for name in missing]
         raise UnknownNameError(
-            f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds))}"
+            f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds)) or 'none'}"
         )
     return names
 

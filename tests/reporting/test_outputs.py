@@ -70,6 +70,8 @@ def test_extras_are_in_tables_and_figures(tmp_path: Path) -> None:
     words = (tmp_path / "all.caption.txt").read_text()
     assert "log10 of the condition number of the Jacobian, on a scale of its own." in words
     assert "Exact: on a colour scale of its own." in words
+    with pytest.raises(LipboundError, match="the run has no bound 'yudin'; it has none"):
+        tables.render(ds.assign_attrs(bounds=[]), bounds=["yudin"])
     few = plots.heatmaps(ds, bounds=["yudin"])
     assert len([one for one in few.axes if one.images and one.get_title()]) == 2
     with pytest.raises(LipboundError, match="the run has no 'frobenius'; allowed are exact"):
