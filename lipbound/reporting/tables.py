@@ -179,7 +179,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
         words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
         shown = pd.DataFrame(words, index=numbers.index)
         head = f"exact norm{texts.over(ds)}"
-        return _table(ds, numbers, shown, head=head, bounds=[], keys=["norm"])
+        return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["norm"])
     counts, rows, numbers = audit(ds), [], summary(ds)
     numbers = numbers if chosen is None else numbers.loc[chosen]
     for name, row in numbers.iterrows():

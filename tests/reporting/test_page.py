@@ -377,7 +377,7 @@ def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) 
     """Of functions of the input, with details and extras, and of keys, with neither; also both."""
     options: Any = {"samples": 2, "max_length": 8, "bounds": "none", "progress": False}
     alone = lb.compare(bert, text, extras="frobenius,condition", **options)
-    keys = lb.compare(bert, text, wrt="keys", **options)
+    keys = lb.compare(bert, text, wrt="keys", **options | {"bounds": "default"})
     assert report(alone, tmp_path / "alone.html") == []
     (reason,) = report(keys, tmp_path / "keys.html")
     assert "functions of the input, not of keys" in reason
@@ -393,6 +393,7 @@ def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) 
         assert "bound / exact over" not in page
         assert "and upper bounds on them" not in page
         assert ("as a function of its keys alone" in page) == (name == "keys")
+    assert any("left out, since the statement is of heads as" in note for note in run["notes"])
     (run,) = data_of(tmp_path / "alone.html")
     assert run["panels"] == ["exact", "jacobian_frobenius", "jacobian_condition"]
     assert [len(scale["names"]) for scale in run["scales"]] == [1, 1, 1]
