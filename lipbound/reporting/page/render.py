@@ -62,7 +62,8 @@ def report(
     The page needs no network and no other file: numbers and plotly.js are inside, compressed. For
     the details of single heads (attention, singular vectors, the terms of a bound) the model and
     the inputs are loaded again from the run's provenance, one sample of them; where that is not
-    possible, or they are no longer what they were, the page says so and has everything else.
+    possible, or they are no longer what they were, the page says so and has everything else. Of a
+    run without bounds it shows exact norms alone.
 
     Args:
         runs: Datasets, or names of saved runs. A diff of two runs counts as both of them; its
