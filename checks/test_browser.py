@@ -78,7 +78,12 @@ def pages(
     assert report([run, vit], folder / "two.html") == []
     report(hostile, folder / "hostile.html", details=False)
     report(layers, folder / "layers.html")
-    return {name: folder / f"{name}.html" for name in ("one", "two", "hostile", "layers")}
+    alone = lb.compare(
+        "builtin:gpt2", samples=2, max_length=8, bounds="none", extras="frobenius", progress=False
+    )
+    report([alone, run], folder / "alone.html", details=False)
+    names = ("one", "two", "hostile", "layers", "alone")
+    return {name: folder / f"{name}.html" for name in names}
 
 
 @pytest.fixture
@@ -325,6 +330,27 @@ def test_two_runs_side_by_side(opened: Any, scheme: str) -> None:
     ink = browser.execute_script("return document.getElementById('maps')._fullLayout.font.color")
     assert (ink == "#1d2126") == (scheme == "light")
     shoot(browser, f"two-{scheme}")
+
+
+def test_runs_without_bounds(opened: Any) -> None:
+    browser = opened("alone")
+    titles = browser.execute_script(
+        "return document.getElementById('maps').layout.annotations.map(a => a.text)"
+    )
+    assert titles == ["Exact", "Frobenius norm"]
+    mouse(browser, 1, 2, 1, click=True)
+    wait(lambda: browser.find_element(By.ID, "detail-title").text == "layer 2, head 1")
+    assert status(browser)["bound"] == "exact"
+    mouse(browser, 1, 3, 0, click=False)
+    wait(lambda: "layer 3, head 0; frobenius norm " in status(browser)["text"])
+    assert not browser.find_element(By.ID, "quantity").is_displayed()
+    assert not browser.find_element(By.ID, "histogram").is_displayed()
+    assert browser.execute_script("return document.getElementById('samples').data.length") == 1
+    shoot(browser, "alone")
+    Select(browser.find_element(By.ID, "run")).select_by_value("1")
+    wait(lambda: browser.find_element(By.ID, "histogram").is_displayed())
+    assert browser.find_element(By.ID, "quantity").is_displayed()
+    assert status(browser)["bound"] == "lipbound"
 
 
 def test_hostile_names_are_text(opened: Any, hostile: xr.Dataset) -> None:

@@ -14,28 +14,14 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, choice, shown, whole
-from lipbound.formatting import joined, number, plain
-from lipbound.reporting import statistics
-from lipbound.reporting.labels import label_of, model_name, over, relabelled, told
-from lipbound.reporting.styles import (
-    BASE,
-    Drawing,
-    caption_files,
-    folded,
-    given_or_new,
-    lines_of,
-    look,
-    write,
-)
+from lipbound.formatting import counted, joined, number, plain
+from lipbound.reporting import statistics, styles
+from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
 from lipbound.runs.store import load, run_of, takes_run
 from lipbound.schema import ALIKE, EXACT, MEANS, STATISTICS, STEP, with_exact
 
 if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import TokenProfile
-
-NO_BOUNDS = (
-    "the run has no bounds, whose ratios to the exact norms are drawn; compare the model with some"
-)
 
 
 @takes_run
@@ -64,14 +50,10 @@ def ratios(
         LipboundError: a bound that the run has not, a run without bounds.
     """
     ds = relabelled(ds, labels)
-    names = statistics.present(ds, bounds)
-    if not names:
-        raise LipboundError(NO_BOUNDS)
-    axes = given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
+    names = statistics.compared(ds, bounds)
+    axes = styles.given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
     values = {name: statistics.ratio(ds, name).values for name in names}
-    with np.errstate(divide="ignore"):
-        logs = {name: np.log10(v) for name, v in values.items()}
-    kept, (low, high) = statistics.shared_axis(logs)
+    kept, (low, high) = statistics.shared_axis(values)
     high = max(high, low + 0.5)  # of less, a logarithmic axis has no legible numbers
     pad = 0.04 * (high - low)
     low, high = low - pad, high + pad
@@ -121,7 +103,7 @@ def by_layer(
     """
     several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     found = [relabelled(run_of(run)) for run in several]
-    names = _told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
+    names = told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
     if not found:
         raise LipboundError("no run was given; give at least one Dataset or saved run")
     if len(names) != len(found):
@@ -137,9 +119,8 @@ def by_layer(
         name: np.concatenate([statistics.ratio(ds, name).values.ravel() for ds in found])
         for name in chosen
     }
-    with np.errstate(divide="ignore"):
-        kept, _ = statistics.shared_axis({name: np.log10(v) for name, v in ratios.items()})
-    axes = given_or_new(ax, (3.45, 2.8))
+    kept, _ = statistics.shared_axis(ratios)
+    axes = styles.given_or_new(ax, (3.45, 2.8))
     for k, (ds, title) in enumerate(zip(found, names, strict=True)):
         for j, name in enumerate(statistics.panels(ds, kept)):
             label = str(ds[name].attrs["label"])
@@ -154,26 +135,17 @@ def by_layer(
     points = FontProperties(size="small").get_size_in_points()
     room = 0.75 * axes.figure.get_window_extent().width / axes.figure.dpi
     named, words = axes.get_legend_handles_labels()
-    texts = ["\n".join(lines_of(text, room, points)) for text in words]
-    above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
-    above["ncols"] = 2 if max(map(len, words)) <= 24 else 1
-    axes.legend(named, texts, fontsize="x-small", frameon=False, **above)
+    texts = ["\n".join(styles.lines_of(text, room, points)) for text in words]
+    above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
+    axes.legend(named, texts, fontsize="x-small", ncols=1 + (max(map(len, words)) <= 24), **above)
     notes = _layer_notes(found, names, ratios, kept)
     over = f"{statistics.reduction_name(reduce)} over samples and heads"
     notes.insert(
         0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
     )
-    lines = [line for note in notes for line in lines_of(plain(note), room, points)]
+    lines = [line for note in notes for line in styles.lines_of(plain(note), room, points)]
     axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
     return axes
-
-
-def _told_apart(names: Iterable[str]) -> list[str]:
-    """Number names that occur several times."""
-    several = list(names)
-    return [
-        f"{name} ({k})" if several.count(name) > 1 else name for k, name in enumerate(several, 1)
-    ]
 
 
 def _within_ten(axes: Axes, low: float, high: float) -> None:
@@ -187,25 +159,21 @@ def _layer_notes(
     runs: list[xr.Dataset], names: list[str], ratios: dict[str, np.ndarray], kept: list[str]
 ) -> list[str]:
     """Sentences below the axis of `by_layer`: what is not drawn, and why."""
-    notes, one = list[str](), [title for title, ds in zip(names, runs, strict=True) if _few(ds) < 2]
+    counts, notes = [int(with_exact(ds).sum()) for ds in runs], list[str]()
+    one = [title for title, count in zip(names, counts, strict=True) if count < 2]
     if one:
         notes.append(f"{joined(one)}: one sample, no interval")
-    for title, ds in zip(names, runs, strict=True):
-        if kept and _few(ds) < ds.sizes["sample"]:
-            notes.append(f"{title}: exact norms of {_few(ds)} samples, bounds of all")
+    for title, count, ds in zip(names, counts, runs, strict=True):
+        if kept and count < ds.sizes["sample"]:
+            notes.append(f"{title}: exact norms of {counted(count, 'sample')}, bounds of all")
     for name, values in ratios.items():
         label = runs[0][name].attrs["label"]
-        least, most = (number(end, 2).replace("inf", "\u221e") for end in statistics.ends(values))
+        least, most = _ends(values)
         if name not in kept:
             notes.append(f"beyond the axis: {label}, {least} to {most} x exact")
         elif np.isinf(values).any():
             notes.append(f"{label}: infinite at some heads; gaps are infinite")
     return notes
-
-
-def _few(ds: xr.Dataset) -> int:
-    """Samples with exact norms."""
-    return int(with_exact(ds).sum())
 
 
 DASHES = ("-", "--", ":", "-.")
@@ -230,11 +198,16 @@ def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
     ends = statistics.ends(values)
     if np.isnan(ends[0]):
         return "no ratio: no positive exact norm"
-    least, most = (number(end, 2).replace("inf", "\u221e") for end in ends)
+    least, most = _ends(values)
     if not boxed:
-        return f"beyond: {least} to {most}" if least != most else f"beyond: {least}"
+        return f"beyond: {statistics.span(least, most)}"
     down = [f"down to {least}"] * bool(ends[0] < 10**low)
     return ", ".join(down + [f"up to {most}"] * bool(ends[1] > 10**high))
+
+
+def _ends(values: np.ndarray) -> list[str]:
+    """Smallest and largest value in words."""
+    return [number(end, 2).replace("inf", "\u221e") for end in statistics.ends(values)]
 
 
 def ball_curve(
@@ -262,17 +235,18 @@ def ball_curve(
     down = -(-len(chosen) // across)
     ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
     radius = ds["radius"].values
-    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
-        figure = Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
+    with matplotlib.rc_context(styles.BASE | {"font.size": 7.0}):
+        figure = styles.Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
         panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
         for axes, head in zip(panels, chosen, strict=False):
             one = ds.isel(head=head)
             for name in ds.attrs["bounds"]:
                 axes.plot(radius, one[name], lw=1, label=get(name).label)
-            for name in (name for name in ENDS if name in one):
+            there = [name for name in ENDS if name in one]
+            for name in there:
                 axes.plot(radius, one[name], **ENDS[name])
-            if all(name in one for name in ENDS):
-                axes.fill_between(radius, *(one[name] for name in ENDS), color="0.85", lw=0)
+            if len(there) == len(ENDS):
+                axes.fill_between(radius, *(one[name] for name in there), color="0.85", lw=0)
             axes.set(xscale="log", yscale="log", title=f"head {head}")
         for axes in panels[len(chosen) :]:
             axes.set_axis_off()
@@ -283,7 +257,7 @@ def ball_curve(
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
         if path is not None:
-            write(figure, Path(path))
+            styles.write(figure, Path(path))
     return figure
 
 
@@ -325,16 +299,14 @@ def over_steps(
     known = [one for one in (*EXACT[:3], *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
     logarithmic = choice("quantity", name, known) not in STATISTICS
     usual = "geomean" if logarithmic else "mean" if name in MEANS else "max"
-    how, axes_of_mean = (
-        usual if reduce is None else reduce,
-        [a for a in ("sample", "head") if a in ds.dims],
-    )
+    how = usual if reduce is None else reduce
+    axes_of_mean = [axis for axis in ("sample", "head") if axis in ds.dims]
     lines = statistics.reduce_samples(ds[name], how, axes_of_mean).transpose("layer", STEP)
-    settings, inches, _ = look(None, width, font_size)
+    settings, inches, _ = styles.look(None, width, font_size)
     layers = ds["layer"].values.tolist()
     colors = matplotlib.colormaps["viridis"].resampled(len(layers))
     with matplotlib.rc_context(settings):
-        figure = Drawing(figsize=(inches, 0.7 * inches), layout="constrained")
+        figure = styles.Drawing(figsize=(inches, 0.7 * inches), layout="constrained")
         axes = figure.add_subplot()
         for i, layer in enumerate(layers):
             axes.plot(ds[STEP], lines[i], color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
@@ -352,7 +324,7 @@ def over_steps(
             means = over(ds, axes_of_mean)
             said = f"{statistics.reduction_name(how)}{means}, " if means else ""
             words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
-            write(figure, Path(path), caption_files(Path(path), plain(words)))
+            styles.write(figure, Path(path), styles.caption_files(Path(path), plain(words)))
     return figure
 
 
@@ -406,12 +378,12 @@ def token_profile(
             f"{len(names)} tokens were given for a profile of {count}; give the text of every token"
         )
     names = [n if len(n) <= LONGEST else f"{n[: LONGEST - 1]}\u2026" for n in names]
-    settings, inches, points = look(None, width, font_size)
+    settings, inches, points = styles.look(None, width, font_size)
     tall = 0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0)
     size = (inches, 2 * tall + 0.06 * max(map(len, names), default=1) + 0.3)
     room = max(inches - (0.75 if rows == 1 else 1.35), 0.5)  # beside axes and colour bar
     with matplotlib.rc_context(settings):
-        figure = Drawing(figsize=size, layout="constrained")
+        figure = styles.Drawing(figsize=size, layout="constrained")
         panels = figure.subplots(2, 1, sharex=True)
         if rows == 1:
             for axes, grid in zip(panels, grids, strict=True):
@@ -421,7 +393,7 @@ def token_profile(
         else:
             _colours(figure, panels, grids, chosen)
         for axes, words in zip(panels, PANELS, strict=True):
-            lines = "\n".join(folded(words, room, points))
+            lines = "\n".join(styles.folded(words, room, points))
             axes.set_title(lines, fontsize=points, parse_math=False)
         step = max(1, -(-count // max(1, int(inches * 0.82 * 72 / (1.15 * points)))))
         panels[1].set_xticks(range(0, count, step), names[::step], rotation=90, parse_math=False)
@@ -432,7 +404,7 @@ def token_profile(
         if title:
             figure.suptitle(title, fontsize=points + 1, parse_math=False)
         if path is not None:
-            write(figure, Path(path))
+            styles.write(figure, Path(path))
     return figure
 
 

@@ -12,7 +12,6 @@ from lipbound.formatting import enclosed, plain, small
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import checkpoint_words, exact_words, over, setting_words
 from lipbound.reporting.layout import Table
-from lipbound.reporting.statistics import INTERVAL, LEVEL, interval, interval_words, reduce_samples
 from lipbound.runs.pair import sides
 from lipbound.schema import SIDES, bounds_there
 
@@ -63,8 +62,7 @@ def change(ds: xr.Dataset, name: str = "exact") -> dict[str, xr.DataArray]:
     if name == "exact":
         found = {key: ds[key] for key in ("ratio", *ENDS) if key in ds}
     else:
-        with np.errstate(all="ignore"):
-            ratio = values["b"] / values["a"].where((values["a"] > 0) & np.isfinite(values["a"]))
+        ratio = values["b"] / values["a"].where((values["a"] > 0) & np.isfinite(values["a"]))
         found = dict.fromkeys(("ratio", *ENDS), ratio)
     known = found["ratio"].notnull()
     return {side: one.where(known) for side, one in values.items()} | found
@@ -78,10 +76,11 @@ def reduced(parts: Mapping[str, xr.DataArray], dims: list[str]) -> dict[str, xr.
         ratio; its ``min`` and ``max``; ``compared`` places, and `COUNTS` of them; NaN where there
         are no ends.
     """
-    found = {name: reduce_samples(values, "geomean", dims) for name, values in parts.items()}
+    reduce = statistics.reduce_samples
+    found = {name: reduce(values, "geomean", dims) for name, values in parts.items()}
     ratio = parts["ratio"]
     found |= {name: found["ratio"] * np.nan for name in ENDS if name not in parts}
-    found |= zip(INTERVAL, interval(ratio, "geomean", dims), strict=True)
+    found |= zip(statistics.INTERVAL, statistics.interval(ratio, "geomean", dims), strict=True)
     found |= {"min": ratio.min(dims), "max": ratio.max(dims)}
     sure = dict.fromkeys(COUNTS, found["ratio"] * np.nan)
     if ENDS[0] in parts:
@@ -111,36 +110,33 @@ def diff_table(
     dims = [str(dim) for dim in ds["ratio"].dims]
     if by == "head" and "head" not in dims:
         raise LipboundError("the runs are about whole layers and have no heads; ask by layer")
+    if by != "bound" and bounds is not None:
+        raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
+    levels = ["layer", "head"][: statistics.ROWS.index(by)]
+    inner = [dim for dim in dims if dim not in levels]
     if by == "bound":
         names = ["exact", *_bounds(ds, bounds)]
-        cells = {name: reduced(change(ds, name), dims) for name in names}
-        rows = [{key: value.item() for key, value in one.items()} for one in cells.values()]
-        numbers = pd.DataFrame(rows, index=pd.Index(names, name="bound"))
-        title = "quantity"
-        shown = pd.DataFrame(
-            {title: [plain(str(ds[f"{name}_a"].attrs["label"])) for name in names]}, numbers.index
-        )
-        wide = [_widths(ds, name, dims) for name in names]
+        numbers = _rows({name: reduced(change(ds, name), inner) for name in names})
+        wide = _rows({name: _widths(ds, name, inner) for name in names})
+        titles = [plain(str(ds[f"{name}_a"].attrs["label"])) for name in names]
+        shown = pd.DataFrame({"quantity": titles}, numbers.index)
     else:
-        if bounds is not None:
-            raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
-        levels = ["layer", "head"][: statistics.ROWS.index(by)]
-        inner = [dim for dim in dims if dim not in levels]
-        found = reduced(change(ds), inner)
-        numbers = pd.DataFrame(
-            {name: value.transpose(*levels).to_series() for name, value in found.items()}
-        )
-        numbers, title = numbers.loc[numbers["compared"] > 0], levels[0]
+        numbers = _places(reduced(change(ds), inner), levels)
+        numbers = numbers.loc[numbers["compared"] > 0]
+        wide = _places(_widths(ds, "exact", inner), levels).loc[numbers.index]
         shown = numbers.index.to_frame().astype(str)
-        all_wide = _widths(ds, "exact", inner)
-        wide = [
-            {
-                name: float(value.sel(dict(zip(levels, np.atleast_1d(place), strict=True))))
-                for name, value in all_wide.items()
-            }
-            for place in numbers.index
-        ]
     return _written(ds, numbers, shown, wide, by, labels)
+
+
+def _rows(cells: Mapping[str, Mapping[str, xr.DataArray]]) -> pd.DataFrame:
+    """Single numbers as a table, a row for every quantity."""
+    rows = [{key: value.item() for key, value in one.items()} for one in cells.values()]
+    return pd.DataFrame(rows, index=pd.Index(cells, name="bound"))
+
+
+def _places(cells: Mapping[str, xr.DataArray], levels: list[str]) -> pd.DataFrame:
+    """Numbers by layer, or by layer and head, as a table, a row for every place."""
+    return xr.Dataset(cells).reset_coords(drop=True).to_dataframe(levels)
 
 
 def _bounds(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
@@ -159,8 +155,7 @@ def _widths(ds: xr.Dataset, name: str, dims: list[str]) -> dict[str, Any]:
     """Relative widths of the enclosures of the columns of a row: of means, and of single ratios."""
     parts = change(ds, name)
     if name != "exact":
-        zero = parts["ratio"].max(dims) * 0.0
-        return dict.fromkeys(("a", "b", "ratio", "single"), zero)
+        return dict.fromkeys(("a", "b", "ratio", "single"), xr.DataArray(0.0))
     known = {}
     for side, run in zip(SIDES, sides(ds), strict=True):
         wide = xr.full_like(run["exact"], float(run.attrs["tol"]))
@@ -176,36 +171,32 @@ def _written(
     ds: xr.Dataset,
     numbers: pd.DataFrame,
     shown: pd.DataFrame,
-    wide: list[dict[str, Any]],
+    wide: pd.DataFrame,
     by: str,
     labels: Mapping[str, str] | None,
 ) -> Table:
     """Numbers as a table, each to the digits that its enclosure supports."""
     first, second = side_names(labels).values()
-    rows = list(zip(numbers.to_dict("records"), wide, strict=True))
 
     def column(name: str, side: int, of: str = "") -> list[str]:
         times = 1 if side else 2  # a ratio of lower ends stands anywhere in its enclosure
-        return [enclosed(row[name], times * float(w[of or name]), side) for row, w in rows]
+        pairs = zip(numbers[name], wide[of or name], strict=True)
+        return [enclosed(value, times * width, side) for value, width in pairs]
 
     keys = list(shown.columns)
-    likely = f"{LEVEL:.0%} interval"
     shown[first], shown[second] = column("a", 1), column("b", 1)
     shown[ratio := f"{second} / {first}"] = column("ratio", 0)
-    low, high = (column(end, 0, "single") for end in INTERVAL)
-    spans = (dict.fromkeys(pair) for pair in zip(low, high, strict=True))
-    shown[likely] = [" to ".join(span) for span in spans]
+    low, high = (column(end, 0, "single") for end in statistics.INTERVAL)
+    shown[statistics.LIKELY] = list(map(statistics.span, low, high))
     shown["min"], shown["max"] = column("min", 0, "single"), column("max", 0, "single")
     sure = bool(numbers[COUNTS[0]].notna().any())
     for name in COUNTS if sure else ():
-        shown[name] = [
-            "n/a" if np.isnan(row[name]) else f"{row[name]:.0f} of {row['compared']}"
-            for row, _ in rows
-        ]
+        pairs = zip(numbers[name], numbers["compared"], strict=True)
+        shown[name] = ["n/a" if np.isnan(n) else f"{n:.0f} of {of}" for n, of in pairs]
     samples = int(ds["ratio"].notnull().any([d for d in ds["ratio"].dims if d != "sample"]).sum())
     if samples < 2:
-        shown = shown.drop(columns=likely)
-    said = interval_words(samples)
+        shown = shown.drop(columns=statistics.LIKELY)
+    said = statistics.interval_words(samples)
     axes = [axis for axis in ("sample", "layer", "head") if by == "bound" or axis not in keys]
     means = over(sides(ds)[0], axes)
     decided = f"smaller, larger: where {second} is so whatever the norms in their enclosures are"
@@ -213,13 +204,13 @@ def _written(
         numbers,
         shown,
         words=("quantity",),
-        head=f"exact norms{' and bounds' * (by == 'bound' and len(rows) > 1)}, and {ratio}"
+        head=f"exact norms{' and bounds' * (by == 'bound' and len(numbers) > 1)}, and {ratio}"
         + (f": geometric means{means}" if means else ""),
         caption=diff_words(ds, labels),
         notes=[said] * (samples == 1) + diff_notes(ds),
         keys=tuple(keys),
         spare=SPARE,
-        meaning={likely: said} | dict.fromkeys(["smaller"] if sure else [], decided),
+        meaning={statistics.LIKELY: said} | dict.fromkeys(["smaller"] if sure else [], decided),
     )
 
 
@@ -231,11 +222,10 @@ def diff_notes(ds: xr.Dataset) -> list[str]:
         notes.append("without upper ends of both norms, ratios are estimates without an enclosure")
     elif unsure := int(((parts[ENDS[0]] <= 1) & (parts[ENDS[1]] >= 1)).sum()):
         notes.append(f"which is larger is not decided by the enclosures at {unsure} of {places}")
-    norms = parts["ratio"].size
     either = int((ds["exact_a"].notnull() | ds["exact_b"].notnull()).sum())
     if either > places:
         notes.append(f"{either - places} of {either} places have no ratio: no norm, or zero in A")
-    if norms and bool((ds["exact_a"] == ds["exact_b"]).where(parts["ratio"].notnull(), True).all()):
+    if places and bool((parts["a"] == parts["b"]).where(parts["ratio"].notnull(), True).all()):
         notes.append("no exact norm differs; make sure that these are two checkpoints")
     return notes
 
@@ -253,8 +243,8 @@ def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
         "measured": setting_words(a),
         "measured in b": "alike" if setting_words(a) == setting_words(b) else setting_words(b),
         "b / a": whole["ratio"],
-        f"{LEVEL:.0%} interval from": whole[INTERVAL[0]],
-        f"{LEVEL:.0%} interval to": whole[INTERVAL[1]],
+        f"{statistics.LIKELY} from": whole[statistics.INTERVAL[0]],
+        f"{statistics.LIKELY} to": whole[statistics.INTERVAL[1]],
         "b / a from": whole["min"],
         "b / a to": whole["max"],
         "compared": whole["compared"],

@@ -120,6 +120,14 @@ def model_name(ds: xr.Dataset) -> str:
     return f"{name} {step_words(ds)}".strip()
 
 
+def told_apart(names: Iterable[str]) -> list[str]:
+    """Number names that occur several times."""
+    several = list(names)
+    return [
+        f"{name} ({k})" if several.count(name) > 1 else name for k, name in enumerate(several, 1)
+    ]
+
+
 def step_words(ds: xr.Dataset) -> str:
     """Words on the steps of training that are shown; empty where there are none.
 
@@ -233,6 +241,11 @@ def label_of(ds: xr.Dataset, name: str) -> str:
     return plain(str(ds[name].attrs["label"]))
 
 
+def extra_title(ds: xr.Dataset, name: str) -> str:
+    """What one of `lipbound.reporting.statistics.extras` is, in words."""
+    return plain(str(ds[name].attrs.get("long_name", name)))
+
+
 def holds(sound: int, compared: int) -> str:
     """Where a bound's assumptions held, in words."""
     if not compared:
@@ -287,18 +300,21 @@ def places(ds: xr.Dataset) -> str:
     """
     there = Contents.of(ds)
     layers, whole = list(there.layers), there.all_layers
-    some = f"layer{'s' if len(layers) > 1 else ''} {listed(layers)} of {there.made.model_layers}"
-    text = counted(len(layers), "layer") if whole else f"{some} counted from 0"
+    some = _some("layer", layers, there.made.model_layers)
+    text = counted(len(layers), "layer") if whole else some
     if "head" not in ds.dims:
         return text
     least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
     numbers = [int(head) for head in ds["head"].values]
     if there.made.heads is not None and len(numbers) < there.made.heads:
-        kept = f"head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.made.heads}"
-        return f"{text}, {kept} counted from 0"
+        return f"{text}, {_some('head', numbers, there.made.heads)}"
     heads = counted(most, "head") if least == most else f"{least} to {counted(most, 'head')}"
     each = "" if whole or len(layers) == 1 else " each"
     return f"{text} x {heads}" if whole else f"{text}, {heads}{each}"
+
+
+def _some(what: str, numbers: list[int], of: int) -> str:
+    return f"{what}{'s' * (len(numbers) > 1)} {listed(numbers)} of {of} counted from 0"
 
 
 def samples_words(there: Contents) -> str:

@@ -5,27 +5,19 @@ foreign text as text.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, choice
 from lipbound.formatting import escape_latex, plain
 from lipbound.reporting.layout import Table, fit, folded
 
+WIDTHS = {"column": (215.0, 8, 40), "page": (345.0, 8, 40), "slide": (307.0, 9, 14)}
+r"""Points for a table's width and its type, and its rows before it is split.
 
-class TableRoom(NamedTuple):
-    """Points for a table's width and its type, and its rows before it is split."""
-
-    room: float
-    type_size: float = 8
-    rows: int = 40
-
-
-WIDTHS = {"column": TableRoom(215), "page": TableRoom(345), "slide": TableRoom(307, 9, 14)}
-r"""A column of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4
-has 221 pt), the text of ``article`` at 10 pt, a frame of ``beamer``. The type is that of
-\footnotesize there, and the same in a class of larger type, where the table would not fit
+"column" is one of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on
+A4 has 221 pt), "page" the text of ``article`` at 10 pt, "slide" a frame of ``beamer``. The type is
+that of \footnotesize there, and the same in a class of larger type, where the table would not fit
 otherwise."""
 NARROW, GAP, NOTES = 62.0, 8.0, 7.0
 """Points at 10 pt that a column of words keeps at least, points between two columns, and the type
@@ -104,33 +96,27 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
         LipboundError: a width that is not positive.
     """
     width = "column" if width is None else width
-    if isinstance(width, str) and width not in WIDTHS:
-        raise UnknownNameError(
-            f"unknown width {width!r} of a LaTeX table, which has a number of points or a name; "
-            f"{nearest(width, WIDTHS)}"
-        )
-    look = WIDTHS[width] if isinstance(width, str) else TableRoom(float(width))
-    if not look.room > 0:
+    named = isinstance(width, str)
+    room, points, rows = WIDTHS[choice("width", width, WIDTHS)] if named else (float(width), 8, 40)
+    if not room > 0:
         raise LipboundError(
             f"width is {width}; it must be a positive number of points, or one of "
             f"{', '.join(WIDTHS)}"
         )
-    size = look.type_size / 10 * 1.07  # small type is wider
+    size = points / 10 * 1.07  # small type is wider
+
+    def measure(text: str) -> float:
+        return size * extent(text)
+
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
-    blocks, left_out = fit(
-        table,
-        look.room,
-        gap=GAP,
-        narrow=size * NARROW,
-        optional=3,
-        measure=lambda t: size * extent(t),
-    )
+    narrow = size * NARROW
+    blocks, left_out = fit(table, room, gap=GAP, narrow=narrow, optional=3, measure=measure)
     bodies = [
-        _tabular(replace(table, shown=table.shown.iloc[k : k + look.rows]), block, size)
-        for k in range(0, max(1, len(table.shown)), look.rows)
+        _tabular(replace(table, shown=table.shown.iloc[k : k + rows]), block, measure)
+        for k in range(0, max(1, len(table.shown)), rows)
         for block in blocks
     ]
-    fits = f"at most {look.room:g} pt wide; for a table environment, or running text"
+    fits = f"at most {room:g} pt wide; for a table environment, or running text"
     comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption]
     if left_out:
         comments.append(f"no room for: {', '.join(left_out)}; --width page has more")
@@ -138,7 +124,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in said), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
         *(f"% {plain(line)}" for line in comments),
-        f"\\begingroup{_type(look.type_size)}\\setlength{{\\tabcolsep}}{{4pt}}%",
+        f"\\begingroup{_type(points)}\\setlength{{\\tabcolsep}}{{4pt}}%",
         "\n\n\\smallskip\n".join(bodies),
         "",
         f"\\smallskip{_type(NOTES)}\\raggedright\\noindent",
@@ -153,12 +139,8 @@ def _type(size: float) -> str:
     return f"\\fontsize{{{size:g}}}{{{1.2 * size:g}}}\\selectfont"
 
 
-def _tabular(table: Table, widths: Mapping[str, float], size: float) -> str:
+def _tabular(table: Table, widths: Mapping[str, float], measure: Callable[[str], float]) -> str:
     """Tabular of some columns and rows of a table; columns of words fold to their fitted width."""
-
-    def measure(text: str) -> float:
-        return size * extent(text)
-
     shown, kinds, headings = table.shown[list(widths)].copy(), [], []
     for title, width in widths.items():
         words = title in table.words

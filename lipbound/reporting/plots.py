@@ -9,25 +9,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, UnknownNameError, choice, nearest
+from lipbound.errors import UnknownNameError, choice, nearest
 from lipbound.formatting import enclosed, joined, plain
-from lipbound.reporting import statistics
-from lipbound.reporting.charts import (
-    NO_BOUNDS,
-    ball_curve,
-    by_layer,
-    over_steps,
-    ratios,
-    token_profile,
+from lipbound.reporting import sheets, statistics
+from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
+from lipbound.reporting.diff_tables import change, diff_table, side_names
+from lipbound.reporting.labels import (
+    extra_title,
+    label_of,
+    mark,
+    model_name,
+    relabelled,
+    run_caption,
 )
-from lipbound.reporting.diff_figures import diff_caption, diff_heatmap, diff_heatmaps
-from lipbound.reporting.labels import label_of, mark, relabelled, run_caption
 from lipbound.reporting.labels import over as over_axes
-from lipbound.reporting.scales import COLORMAP, OVER, QUANTITY, RATIO, Scale, log10, scales
-from lipbound.reporting.sheets import figure_of, one_panel
-from lipbound.reporting.statistics import across, reduce_samples, reduction_name, shared_scale
+from lipbound.reporting.sheets import COLORMAP
+from lipbound.reporting.statistics import reduce_samples, shared_scale
+from lipbound.runs.pair import sides
 from lipbound.runs.store import takes_diff, takes_run
-from lipbound.schema import compared_with
+from lipbound.schema import EXTRAS, compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
 __all__ += ["over_steps", "reduce_samples", "shared_scale", "token_profile"]
@@ -38,6 +38,123 @@ MARKS = {
     "\u2020": "its assumptions do not hold on every {} here",
 }
 """Meaning of the audit's marks, of heads or layers."""
+
+
+def diff_heatmaps(
+    ds: xr.Dataset,
+    path: str | Path | None = None,
+    *,
+    reduce: str | float | None = None,
+    width: str | float = "page",
+    columns: int | None = None,
+    font_size: float | None = None,
+    style: str | None = None,
+    caption: bool = False,
+    labels: Mapping[str, str] | None = None,
+) -> Figure:
+    """Draw exact norms of both runs on one scale, and their ratio on one centred on 1.
+
+    Dots mark heads whose bootstrap interval over samples contains 1.
+
+    Args:
+        ds: a diff.
+        path, width, columns, font_size, style, caption: as in `lipbound.reporting.plots.heatmaps`.
+        reduce: over samples; the geometric mean by default.
+        labels: names of the runs, by "a" and "b".
+
+    Raises:
+        LipboundError: see `lipbound.reporting.plots.heatmaps`.
+    """
+    how = "geomean" if reduce is None else reduce
+    parts, names = change(ds), side_names(labels)
+    grids = _grids(ds, how)
+    low, high = shared_scale({side: grids[side] for side in names})
+    bars = [sheets.Scale(("a", "b"), low, high), _ratio_scale(grids["ratio"], _over(names))]
+    models = dict(zip(names, map(model_name, sides(ds)), strict=True))
+    titles = {
+        side: [name if side in (labels or {}) else plain(f"{name}: {models[side]}")]
+        for side, name in names.items()
+    }
+    row = diff_table(ds, bounds=[], labels=labels).shown.iloc[0]
+    titles["ratio"] = [f"{_over(names)}: {row[_over(names)]}"]
+    return sheets.figure_of(
+        ds,
+        grids,
+        bars,
+        titles,
+        diff_caption(ds, reduce=reduce, labels=labels),
+        path,
+        sheets.Paper(width, columns, font_size, style, caption),
+        dots={"ratio": _undecided(parts["ratio"], how)},
+        own_bars=True,
+    )
+
+
+def diff_heatmap(
+    ds: xr.Dataset,
+    *,
+    ax: Axes | None = None,
+    reduce: str | float | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Axes:
+    """Draw the ratio of two runs alone, in axes of yours; arguments as in `diff_heatmaps`."""
+    how = "geomean" if reduce is None else reduce
+    grids, title = {"ratio": _grids(ds, how)["ratio"]}, _over(side_names(labels))
+    words = title + _over_samples(ds, ", ", how)
+    return sheets.one_panel(ds, grids, _ratio_scale(grids["ratio"], words), title, words, ax)
+
+
+def diff_caption(
+    ds: xr.Dataset,
+    *,
+    reduce: str | float | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> str:
+    """The caption that `diff_heatmaps` writes beside the figure."""
+    how, names = "geomean" if reduce is None else reduce, side_names(labels)
+    a, b = names.values()
+    each = _over_samples(ds, ", each the ", how)
+    table = diff_table(ds, bounds=[], labels=labels)
+    row = table.shown.iloc[0].to_dict()
+    of_all = f"{_over(names)} over everything: {row[_over(names)]} (geometric mean"
+    likely = statistics.LIKELY
+    of_all += f", {likely} over samples {row[likely]})" if likely in row else ")"
+    marked = bool(_undecided(ds["ratio"], how).any())
+    dots = f" Dots: the {likely} of the cell contains 1." * marked
+    said = [table.meaning[likely]] if likely in row else []
+    notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in [*said, *table.notes])
+    return plain(
+        f"log10 of the local Lipschitz constants of {a} and {b}, and {_over(names)} on a "
+        f"logarithmic colour scale centred on 1{each}. {table.caption}. {of_all}.{dots}{notes}"
+    )
+
+
+def _over(names: Mapping[str, str]) -> str:
+    """The ratio in words, such as B / A."""
+    return f"{names['b']} / {names['a']}"
+
+
+def _grids(ds: xr.Dataset, how: str | float) -> dict[str, np.ndarray]:
+    """Logarithms of the panels."""
+    parts = change(ds)
+    grids = {name: statistics.panel(parts[name], how).values for name in ("a", "b", "ratio")}
+    with np.errstate(all="ignore"):
+        return {name: np.log10(grid) for name, grid in grids.items()}
+
+
+def _ratio_scale(grid: np.ndarray, words: str) -> sheets.Scale:
+    """A scale with 1 in its middle."""
+    most = max(map(abs, statistics.ends(grid[np.isfinite(grid)])), default=0.0)
+    most = max(most, 1e-3) if np.isfinite(most) else 1.0
+    return sheets.Scale(("ratio",), -most, most, sheets.DIVERGING, words)
+
+
+def _undecided(ratio: xr.DataArray, how: str | float) -> np.ndarray:
+    """Cells whose bootstrap interval contains 1, (layer, head); none for whole layers."""
+    if statistics.across(ratio) == "sample":
+        return np.zeros((ratio.sizes["layer"], ratio.sizes["sample"]), dtype=bool)
+    lower, upper = (end.transpose("layer", "head") for end in statistics.interval(ratio, how))
+    return ((lower <= 1) & (upper >= 1)).values
 
 
 @takes_diff(diff_heatmaps)
@@ -57,22 +174,23 @@ def heatmaps(
     caption: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Figure:
-    r"""Draw a heatmap of the exact norm and one per bound, log10 of the values.
+    r"""Draw a heatmap of the exact norm, one per bound, and one per extra, log10 of the values.
 
-    Head number goes across (sample number for whole layers), layer number down.
+    Extras of the run (its Frobenius norms and condition numbers) have a colour scale each. Head
+    number goes across (sample number for whole layers), layer number down.
 
     The figure with its caption is never taller than a page of 9 inches, or a slide of 16:9 where it
     is wider than paper. With ``path``, the caption is written beside it, as ``NAME.caption.txt``
     and ``NAME.caption.tex`` (``\input`` that in a figure).
 
     Of a diff of two runs, their exact norms and the ratio are drawn (see
-    `lipbound.reporting.diff_figures.diff_heatmaps`).
+    `lipbound.reporting.plots.diff_heatmaps`).
 
     Args:
         ds: a run, from `lipbound.compare` or `lipbound.load`; or a diff, from `lipbound.diff`.
         path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are
             reproducible.
-        bounds: which bounds, in this order; all of the run by default.
+        bounds: which bounds, in this order, without extras; all of the run by default.
         over: "exact": draw bound / exact, each bound over the exact norm of its own map; None:
             values.
         reduce: over samples: "mean", the default of values, since published heatmaps have it
@@ -99,19 +217,15 @@ def heatmaps(
     """
     ds = relabelled(ds, labels)
     grids, bars, reduce = _panels(ds, bounds, reduce, scale, over)
-    return figure_of(
+    return sheets.figure_of(
         ds,
         grids,
         bars,
         _titles(ds, grids),
         _caption(ds, bars, reduce, scale),
         path,
+        sheets.Paper(width, columns, font_size, style, caption),
         own_bars=scale == "panel",
-        width=width,
-        columns=columns,
-        font_size=font_size,
-        style=style,
-        caption=caption,
     )
 
 
@@ -131,7 +245,8 @@ def heatmap(
 
     Args:
         ds: a run.
-        name: "exact", "exact_l2" or a bound of the run.
+        name: "exact", "exact_l2", a bound of the run, or "frobenius" or "condition", of runs with
+            these ``extras``.
         over: "exact": bound / exact, as in `heatmaps`.
         ax: where to draw; a new figure by default (``.figure`` of what is returned).
         reduce, labels: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by
@@ -145,29 +260,30 @@ def heatmap(
     """
     ds = relabelled(ds, labels)
     reduce = _reduction(reduce, over)
-    known = statistics.panels(ds) if over is None else statistics.present(ds)
-    if over is not None and not known:
-        raise LipboundError(NO_BOUNDS)
-    if name not in known:
+    known = [*statistics.panels(ds), *statistics.extras(ds)]
+    known = statistics.compared(ds) if over else known
+    if (wanted := name if over else EXTRAS.get(name, name)) not in known:
         what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
-    grids = log10(ds, [name], reduce, over)
-    shown = scales(ds, grids, "panel")[0] if limits is None else Scale((name,), *limits)
-    words = "log10" if over is None else RATIO
+    grids = sheets.log10(ds, [wanted], reduce, over)
+    (shown,) = sheets.scales(ds, grids, "panel")
+    if limits is not None:
+        shown = sheets.Scale((wanted,), *limits)
+    words = sheets.RATIO if over else "log10"
     words += _over_samples(ds, ", ", reduce)
-    return one_panel(ds, grids, shown, label_of(ds, name), words, ax)
+    return sheets.one_panel(ds, grids, shown, label_of(ds, wanted), words, ax)
 
 
 def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:
     """Words on how the values of panels are reduced; none where they are not."""
-    single = across(ds) == "sample" or ds.sizes["sample"] == 1
-    return "" if single else f"{before}{reduction_name(reduce)} over samples"
+    single = statistics.across(ds) == "sample" or ds.sizes["sample"] == 1
+    return "" if single else f"{before}{statistics.reduction_name(reduce)} over samples"
 
 
 def _reduction(reduce: str | float | None, over: str | None) -> str | float:
     """The reduction over samples, where none was asked for that of values or of ratios."""
     if over is not None:
-        choice("over", over, OVER)
+        choice("over", over, sheets.OVER)
     return ("mean" if over is None else "geomean") if reduce is None else reduce
 
 
@@ -177,33 +293,28 @@ def _panels(
     reduce: str | float | None,
     scale: str,
     over: str | None,
-) -> tuple[dict[str, np.ndarray], list[Scale], str | float]:
+) -> tuple[dict[str, np.ndarray], list[sheets.Scale], str | float]:
     """Values of the panels, log10, their colour scales, and how they are reduced."""
     reduce = _reduction(reduce, over)
-    names = statistics.panels(ds, bounds) if over is None else statistics.present(ds, bounds)
-    if not names:
-        raise LipboundError(NO_BOUNDS)
-    grids = log10(ds, names, reduce, over)
-    return grids, scales(ds, grids, scale), reduce
+    if over:
+        names = statistics.compared(ds, bounds)
+    else:
+        names = [*statistics.panels(ds, bounds), *(statistics.extras(ds) if bounds is None else [])]
+    grids = sheets.log10(ds, names, reduce, over)
+    return grids, sheets.scales(ds, grids, scale), reduce
 
 
 def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
     """Labels of panels with the audit's marks, and mean ratios of bounds below them."""
-    entries, beside = audit(ds), _ratios(ds)
-    signs = {name: mark(entry) for name, entry in entries.items()}
-    return {
-        name: [label_of(ds, name) + signs.get(name, ""), *beside.get(name, [])] for name in names
-    }
-
-
-def _ratios(ds: xr.Dataset) -> dict[str, list[str]]:
-    """A line on the mean ratio of each bound to the exact norm."""
-    found = {}
-    for name, mean in statistics.summary(ds)["geomean"].items():
-        of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
-        known = f"{enclosed(mean, statistics.width(ds, name), -1, most=3)} \u00d7 {of}"
-        found[name] = [known if np.isfinite(mean) else NO_RATIO[bool(np.isnan(mean))]]
-    return found
+    titles = {name: [label_of(ds, name)] for name in names}
+    for name, entry in audit(ds).items():
+        if name in titles:
+            mean = statistics.geomean(statistics.ratio(ds, name))
+            of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
+            known = f"{enclosed(mean, statistics.width(ds, name), -1, most=3)} \u00d7 {of}"
+            below = known if np.isfinite(mean) else NO_RATIO[bool(np.isnan(mean))]
+            titles[name] = [titles[name][0] + mark(entry), below]
+    return titles
 
 
 @takes_diff(diff_caption)
@@ -223,21 +334,27 @@ def caption(
     return _caption(ds, bars, reduce, scale)
 
 
-def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str) -> str:
+def _caption(ds: xr.Dataset, bars: list[sheets.Scale], reduce: str | float, scale: str) -> str:
     """Caption of a figure with these colour bars."""
     each = " (a colour scale for each panel)" if scale == "panel" else ""
-    rows, first = "", bars[0].names if scale == "rows" and len(bars) > 1 else ()
+    shown = [name for bar in bars for name in bar.names]
+    several = [bar for bar in bars if bar.quantity == bars[0].quantity]
+    rows, first = "", bars[0].names if scale == "rows" and len(several) > 1 else ()
     if first:
         own = "scale of their own" if len(first) > 1 else "scale of its own"
         rows = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour {own}."
-    shown = [name for bar in bars for name in bar.names]
+    rows += "".join(
+        f" {label_of(ds, name)}: log10 of the {extra_title(ds, name)}, on a scale of its own."
+        for name in shown
+        if name in statistics.extras(ds)
+    )
     marks = [mark(entry).strip() for name, entry in audit(ds).items() if name in shown]
     place = "head" if "head" in ds.dims else "layer"
     meaning = [f" {sign} {MARKS[sign].format(place)}." for sign in MARKS if sign in marks]
     ratios, and_bounds, means = "", "", over_axes(ds)
     if marks:
         ratios = f" Above the panels: bound / exact{', geometric mean' if means else ''}{means}."
-        if bars[0].quantity == QUANTITY:
+        if bars[0].quantity == sheets.QUANTITY:
             and_bounds = f" and its {'bounds' if len(marks) > 1 else 'bound'}"
     shown_is = f"{bars[0].quantity}{and_bounds}{_over_samples(ds, ', each the ', reduce)}{each}"
     return plain(f"{shown_is}.{rows} {run_caption(ds)}.{ratios}{''.join(meaning)}")

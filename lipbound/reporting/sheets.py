@@ -1,34 +1,178 @@
-"""Sheets of panels, layer x head: how they fit on paper, and how they are drawn."""
+"""Heatmaps of panels, layer x head: colour scales that panels share, sheets that fit on paper."""
 
+import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.colorbar import Colorbar
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from lipbound.errors import LipboundError, whole
+from lipbound.errors import LipboundError, choice, whole
 from lipbound.formatting import counted
-from lipbound.reporting import statistics
-from lipbound.reporting.scales import Scale, image
-from lipbound.reporting.statistics import across
-from lipbound.reporting.styles import (
-    Drawing,
-    caption_files,
-    folded,
-    given_or_new,
-    look,
-    paper_height,
-    write,
-)
+from lipbound.reporting import statistics, styles
+from lipbound.reporting.labels import extra_title
+from lipbound.reporting.statistics import across, extras, panel, ratio, shared_scale
+from lipbound.schema import bounds_there, compared_with
+
+QUANTITY, RATIO = "log10 of the local Lipschitz constant", "log10 of bound / exact"
+"""Labels of colour bars: of norms and bounds themselves, and of their ratios."""
+OVER = ("exact",)
+"""Variables that the values of panels may be divided by."""
+COLORMAP = "cividis"
+NEAR_COLORMAP = "viridis"
+"""Colours of rows with a scale of their own, so that nobody reads them off the other one."""
+SCALES = ("rows", "shared", "panel")
+DIVERGING = "RdBu_r"
+"""Colours of ratios of two runs: blue below one, red above."""
+STEPS = (1.001, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2, 4, 10, 100, 1e4, 1e8, 1e16, 1e32)
+"""Ratios that are numbered on a diverging bar."""
+NEAR = 1.0
+"""Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the
+exact norm."""
+ABOVE, BELOW, MISSING = "#fff7bc", "#cfe0f3", "#dddddd"
+"""Beyond the upper end of a scale, beyond the lower end, and where there is no value."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Panels that are read off one colour bar.
+
+    Attributes:
+        names: the panels, in order.
+        low, high: ends of the bar, log10.
+        colors: name of the colormap.
+        quantity: what the bar is labelled with.
+    """
+
+    names: tuple[str, ...]
+    low: float
+    high: float
+    colors: str = COLORMAP
+    quantity: str = QUANTITY
+
+    def mark(self, bar: Colorbar) -> None:
+        """Number a diverging bar by ratios, one in its middle, rather than by logarithms."""
+        if self.colors != DIVERGING:
+            return
+        step = max((one for one in STEPS if 2 * math.log10(one) <= self.high), default=STEPS[0])
+        above = [one for one in (step, step**2) if one > 1 and math.log10(one) <= self.high]
+        ratios = [1.0, *above, *(1 / one for one in above)]
+        bar.set_ticks([math.log10(one) for one in ratios], labels=[f"{one:.4g}" for one in ratios])
+
+    @property
+    def norm(self) -> Normalize:
+        """From logarithms to [0, 1]."""
+        return Normalize(self.low, self.top)
+
+    @property
+    def top(self) -> float:
+        """Upper end of the bar, so far above the lower one that its numbers are legible."""
+        return self.high if self.high > self.low + 1e-4 else self.low + 0.1
+
+    def beyond(self, grid: np.ndarray) -> str:
+        """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
+        known = grid[~np.isnan(grid)]
+        # infinite ones have an order, and no mean
+        middle = float(np.sort(known)[known.size // 2]) if known.size else self.low
+        return "above" if middle > self.top else "below" if middle < self.low else ""
+
+    def extend(self, grids: dict[str, np.ndarray]) -> str:
+        """The ends at which something lies beyond the bar, as matplotlib calls them."""
+        shown = [grids[name] for name in self.names]
+        over = any(bool((grid > self.top).any()) for grid in shown)
+        under = any(bool((grid < self.low).any()) for grid in shown)
+        return "both" if over and under else "max" if over else "min" if under else "neither"
+
+
+def log10(
+    ds: xr.Dataset, names: Iterable[str], reduce: str | float, over: str | None = None
+) -> dict[str, np.ndarray]:
+    """Logarithms of the values of panels; -inf for zero, NaN where there is no value.
+
+    Args:
+        ds: a run. names: of the panels. reduce: over samples, as in `reduce_samples`.
+        over: "exact": of bound / exact, of the bound's own map; None: of the values.
+    """
+    shown = {name: ds[name] if over is None else ratio(ds, name) for name in names}
+    with np.errstate(all="ignore"):
+        return {name: np.log10(panel(values, reduce).values) for name, values in shown.items()}
+
+
+def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale]:
+    """The colour bars of a figure, in the order in which their panels stand.
+
+    Extras have a bar each, whatever the way.
+
+    Args:
+        ds: a run.
+        grids: log10 of the values of each panel; they may be infinite or missing. Without "exact"
+            among them they are of ratios to it.
+        how: "rows" (the exact norm and what is near it on a bar of their own, before the others),
+            "shared" (one bar) or "panel" (a bar each).
+
+    Raises:
+        UnknownNameError: another way.
+    """
+    choice("scale", how, SCALES)
+    others = [name for name in grids if name in extras(ds)]
+    own = [_scale([name], grids, f"log10 of the {extra_title(ds, name)}") for name in others]
+    names = [name for name in grids if name not in others]
+    if not names:
+        return own
+    words = QUANTITY if "exact" in grids else RATIO
+    if how == "panel":
+        return [*(_scale([name], grids, words) for name in names), *own]
+    close = [name for name in names if _near(ds, grids, name)]
+    far = [name for name in names if name not in close]
+    if how == "shared" or not far or not close:
+        return [_scale(names, grids, words), *own]
+    # The exact norm of another map has bounds of its own map beside it and would take up colours
+    # that all others need.
+    measured = [name for name in far if name in bounds_there(ds)] or far
+    ends = shared_scale({name: grids[name] for name in measured})
+    near = _scale(close, grids, words, NEAR_COLORMAP)
+    return [near, Scale(tuple(far), *ends, COLORMAP, words), *own]
+
+
+def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
+    """Logarithms as colours; infinite ones beyond the scale, missing ones grey."""
+    colors = matplotlib.colormaps[scale.colors]
+    shown = np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid))
+    colormap = colors.with_extremes(over=ABOVE, bad=MISSING, under=BELOW)
+    return axes.imshow(shown, cmap=colormap, norm=scale.norm, aspect="auto")
+
+
+def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
+    """True for the exact norm, and for bounds on it with a median at most ten times as large."""
+    if "exact" not in grids:
+        return _median(grids[name]) <= NEAR
+    if name not in bounds_there(ds):
+        return name == "exact"
+    above = _median(grids[name]) - _median(grids["exact"])
+    return compared_with(ds, name) == "exact" and above <= NEAR
+
+
+def _scale(
+    names: Sequence[str], grids: dict[str, np.ndarray], words: str, colors: str = COLORMAP
+) -> Scale:
+    ends = shared_scale({name: grids[name] for name in names})
+    return Scale(tuple(names), *ends, colors, words)
+
+
+def _median(grid: np.ndarray) -> float:
+    known = grid[~np.isnan(grid)]
+    return float(np.median(known)) if known.size else float("nan")
+
 
 LINE = 1.35
 """Height of a line of type over its size."""
@@ -102,7 +246,7 @@ class Sheet:
 
     def room(self, across: int) -> float:
         """Height for a panel on paper, in inches."""
-        limit = paper_height(self.inches, captioned=bool(self.caption))
+        limit = styles.paper_height(self.inches, captioned=bool(self.caption))
         return (limit - self.fixed(across)) / self.rows(across)
 
     def height(self, across: int) -> float:
@@ -131,12 +275,22 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
         if small.height(across) >= FLAT * small.line and small.side(across) >= 2 * small.line:
             return small, across
     many = counted(columns, "column") if columns else "as many columns as are legible"
-    limit = paper_height(sheet.inches, captioned=bool(sheet.caption))
+    limit = styles.paper_height(sheet.inches, captioned=bool(sheet.caption))
     raise LipboundError(
         f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x "
         f"{limit:.3g} inches; ask for {'other columns, ' if columns else ''}a larger width, "
         "another style or fewer bounds"
     )
+
+
+class Paper(NamedTuple):
+    """Options of `lipbound.reporting.plots.heatmaps` on what figures are drawn on."""
+
+    width: str | float
+    columns: int | None
+    font_size: float | None
+    style: str | None
+    caption: bool
 
 
 def figure_of(
@@ -146,14 +300,10 @@ def figure_of(
     titles: Mapping[str, Sequence[str]],
     words: str,
     path: str | Path | None,
+    paper: Paper,
     *,
     dots: Mapping[str, np.ndarray] | None = None,
     own_bars: bool = False,
-    width: str | float = "page",
-    columns: int | None = None,
-    font_size: float | None = None,
-    style: str | None = None,
-    caption: bool = False,
 ) -> Figure:
     """Draw panels on a sheet of their own, and write it with its caption.
 
@@ -165,20 +315,21 @@ def figure_of(
         words: the caption.
         path: where to write both; None for nowhere.
         dots: by panel, whether a cell has a dot.
+        paper: what both are drawn on.
         own_bars: every panel has a colour bar, rather than every section.
-        width, columns, font_size, style, caption: as in `lipbound.reporting.plots.heatmaps`.
     """
-    settings, inches, points = look(style, width, font_size)
-    columns = None if columns is None else whole("columns", columns, least=1)
+    settings, inches, points = styles.look(paper.style, paper.width, paper.font_size)
+    columns = None if paper.columns is None else whole("columns", paper.columns, least=1)
     counts = [len(grids)] if own_bars else [len(bar.names) for bar in bars]
     shape = (ds.sizes["layer"], ds.sizes[statistics.across(ds)])
     with matplotlib.rc_context(settings):
-        wanted = Sheet(counts, *shape, inches, points, own_bars, words if caption else "")
-        sheet, across = arrange(wanted, columns, shrink=font_size is None and style is None)
+        wanted = Sheet(counts, *shape, inches, points, own_bars, words if paper.caption else "")
+        usual = paper.font_size is None and paper.style is None
+        sheet, across = arrange(wanted, columns, shrink=usual)
         with matplotlib.rc_context({"font.size": sheet.points}):
             figure = _draw(ds, grids, bars, sheet, across, titles, dots or {})
             if path is not None:
-                write(figure, Path(path), caption_files(Path(path), words))
+                styles.write(figure, Path(path), styles.caption_files(Path(path), words))
     return figure
 
 
@@ -198,7 +349,7 @@ def _draw(
     high, rows, done = sheet.height(across), sheet.rows(across), 0
     size = (sheet.inches, sheet.fixed(across) + rows * high)
     pad = 0.4 * sheet.line
-    figure = Drawing(figsize=size, layout=ConstrainedLayoutEngine(h_pad=pad, w_pad=pad))
+    figure = styles.Drawing(figsize=size, layout=ConstrainedLayoutEngine(h_pad=pad, w_pad=pad))
     places = figure.subplots(rows, across, squeeze=False)
     sections = [bars] if sheet.own_bars else [[bar] for bar in bars]
     for section in sections:
@@ -212,7 +363,7 @@ def _draw(
                 axes.scatter(right, down, s=4, color="black", linewidths=0)
             _say_beyond(axes, grids[name], scale)
             label, *below = titles[name]
-            title = [*folded(label, sheet.side(across), sheet.points), *below]
+            title = [*styles.folded(label, sheet.side(across), sheet.points), *below]
             axes.set_title("\n".join(title), fontsize=sheet.points, pad=3, parse_math=False)
             lowest = k + across >= len(panels)
             _number_axes(axes, ds, left=k % across == 0, lowest=lowest, room=high / sheet.line)
@@ -280,7 +431,7 @@ def one_panel(
     (name,) = scale.names
     low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
     below = ax is None and low <= 2
-    axes = given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
+    axes = styles.given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
     picture = image(axes, grids[name], scale)
     axes.set_title(title, parse_math=False)
     axes.set(xlabel=across(ds), ylabel="layer")

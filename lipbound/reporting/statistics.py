@@ -12,7 +12,7 @@ from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, 
 from lipbound.reporting.labels import check_numbers
 from lipbound.runs.pair import sides
 from lipbound.runs.store import takes_run
-from lipbound.schema import bounds_there, compared_with, is_diff, norm_of
+from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff, norm_of
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
 
@@ -132,7 +132,12 @@ def interval_words(samples: int) -> str:
     if samples < 2:
         return "one sample: no interval over samples" if samples else ""
     few = ", too narrow with so few" if samples < FEW else ""
-    return f"{LEVEL:.0%} interval: percentile bootstrap over {samples} samples{few}"
+    return f"{LIKELY}: percentile bootstrap over {samples} samples{few}"
+
+
+def span(low: str, high: str) -> str:
+    """Two ends in words; one where they print alike."""
+    return low if low == high else f"{low} to {high}"
 
 
 def across(ds: xr.Dataset | xr.DataArray) -> str:
@@ -165,10 +170,14 @@ INTERVAL = ("interval_lower", "interval_upper")
 """Columns with the ends of `interval`."""
 LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
 """Level of bootstrap intervals, how many resamples they are from, and the seed of these."""
+LIKELY = f"{LEVEL:.0%} interval"
+"""Title of their columns."""
 FEW = 20
 """Samples below which bootstrap intervals are noticeably too narrow."""
 AUDITED = ("violations", "compared", "sound")
 """Columns that count places of the audit."""
+EXTRA_WIDTHS = {EXTRAS["frobenius"]: 2e-6, EXTRAS["condition"]: 0.04}
+"""Relative widths to which the extras of runs are known."""
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared
 scale."""
@@ -192,7 +201,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     check_numbers(ds)
     names, counts, rows = bounds_there(ds), audit(ds), []
     for name in names:
-        upper = _geomean(ratio(ds, name, upper=True)) if has_upper(ds, name) else float("nan")
+        upper = geomean(ratio(ds, name, upper=True)) if has_upper(ds, name) else float("nan")
         row = {"label": ds[name].attrs["label"], "geomean_lower": upper}
         rows.append(row | _spread(ratio(ds, name)) | counts[name])
     columns = ["label", *SPREAD[:3], "geomean_lower", *INTERVAL, *SPREAD[3:], *AUDITED]
@@ -201,14 +210,13 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
 
 def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
     """Columns `SPREAD` and `INTERVAL` of all exact norms, in one row."""
-    check_numbers(ds)
     return pd.DataFrame([_spread(ds["exact"])], index=pd.Index(["exact"], name="norm"))
 
 
 def _spread(values: xr.DataArray) -> dict[str, float]:
     """Columns `SPREAD` and `INTERVAL` of values with samples; NaN where there are none."""
-    single = [_geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
-    found = (_geomean(values), *ends(values), *ends(np.array(single)))
+    single = [geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
+    found = (geomean(values), *ends(values), *ends(np.array(single)))
     limits = map(float, interval(values, "geomean", list(map(str, values.dims))))
     return dict(zip((*SPREAD, *INTERVAL), (*found, *limits), strict=True))
 
@@ -219,7 +227,8 @@ def ends(values: xr.DataArray | np.ndarray) -> tuple[float, float]:
     return (float(known.min()), float(known.max())) if known.size else (float("nan"),) * 2
 
 
-def _geomean(values: xr.DataArray) -> float:
+def geomean(values: xr.DataArray) -> float:
+    """Geometric mean of all values that are there; NaN where there are none."""
     known = _known(values)
     with np.errstate(divide="ignore"):
         return float(np.exp(np.log(known).mean())) if known.size else float("nan")
@@ -252,7 +261,8 @@ def breakdown(
     Returns:
         Columns ``exact``, ``exact_upper`` (where the run has it), ``interval_lower,
         interval_upper`` (of the exact norm, see `interval`), ``sample_min, sample_max`` (of the
-        exact norm, reduced over heads alone), and one per bound.
+        exact norm, reduced over heads alone), the extras of the run (``jacobian_frobenius``,
+        ``jacobian_condition``), and one per bound.
 
     Raises:
         LipboundError: unknown names; heads of a run on whole layers.
@@ -268,7 +278,8 @@ def breakdown(
     inner = [str(dim) for dim in ds["exact"].dims if dim not in ("sample", *levels)]
     single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
     shown = {name: ds[name] for name in ("exact", "exact_upper") if name in ds}
-    order = [*shown, *INTERVAL, "sample_min", "sample_max", *names]
+    order = [*shown, *INTERVAL, "sample_min", "sample_max", *extras(ds), *names]
+    shown |= {name: ds[name] for name in extras(ds)}
     shown |= {name: ratio(ds, name) if values == "ratio" else ds[name] for name in names}
     cells = {name: reduce_samples(one, reduce, ["sample", *inner]) for name, one in shown.items()}
     cells |= {"sample_min": single.min("sample"), "sample_max": single.max("sample")}
@@ -292,9 +303,23 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
         missing = [get(name).name for name in missing]
         raise UnknownNameError(
-            f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds))}"
+            f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds)) or 'none'}"
         )
     return names
+
+
+def compared(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
+    """Names of bounds whose ratios to the exact norms are drawn, as of `present`.
+
+    Raises:
+        LipboundError: there are none.
+    """
+    if names := present(ds, bounds):
+        return names
+    raise LipboundError(
+        "the run has no bounds, whose ratios to the exact norms are drawn; compare the model with "
+        "some"
+    )
 
 
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
@@ -322,6 +347,11 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     return list(dict.fromkeys(["exact", *(name for pair in pairs for name in pair)]))
 
 
+def extras(ds: xr.Dataset) -> list[str]:
+    """Variables of a run on its Jacobians besides their norms, see `EXTRA_WIDTHS`."""
+    return [name for name in EXTRA_WIDTHS if name in ds.variables]
+
+
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     """Limits of the common colour scale.
 
@@ -337,26 +367,27 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     return ends(np.concatenate(finite or [np.zeros(1)]))
 
 
-def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
+def shared_axis(ratios: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
     """Choose the bounds that share an axis of ratios, and its ends (log10).
 
     From ratios near one outwards, up to a gap of `APART` decades.
 
     Args:
-        logs: log10 of the ratios of each bound; infinite ones and NaN do not count.
+        ratios: of each bound; zero, infinite ones and NaN do not count.
 
     Returns:
         Names in their order, and the ends, one among them. Single values far beyond the medians of
         all do not stretch it.
     """
-    known = {name: values[np.isfinite(values)] for name, values in logs.items()}
+    there = {name: values[np.isfinite(values) & (values > 0)] for name, values in ratios.items()}
+    known = {name: np.log10(values) for name, values in there.items()}
     medians = {name: float(np.median(values)) for name, values in known.items() if values.size}
     near = {name: median for name, median in medians.items() if abs(median) <= FARTHEST}
     kept = _together(near, 0.0, APART)
     middles = [0.0, *(near[name] for name in kept)]
     low, high = min(middles) - OFF_SCALE, max(middles) + OFF_SCALE
     drawn = np.concatenate([np.zeros(1), *(known[name] for name in kept)])
-    return [name for name in logs if name in kept], ends(drawn[(drawn >= low) & (drawn <= high)])
+    return [name for name in ratios if name in kept], ends(drawn[(drawn >= low) & (drawn <= high)])
 
 
 def _together(medians: dict[str, float], start: float, gap: float) -> list[str]:
@@ -422,19 +453,11 @@ def cell_widths(ds: xr.Dataset, name: str, reduce: str | float, levels: list[str
         ds: a run. name: of a bound, or "exact". reduce: as in `reduce_samples`.
         levels: the dimensions that are left.
     """
-    wide = widths(ds, name)
-    over = [dim for dim in wide.dims if dim not in levels]
-    with warnings.catch_warnings():  # places without a head
-        warnings.simplefilter("ignore", RuntimeWarning)
-        cells = wide.mean(over) if reduce == "geomean" else wide.max(over)
-    found: xr.DataArray = xr.apply_ufunc(np.expm1, cells.transpose(*levels))
+    wide, how = widths(ds, name), "mean" if reduce == "geomean" else "max"
+    inner = [str(dim) for dim in wide.dims if dim not in levels]
+    cells = reduce_samples(wide, how, inner).transpose(*levels)
+    found: xr.DataArray = xr.apply_ufunc(np.expm1, cells)
     return found
-
-
-def row_widths(ds: xr.Dataset, name: str, reduce: str | float, index: pd.Index) -> np.ndarray:
-    """Relative widths of the enclosures of the rows of `breakdown` with this index."""
-    levels = list(index.names)
-    return cell_widths(ds, name, reduce, levels).to_series().reindex(index).to_numpy()
 
 
 def spread_widths(ds: xr.Dataset, name: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib import font_manager
@@ -51,16 +51,10 @@ LABEL_LINES = 2
 """Lines that a label may take; what is longer is cut and ends with an ellipsis."""
 
 
-class FigureLook(NamedTuple):
-    """Settings of matplotlib, width of a figure in inches, and size of its type in points."""
-
-    settings: Any
-    inches: float
-    points: float
-
-
-def look(style: str | None, width: str | float, font_size: float | None) -> FigureLook:
-    """Settings for a figure's style, width and size of type.
+def look(
+    style: str | None, width: str | float, font_size: float | None
+) -> tuple[Any, float, float]:
+    """Settings of matplotlib for a figure, its width in inches, size of its type in points.
 
     Args:
         style: None, or the name of a bundle of tueplots such as "icml2024" or "neurips2024" (extra
@@ -85,7 +79,7 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
         )
     if style is None:
         points = font_size or (12.0 if width == "slide" else 7.0)
-        return FigureLook(BASE | {"font.size": points}, inches, points)
+        return BASE | {"font.size": points}, inches, points
     try:
         from tueplots import bundles
     except ImportError as error:
@@ -102,7 +96,7 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
     points = font_size or float(found["font.size"])
     kept = {key: found[key] for key in found if not key.startswith(("figure.", "text."))}
     kept |= {"font.family": _font(style, found), "font.size": points}
-    return FigureLook(BASE | kept, inches, points)
+    return BASE | kept, inches, points
 
 
 def _font(style: str, found: dict[str, Any]) -> str:

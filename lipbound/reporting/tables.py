@@ -13,14 +13,25 @@ import xarray as xr
 from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, choice
 from lipbound.formatting import counted, enclosed
+from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
 from lipbound.reporting.diff_tables import diff_table
-from lipbound.reporting.labels import footnotes, holds, label_of, left_out, mark, over, relabelled
+from lipbound.reporting.labels import footnotes, left_out
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
-from lipbound.reporting.statistics import ROWS, breakdown, panels, ratio, summary, width, widths
+from lipbound.reporting.statistics import (
+    LIKELY,
+    ROWS,
+    breakdown,
+    panels,
+    ratio,
+    span,
+    summary,
+    width,
+    widths,
+)
 from lipbound.runs.store import takes_diff, takes_run
 from lipbound.schema import Contents, bounds_there, with_exact
 
@@ -37,10 +48,9 @@ WRITERS: dict[str, Callable[..., str]] = {
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, RANGE = "geom. mean", "range over samples"
-LIKELY = f"{statistics.LEVEL:.0%} interval"
+SPANS = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
+"""Columns of two ends in words, and those of their ends in numbers."""
 HOLDS, BELOW = "assumptions hold", "below exact"
-READABLE = ("bound", MEAN, LIKELY, RANGE, "min", "max", BELOW, "of", HOLDS)
-"""Columns of `readable`."""
 WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
 SPARE = ("name", HOLDS, BELOW, RANGE, LIKELY, "min", "max")
@@ -116,7 +126,7 @@ def table_of(
             f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
             f"{values!r}; these are for rows by layer or head"
         )
-    ds = relabelled(ds, labels)
+    ds = texts.relabelled(ds, labels)
     chosen = None if bounds is None else statistics.present(ds, bounds)
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
@@ -152,7 +162,7 @@ def _table(
         words=WORDS,
         head=head,
         caption=caption(ds),
-        notes=[likely] * (samples == 1) + footnotes(ds, bounds),
+        notes=[*[likely] * (samples == 1), *extra_notes(ds), *footnotes(ds, bounds)],
         keys=tuple(keys),
         spare=spare,
         meaning={LIKELY: likely, RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
@@ -168,46 +178,41 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
         wide["geomean"] = width(ds, "exact")
         words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
         shown = pd.DataFrame(words, index=numbers.index)
-        return _table(ds, numbers, shown, head=f"exact norm{over(ds)}", bounds=[], keys=["norm"])
-    whole = summary(ds)
-    numbers = whole if chosen is None else whole.loc[chosen]
-    shown = _in_words(ds, whole).loc[numbers.index]
-    shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
-    shown.insert(1, "name", [str(name) for name in shown.index])
-    head = f"bound / exact{over(ds)}"
+        head = f"exact norm{texts.over(ds)}"
+        return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["norm"])
+    counts, rows, numbers = audit(ds), [], summary(ds)
+    numbers = numbers if chosen is None else numbers.loc[chosen]
+    for name, row in numbers.iterrows():
+        called = {"bound": row["label"] + texts.mark(counts[str(name)]), "name": str(name)}
+        said = _spread_words(row, statistics.spread_widths(ds, str(name)), -1)
+        below = {BELOW: f"{row['violations']} of {row['compared']}"}
+        rows.append(called | said | below | {HOLDS: texts.holds(row["sound"], row["compared"])})
+    shown, head = pd.DataFrame(rows, index=numbers.index), f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
 
-@takes_run
+def extra_notes(ds: xr.Dataset) -> list[str]:
+    """A sentence on each of `lipbound.reporting.statistics.extras`: its median and its range."""
+    notes = []
+    for name in statistics.extras(ds):
+        wide, values = statistics.EXTRA_WIDTHS[name], ds[name]
+        middle = statistics.reduce_samples(values, "median", list(map(str, values.dims)))
+        low, high = (enclosed(end, wide) for end in statistics.ends(values))
+        said = f"median {enclosed(float(middle), wide)}{texts.over(ds)}, from {low} to {high}"
+        notes.append(f"{texts.extra_title(ds, name)}: {said}")
+    return notes
+
+
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
-    ds = relabelled(ds)
-    shown = _in_words(ds, summary(ds))
-    return shown if int(with_exact(ds).sum()) > 1 else shown.drop(columns=LIKELY)
-
-
-def _in_words(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
-    """`summary` in words, columns `READABLE`."""
-    counts, rows = audit(ds), []
-    for name, row in table.iterrows():
-        said = _spread_words(row, statistics.spread_widths(ds, str(name)), -1)
-        said |= {"bound": row["label"] + mark(counts[str(name)]), BELOW: str(row["violations"])}
-        rows.append(
-            said | {"of": str(row["compared"]), HOLDS: holds(row["sound"], row["compared"])}
-        )
-    return pd.DataFrame(rows, columns=READABLE, index=table.index)
+    return table_of(ds).shown
 
 
 def _spread_words(row: pd.Series, wide: Mapping[str, float], side: int) -> dict[str, str]:
     """Columns of words on the spread of values, whose enclosures are so wide."""
     said = {column: enclosed(row[column], wide[column], side) for column in wide}
-    spans = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
-    found = {title: _span(*(said[end] for end in ends)) for title, ends in spans.items()}
-    return {MEAN: said["geomean"]} | found | {"min": said["min"], "max": said["max"]}
-
-
-def _span(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
+    spans = {title: span(*(said[end] for end in ends)) for title, ends in SPANS.items()}
+    return {MEAN: said["geomean"]} | spans | {"min": said["min"], "max": said["max"]}
 
 
 def _said_of_cells(
@@ -215,9 +220,10 @@ def _said_of_cells(
 ) -> str:
     """Line above `breakdown`: the meaning of its cells and the axes of its means."""
     axes = ("sample",) if by == "head" else ("sample", "head")
-    means = over(ds, axes, exact=values == "ratio")
+    means = texts.over(ds, axes, exact=values == "ratio")
     what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
-    head = ", ".join(filter(None, ("exact norm", what)))
+    others = [texts.extra_title(ds, name) for name in statistics.extras(ds)]
+    head = ", ".join(filter(None, ("exact norm", *others, what)))
     head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
     there = Contents.of(ds)
     if there.exact_samples != there.samples:
@@ -233,24 +239,28 @@ def _by_place(
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts, names = audit(ds), statistics.present(ds, chosen)
 
-    def column(name: str, wide: np.ndarray, side: int) -> list[str]:
-        return [enclosed(x, w, side) for x, w in zip(table[name], wide, strict=True)]
+    def column(name: str, side: int, of: str = "", wide: float = np.nan) -> list[str]:
+        """A column with the widths of the enclosures of a variable, or all so wide."""
+        widths = np.full(len(table), wide)
+        if of:
+            cells = statistics.cell_widths(ds, of, reduce, list(table.index.names))
+            widths = cells.to_series().reindex(table.index).to_numpy()
+        return [enclosed(x, w, side) for x, w in zip(table[name], widths, strict=True)]
 
     shown = table.index.to_frame().astype(str)
-    wide = statistics.row_widths(ds, "exact", reduce, table.index)
-    shown["exact"] = column("exact", wide, 1)
-    for title, ends in ((LIKELY, statistics.INTERVAL), (RANGE, ("sample_min", "sample_max"))):
-        shown[title] = list(map(_span, *(column(end, wide, 1) for end in ends)))
+    shown["exact"] = column("exact", 1, "exact")
+    for title, ends in SPANS.items():
+        shown[title] = list(map(span, *(column(end, 1, "exact") for end in ends)))
+    for name in statistics.extras(ds):
+        shown[texts.extra_title(ds, name)] = column(name, 0, wide=statistics.EXTRA_WIDTHS[name])
     titles = {*shown.columns}
     for name in names:
-        title = label_of(ds, name)
+        title = texts.label_of(ds, name)
         title = f"{title} ({name})" if title in titles else title
         titles.add(title)
-        if values == "ratio":
-            cells = column(name, statistics.row_widths(ds, name, reduce, table.index), -1)
-        else:
-            cells = column(name, np.full(len(table), allowance()), 0)
-        shown[title + mark(counts[name])] = cells
+        ratios = values == "ratio"
+        cells = column(name, -1, name) if ratios else column(name, 0, wide=allowance())
+        shown[title + texts.mark(counts[name])] = cells
     heads = by == "layer" and "head" in ds.dims
     return _table(
         ds,

@@ -12,8 +12,7 @@ from support.runs import made_up
 
 from lipbound import plots
 from lipbound.errors import LipboundError, UnknownNameError
-from lipbound.reporting.scales import scales
-from lipbound.reporting.sheets import FLAT, Sheet, arrange
+from lipbound.reporting.sheets import FLAT, Sheet, arrange, scales
 from lipbound.reporting.styles import folded, inches, latex_caption, paper_height
 
 WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}
@@ -241,6 +240,10 @@ def test_several_runs_against_layers() -> None:
     np.testing.assert_allclose(
         one.get_lines()[0].get_ydata(), first["exact"][1].max("head"), rtol=1e-12
     )
+    part = first.copy(deep=True)
+    part["exact"][1] = np.nan
+    same = plots.by_layer([first, part], labels=["x", "x"], bounds=["lipbound"])
+    assert "x: exact norms of 1 sample, bounds of all" in " ".join(same.get_xlabel().split())
     unnamed = plots.by_layer([first, second]).get_legend()
     assert unnamed is not None
     told = [text.get_text() for text in unnamed.get_texts()]

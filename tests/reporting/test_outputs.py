@@ -13,6 +13,7 @@ from support.models import AFFINE, build, inputs_for
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.errors import LipboundError, StoreError
+from lipbound.formatting import number
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,39 @@ def test_infinite_and_missing_values(ds: xr.Dataset) -> None:
     assert table.loc["castin", "compared"] == 8
     assert np.isfinite(table.loc["yudin", "geomean"])
     assert "inf" in tables.render(other)
+
+
+def test_extras_are_in_tables_and_figures(tmp_path: Path) -> None:
+    model = build(AFFINE["gpt2"])
+    ds = lb.compare(
+        model, inputs_for(model), bounds=["yudin"], extras="frobenius,condition", progress=False
+    )
+    frobenius, condition = ds["jacobian_frobenius"], ds["jacobian_condition"]
+    middle, low, high = (number(float(f(frobenius.values)), 4) for f in (np.median, np.min, np.max))
+    said = f"Frobenius norm of the Jacobian: median {middle} over samples, layers and heads, from "
+    for one in (ds, ds.drop_vars(["yudin", "yudin_sound"]).assign_attrs(bounds=[])):
+        assert f"{said}{low} to {high}" in tables.render(one)
+        assert "condition number of the Jacobian: median" in tables.render(one)
+    table = tables.breakdown(ds, "layer", reduce="median")
+    for name, values in (("jacobian_frobenius", frobenius), ("jacobian_condition", condition)):
+        np.testing.assert_allclose(table[name], values.median(["sample", "head"]))
+    shown = tables.table_of(ds, "head").shown
+    expected = [number(x, 4) for x in np.exp(np.log(frobenius).mean("sample")).values.ravel()]
+    assert shown["Frobenius norm of the Jacobian"].tolist() == expected
+    axes = plots.heatmap(ds, "condition")
+    np.testing.assert_allclose(axes.images[0].get_array(), np.log10(condition.mean("sample")))
+    figure = plots.heatmaps(ds, tmp_path / "all.png")
+    titles = [one.get_title() for one in figure.axes if one.images and one.get_title()]
+    assert titles[2:] == ["Frobenius norm", "Condition number"]
+    words = (tmp_path / "all.caption.txt").read_text()
+    assert "log10 of the condition number of the Jacobian, on a scale of its own." in words
+    assert "Exact: on a colour scale of its own." in words
+    with pytest.raises(LipboundError, match="the run has no bound 'yudin'; it has none"):
+        tables.render(ds.assign_attrs(bounds=[]), bounds=["yudin"])
+    few = plots.heatmaps(ds, bounds=["yudin"])
+    assert len([one for one in few.axes if one.images and one.get_title()]) == 2
+    with pytest.raises(LipboundError, match="the run has no 'frobenius'; allowed are exact"):
+        plots.heatmap(lb.compare(model, inputs_for(model), bounds=[], progress=False), "frobenius")
 
 
 @pytest.mark.parametrize("format", tables.FORMATS)

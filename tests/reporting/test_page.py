@@ -371,8 +371,36 @@ def test_whole_layers_show_every_sample(tmp_path: Path) -> None:
     )
     (run,) = data_of(tmp_path / "x.html")
     assert np.array(run["values"]["exact"]).shape == (2, 20)
-    with pytest.raises(LipboundError, match="the run has no bounds"):
-        report(lb.compare(model, inputs, bounds=[], progress=False), tmp_path / "y.html")
+
+
+def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) -> None:
+    """Of functions of the input, with details and extras, and of keys, with neither; also both."""
+    options: Any = {"samples": 2, "max_length": 8, "bounds": "none", "progress": False}
+    alone = lb.compare(bert, text, extras="frobenius,condition", **options)
+    keys = lb.compare(bert, text, wrt="keys", **options | {"bounds": "default"})
+    assert report(alone, tmp_path / "alone.html") == []
+    (reason,) = report(keys, tmp_path / "keys.html")
+    assert "functions of the input, not of keys" in reason
+    report([alone, keys], tmp_path / "both.html", details=False)
+    for ds, name in ((alone, "alone"), (keys, "keys")):
+        (run,) = data_of(tmp_path / f"{name}.html")
+        expected = np.exp(np.log(ds["exact"]).mean("sample"))
+        np.testing.assert_allclose(run["grids"]["exact"], expected, rtol=1e-5)
+        page = (tmp_path / f"{name}.html").read_text().partition('<script type="text/plain"')[0]
+        mean = lb.tables.table_of(ds).shown["geom. mean"].item()
+        assert f"<td>{mean}</td>" in page
+        assert f"<td>{mean}</td>" in (tmp_path / "both.html").read_text()
+        assert "bound / exact over" not in page
+        assert "and upper bounds on them" not in page
+        assert ("as a function of its keys alone" in page) == (name == "keys")
+    assert any("left out, since the statement is of heads as" in note for note in run["notes"])
+    (run,) = data_of(tmp_path / "alone.html")
+    assert run["panels"] == ["exact", "jacobian_frobenius", "jacobian_condition"]
+    assert [len(scale["names"]) for scale in run["scales"]] == [1, 1, 1]
+    shown = np.array(run["values"]["jacobian_frobenius"])
+    np.testing.assert_allclose(shown, alone["jacobian_frobenius"], rtol=1e-5)
+    assert len(run["details"]) == 2
+    assert any("Frobenius norm of the Jacobian: median" in note for note in run["notes"])
 
 
 def test_runs_side_by_side_have_daggers_and_tell_what_differs(

@@ -22,7 +22,7 @@ from lipbound import plots, tables
 from lipbound.attention.layer import Attention
 from lipbound.errors import AlteredRunError, LipboundError, Notice, StoreError
 from lipbound.models.given_layers import GivenLayers
-from lipbound.reporting.scales import DIVERGING, Scale
+from lipbound.reporting.sheets import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
 from lipbound.runs.dataset import damage
 from lipbound.runs.pair import GIVEN, sides
@@ -347,6 +347,12 @@ def test_bars_are_numbered_by_ratios(most: float, numbers: set[str]) -> None:
     assert at == pytest.approx(sorted(map(float, numbers)), rel=1e-3)
 
 
+def test_csv_has_the_numbers_of_places_alone(ds: xr.Dataset) -> None:
+    columns = tables.render(ds, "csv", by="head").splitlines()[0].split(",")
+    assert columns[:5] == ["layer", "head", "a", "b", "ratio"]
+    assert len(columns) == 14
+
+
 def test_report_has_both_runs_and_their_ratios(ds: xr.Dataset, tmp_path: Path) -> None:
     lb.report(ds, tmp_path / "diff.html", details=False)
     page = (tmp_path / "diff.html").read_text()
@@ -354,6 +360,18 @@ def test_report_has_both_runs_and_their_ratios(ds: xr.Dataset, tmp_path: Path) -
     assert "data:image/svg+xml;base64," in page
     assert "B over A" in page
     assert tables.table_of(ds).shown["B / A"].iloc[0] in page
+
+
+def test_diffs_without_bounds_have_reports(
+    bert: Path, tuned: Path, text: Path, tmp_path: Path
+) -> None:
+    ds = lb.diff(bert, tuned, text, samples=2, max_length=12, wrt="values", progress=False)
+    lb.report(ds, tmp_path / "diff.html", details=False)
+    page = (tmp_path / "diff.html").read_text()
+    assert "as a function of its values alone" in page
+    for run in sides(ds):
+        assert f"<td>{tables.table_of(run).shown['geom. mean'].item()}</td>" in page
+    assert tables.table_of(ds).shown["B / A"].item() in page
 
 
 def test_command_line(

@@ -108,21 +108,24 @@ def of_layer(
     assert found_norm.left is not None
     assert found_norm.right is not None
     left, right = found_norm.left[0].double(), found_norm.right[0].double()
+    parts, moved = shares(att, map, left, right)
     profile = token_profile(att, map=map)
     folded = att.fold_output()[0] if map == "head_out" else att
     found = {name: get(name).terms(folded) for name in names}
     stride = -(-att.tokens // SIDE)
     covered = norm == "frobenius" and att.variants <= COVERS
-    maps = (255 * _shrunk(att.p[0], stride).double().sqrt()).round()
+    # the largest entry of every square
+    shrunk = torch.nn.functional.max_pool2d(att.p[0], stride, ceil_mode=True)
+    maps = (255 * shrunk.double().sqrt()).round()
     return Details(
         norm=_array(found_norm.lower[0]),
         attention=_array(maps.to(torch.uint8)),
         softmax_norm=_array(softmax.jacobian_norm(_whole_rows(att)).upper),
-        right=_array(moved(att, map, left, right)),
+        right=_array(moved),
         left=_array((left**2).sum(-1)),
         alone=_array(profile.lower[0]),
         reached=_array(profile.output_lower[0]),
-        parts={name: _array(share) for name, share in parts(att, map, left, right).items()},
+        parts={name: _array(share) for name, share in parts.items()},
         bounds={
             name: {term: _array(share[0]) for term, share in terms.items()}
             for name, terms in found.items()
@@ -153,45 +156,29 @@ def _whole_rows(att: Attention) -> Tensor:
     return torch.cat([p, sink.to(p.dtype)], -1)
 
 
-def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Tensor]:
-    r"""Shares of :math:`u^T J v` through values, keys and queries, which sum to one, (heads,).
+def shares(
+    att: Attention, map: str, left: Tensor, right: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    r"""Shares of :math:`u^T J v` by what it passes through, and by the tokens that move.
 
     J is the sum of three Jacobians, of what happens when values, keys or queries alone depend on
     the input; v is the steepest perturbation and u the direction of the output, left (heads, N, d_v
     or D_out) and right (heads, N, D).
+
+    Returns:
+        Of values, keys and queries, (heads,) each, and of the tokens, (heads, N); both sum to one.
     """
-    outputs = HeadJacobian(att.double()).paths(right)
-    direction = _unprojected(att, map, left)
-    forms = {name: (direction * out).sum((-1, -2)) for name, out in outputs.items()}
+    op = HeadJacobian(att.double())
+    if map == "head_out":  # u^T (f W_O) = (u W_O^T)^T f
+        assert att.w_o is not None
+        left = left @ att.w_o.double().mT
+    forms = {name: (left * out).sum((-1, -2)) for name, out in op.paths(right).items()}
     total = torch.stack(list(forms.values())).sum(0)
-    return {name: _share(form, total, torch.zeros_like(form)) for name, form in forms.items()}
+    parts = {name: _share(form, total, torch.zeros_like(form)) for name, form in forms.items()}
+    moved = (op.lift(op.vjp(left)) * right).sum(-1).clamp_min(0)  # v is the best for u: none is < 0
+    return parts, _share(moved, moved.sum(-1, keepdim=True), (right**2).sum(-1))
 
 
 def _share(form: Tensor, total: Tensor, instead: Tensor) -> Tensor:
     """Shares of a total where that is positive."""
     return torch.where(total > 0, form / torch.where(total > 0, total, 1.0), instead)
-
-
-def moved(att: Attention, map: str, left: Tensor, right: Tensor) -> Tensor:
-    r"""Shares of the tokens that move in :math:`u^T J v`, (heads, N), of the vectors of `parts`."""
-    op = HeadJacobian(att.double())
-    pulled = op.lift(op.vjp(_unprojected(att, map, left)))
-    forms = (pulled * right).sum(-1).clamp_min(0)  # none is negative where v is the best for u
-    total = forms.sum(-1, keepdim=True)
-    return _share(forms, total, (right**2).sum(-1))
-
-
-def _unprojected(att: Attention, map: str, left: Tensor) -> Tensor:
-    """Directions of a head's output from directions behind its projection.
-
-    u^T (f W_O) = (u W_O^T)^T f.
-    """
-    if map != "head_out":
-        return left
-    assert att.w_o is not None
-    return left @ att.w_o.double().mT
-
-
-def _shrunk(p: Tensor, stride: int) -> Tensor:
-    """The largest entry of every square of ``stride`` x ``stride``."""
-    return p if stride == 1 else torch.nn.functional.max_pool2d(p, stride, ceil_mode=True)

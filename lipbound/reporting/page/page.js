@@ -69,15 +69,10 @@
   const suffix = (k) => (k === 0 ? "" : String(k + 1));
 
   const current = () => runs[state.run];
-  const exactOf = (run, name) => (run.bounds.includes(name) ? run.compared[name] : name);
-
-  function panelsShown(run) {
-    return state.quantity === "value" ? run.panels : run.bounds;
-  }
-
-  function grid(run, name) {
-    return (state.quantity === "value" ? run.grids : run.ratios)[name];
-  }
+  const exactOf = (run, name) => run.compared[name] || name;
+  const valued = (run) => state.quantity === "value" || !run.bounds.length;
+  const panelsShown = (run) => (valued(run) ? run.panels : run.bounds);
+  const grid = (run, name) => (valued(run) ? run.grids : run.ratios)[name];
 
   // Ticks of a logarithmic axis from its ends (log10), as plain numbers: powers of ten, 1-2-5, or even steps, whichever the range has room for.
   function ticks(low, high, most) {
@@ -100,7 +95,7 @@
   // Panels that share a colour bar: those near the exact constant and the others; ratios share one.
   function sections(run) {
     const shown = panelsShown(run);
-    if (state.quantity === "value") return run.scales;
+    if (valued(run)) return run.scales;
     const logs = shown.flatMap((name) => grid(run, name).flat().map(log10)).filter((x) => x !== null).sort((a, b) => a - b);
     return [{ names: shown, low: 0, high: logs.length ? logs[Math.floor(0.9 * (logs.length - 1))] : 1, colors: "Cividis" }];
   }
@@ -108,7 +103,7 @@
   function maps() {
     const run = current(), shown = panelsShown(run), parts = sections(run), wide = run.columns.length, high = run.layers.length;
     const total = Math.max(300, $("maps").clientWidth), across = Math.max(1, Math.min(shown.length, Math.floor(total / 210)));
-    const cell = total / across, side = cell - 50;
+    const cell = Math.min(total / across, 480), side = cell - 50;
     const strip = Math.max(34, Math.min(side * 0.45, 3 * side * high / wide)); // cells at most three times as high as wide: one layer is a strip
     const height = Math.min(Math.max(side * high / wide, strip), side * 1.2), row = height + 62, foot = 64;
     const whole = parts.reduce((sum, part) => sum + Math.ceil(part.names.length / across) * row + foot, 0);
@@ -138,7 +133,7 @@
       element.on("plotly_unhover", () => tell(state.bound, state.layer, state.column));
       element.on("plotly_click", (event) => { const p = at(event); choose({ layer: p.layer, column: p.column, bound: current().bounds.includes(p.name) ? p.name : state.bound }); });
     });
-    $("maps-note").textContent = (parts.length > 1 ? `The exact constant and what is near it have a colour scale of their own, above the other bounds'. ` : "") + "Scales are logarithmic" +
+    $("maps-note").textContent = (parts.length > 1 ? "Panels are read off the colour bar below them. " : "") + "Scales are logarithmic" +
       (run.across === "head" ? `; every cell is the ${run.reduce} over ${run.samples} sample${run.samples > 1 ? "s" : ""}. ` : "; every cell is one sample. ") +
       (run.exactSamples < run.samples ? `Exact constants and ratios are of ${run.exactSamples} of the samples. ` : "") +
       "Click a cell, or move with the arrow keys.";
@@ -177,6 +172,7 @@
   function sentence(run, name, i, j) {
     const exactName = exactOf(run, name), exact = run.grids[exactName][i][j], value = run.grids[name][i][j];
     const words = [`layer ${run.layers[i]}, ${run.across} ${run.columns[j]}`];
+    if (name in run.extras) return `${words[0]}; ${run.labels[name].toLowerCase()} ${number(value, run.extras[name])}`;
     const w = run.widths[exactName][i][j] === null ? 0 : Math.min(10, real(run.widths[exactName][i][j]));
     const upper = exactName === "exact" && run.upper ? run.upper[i][j] : null;
     words.push(`${run.labels[exactName].toLowerCase()} ${number(scaled(exact, 1 + w / 2), w)}` + ends(exact, upper));
@@ -204,6 +200,7 @@
 
   function histogram() {
     const run = current(), h = run.histograms[state.bound];
+    if (!h) return;
     document.querySelectorAll(".bound-label").forEach((e) => { e.textContent = run.labels[state.bound]; });
     const middle = h.counts.map((_, i) => (h.edges[i] + h.edges[i + 1]) / 2), widths = h.counts.map((_, i) => h.edges[i + 1] - h.edges[i]);
     show("histogram", [{
@@ -218,7 +215,7 @@
   }
 
   function samples() {
-    const run = current(), i = state.layer, j = state.column, exactName = run.compared[state.bound];
+    const run = current(), i = state.layer, j = state.column, exactName = exactOf(run, state.bound);
     const pick = (name) => (run.across === "head" ? run.values[name].map((s) => real(s[i][j])) : [real(run.values[name][i][j])]);
     const exact = pick(exactName), bound = pick(state.bound), numbers = run.across === "head" ? exact.map((_, s) => s) : [run.columns[j]];
     const trace = (name, y, extra) => ({
@@ -226,7 +223,7 @@
     });
     show("samples", [
       trace(run.labels[exactName], exact, { marker: { color: color("--fg"), size: 8 } }), trace(run.labels[state.bound], bound, { marker: { color: color("--accent"), size: 8, symbol: "triangle-down" } }),
-    ], layout({
+    ].slice(0, exactName === state.bound ? 1 : 2), layout({
       height: 300, showlegend: true, legend: { orientation: "h", y: 1.12 }, margin: { l: 60, r: 15, t: 30, b: 40 },
       xaxis: axis({ title: { text: "sample" }, dtick: numbers.length > 8 ? undefined : 1, fixedrange: true }), yaxis: axis({ type: "log", fixedrange: true, exponentformat: "power" }),
     }));
@@ -285,7 +282,7 @@
       height: Math.max(200, 90 + 24 * rows.length), barmode: "relative", showlegend: true, legend: { orientation: "h", y: 1, yanchor: "bottom" }, margin: { l: 160, r: 15, t: 60, b: 30 },
       xaxis: axis({ tickformat: ".0%", fixedrange: true }), yaxis: axis({ fixedrange: true, ticks: "", automargin: true }),
     }));
-    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); those of lipbound at the top vector of their matrix of norms, for lipbound itself that of its first form, squared.";
+    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative." + (rows.length === 1 ? "" : " Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); those of lipbound at the top vector of their matrix of norms, for lipbound itself that of its first form, squared.");
     if (layer.balls) balls(layer.balls, h);
   }
 
@@ -304,12 +301,14 @@
   }
 
   function compareRuns() {
-    if (runs.length < 2) return;
     const names = [...new Set(runs.flatMap((run) => run.bounds))], mean = (run, name) => {
       const row = run.summary.rows.find((r) => r[0] === name);
       return row ? Number(row[2].replace(/,/g, "")) || null : null;
     };
     const label = (name) => runs.find((run) => run.labels[name]).labels[name];
+    if (runs.length < 2) return;
+    $("compare").hidden = !names.length;
+    if (!names.length) return;
     // Bounds that lie eight decades beyond all nearer ones leave the axis, and say where they are.
     const logs = (name) => runs.map((run) => mean(run, name)).filter((x) => x !== null && x > 0 && Number.isFinite(x)).map(Math.log10);
     let end = 0;
@@ -344,13 +343,14 @@
     options("column", run.columns.map((c, j) => [j, c]), state.column);
     document.querySelectorAll(".across").forEach((e) => { e.textContent = run.across; });
     document.querySelector(".across-label").textContent = run.across[0].toUpperCase() + run.across.slice(1);
+    document.querySelectorAll(".needs-bounds").forEach((e) => { e.hidden = !run.bounds.length; });
     document.querySelectorAll(".run").forEach((e) => { e.hidden = Number(e.dataset.run) !== state.run; });
   }
 
   function choose(change) {
     Object.assign(state, change);
     const run = current();
-    if (!run.bounds.includes(state.bound)) state.bound = run.bounds.includes("lipbound") ? "lipbound" : run.bounds[0];
+    if (!run.bounds.includes(state.bound)) state.bound = run.bounds.includes("lipbound") ? "lipbound" : run.bounds[0] || "exact";
     state.layer = Math.max(0, Math.min(run.layers.length - 1, state.layer));
     state.column = Math.max(0, Math.min(run.columns.length - 1, state.column));
     draw();
@@ -380,7 +380,7 @@
       e.preventDefault();
       choose({ layer: state.layer + moves[e.key][0], column: state.column + moves[e.key][1] });
     } else if (e.key === "b" || e.key === "B") {
-      const names = current().bounds, k = names.indexOf(state.bound) + (e.key === "b" ? 1 : names.length - 1);
+      const names = current().bounds.length ? current().bounds : ["exact"], k = names.indexOf(state.bound) + (e.key === "b" ? 1 : names.length - 1);
       choose({ bound: names[k % names.length] });
     }
   });

@@ -22,19 +22,19 @@ from plotly.offline import get_plotlyjs
 from lipbound.bounds.audit import allowance, audit
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
-from lipbound.formatting import formula, plain, replacing
+from lipbound.formatting import enclosed, formula, plain, replacing
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
-from lipbound.reporting.diff_figures import diff_caption, diff_heatmaps
-from lipbound.reporting.labels import model_name, relabelled
+from lipbound.reporting.labels import model_name, relabelled, told_apart
 from lipbound.reporting.page.details import SIDE, Details, details
-from lipbound.reporting.scales import log10, scales
+from lipbound.reporting.plots import diff_caption, diff_heatmaps
+from lipbound.reporting.sheets import log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
 from lipbound.runs.pair import sides
 from lipbound.runs.store import diff_of, run_of
 from lipbound.runs.verify import replay
-from lipbound.schema import AXES, Contents, bounds_there, compared_with, is_diff, norm_of
+from lipbound.schema import AXES, INPUT, Contents, bounds_there, compared_with, is_diff, norm_of
 
 HERE = Path(__file__).parent
 SINGLE = 16
@@ -62,7 +62,8 @@ def report(
     The page needs no network and no other file: numbers and plotly.js are inside, compressed. For
     the details of single heads (attention, singular vectors, the terms of a bound) the model and
     the inputs are loaded again from the run's provenance, one sample of them; where that is not
-    possible, or they are no longer what they were, the page says so and has everything else.
+    possible, or they are no longer what they were, the page says so and has everything else. Of a
+    run without bounds it shows exact norms alone.
 
     Args:
         runs: Datasets, or names of saved runs. A diff of two runs counts as both of them; its
@@ -97,7 +98,7 @@ def report(
     if details:
         # before minutes of work, and before an older page is replaced
         device = resolve_device(device)
-    pages, diffs, named = [], list[dict[str, str]](), list[tuple[xr.Dataset, str]]()
+    pages, attention, diffs, named = [], b"", list[dict[str, str]](), []
     for run in several:
         ds = run if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
         if is_diff(ds):
@@ -108,15 +109,16 @@ def report(
             named.append((ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem))
     for run, title in named:
         ds = relabelled(run_of(run), _own(labels, run, named))
-        _check(ds, sample)
+        if not 0 <= sample < ds.sizes["sample"]:
+            raise LipboundError(
+                f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
+            )
         again: Any = {"model": model, "data": data, "device": device, "balls": balls}
         found = details_or_reason(ds, sample, **again) if details else LEFT_OUT
+        attention += b"".join(one.attention.tobytes() for one in found[0] or [] if one)
         pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
-    titles = [one["title"] for one in pages]
-    for i, one in enumerate(pages):  # names that tell runs apart
-        if titles.count(one["title"]) > 1:
-            one["title"] = f"{one['title']} ({i + 1})"
-    attention = b"".join(attention_bytes(one["details"]) for one in pages)
+    for one, title in zip(pages, told_apart(one["title"] for one in pages), strict=True):
+        one["title"] = title
     text = _page(pages, attention, diffs)
     with replacing(target) as (page,):
         page.write_text(text, encoding="utf-8")
@@ -138,12 +140,11 @@ def _own(
 
 def _diff(ds: xr.Dataset) -> dict[str, str]:
     """Figure of a diff, as the address of an image, and its tables, in HTML."""
-    with io.StringIO() as drawn:
-        diff_heatmaps(ds).savefig(drawn, format="svg", metadata={"Date": None})
-        image = base64.b64encode(drawn.getvalue().encode()).decode()
+    drawn = io.BytesIO()
+    diff_heatmaps(ds).savefig(drawn, format="svg", metadata={"Date": None})
     made = [replace(tables.table_of(ds, by), caption="") for by in ("bound", "layer")]
     return {
-        "image": f"data:image/svg+xml;base64,{image}",
+        "image": f"data:image/svg+xml;base64,{base64.b64encode(drawn.getvalue()).decode()}",
         "words": diff_caption(ds),
         "tables": Markup("".join(one._repr_html_() for one in made)),
     }
@@ -153,8 +154,9 @@ def _page(pages: list[dict[str, Any]], attention: bytes, diffs: list[dict[str, s
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
+    numbers: Any = {"default": _numbers, "allow_nan": False, "separators": (",", ":")}
     parts = {
-        "data": _packed(json.dumps(pages, allow_nan=False, separators=(",", ":")).encode()),
+        "data": _packed(json.dumps(pages, **numbers).encode()),
         "attention": _packed(attention),
         "plotly": _plotly(),
     }
@@ -179,23 +181,6 @@ def _packed(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
 
 
-def _check(ds: xr.Dataset, sample: int) -> None:
-    """Refuse a run without such a sample, or without bounds.
-
-    Raises:
-        LipboundError: it is one.
-    """
-    if not 0 <= sample < ds.sizes["sample"]:
-        raise LipboundError(
-            f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
-        )
-    if not bounds_there(ds):
-        raise LipboundError(
-            "the run has no bounds, which a report is about; heatmaps and tables show exact norms "
-            "alone"
-        )
-
-
 def contents(
     ds: xr.Dataset,
     title: str,
@@ -204,10 +189,10 @@ def contents(
     sample: int = 0,
     details: DetailsOrReason = LEFT_OUT,
 ) -> dict[str, Any]:
-    """Collect a run's numbers, words and details for a page as plain data.
+    """Collect a run's numbers, words and details for a page as plain data and arrays.
 
     ``details`` are those of its layers and the words of the sample's tokens, or None and why there
-    are none.
+    are none; attention maps are left out.
     """
     found, tokens, reason = details
     return {
@@ -216,7 +201,7 @@ def contents(
         **_values(ds, reduce),
         "sample": int(ds["sample"][sample]),
         "tokens": [plain(token) for token in tokens],
-        "details": None if found is None else [_of_layer(one) for one in found],
+        "details": None if found is None else [one and _of_layer(one) for one in found],
         "reason": reason,
         "side": SIDE,
     }
@@ -224,7 +209,8 @@ def contents(
 
 def _words(ds: xr.Dataset) -> dict[str, Any]:
     """What a run and its bounds are called and say, and what is to be said of them."""
-    names, shown, there = bounds_there(ds), tables.readable(ds), Contents.of(ds)
+    names, made, there = bounds_there(ds), tables.table_of(ds).plain(), Contents.of(ds)
+    shown = made.shown.drop(columns="name", errors="ignore")
     said = {name: ds[name].attrs for name in names}
     facts = {name: labels.fact_words(fact) for name, fact in labels.facts(ds).items()}
     return {
@@ -249,11 +235,12 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
         "sources": {name: plain(said[name]["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
         "summary": {
+            "cells": made.head,
             "head": list(shown.columns),
-            "rows": [[name, *map(plain, row)] for name, row in shown.T.items()],
+            "rows": [[name, *row] for name, row in shown.T.items()],
         },
-        "interval": statistics.interval_words(there.exact_samples),
-        "notes": labels.footnotes(ds),
+        "exact": enclosed(statistics.geomean(ds["exact"]), statistics.width(ds, "exact"), 1),
+        "notes": [*made.remarks(), *made.notes],
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),
         "bibtex": citations.bibtex(ds),
@@ -263,47 +250,42 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
 def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     """Numbers of a run: reduced over samples, as ratios, and sample by sample."""
     names = bounds_there(ds)
-    colours = scales(ds, log10(ds, statistics.panels(ds), reduce), "rows")
+    shown = [*statistics.panels(ds), *statistics.extras(ds)]
+    colours = scales(ds, log10(ds, shown, reduce), "rows")
     panels = [name for scale in colours for name in scale.names]
     upper = ["exact_upper"] if "exact_upper" in ds else []
-    kept = ds.isel(sample=slice(0, SINGLE)) if across(ds) == "head" else ds
     ratios = {name: statistics.ratio(ds, name) for name in names}
     # something that is compared with each exact norm
     examples = {compared_with(ds, name): name for name in names} | {"exact": "exact"}
     levels = ["layer", across(ds)]
+    heads = across(ds) == "head"
+    kept, order = (ds.isel(sample=slice(SINGLE)), AXES) if heads else (ds, levels)
 
-    def grid(values: xr.DataArray) -> Any:
-        return _numbers(statistics.panel(values, reduce).values)
+    def grid(values: xr.DataArray) -> np.ndarray:
+        return statistics.panel(values, reduce).values
 
     return {
         "reduce": statistics.reduction_name(reduce),
         "panels": panels,
         "labels": {name: labels.label_of(ds, name) for name in panels},
         "slack": allowance(),
+        "extras": {name: statistics.EXTRA_WIDTHS[name] for name in statistics.extras(ds)},
         "scales": [asdict(scale) for scale in colours],
         "widths": {
-            exact: _numbers(statistics.cell_widths(ds, one, reduce, levels).values)
+            exact: statistics.cell_widths(ds, one, reduce, levels).values
             for exact, one in examples.items()
         },
         "grids": {name: grid(ds[name]) for name in panels},
         "ratios": {name: grid(ratio) for name, ratio in ratios.items()},
         "upper": grid(ds["exact_upper"]) if upper else None,
-        "values": {name: _nested(kept[name]) for name in [*panels, *upper]},
+        "values": {name: kept[name].transpose(*order).values for name in [*panels, *upper]},
         "histograms": {name: _histogram(ratio.values) for name, ratio in ratios.items()},
     }
 
 
-def attention_bytes(found: Sequence[dict[str, Any] | None] | None) -> bytes:
-    """All attention maps of a run one after the other, removed from the details they come with."""
-    return b"".join(one.pop("attention") for one in found or [] if one)
-
-
-def _of_layer(one: Details | None) -> dict[str, Any] | None:
-    """`Details` as plain data, but for the attention maps, which stay bytes."""
-    if one is None:
-        return None
-    maps = {"attention": one.attention.tobytes(), "shape": list(one.attention.shape)}
-    return _plain({**one._asdict(), "attention": None}) | maps
+def _of_layer(one: Details) -> dict[str, Any]:
+    """`Details` by name; of the attention maps the shape alone."""
+    return one._asdict() | {"attention": None, "shape": one.attention.shape}
 
 
 def details_or_reason(
@@ -315,6 +297,8 @@ def details_or_reason(
     """
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
+    if ds.attrs["wrt"] != INPUT:
+        return None, [], f"details are of heads as functions of the input, not of {ds.attrs['wrt']}"
     try:
         rerun = replay(ds, model=model, data=data, device=device)
         if rerun.differences:
@@ -339,21 +323,7 @@ def details_or_reason(
 def _same(stored: np.ndarray, norm: np.ndarray, tol: float) -> bool:
     """True where norms computed now lie where the run's do; nothing to compare is no objection."""
     stored = stored[: len(norm)]
-    near = np.abs(norm - stored) <= stored * (tol + 1e-3)
-    return bool((np.isnan(stored) | near).all())
-
-
-def _plain(value: Any) -> Any:
-    """Arrays as lists of numbers, in dictionaries too."""
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return _numbers(value) if isinstance(value, np.ndarray) else value
-
-
-def _nested(values: xr.DataArray) -> Any:
-    """(samples, layers, heads), or (layers, samples) again where there are no heads."""
-    heads = across(values) == "head"
-    return _numbers(values.transpose(*(AXES if heads else ("layer", "sample"))).values)
+    return bool((np.isnan(stored) | np.isclose(norm, stored, rtol=tol + 1e-3, atol=0)).all())
 
 
 def _numbers(values: np.ndarray) -> Any:
@@ -371,7 +341,7 @@ def _histogram(ratio: np.ndarray) -> dict[str, Any]:
     logs = np.log10(ratio[np.isfinite(ratio) & (ratio > 0)])
     counts, edges = np.zeros(0), np.zeros(0)
     if logs.size:
-        low, high = float(logs.min()), float(logs.max())
+        low, high = statistics.ends(logs)
         pad = max((high - low) * 0.02, 1e-3)
         ends = (low - pad if low < 0 else max(0.0, low - pad), high + pad)
         counts, edges = np.histogram(logs, bins=BINS, range=ends)
