@@ -220,7 +220,7 @@ class Measurer:
         lengths = attention.lengths.long().cpu().numpy().reshape(-1, windows).sum(-1)
         seeds = [seed_of(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
         values = _measured(attention, spec, seeds, spec.exact_samples - start, windows)
-        return LayerResult(start, position, values, lengths, layer.error)
+        return LayerResult(start, position, values, lengths, layer.error, layer.name)
 
 
 def _joined(results: Sequence[LayerResult]) -> LayerResult:

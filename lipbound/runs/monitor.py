@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 from lipbound.devices import in_own_modes
 from lipbound.errors import (
+    CaptureError,
     LipboundError,
     StoreError,
     choice,
@@ -31,8 +33,8 @@ from lipbound.models.training.watch import uncompiled
 from lipbound.runs.compare import fill, labelled, run_info
 from lipbound.runs.config import READING, RunConfig
 from lipbound.runs.dataset import sealed
-from lipbound.runs.measure import capturer_of, measured_here, seed_of
-from lipbound.runs.partial_store import same_configuration
+from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, seed_of
+from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
 from lipbound.runs.step_callbacks import attached
 from lipbound.runs.step_store import StepStore, stacked
@@ -103,7 +105,8 @@ class Monitor:
 
     Raises:
         LipboundError: options or a probe that cannot be; attention that cannot be captured.
-        StoreError: ``out`` exists, or is a run of another probe, model or options.
+        StoreError: ``out`` exists, is a run of another probe, model or options, or is filled by
+            another process.
 
     >>> from transformers import BertConfig, BertModel
     >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
@@ -171,7 +174,8 @@ class Monitor:
         self._thresholds = _thresholds(threshold, self._logged, on_exceed)
         self._slices: list[xr.Dataset] = []
         self._info: RunInfo | None = None
-        self._store = None if config.target is None else self._stored(config.target)
+        target = None if _other_process() else config.target  # one process writes
+        self._store = None if target is None else self._stored(target)
 
     @in_own_modes
     @torch.no_grad()
@@ -191,6 +195,7 @@ class Monitor:
         with uncompiled(self._model.modules()):
             planned = plan(config, self._sources, memory_bytes(config.memory, device), 1)
         self._plan = replace(planned, spec=replace(planned.spec, statistics=True))
+        self._calls = _calls_of(self._model, [layer.layer_name for layer in planned.layers])
 
     @property
     def _logged(self) -> list[str]:
@@ -202,8 +207,9 @@ class Monitor:
         """Take up the run that is there, or check that one can be made.
 
         Raises:
-            StoreError: it is another one.
+            StoreError: it is another one, or another process fills it.
         """
+        self._lock = hold(target, target.with_name(f".{target.name}.lock"), again=True)
         if not (target.exists() and self._config.resume):
             if target.exists():
                 raise StoreError(f"{target} exists already; resume=True appends to it")
@@ -295,8 +301,7 @@ class Monitor:
         spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))
         tables = planned.tables()
         with uncompiled(self._model.modules()):
-            results = measured_here(sources, spec, planned.blocks(()), planned.room)
-            lengths, error = fill(tables, results)
+            lengths, error = fill(tables, self._results(sources, spec))
         info = run_info(self._config, sources, planned, lengths, error)
         if (first := self._info) is not None:
             error, notes = (
@@ -307,6 +312,59 @@ class Monitor:
         self._info = info
         ds = labelled(self._config, planned, tables, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
+
+    def _results(self, sources: Sources, spec: MeasurementSpec) -> list[LayerResult]:
+        """Measure the layers that the monitor began with, at their places, whatever came since."""
+        planned, capturer = self._plan, sources.capturer
+
+        def measured() -> list[LayerResult]:
+            return list(measured_here(sources, spec, planned.blocks(()), planned.room))
+
+        try:
+            results = measured()
+        except CaptureError:
+            if capturer.layers is None or capturer.count == planned.model_layers:
+                raise
+            results = []
+        names = [one.name for one in results if one.start == 0]
+        same = capturer.count == planned.model_layers
+        if same and names == [layer.layer_name for layer in planned.layers]:
+            return results
+        if capturer.layers is not None:  # by now they may be the numbers of other layers
+            capturer.layers = None
+            results = measured()
+            names = [one.name for one in results if one.start == 0]
+        calls = _calls_of(self._model, names)
+        place = {k: self._calls.index(call) for k, call in enumerate(calls) if call in self._calls}
+        lost = [
+            f"{layer.index} ({layer.layer_name})"
+            for i, layer in enumerate(planned.layers)
+            if i not in place.values()
+        ]
+        new = [name for k, name in enumerate(names) if k not in place]
+        if not place:
+            raise CaptureError(
+                f"the model no longer has any of the attention layers {', '.join(lost)}"
+            )
+        if lost:
+            self._note(
+                f"the model no longer has attention layers that it had when its monitor was made, "
+                f"or calls them another number of times: {', '.join(lost)}; they have no numbers "
+                "(NaN) at such steps"
+            )
+        if new and self._config.layers is None:
+            self._note(
+                f"the model has attention layers that it had not when its monitor was made: "
+                f"{', '.join(new)}; they are not measured"
+            )
+        return [one._replace(layer=place[one.layer]) for one in results if one.layer in place]
+
+    def _note(self, note: str) -> None:
+        """Tell something once, and note it in the run."""
+        notes = self._sources.capturer.notes
+        if note not in notes:
+            notes.append(note)
+            tell(note)
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
         """Put a step behind those before it, in memory and on disk."""
@@ -349,6 +407,16 @@ def _steps(given: Any) -> frozenset[int]:
     if not found:
         raise LipboundError("steps is empty; give steps, as [0, 100, 1000], or every=")
     return found
+
+
+def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, int]]:
+    """Identify layers by their modules in a model, and by which of how many calls of it they are.
+
+    A module keeps its identity where its name changes, as in a list that becomes shorter.
+    """
+    named = dict(model.named_modules(remove_duplicate=False))
+    modules = [weakref.ref(named.get(name, model)) for name in names]
+    return [(one, modules[:k].count(one), modules.count(one)) for k, one in enumerate(modules)]
 
 
 def _other_process() -> bool:
