@@ -279,4 +279,6 @@ def write_json(ds: xr.Dataset, path: str | Path) -> None:
     """
     found = {"heads": ranking(ds), "agreement": agreement(ds).to_dict("records")}
     with replacing(path) as (target,):
-        target.write_text(json.dumps(plain_data(ds.attrs | found), allow_nan=False, indent=1) + "\n")
+        target.write_text(
+            json.dumps(plain_data(ds.attrs | found), allow_nan=False, indent=1) + "\n"
+        )

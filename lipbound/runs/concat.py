@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from lipbound.errors import StoreError, shown
-from lipbound.runs.dataset import damage, sealed
+from lipbound.runs.dataset import check_whole, sealed
 from lipbound.runs.store import run_of
 from lipbound.schema import (
     AGREE,
@@ -21,7 +21,6 @@ from lipbound.schema import (
     Extent,
     RunInfo,
     flags,
-    lacks_variables,
     own,
     with_exact,
 )
@@ -92,9 +91,7 @@ def split(ds: xr.Dataset) -> list[xr.Dataset]:
 def _check(part: xr.Dataset, number: int, first: xr.Dataset) -> None:
     """Refuse a run that is not as it was computed, or does not agree with the first one."""
     name = f"run {number + 1} of those given ({part.attrs['model']}, {part.attrs['data']})"
-    left_out = "variables that it was made with were left out"
-    if what := left_out if lacks_variables(part) else damage(part):
-        raise StoreError(f"{name} is not as it was computed: {what}; give runs that are")
+    check_whole(part, name)
     heads = min(len(_heads(part)), len(_heads(first)))  # layers may differ in how many they have
     mine, theirs = (
         one.attrs

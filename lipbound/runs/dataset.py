@@ -17,6 +17,7 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.bounds.registry import get
+from lipbound.errors import StoreError
 from lipbound.schema import (
     AXES,
     CHECKSUM,
@@ -36,18 +37,8 @@ from lipbound.schema import (
 if TYPE_CHECKING:  # reading a run needs no torch
     from lipbound.runs.measure import LayerInfo
 
-UNHASHED = ("block", "settings_checksum")
-HASHED = tuple(one.name for one in fields(RunInfo) if one.name not in UNHASHED)
-IF_THERE = (
-    "norm",
-    "extras",
-    "variants",
-    "not_applicable",
-    "notes",
-    "quantization",
-    "configuration",
-)
-"""Attributes that enter the hash of the settings only where they say something."""
+HASHED = {one.name for one in fields(RunInfo)} - {"block", "settings_checksum"}
+"""Attributes that enter the hash of the settings."""
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
     "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
@@ -62,9 +53,7 @@ LABELS = {
     "first_token": ("First token", "attention on the first token, mean over queries"),
 }
 """Labels and long names of exact norms, and of what attention itself is."""
-OF_BOUND = (
-    *("label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"),
-)
+OF_BOUND = ["label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"]
 """What a bound's variable says about it."""
 
 
@@ -92,12 +81,8 @@ def dataset(
         head=np.arange(ds.sizes["head"]),
         length=("sample", lengths),
     )
-    ds = ds.assign_coords(
-        {
-            word: ("layer", np.array([getattr(one, word) for one in layers], dtype=object))
-            for word in LAYER_WORDS
-        }
-    )
+    for word in LAYER_WORDS:
+        ds.coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
     kind = "spectral" if norm == "frobenius" else norm
     for name, (label, long_name) in LABELS.items():
         if name in ds:
@@ -132,9 +117,7 @@ def sealed(ds: xr.Dataset, info: RunInfo) -> xr.Dataset:
 
 def settings_checksum(attrs: Mapping[str, Any]) -> str:
     """Hash (sha256) over what a run says about itself, whatever part of it is there."""
-    said = {name: attrs.get(name) for name in HASHED if name in attrs or name not in IF_THERE}
-    if said.get("norm") == "frobenius":
-        del said["norm"]
+    said = {name: attrs[name] for name in HASHED if name in attrs}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -161,8 +144,13 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     shape = tuple(ds.sizes[dim] for dim in dims)
     names = sorted(own(ds))
     sample = RUN_SAMPLE if RUN_SAMPLE in ds.variables else "sample"
-    numbers = (sample, "layer", "length", *(["head"] if "head" in dims else []))
-    numbers += (STEP,) if STEP in ds.coords else ()
+    numbers = [
+        sample,
+        "layer",
+        "length",
+        *["head"] * ("head" in dims),
+        *[STEP] * (STEP in ds.coords),
+    ]
     columns = [_column(ds, name, dims) for name in (*names, *numbers)]
     rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
     run = ds[RUN].transpose("sample", "layer").values if RUN in ds.variables else 0
@@ -215,6 +203,17 @@ def edited(ds: xr.Dataset) -> bool | None:
     if settings_altered(ds) or CHECKSUM not in ds.variables or repeated(ds):
         return True
     return None if lacks_variables(ds) else bool(altered(ds))
+
+
+def check_whole(ds: xr.Dataset, name: str) -> None:
+    """Refuse a run, under its name in messages, that is not as it was computed.
+
+    Raises:
+        StoreError: it was damaged or edited, or lacks variables.
+    """
+    left_out = "variables that it was made with were left out"
+    if what := left_out if lacks_variables(ds) else damage(ds):
+        raise StoreError(f"{name} is not as it was computed: {what}; give runs that are")
 
 
 def damage(ds: xr.Dataset) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from lipbound.errors import AlteredRunError, StoreError, shown
-from lipbound.runs.dataset import damage
+from lipbound.runs.dataset import check_whole, damage
 from lipbound.schema import (
     ALIKE,
     DIFF,
@@ -23,7 +23,6 @@ from lipbound.schema import (
     is_diff,
     lacking_settings,
     lacking_variables,
-    lacks_variables,
     with_exact,
 )
 
@@ -57,16 +56,15 @@ def paired(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         StoreError: they are not of the same thing, or not as they were computed.
     """
     notes = check_alike(a, b)
+    runs = dict(zip(SIDES, (a, b), strict=True))
     parts = [
-        run.drop_attrs(deep=False).rename(
-            {name: f"{name}_{side}" for name in run.variables if name not in SHARED}
-        )
-        for side, run in zip(SIDES, (a, b), strict=True)
+        run.rename({name: f"{name}_{side}" for name in run.variables if name not in SHARED})
+        for side, run in runs.items()
     ]
-    ds = parts[0].merge(parts[1], join="exact", compat="equals", combine_attrs="override")
-    of_each = {side: dict(run.attrs) for side, run in zip(SIDES, (a, b), strict=True)}
+    ds = xr.merge(parts, join="exact", compat="equals", combine_attrs="override")
+    of_each = {side: dict(run.attrs) for side, run in runs.items()}
     attrs = {DIFF: of_each, "lipbound": b.attrs["lipbound"], "notes": notes}
-    return ds.assign(_ratios(a, b)).assign_attrs(attrs)
+    return ds.assign(_ratios(a, b)).drop_attrs(deep=False).assign_attrs(attrs)
 
 
 def _ratios(a: xr.Dataset, b: xr.Dataset) -> dict[str, xr.DataArray]:
@@ -99,8 +97,7 @@ def sides(ds: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     """
     if not is_diff(ds):
         raise StoreError("a diff of two runs is wanted; lipbound.diff makes one")
-    first, second = (_side(ds, side) for side in SIDES)
-    return first, second
+    return _side(ds, SIDES[0]), _side(ds, SIDES[1])
 
 
 def _side(ds: xr.Dataset, side: str) -> xr.Dataset:
@@ -147,12 +144,7 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
             computed.
     """
     for side, run in zip(SIDES, (a, b), strict=True):
-        left_out = "variables that it was made with were left out"
-        if what := left_out if lacks_variables(run) else damage(run):
-            raise StoreError(
-                f"{side} ({run.attrs['model']}) is not as it was computed: {what}; give runs that "
-                "are"
-            )
+        check_whole(run, f"{side} ({run.attrs['model']})")
     for name in ALIKE:
         refuse(name, a.attrs[name], b.attrs[name], "measure both alike")
     refuse_inputs(_inputs(a) == _inputs(b), a.attrs["data"], b.attrs["data"])

@@ -87,11 +87,20 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
 
     Raises:
         StoreError: the path exists or cannot be written, or what is given is no run that could be
-            loaded again.
+            loaded again. It carries the run, so that no work is lost to a full disk.
         LipboundError: its name is that of a file of another kind, such as ``run.csv``.
     """
     if not isinstance(ds, xr.Dataset):
         raise _no_dataset(ds)
+    try:
+        return _save(ds, path)
+    except StoreError as failure:
+        failure.dataset = ds
+        raise
+
+
+def _save(ds: xr.Dataset, path: str | Path) -> Path:
+    """Write a Dataset, whole or not at all."""
     if "bounds" in ds.attrs and (lacking := lacking_variables(ds)):
         raise StoreError(f"{lacking}; keep the run's axes and variables, or save it by to_zarr")
     path = check_target(path)
