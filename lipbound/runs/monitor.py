@@ -36,7 +36,7 @@ from lipbound.runs.dataset import sealed
 from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, seed_of
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
-from lipbound.runs.step_callbacks import attached
+from lipbound.runs.step_callbacks import Log, attached
 from lipbound.runs.step_store import StepStore, stacked
 from lipbound.runs.store import check_target, load
 from lipbound.schema import MEANS, STATISTICS, STEP, RunInfo
@@ -45,9 +45,6 @@ EVERY = 100
 """Steps between two measurements where nothing else is said."""
 PREFIX = "lipbound"
 """First part of the names under which numbers are logged."""
-
-Log = Callable[[dict[str, float], int], object]
-"""Function that logs numbers by name, at a step."""
 
 
 class Exceeded(NamedTuple):
@@ -168,8 +165,8 @@ class Monitor:
             tokenizer=tokenizer,
             dtype="float64" if dtype == torch.float64 else "float32",
         )
-        self._log, self._per_head = log, flag("per_head", per_head)
-        self._on_exceed, self._above = on_exceed, frozenset[str]()
+        self._logs, self._per_head = [] if log is None else [log], flag("per_head", per_head)
+        self._on_exceed, self._above = on_exceed, set[str]()
         self._open(tokenizer)
         self._thresholds = _thresholds(threshold, self._logged, on_exceed)
         self._slices: list[xr.Dataset] = []
@@ -253,17 +250,8 @@ class Monitor:
         Raises:
             LipboundError: it is neither.
         """
-        attached(self.step, trainer, self._set_log)
+        self._logs.append(attached(self.step, trainer))
         return self
-
-    def _set_log(self, log: Log) -> None:
-        """Log there, and to what was given."""
-        given = self._log
-        self._log = (
-            log
-            if given is None
-            else lambda numbers, step: (log(numbers, step), given(numbers, step))
-        )
 
     def step(self, step: int) -> xr.Dataset | None:
         """Measure after so many updates, where that is due.
@@ -285,8 +273,10 @@ class Monitor:
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
-        if self._log is not None:
-            self._log(numbers(ds, self._logged, per_head=self._per_head), step)
+        if self._logs:
+            said = numbers(ds, self._logged, per_head=self._per_head)
+            for log in self._logs:
+                log(said, step)
         self._alarm(ds, step)
         return ds
 
@@ -304,11 +294,8 @@ class Monitor:
             lengths, error = fill(tables, self._results(sources, spec))
         info = run_info(self._config, sources, planned, lengths, error)
         if (first := self._info) is not None:
-            error, notes = (
-                max(error, first.capture_error),
-                dict.fromkeys([*first.notes, *info.notes]),
-            )
-            info = replace(first, capture_error=error, notes=list(notes))
+            notes = list(dict.fromkeys([*first.notes, *info.notes]))
+            info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
         self._info = info
         ds = labelled(self._config, planned, tables, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
@@ -336,26 +323,21 @@ class Monitor:
             names = [one.name for one in results if one.start == 0]
         calls = _calls_of(self._model, names)
         place = {k: self._calls.index(call) for k, call in enumerate(calls) if call in self._calls}
-        lost = [
-            f"{layer.index} ({layer.layer_name})"
-            for i, layer in enumerate(planned.layers)
-            if i not in place.values()
-        ]
-        new = [name for k, name in enumerate(names) if k not in place]
+        gone = [one for i, one in enumerate(planned.layers) if i not in place.values()]
+        lost = ", ".join(f"{one.index} ({one.layer_name})" for one in gone)
+        new = ", ".join(name for k, name in enumerate(names) if k not in place)
         if not place:
-            raise CaptureError(
-                f"the model no longer has any of the attention layers {', '.join(lost)}"
-            )
+            raise CaptureError(f"the model no longer has any of the attention layers {lost}")
         if lost:
             self._note(
                 f"the model no longer has attention layers that it had when its monitor was made, "
-                f"or calls them another number of times: {', '.join(lost)}; they have no numbers "
+                f"or calls them another number of times: {lost}; they have no numbers "
                 "(NaN) at such steps"
             )
         if new and self._config.layers is None:
             self._note(
                 f"the model has attention layers that it had not when its monitor was made: "
-                f"{', '.join(new)}; they are not measured"
+                f"{new}; they are not measured"
             )
         return [one._replace(layer=place[one.layer]) for one in results if one.layer in place]
 
@@ -381,13 +363,14 @@ class Monitor:
 
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
         """Tell what has risen above its threshold since the last measurement."""
-        found = [_largest(ds, name, limit, step) for name, limit in self._thresholds.items()]
-        above = [one for one in found if one.value > one.threshold]
-        new, self._above = (
-            [one for one in above if one.name not in self._above],
-            frozenset(one.name for one in above),
-        )
-        for one in new:
+        before, self._above = self._above, set()
+        for name, limit in self._thresholds.items():
+            one = _largest(ds, name, limit, step)
+            if not one.value > limit:
+                continue
+            self._above.add(name)
+            if name in before:
+                continue
             if self._on_exceed is not None:
                 self._on_exceed(one)
                 continue
