@@ -215,7 +215,7 @@ def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
     """
     asked, usual = (f"wrt={wrt!r}", "wrt='input'") if wrt != INPUT else ("", "")
     if norm in TOKEN_NORMS:  # which wrt= goes with the other norm alone
-        asked, usual = f"norm={norm!r}", "norm='frobenius'"
+        asked, usual = f"norm {norm!r}", "norm='frobenius'"
     for layer in layers if asked else ():
         without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
         if layer.measured != CLOSED_FORM or without:
