@@ -355,6 +355,23 @@ def check_layer(att: object, what: str) -> None:
         raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention (lb.capture)")
 
 
+def check_made(given: object, names: Iterable[str], maker: str) -> None:
+    """Refuse what is not the Dataset, or a variable of the Dataset, that a function returns.
+
+    Args:
+        given: what was given.
+        names: of variables and axes that it must have.
+        maker: the function, by its full name.
+
+    Raises:
+        LipboundError: one of them is missing.
+    """
+    there = {*getattr(given, "data_vars", ()), *getattr(given, "dims", ())}
+    if missing := [name for name in names if name not in there]:
+        kind = f"has no {missing[0]!r}" if there else f"is {shown(given)}"
+        raise LipboundError(f"what was given {kind}; give what {maker} returns")
+
+
 def nearest(name: object, allowed: Iterable[str]) -> str:
     """Return the part of a message that names the nearest allowed names, or all of them."""
     allowed = sorted(allowed)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import typer
+import xarray as xr
 from support.commands import call
 from support.models import build, no_attention, save_vit
 
 import lipbound as lb
-import lipbound.runs.compare as runs_compare
+import lipbound.runs.store as store
 from lipbound import cli
 from lipbound.__main__ import spin_briefly
 from lipbound.cli import measuring
@@ -146,12 +147,14 @@ def test_a_finished_run_is_rescued(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = runs_compare
+    write, full_disk = store._save, [tmp_path]
 
-    def full(ds: object, path: Path) -> None:
-        raise StoreError(f"{path} could not be written: No space left on device")
+    def some(ds: xr.Dataset, path: Path) -> Path:
+        if any(path.is_relative_to(one) for one in full_disk):
+            raise StoreError(f"{path} could not be written: No space left on device")
+        return write(ds, path)
 
-    monkeypatch.setattr(module, "save", full)
+    monkeypatch.setattr(store, "_save", some)
     options = ("--data", text, "--samples", 1, "--max-length", 8, "--bounds", "castin", "--quiet")
     status, _, err = call(
         capsys, monkeypatch, "compare", bert, *options, "--out", tmp_path / "run.zarr"
@@ -159,7 +162,7 @@ def test_a_finished_run_is_rescued(
     assert status == 2
     refuge = Path(err.split("was saved to ")[1].split(" instead")[0])
     assert lb.load(refuge).sizes["sample"] == 1
-    monkeypatch.setattr("lipbound.runs.store.save", full)  # nor is there room in the refuge
+    full_disk.append(Path("/"))  # nor is there room in the refuge
     out = tmp_path / "other.zarr"
     status, _, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", out)
     last = err.strip().rpartition("\n")[2]

@@ -1,11 +1,7 @@
-"""What the command line says of models and runs, for people and for programs; what the shell
-completes."""
+"""What the command line says of models and runs, for people and for programs."""
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,26 +129,6 @@ def test_numbers_that_json_has_not() -> None:
     assert plain_data({"a": [np.float64("inf"), -math.inf, math.nan, np.int64(3), True, "x"]}) == {
         "a": ["inf", "-inf", None, 3, True, "x"]
     }
-
-
-def test_the_shell_completes_models_and_formats() -> None:
-    def offered(*words: str) -> str:
-        environment = os.environ | {
-            "_LIPBOUND_COMPLETE": "complete_fish",
-            "_TYPER_COMPLETE_ARGS": " ".join(words),
-            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        }
-        return subprocess.run(
-            [sys.executable, "-m", "lipbound"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout
-
-    assert "builtin:vit-jasmin" in offered("lipbound", "compare", "builtin:v")
-    assert "builtin:gpt2" not in offered("lipbound", "compare", "builtin:v")
-    assert "markdown" in offered("lipbound", "table", "run.zarr", "--format", "m")
 
 
 def test_values_are_tables_in_notebooks(run: Path) -> None:

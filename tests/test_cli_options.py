@@ -1,5 +1,5 @@
-"""Options of the command line that are given twice, mistyped or without a unit; what the shell
-completes; exact norms alone."""
+"""Options of the command line that are given twice, mistyped or without a unit; exact norms
+alone."""
 
 import shlex
 from pathlib import Path
@@ -8,19 +8,11 @@ import numpy as np
 import pytest
 from support.commands import call
 from support.runs import TEXTS
-from typer._click.core import Context
 
 import lipbound as lb
-from lipbound.analysis.recipes.registry import RECIPES
-from lipbound.cli import application
-from lipbound.cli.application import _program
 from lipbound.cli.measuring import blocks_in
-from lipbound.devices import DTYPES, WEIGHTS
 from lipbound.errors import Notice
-from lipbound.jacobians.maps import MAPS
-from lipbound.reporting.statistics import REDUCTIONS
 from lipbound.runs.config import RunConfig
-from lipbound.schema import NORMS
 
 QUICK = {"samples": 1, "max_length": 8, "progress": False}
 
@@ -256,38 +248,6 @@ def test_a_run_of_exact_norms_alone_goes_everywhere(said, tmp_path: Path) -> Non
     for words in commands:
         status, _, error = said(*words)
         assert (status, error) == (0, ""), words
-
-
-# -- completion ------------------------------------------------------------------------------------
-
-
-def completed(command: str, name: str, start: str) -> list[str]:
-    found = _program().commands[command]
-    param = next(one for one in found.params if one.name == name)
-    return [item.value for item in param.shell_complete(Context(found), start)]
-
-
-def test_what_is_completed_is_what_there_is() -> None:
-    assert set(application.BOUNDS) == set(lb.bounds.names(None))
-    assert set(completed("compare", "map", "")) == set(MAPS)
-    assert set(completed("compare", "norm", "")) == set(NORMS)
-    assert set(application.RECIPES) == set(RECIPES)
-    assert set(completed("heatmap", "reduce", "")) == set(REDUCTIONS)
-    assert set(completed("compare", "dtype", "")) == set(DTYPES)
-    assert set(completed("compare", "weights", "")) == set(WEIGHTS)
-
-
-def test_the_shell_completes_names() -> None:
-    assert completed("compare", "bounds", "yudin_") == [
-        name for name in application.BOUNDS if name.startswith("yudin_")
-    ]
-    assert completed("compare", "bounds", "kim,yudin,yudin_g") == ["kim,yudin,yudin_g1"]
-    assert {"all", "default", "none"} <= set(completed("compare", "bounds", ""))
-    assert completed("compare", "map", "pre") == ["pre_norm"]
-    assert completed("compare", "norm", "one") == ["one-token"]
-    assert completed("reproduce", "name", "castin-1") == ["castin-1"]
-    assert completed("verify", "dtype", "float6") == ["float64"]
-    assert completed("table", "by", "l") == ["layer"]
 
 
 def test_what_an_interruption_finds_where_the_run_is_saved(tmp_path: Path) -> None:

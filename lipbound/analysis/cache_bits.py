@@ -18,7 +18,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.attention.variants.gate import Gate
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError, choice, indices, real, whole
+from lipbound.errors import LipboundError, check_made, choice, indices, real, whole
 from lipbound.formatting import plain_data, replacing
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
@@ -219,7 +219,11 @@ def ranking(ds: xr.Dataset, by: str = "expected") -> list[dict[str, Any]]:
     Args:
         ds: from `cache_bits`.
         by: "expected" or "bound": which bits, of keys and values together, decide the order.
+
+    Raises:
+        LipboundError: ``ds`` is no such study.
     """
+    check_made(ds, (*VARIABLES, *AXES), "lipbound.cache_bits")
     choice("by", by, KINDS)
     rows = []
     names = {f"{side}_{kind}": (side, f"bits_{kind}") for kind in KINDS for side in CACHED}
@@ -241,7 +245,11 @@ def agreement(ds: xr.Dataset) -> pd.DataFrame:
         Columns, for all heads at all samples: medians of the errors; ``above``, the share that
         moved by more than ``bound``; Spearman's rank correlations of each prediction with
         ``measured``, and ``rank_size``, that of the relative size of the rounding error alone.
+
+    Raises:
+        LipboundError: ``ds`` is no such study.
     """
+    check_made(ds, (*VARIABLES, *AXES), "lipbound.cache_bits")
     relative = (ds["size"] / ds["output"]).transpose("side", "sample", "layer", "head")
     rows = []
     for side in CACHED:
@@ -267,7 +275,10 @@ def write_json(ds: xr.Dataset, path: str | Path) -> None:
 
     Raises:
         StoreError: it cannot be written.
+        LipboundError: ``ds`` is no such study.
     """
-    told = ds.attrs | {"heads": ranking(ds), "agreement": agreement(ds).to_dict("records")}
+    found = {"heads": ranking(ds), "agreement": agreement(ds).to_dict("records")}
     with replacing(path) as (target,):
-        target.write_text(json.dumps(plain_data(told), allow_nan=False, indent=1) + "\n")
+        target.write_text(
+            json.dumps(plain_data(ds.attrs | found), allow_nan=False, indent=1) + "\n"
+        )

@@ -21,7 +21,7 @@ from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.devices import resolve_device
-from lipbound.errors import InputsError, LipboundError
+from lipbound.errors import InputsError, LipboundError, check_made
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
@@ -210,8 +210,9 @@ def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0
         Dataset of ``exponent``, ``low`` and ``high``.
 
     Raises:
-        LipboundError: fewer than three lengths.
+        LipboundError: fewer than three lengths, or no such axis.
     """
+    check_made(values, ["length"], "lipbound.analysis.length_growth.sequence_growth")
     kept = values.where(values["length"] >= shortest, drop=True)
     if kept.sizes["length"] < 3:
         raise LipboundError(

@@ -16,7 +16,7 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -27,7 +27,7 @@ from lipbound import __version__, _importing
 from lipbound.cli import interruption
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain, plain_data
-from lipbound.schema import CHOICES, NORMS, SIDES, Contents
+from lipbound.schema import Contents
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -236,38 +236,7 @@ def number_or_name(text: str) -> str | float:
         return text
 
 
-# -- arguments and options, with their help and what the shell completes ---------------------------
-
-BOUNDS = (
-    *("kim", "dasoulas", "castin", "castin_bias", "castin_c3", "castin_c3_as_coded"),
-    *("castin_mean_field", "specformer", "yudin", "yudin_g1", "yudin_nobias", "yudin_sqrt_n"),
-    *("yudin_closed", "lipbound", "lipbound_block", "newhouse"),
-    *("lipbound_every", "lipbound_every_block", "mass_splitting"),
-    "lipbound_one",
-)
-RECIPES = (
-    *("castin-1", "castin-6", "castin-2", "castin-3", "which-map", "three-norms"),
-    *("token-profile", "mass-splitting", "yudin-1", "yudin-2", "yudin-3", "yudin-6"),
-    *("yudin-theorem-4", "yudin-multihead"),
-)
-"""Names that are completed, written out so that nothing of size is imported."""
-VALUES: dict[str, Sequence[str]] = {
-    "map": ("head", "head_out", "heads", "layer", "residual", "pre_norm", "post_norm"),
-    "norm": tuple(NORMS),
-    "wrt": CHOICES["wrt"],
-    "dtype": CHOICES["dtype"],
-    "device": ("auto", "cpu", "cuda", "mps"),
-    "weights": ("auto", "whole", "layers"),
-    "reduce": ("mean", "geomean", "max", "median"),
-    "scale": ("rows", "shared", "panel"),
-    "over": ("exact",),
-    "values": ("ratio", "value"),
-    "by": ("bound", "layer", "head"),
-    "format": ("text", "markdown", "latex", "csv"),
-    "cite format": ("bib", "latex", "text"),
-    "reproduce name": (*RECIPES, "all"),
-}
-"""Values of options that are one of a few names, by the names of their arguments."""
+# -- arguments and options, with their help --------------------------------------------------------
 
 
 def with_options(command: Callable[..., Any]) -> str:
@@ -280,43 +249,18 @@ def with_options(command: Callable[..., Any]) -> str:
     help = dict(re.findall(r"^    (\w+): (.+(?:\n        .+)*)", text, re.M))
     found = []
     for one in inspect.signature(command, eval_str=True).parameters.values():
-        said: dict[str, Any] = {"help": " ".join(help.get(one.name, "").split())}
-        said["autocompletion"] = completer(command.__name__, one.name)
+        text_of = " ".join(help.get(one.name, "").split())
         if one.kind is inspect.Parameter.KEYWORD_ONLY:
             names = {"output": ["-o", "--output"]}.get(one.name, [])
             if isinstance(one.default, bool):
                 names = [f"--{one.name}/--no-{one.name}" if one.default else f"--{one.name}"]
-            info: Any = typer.Option(*names, **said)
+            info: Any = typer.Option(*names, help=text_of)
         else:
-            info = typer.Argument(**said)
+            info = typer.Argument(help=text_of)
         found.append(one.replace(annotation=Annotated[one.annotation, info]))
     command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in found}
     return re.split(r"\n\n(?:Args|Attributes):\n", text)[0]
-
-
-def completer(command: str, name: str) -> Callable[..., Any] | None:
-    """Return the shell completions of an argument of a command, none for most."""
-    if name in ("bounds", "model") or (command == "diff" and name in SIDES):
-        return some_bounds if name == "bounds" else models
-    values = VALUES.get(f"{command} {name}", VALUES.get(name))
-    return None if values is None else lambda: list(values)
-
-
-def some_bounds(incomplete: str) -> list[str]:
-    """Complete the last of several names of bounds, separated by commas."""
-    before, comma, _ = incomplete.rpartition(",")
-    given = before.split(",")
-    offered = BOUNDS if comma else ("default", "all", "none", *BOUNDS)
-    return [before + comma + name for name in offered if name not in given]
-
-
-def models(incomplete: str) -> list[tuple[str, str]]:
-    """Complete builtin checkpoints, with what they are; the shell itself completes folders."""
-    from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
-
-    names = [name for name in BUILTINS if (PREFIX + name).startswith(incomplete)]
-    return [(PREFIX + name, describe(name).title) for name in names]
 
 
 # -- modules of size -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from lipbound.models.given_layers import GivenLayers, inputs_of
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers.files import is_sentence, there
 from lipbound.models.readers.images import ImageReader
-from lipbound.models.readers.reader import Reader, Selection, of_datasets
+from lipbound.models.readers.reader import DEFAULT_LENGTH, Reader, Selection, of_datasets
 from lipbound.models.readers.text import TextReader, given_tokens
 from lipbound.models.sources.loaded_model import named_inputs
 from lipbound.models.weight_files import finite
@@ -51,7 +51,7 @@ def prepare(
     data: Any = None,
     *,
     samples: int | str = DEFAULT_SAMPLES,
-    max_length: int = 128,
+    max_length: int = DEFAULT_LENGTH,
     split: str | None = None,
     column: str | None = None,
     shuffle: int | None = None,
@@ -76,7 +76,8 @@ def prepare(
             default was asked for).
         max_length: tokens per text, special tokens included. A text that is alone is cut into
             consecutive windows of so many tokens, each a sample; of several texts each is one
-            sample, cut at so many tokens, which a `lipbound.errors.Notice` tells.
+            sample, cut at so many tokens, which a `lipbound.errors.Notice` tells. The default is
+            what the model has positions for, where that is less, and a notice says so.
         split: split of a hub dataset; its only split, else "test", "validation" or "train".
         column: column of a table; guessed from its usual names. A number, from 0, for a .csv file
             without a line of names.
@@ -157,7 +158,7 @@ def refuse_long(data: Any, max_length: int, name: str, config: Any) -> None:
     if isinstance(data, Inputs) or is_ready(data) or given_tokens(data) is not None:
         return
     declared = declared_positions(config)
-    if declared is None or max_length <= declared:
+    if declared is None or max_length <= declared or max_length == DEFAULT_LENGTH:
         return
     try:
         with quiet(), torch.device("meta"):

@@ -13,7 +13,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lipbound.bounds.registry import get
-from lipbound.errors import LipboundError, choice, shown, whole
+from lipbound.errors import LipboundError, check_made, choice, shown, whole
 from lipbound.formatting import counted, joined, number, plain
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
@@ -228,8 +228,10 @@ def ball_curve(
             title: what the heads are of, for the caption.
 
     Raises:
-        LipboundError: a file type that cannot be drawn, a file that cannot be written.
+        LipboundError: ``ds`` is no such curve, a file type that cannot be drawn, a file that cannot
+            be written.
     """
+    check_made(ds, ("radius", "sample", "head"), "lipbound.radius_curve")
     chosen = list(range(ds.sizes["head"])) if heads is None else list(heads)
     across = min(len(chosen), 4)
     down = -(-len(chosen) // across)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from lipbound.devices import device_name, in_own_modes, resolve_device, versions
-from lipbound.errors import LipboundError, StoreError, flag, tell
+from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import dataset, sealed
@@ -202,7 +202,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         _tell_of_missing(config, sources, ds)
         ds = sealed(ds, run_info(config, sources, planned, lengths, error))
         if target is not None:
-            _save(ds, target)
+            save(ds, target)
     return ds
 
 
@@ -314,15 +314,6 @@ def run_info(
             plan.samples, plan.spec.exact_samples, numbers, heads, model_layers=plan.model_layers
         ),
     )
-
-
-def _save(ds: xr.Dataset, target: Path) -> None:
-    """Save a run; an error carries it, so that no work is lost to a full disk."""
-    try:
-        save(ds, target)
-    except StoreError as failure:
-        failure.dataset = ds
-        raise
 
 
 def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:

@@ -8,23 +8,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from lipbound import schema
 from lipbound.errors import StoreError, shown
-from lipbound.runs.dataset import damage, sealed
+from lipbound.runs.dataset import check_whole, sealed
 from lipbound.runs.store import run_of
-from lipbound.schema import (
-    AGREE,
-    JOINED,
-    LAYER_WORDS,
-    RUN,
-    RUN_SAMPLE,
-    STEP,
-    Extent,
-    RunInfo,
-    flags,
-    lacks_variables,
-    own,
-    with_exact,
-)
 
 Key = tuple[str, int]
 """A sample: the fingerprint of the data that it is from, and its number there."""
@@ -57,7 +44,7 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
         what = "one run alone" if len(given) == 1 else shown(runs)
         raise StoreError(f"runs is {what}; give a list of two runs at least, Datasets or paths")
     whole = [run_of(run) for run in given]
-    if any(STEP in one.coords for one in whole):
+    if any(schema.STEP in one.coords for one in whole):
         raise StoreError("runs over steps of training are not put together; give other runs")
     parts = [part for run in whole for part in split(run)]
     for number, part in enumerate(parts):
@@ -78,13 +65,13 @@ def split(ds: xr.Dataset) -> list[xr.Dataset]:
     if "runs" not in ds.attrs:
         return [ds]
     parts = []
-    run = ds[RUN].transpose("sample", "layer").values
+    run = ds[schema.RUN].transpose("sample", "layer").values
     for number, attrs in enumerate(ds.attrs["runs"]):
         here = run == number
         if here.any():
             part = ds.isel(sample=np.flatnonzero(here.any(1)), layer=np.flatnonzero(here.any(0)))
-            part = part.assign_coords(sample=part[RUN_SAMPLE].values)
-            part = part.drop_vars([RUN, RUN_SAMPLE]).sortby("sample")
+            part = part.assign_coords(sample=part[schema.RUN_SAMPLE].values)
+            part = part.drop_vars([schema.RUN, schema.RUN_SAMPLE]).sortby("sample")
             parts.append(part.drop_attrs(deep=False).assign_attrs(attrs))
     return parts
 
@@ -92,17 +79,15 @@ def split(ds: xr.Dataset) -> list[xr.Dataset]:
 def _check(part: xr.Dataset, number: int, first: xr.Dataset) -> None:
     """Refuse a run that is not as it was computed, or does not agree with the first one."""
     name = f"run {number + 1} of those given ({part.attrs['model']}, {part.attrs['data']})"
-    left_out = "variables that it was made with were left out"
-    if what := left_out if lacks_variables(part) else damage(part):
-        raise StoreError(f"{name} is not as it was computed: {what}; give runs that are")
+    check_whole(part, name)
     heads = min(len(_heads(part)), len(_heads(first)))  # layers may differ in how many they have
     mine, theirs = (
         one.attrs
-        | {"bounds": sorted(one.attrs["bounds"]), "variables": sorted(own(one))}
+        | {"bounds": sorted(one.attrs["bounds"]), "variables": sorted(schema.own(one))}
         | {"heads": _heads(one)[:heads]}
         for one in (part, first)
     )
-    for key in (*AGREE, "variables", "heads"):
+    for key in (*schema.AGREE, "variables", "heads"):
         if mine.get(key) != theirs.get(key):
             raise StoreError(
                 f"the runs do not agree: {key} is {shown(theirs.get(key))} in the first and "
@@ -130,7 +115,7 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
     exact: dict[Key, bool] = {}
     for number, part in enumerate(parts):
         data = part.attrs["data"]
-        for key, known in zip(_keys(part), with_exact(part).values.tolist(), strict=True):
+        for key, known in zip(_keys(part), schema.with_exact(part).values.tolist(), strict=True):
             if exact.setdefault(key, known) != known:
                 raise StoreError(
                     f"sample {key[1]} of {data} has exact norms in some of the runs alone"
@@ -158,13 +143,15 @@ def _filled(
     dims = first["exact"].dims
     shape = (len(samples), len(layers), *([len(heads)] if heads else []))
     tables = {}  # layers of fewer heads leave places empty
-    for name in own(first):
+    for name in schema.own(first):
         kind = first[name].dtype
         tables[name] = np.full(shape, np.nan if kind.kind == "f" else 0, dtype=kind)
     run = np.zeros(shape[:2], dtype=np.int64)
     number, length = np.zeros((2, shape[0]), dtype=np.int64)
     words = {
-        name: np.full(len(layers), "", dtype=object) for name in LAYER_WORDS if name in first.coords
+        name: np.full(len(layers), "", dtype=object)
+        for name in schema.LAYER_WORDS
+        if name in first.coords
     }
     row = {key: i for i, key in enumerate(samples)}
     for part in parts:
@@ -185,15 +172,15 @@ def _filled(
             **{name: ("layer", of_layers) for name, of_layers in words.items()},
             "length": ("sample", length),
             **({"head": heads} if heads else {}),
-            RUN: (dims[:2], run),
-            RUN_SAMPLE: ("sample", number),
+            schema.RUN: (dims[:2], run),
+            schema.RUN_SAMPLE: ("sample", number),
         },
         attrs={"bounds": first.attrs["bounds"]},
     )
-    return ds.set_coords(flags(ds))
+    return ds.set_coords(schema.flags(ds))
 
 
-def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> RunInfo:
+def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> schema.RunInfo:
     """Put together what runs say: delta of all, the largest error, each text once."""
     first = runs[0]
 
@@ -201,14 +188,14 @@ def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> RunInfo:
         return "; ".join(dict.fromkeys(text for text in texts if text))
 
     packages = dict.fromkeys(name for run in runs for name in run["versions"])
-    said = {name: first[name] for name in AGREE if name in first}
-    said |= {name: joined(str(run[name]) for run in runs) for name in JOINED}
+    said = {name: first[name] for name in schema.AGREE if name in first}
+    said |= {name: joined(str(run[name]) for run in runs) for name in schema.JOINED}
     if first.get("delta") is not None:
         said["delta"] = min(1.0, sum(run["delta"] for run in runs))
     sizes, layers = ds.sizes, ds["layer"].values.tolist()
-    exact_samples, of_model = int(with_exact(ds).sum()), first["made"]["model_layers"]
-    made = Extent(sizes["sample"], exact_samples, layers, sizes.get("head"), of_model)
-    return RunInfo(
+    exact_samples, of_model = int(schema.with_exact(ds).sum()), first["made"]["model_layers"]
+    made = schema.Extent(sizes["sample"], exact_samples, layers, sizes.get("head"), of_model)
+    return schema.RunInfo(
         **said,
         source=None,
         map_description=first["map_description"],

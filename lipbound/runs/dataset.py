@@ -15,39 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from lipbound import schema
 from lipbound.bounds.audit import audit
 from lipbound.bounds.registry import get
-from lipbound.schema import (
-    AXES,
-    CHECKSUM,
-    IDENTITY,
-    INPUT,
-    LAYER_WORDS,
-    RUN,
-    RUN_SAMPLE,
-    STEP,
-    RunInfo,
-    flags,
-    lacks_variables,
-    own,
-    repeated,
-)
+from lipbound.errors import StoreError
 
 if TYPE_CHECKING:  # reading a run needs no torch
     from lipbound.runs.measure import LayerInfo
 
-UNHASHED = ("block", "settings_checksum")
-HASHED = tuple(one.name for one in fields(RunInfo) if one.name not in UNHASHED)
-IF_THERE = (
-    "norm",
-    "extras",
-    "variants",
-    "not_applicable",
-    "notes",
-    "quantization",
-    "configuration",
-)
-"""Attributes that enter the hash of the settings only where they say something."""
+HASHED = {one.name for one in fields(schema.RunInfo)} - {"block", "settings_checksum"}
+"""Attributes that enter the hash of the settings."""
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
     "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
@@ -62,9 +39,7 @@ LABELS = {
     "first_token": ("First token", "attention on the first token, mean over queries"),
 }
 """Labels and long names of exact norms, and of what attention itself is."""
-OF_BOUND = (
-    *("label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"),
-)
+OF_BOUND = ["label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"]
 """What a bound's variable says about it."""
 
 
@@ -74,7 +49,7 @@ def dataset(
     layers: Sequence[LayerInfo],
     lengths: np.ndarray,
     norm: str = "frobenius",
-    wrt: str = INPUT,
+    wrt: str = schema.INPUT,
 ) -> xr.Dataset:
     """Label tables (samples, layers, heads) with names, coordinates and what each bound is.
 
@@ -85,24 +60,20 @@ def dataset(
         lengths: (samples,) tokens of the inputs.
         norm: of the numbers. wrt: what heads are functions of.
     """
-    ds = xr.Dataset({name: (AXES, table) for name, table in tables.items()})
+    ds = xr.Dataset({name: (schema.AXES, table) for name, table in tables.items()})
     ds = ds.assign_coords(
         sample=np.arange(len(lengths)),
         layer=[layer.index for layer in layers],
         head=np.arange(ds.sizes["head"]),
         length=("sample", lengths),
     )
-    ds = ds.assign_coords(
-        {
-            word: ("layer", np.array([getattr(one, word) for one in layers], dtype=object))
-            for word in LAYER_WORDS
-        }
-    )
+    for word in schema.LAYER_WORDS:
+        ds.coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
     kind = "spectral" if norm == "frobenius" else norm
     for name, (label, long_name) in LABELS.items():
         if name in ds:
             ds[name].attrs = {"label": label, "long_name": long_name.format(norm=kind)}
-            if wrt != INPUT:
+            if wrt != schema.INPUT:
                 ds[name].attrs["long_name"] += f", as a function of {wrt}"
     for name in names:
         bound = get(name)
@@ -111,7 +82,7 @@ def dataset(
     return ds.set_coords([name for name in tables if tables[name].dtype == bool])
 
 
-def sealed(ds: xr.Dataset, info: RunInfo) -> xr.Dataset:
+def sealed(ds: xr.Dataset, info: schema.RunInfo) -> xr.Dataset:
     """Give a finished run its attributes, audit, and checksums of settings and of every place.
 
     Args:
@@ -119,12 +90,12 @@ def sealed(ds: xr.Dataset, info: RunInfo) -> xr.Dataset:
         info: what it says about itself; the names of its variables are filled in.
     """
     ds = ds.assign_attrs(info.attributes())
-    said = json.dumps([ds.attrs.get(name) for name in IDENTITY])
+    said = json.dumps([ds.attrs.get(name) for name in schema.IDENTITY])
     identity = hashlib.sha256(said.encode()).hexdigest()
-    ds.attrs["made"] = asdict(replace(info.made, variables=own(ds), identity=identity))
+    ds.attrs["made"] = asdict(replace(info.made, variables=schema.own(ds), identity=identity))
     ds.attrs["settings_checksum"] = settings_checksum(ds.attrs)
-    ds[CHECKSUM] = checksums(ds)
-    ds = ds.set_coords(flags(ds))
+    ds[schema.CHECKSUM] = checksums(ds)
+    ds = ds.set_coords(schema.flags(ds))
     found = audit(ds)
     counts = {name: entry["violations"] for name, entry in found.items()}
     return ds.assign_attrs(audit=found, violations=counts)
@@ -132,9 +103,7 @@ def sealed(ds: xr.Dataset, info: RunInfo) -> xr.Dataset:
 
 def settings_checksum(attrs: Mapping[str, Any]) -> str:
     """Hash (sha256) over what a run says about itself, whatever part of it is there."""
-    said = {name: attrs.get(name) for name in HASHED if name in attrs or name not in IF_THERE}
-    if said.get("norm") == "frobenius":
-        del said["norm"]
+    said = {name: attrs[name] for name in HASHED if name in attrs}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -154,21 +123,26 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     numbers of the run that it is from (`IDENTITY`); so every part of a run can be checked, and
     places of other runs do not pass.
     """
-    if STEP in ds.dims:
-        steps = [checksums(ds.isel({STEP: i})) for i in range(ds.sizes[STEP])]
-        return xr.concat(steps, ds[STEP]).transpose(*ds["exact"].dims)
+    if schema.STEP in ds.dims:
+        steps = [checksums(ds.isel({schema.STEP: i})) for i in range(ds.sizes[schema.STEP])]
+        return xr.concat(steps, ds[schema.STEP]).transpose(*ds["exact"].dims)
     dims = ds["exact"].dims
     shape = tuple(ds.sizes[dim] for dim in dims)
-    names = sorted(own(ds))
-    sample = RUN_SAMPLE if RUN_SAMPLE in ds.variables else "sample"
-    numbers = (sample, "layer", "length", *(["head"] if "head" in dims else []))
-    numbers += (STEP,) if STEP in ds.coords else ()
+    names = sorted(schema.own(ds))
+    sample = schema.RUN_SAMPLE if schema.RUN_SAMPLE in ds.variables else "sample"
+    numbers = [
+        sample,
+        "layer",
+        "length",
+        *["head"] * ("head" in dims),
+        *[schema.STEP] * (schema.STEP in ds.coords),
+    ]
     columns = [_column(ds, name, dims) for name in (*names, *numbers)]
     rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
-    run = ds[RUN].transpose("sample", "layer").values if RUN in ds.variables else 0
+    run = ds[schema.RUN].transpose("sample", "layer").values if schema.RUN in ds.variables else 0
     run = np.broadcast_to(run, shape[:2])
     identities = [str(one["made"]["identity"]) for one in ds.attrs.get("runs", [ds.attrs])]
-    words = [ds[name].values for name in LAYER_WORDS if name in ds.variables]
+    words = [ds[name].values for name in schema.LAYER_WORDS if name in ds.variables]
     of_layers = list(zip(*words, strict=True)) or [("",)] * shape[1]
     values = np.zeros(shape, dtype=np.int32)
     for s, layer in np.ndindex(*shape[:2]):
@@ -199,10 +173,10 @@ def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray
 
 def altered(ds: xr.Dataset) -> list[tuple[int, int]] | None:
     """Positions (sample, layer) that are not as they were computed; None without checksums."""
-    if CHECKSUM not in ds.variables:
+    if schema.CHECKSUM not in ds.variables:
         return None
-    wrong = checksums(ds) != ds[CHECKSUM].transpose(*ds["exact"].dims).variable
-    places = wrong.any([dim for dim in wrong.dims if dim not in AXES[:2]]).values
+    wrong = checksums(ds) != ds[schema.CHECKSUM].transpose(*ds["exact"].dims).variable
+    places = wrong.any([dim for dim in wrong.dims if dim not in schema.AXES[:2]]).values
     return [(int(s), int(layer)) for s, layer in np.argwhere(places)]
 
 
@@ -212,9 +186,20 @@ def edited(ds: xr.Dataset) -> bool | None:
     Parts of a run (``ds.isel(sample=[0])``) are as they were computed; arithmetic, and runs joined
     by ``xarray.concat``, whose attributes are those of one of them, are not.
     """
-    if settings_altered(ds) or CHECKSUM not in ds.variables or repeated(ds):
+    if settings_altered(ds) or schema.CHECKSUM not in ds.variables or schema.repeated(ds):
         return True
-    return None if lacks_variables(ds) else bool(altered(ds))
+    return None if schema.lacks_variables(ds) else bool(altered(ds))
+
+
+def check_whole(ds: xr.Dataset, name: str) -> None:
+    """Refuse a run, under its name in messages, that is not as it was computed.
+
+    Raises:
+        StoreError: it was damaged or edited, or lacks variables.
+    """
+    left_out = "variables that it was made with were left out"
+    if what := left_out if schema.lacks_variables(ds) else damage(ds):
+        raise StoreError(f"{name} is not as it was computed: {what}; give runs that are")
 
 
 def damage(ds: xr.Dataset) -> str:
@@ -222,7 +207,7 @@ def damage(ds: xr.Dataset) -> str:
     said = []
     if settings_altered(ds):
         said.append("its settings (attributes) are not those that were recorded")
-    if CHECKSUM not in ds.variables:
+    if schema.CHECKSUM not in ds.variables:
         said.append("the checksums of its numbers are missing")
     if places := altered(ds):
         where = "every sample and layer"

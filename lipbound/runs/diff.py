@@ -99,11 +99,7 @@ def diff(
     for note in ds.attrs["notes"]:
         tell(note)
     if target is not None:
-        try:
-            save(ds, target)
-        except StoreError as failure:
-            failure.dataset = ds
-            raise
+        save(ds, target)
     return ds
 
 

@@ -95,10 +95,6 @@ class MeasurementSpec:
         """Exact norms have upper ends."""
         return self.delta is not None or self.norm in TOKEN_NORMS
 
-    def delta_of(self, samples: int, heads: int) -> float | None:
-        """Failure probability of the exact norms of so many heads at so many samples together."""
-        return None if self.delta is None else self.delta * samples * heads
-
 
 @dataclass(frozen=True)
 class LayerInfo:
@@ -137,12 +133,12 @@ def capturer_of(
 
 def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
     """Describe the layers at some inputs."""
-    return [
-        LayerInfo(index, name, att.heads, att.tokens, att.variants, **described(att))
-        for index, name, att in (
-            (layer.index, layer.name, layer.attention) for layer in capturer.each(inputs)
-        )
-    ]
+    found = []
+    for layer in capturer.each(inputs):
+        att, i = layer.attention, layer.index
+        info = LayerInfo(i, layer.name, att.heads, att.tokens, att.variants, **described(att))
+        found.append(info)
+    return found
 
 
 class Measurer:
@@ -226,7 +222,7 @@ class Measurer:
         lengths = attention.lengths.long().cpu().numpy().reshape(-1, windows).sum(-1)
         seeds = [seed_of(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
         values = _measured(attention, spec, seeds, spec.exact_samples - start, windows)
-        return LayerResult(start, position, values, lengths, layer.error)
+        return LayerResult(start, position, values, lengths, layer.error, layer.name)
 
 
 def _joined(results: Sequence[LayerResult]) -> LayerResult:
@@ -350,7 +346,8 @@ def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
     """Measure the exact norms of all samples of a layer."""
     if spec.norm in TOKEN_NORMS:
         return token_norm(att, spec.norm, map=spec.map, tol=spec.tol)
-    delta = spec.delta_of(att.samples, 1 if spec.map in WHOLE else att.heads)
+    norms = att.samples * (1 if spec.map in WHOLE else att.heads)
+    delta = None if spec.delta is None else spec.delta * norms
     return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, wrt=spec.wrt, seed=seeds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 from lipbound.devices import in_own_modes
 from lipbound.errors import (
+    CaptureError,
     LipboundError,
     StoreError,
     choice,
@@ -31,10 +33,10 @@ from lipbound.models.training.watch import uncompiled
 from lipbound.runs.compare import fill, labelled, run_info
 from lipbound.runs.config import READING, RunConfig
 from lipbound.runs.dataset import sealed
-from lipbound.runs.measure import capturer_of, measured_here, seed_of
-from lipbound.runs.partial_store import same_configuration
+from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, seed_of
+from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
-from lipbound.runs.step_callbacks import attached
+from lipbound.runs.step_callbacks import Log, attached
 from lipbound.runs.step_store import StepStore, stacked
 from lipbound.runs.store import check_target, load
 from lipbound.schema import MEANS, STATISTICS, STEP, RunInfo
@@ -43,9 +45,6 @@ EVERY = 100
 """Steps between two measurements where nothing else is said."""
 PREFIX = "lipbound"
 """First part of the names under which numbers are logged."""
-
-Log = Callable[[dict[str, float], int], object]
-"""Function that logs numbers by name, at a step."""
 
 
 class Exceeded(NamedTuple):
@@ -103,7 +102,8 @@ class Monitor:
 
     Raises:
         LipboundError: options or a probe that cannot be; attention that cannot be captured.
-        StoreError: ``out`` exists, or is a run of another probe, model or options.
+        StoreError: ``out`` exists, is a run of another probe, model or options, or is filled by
+            another process.
 
     >>> from transformers import BertConfig, BertModel
     >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
@@ -165,13 +165,14 @@ class Monitor:
             tokenizer=tokenizer,
             dtype="float64" if dtype == torch.float64 else "float32",
         )
-        self._log, self._per_head = log, flag("per_head", per_head)
-        self._on_exceed, self._above = on_exceed, frozenset[str]()
+        self._logs, self._per_head = [] if log is None else [log], flag("per_head", per_head)
+        self._on_exceed, self._above = on_exceed, set[str]()
         self._open(tokenizer)
         self._thresholds = _thresholds(threshold, self._logged, on_exceed)
         self._slices: list[xr.Dataset] = []
         self._info: RunInfo | None = None
-        self._store = None if config.target is None else self._stored(config.target)
+        target = None if _other_process() else config.target  # one process writes
+        self._store = None if target is None else self._stored(target)
 
     @in_own_modes
     @torch.no_grad()
@@ -191,6 +192,7 @@ class Monitor:
         with uncompiled(self._model.modules()):
             planned = plan(config, self._sources, memory_bytes(config.memory, device), 1)
         self._plan = replace(planned, spec=replace(planned.spec, statistics=True))
+        self._calls = _calls_of(self._model, [layer.layer_name for layer in planned.layers])
 
     @property
     def _logged(self) -> list[str]:
@@ -202,8 +204,9 @@ class Monitor:
         """Take up the run that is there, or check that one can be made.
 
         Raises:
-            StoreError: it is another one.
+            StoreError: it is another one, or another process fills it.
         """
+        self._lock = hold(target, target.with_name(f".{target.name}.lock"), again=True)
         if not (target.exists() and self._config.resume):
             if target.exists():
                 raise StoreError(f"{target} exists already; resume=True appends to it")
@@ -247,17 +250,8 @@ class Monitor:
         Raises:
             LipboundError: it is neither.
         """
-        attached(self.step, trainer, self._set_log)
+        self._logs.append(attached(self.step, trainer))
         return self
-
-    def _set_log(self, log: Log) -> None:
-        """Log there, and to what was given."""
-        given = self._log
-        self._log = (
-            log
-            if given is None
-            else lambda numbers, step: (log(numbers, step), given(numbers, step))
-        )
 
     def step(self, step: int) -> xr.Dataset | None:
         """Measure after so many updates, where that is due.
@@ -279,8 +273,10 @@ class Monitor:
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
-        if self._log is not None:
-            self._log(numbers(ds, self._logged, per_head=self._per_head), step)
+        if self._logs:
+            said = numbers(ds, self._logged, per_head=self._per_head)
+            for log in self._logs:
+                log(said, step)
         self._alarm(ds, step)
         return ds
 
@@ -295,20 +291,63 @@ class Monitor:
         spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))
         tables = planned.tables()
         with uncompiled(self._model.modules()):
-            results = measured_here(
-                sources, spec, planned.blocks(()), planned.room, verify=False
-            )
-            lengths, error = fill(tables, results)
+            lengths, error = fill(tables, self._results(sources, spec))
         info = run_info(self._config, sources, planned, lengths, error)
         if (first := self._info) is not None:
-            error, notes = (
-                max(error, first.capture_error),
-                dict.fromkeys([*first.notes, *info.notes]),
-            )
-            info = replace(first, capture_error=error, notes=list(notes))
+            notes = list(dict.fromkeys([*first.notes, *info.notes]))
+            info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
         self._info = info
         ds = labelled(self._config, planned, tables, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
+
+    def _results(self, sources: Sources, spec: MeasurementSpec) -> list[LayerResult]:
+        """Measure the layers that the monitor began with, at their places, whatever came since."""
+        planned, capturer = self._plan, sources.capturer
+
+        def measured() -> list[LayerResult]:
+            blocks, room = planned.blocks(()), planned.room
+            return list(measured_here(sources, spec, blocks, room, verify=False))
+
+        try:
+            results = measured()
+        except CaptureError:
+            if capturer.layers is None or capturer.count == planned.model_layers:
+                raise
+            results = []
+        names = [one.name for one in results if one.start == 0]
+        same = capturer.count == planned.model_layers
+        if same and names == [layer.layer_name for layer in planned.layers]:
+            return results
+        if capturer.layers is not None:  # by now they may be the numbers of other layers
+            capturer.layers = None
+            results = measured()
+            names = [one.name for one in results if one.start == 0]
+        calls = _calls_of(self._model, names)
+        place = {k: self._calls.index(call) for k, call in enumerate(calls) if call in self._calls}
+        gone = [one for i, one in enumerate(planned.layers) if i not in place.values()]
+        lost = ", ".join(f"{one.index} ({one.layer_name})" for one in gone)
+        new = ", ".join(name for k, name in enumerate(names) if k not in place)
+        if not place:
+            raise CaptureError(f"the model no longer has any of the attention layers {lost}")
+        if lost:
+            self._note(
+                f"the model no longer has attention layers that it had when its monitor was made, "
+                f"or calls them another number of times: {lost}; they have no numbers "
+                "(NaN) at such steps"
+            )
+        if new and self._config.layers is None:
+            self._note(
+                f"the model has attention layers that it had not when its monitor was made: "
+                f"{new}; they are not measured"
+            )
+        return [one._replace(layer=place[one.layer]) for one in results if one.layer in place]
+
+    def _note(self, note: str) -> None:
+        """Tell something once, and note it in the run."""
+        notes = self._sources.capturer.notes
+        if note not in notes:
+            notes.append(note)
+            tell(note)
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
         """Put a step behind those before it, in memory and on disk."""
@@ -325,13 +364,14 @@ class Monitor:
 
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
         """Tell what has risen above its threshold since the last measurement."""
-        found = [_largest(ds, name, limit, step) for name, limit in self._thresholds.items()]
-        above = [one for one in found if one.value > one.threshold]
-        new, self._above = (
-            [one for one in above if one.name not in self._above],
-            frozenset(one.name for one in above),
-        )
-        for one in new:
+        before, self._above = self._above, set()
+        for name, limit in self._thresholds.items():
+            one = _largest(ds, name, limit, step)
+            if not one.value > limit:
+                continue
+            self._above.add(name)
+            if name in before:
+                continue
             if self._on_exceed is not None:
                 self._on_exceed(one)
                 continue
@@ -351,6 +391,16 @@ def _steps(given: Any) -> frozenset[int]:
     if not found:
         raise LipboundError("steps is empty; give steps, as [0, 100, 1000], or every=")
     return found
+
+
+def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, int]]:
+    """Identify layers by their modules in a model, and by which of how many calls of it they are.
+
+    A module keeps its identity where its name changes, as in a list that becomes shorter.
+    """
+    named = dict(model.named_modules(remove_duplicate=False))
+    modules = [weakref.ref(named.get(name, model)) for name in names]
+    return [(one, modules[:k].count(one), modules.count(one)) for k, one in enumerate(modules)]
 
 
 def _other_process() -> bool:

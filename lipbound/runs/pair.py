@@ -10,22 +10,9 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from lipbound import schema
 from lipbound.errors import AlteredRunError, StoreError, shown
-from lipbound.runs.dataset import damage
-from lipbound.schema import (
-    ALIKE,
-    DIFF,
-    RUN,
-    RUN_SAMPLE,
-    SIDES,
-    TOLD,
-    flags,
-    is_diff,
-    lacking_settings,
-    lacking_variables,
-    lacks_variables,
-    with_exact,
-)
+from lipbound.runs.dataset import check_whole, damage
 
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
@@ -57,16 +44,15 @@ def paired(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         StoreError: they are not of the same thing, or not as they were computed.
     """
     notes = check_alike(a, b)
+    runs = dict(zip(schema.SIDES, (a, b), strict=True))
     parts = [
-        run.drop_attrs(deep=False).rename(
-            {name: f"{name}_{side}" for name in run.variables if name not in SHARED}
-        )
-        for side, run in zip(SIDES, (a, b), strict=True)
+        run.rename({name: f"{name}_{side}" for name in run.variables if name not in SHARED})
+        for side, run in runs.items()
     ]
-    ds = parts[0].merge(parts[1], join="exact", compat="equals", combine_attrs="override")
-    of_each = {side: dict(run.attrs) for side, run in zip(SIDES, (a, b), strict=True)}
-    attrs = {DIFF: of_each, "lipbound": b.attrs["lipbound"], "notes": notes}
-    return ds.assign(_ratios(a, b)).assign_attrs(attrs)
+    ds = xr.merge(parts, join="exact", compat="equals", combine_attrs="override")
+    of_each = {side: dict(run.attrs) for side, run in runs.items()}
+    attrs = {schema.DIFF: of_each, "lipbound": b.attrs["lipbound"], "notes": notes}
+    return ds.assign(_ratios(a, b)).drop_attrs(deep=False).assign_attrs(attrs)
 
 
 def _ratios(a: xr.Dataset, b: xr.Dataset) -> dict[str, xr.DataArray]:
@@ -97,10 +83,9 @@ def sides(ds: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     Raises:
         StoreError: it is no diff.
     """
-    if not is_diff(ds):
+    if not schema.is_diff(ds):
         raise StoreError("a diff of two runs is wanted; lipbound.diff makes one")
-    first, second = (_side(ds, side) for side in SIDES)
-    return first, second
+    return _side(ds, schema.SIDES[0]), _side(ds, schema.SIDES[1])
 
 
 def _side(ds: xr.Dataset, side: str) -> xr.Dataset:
@@ -109,8 +94,8 @@ def _side(ds: xr.Dataset, side: str) -> xr.Dataset:
     names = {name: name.removesuffix(end) for name in map(str, ds.variables) if name.endswith(end)}
     others = [name for name in ds.variables if name not in (*names, *SHARED)]
     run = ds.drop_vars(others).rename(names).drop_attrs(deep=False)
-    run = run.assign_attrs(ds.attrs[DIFF][side])
-    return run.set_coords(flags(run))
+    run = run.assign_attrs(ds.attrs[schema.DIFF][side])
+    return run.set_coords(schema.flags(run))
 
 
 def diff_damage(ds: xr.Dataset) -> str:
@@ -121,12 +106,12 @@ def diff_damage(ds: xr.Dataset) -> str:
     """
     try:
         runs = sides(ds)
-        missing = [lacking_settings(run) or lacking_variables(run) for run in runs]
+        missing = [schema.lacking_settings(run) or schema.lacking_variables(run) for run in runs]
     except (KeyError, ValueError, TypeError) as error:
         raise AlteredRunError(f"it is no diff of two runs any more: {error}") from error
     if any(missing):
         raise AlteredRunError(f"of one of its two runs, {' and '.join(filter(None, missing))}")
-    found = {side: damage(run) for side, run in zip(SIDES, runs, strict=True)}
+    found = {side: damage(run) for side, run in zip(schema.SIDES, runs, strict=True)}
     said = [f"of {side}, {what}" for side, what in found.items() if what]
     wrong = [
         name
@@ -146,26 +131,21 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
         StoreError: they are of other maps, norms, inputs, layers or heads, or not as they were
             computed.
     """
-    for side, run in zip(SIDES, (a, b), strict=True):
-        left_out = "variables that it was made with were left out"
-        if what := left_out if lacks_variables(run) else damage(run):
-            raise StoreError(
-                f"{side} ({run.attrs['model']}) is not as it was computed: {what}; give runs that "
-                "are"
-            )
-    for name in ALIKE:
+    for side, run in zip(schema.SIDES, (a, b), strict=True):
+        check_whole(run, f"{side} ({run.attrs['model']})")
+    for name in schema.ALIKE:
         refuse(name, a.attrs[name], b.attrs[name], "measure both alike")
     refuse_inputs(_inputs(a) == _inputs(b), a.attrs["data"], b.attrs["data"])
     for name in ("layer", "head", "length", "kind", "stream"):
         refuse(name, _listed(a, name), _listed(b, name), "select what both have")
     notes = [
         f"{name} is {shown(a.attrs.get(name))} in a and {shown(b.attrs.get(name))} in b"
-        for name in TOLD
+        for name in schema.TOLD
         if a.attrs.get(name) != b.attrs.get(name)
     ]
     if GIVEN in (a.attrs["architecture"], b.attrs["architecture"]):
         notes.append("layers were given with inputs of their own, which are not compared")
-    counts = [int(with_exact(run).sum()) for run in (a, b)]
+    counts = [int(schema.with_exact(run).sum()) for run in (a, b)]
     if counts[0] != counts[1]:
         notes.append(f"exact norms are of {counts[0]} samples in a and {counts[1]} in b")
     return notes
@@ -200,8 +180,8 @@ def _listed(run: xr.Dataset, name: str) -> Any:
 
 def _inputs(run: xr.Dataset) -> list[tuple[str, int]]:
     """Fingerprint of the data, and number, of every sample."""
-    if RUN not in run.variables:
+    if schema.RUN not in run.variables:
         return [(run.attrs["data_fingerprint"], int(sample)) for sample in run["sample"].values]
     prints = [one["data_fingerprint"] for one in run.attrs["runs"]]
-    of = run[RUN].transpose("sample", "layer").values[:, 0]
-    return [(prints[k], int(s)) for k, s in zip(of, run[RUN_SAMPLE].values, strict=True)]
+    of = run[schema.RUN].transpose("sample", "layer").values[:, 0]
+    return [(prints[k], int(s)) for k, s in zip(of, run[schema.RUN_SAMPLE].values, strict=True)]

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from lipbound.errors import StoreError, one_line, tell
 
 PARTIAL = ".partial"
-CONFIGURATION = "configuration.json"
+CONFIGURATION, LOCK = "configuration.json", ".lock"
 START, LAYER, LENGTHS, ERROR, MARK = ".start", ".layer", ".lengths", ".capture_error", ".mark"
 """Names in a file that are no variables of a run."""
 
@@ -30,6 +30,7 @@ class LayerResult(NamedTuple):
         values: by name, (samples, heads) each.
         lengths: (samples,) tokens of the inputs.
         error: of the capture.
+        name: of the layer; not stored.
     """
 
     start: int
@@ -37,6 +38,7 @@ class LayerResult(NamedTuple):
     values: dict[str, np.ndarray]
     lengths: np.ndarray
     error: float
+    name: str = ""
 
 
 def partial_path(path: Path) -> Path:
@@ -44,18 +46,26 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def _hold(path: Path) -> FileLock:
-    """Take the lock of an unfinished run, which the system lets go when its process ends."""
-    folder = partial_path(path)
+def hold(path: Path, file: Path, *, again: bool = False) -> FileLock:
+    """Take the lock of a run, which the system lets go when its process ends.
+
+    Args:
+        path: of the run, for messages.
+        file: that is locked.
+        again: whether this process may take it although it holds it already.
+
+    Raises:
+        StoreError: another process holds it; the file cannot be written.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(file, is_singleton=again, thread_local=False)
         lock.acquire(timeout=0)
     except Timeout as error:
         what = f"another process is filling {path} at this moment"
         raise StoreError(f"{what}; wait for it to end, or choose another name") from error
     except OSError as error:
-        raise StoreError(f"{folder} cannot be written: {one_line(error)}") from error
+        raise StoreError(f"{file.parent} cannot be written: {one_line(error)}") from error
     return lock
 
 
@@ -66,7 +76,7 @@ def check_free(path: Path, *, resume: bool) -> None:
         StoreError: another process fills it, or it is there in part.
     """
     if partial_path(path).exists():
-        _hold(path).release()
+        hold(path, partial_path(path) / LOCK).release()
         if not resume:
             what = f"{partial_path(path)} holds an unfinished run"
             raise StoreError(f"{what}; continue it with resume (--resume), or remove it first")
@@ -93,7 +103,7 @@ class PartialRun:
 
     def __init__(self, path: Path, config: dict[str, Any]):
         self._path, self._salt = partial_path(path), json.dumps(config, sort_keys=True)
-        self._lock = _hold(path)
+        self._lock = hold(path, self._path / LOCK)
         try:
             self.found = self._take_up(config)
         except BaseException:

@@ -193,8 +193,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         measured = ", ".join(str(one.index) for one in layers)
         sources.inputs.notes.append(f"layers below zero count from the end: here {measured}")
         tell(sources.inputs.notes[-1])
-    check_norm(config.norm, layers)
-    check_closed(config.wrt, layers)
+    check_covered(config.norm, config.wrt, layers)
     names, not_applicable = about(config.names, layers, everything=config.everything)
     if config.wrt != INPUT:  # those asked for by name are refused before
         names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
@@ -208,34 +207,22 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     return Plan(spec, layers, samples, block, room, not_applicable, count)
 
 
-def check_norm(norm: str, layers: Sequence[LayerInfo]) -> None:
-    """Check that every layer has a norm that tells tokens apart, where that is asked for.
+def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
+    """Check that every layer has the norm, and the arguments to move alone, that are asked for.
 
     Raises:
         LipboundError: one has not.
     """
-    for layer in layers if norm in TOKEN_NORMS else ():
-        without = layer.variants - set(WITH_TOKEN_NORMS)
+    asked, usual = (f"wrt={wrt!r}", "wrt='input'") if wrt != INPUT else ("", "")
+    if norm in TOKEN_NORMS:  # which wrt= goes with the other norm alone
+        asked, usual = f"norm {norm!r}", "norm='frobenius'"
+    for layer in layers if asked else ():
+        without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
         if layer.measured != CLOSED_FORM or without:
             what = titles(without) or "layers that are measured by automatic differentiation"
             raise LipboundError(
-                f"norm {norm!r} does not cover {what}, such as layer {layer.index} "
-                f"({layer.layer_name}); choose others by layers=, or take norm='frobenius'"
-            )
-
-
-def check_closed(wrt: str, layers: Sequence[LayerInfo]) -> None:
-    """Check that every layer has queries, keys and values to move alone, where that is asked for.
-
-    Raises:
-        LipboundError: one is a module whose own are not known.
-    """
-    for layer in layers if wrt != INPUT else ():
-        if layer.measured != CLOSED_FORM:
-            raise LipboundError(
-                f"wrt={wrt!r} does not cover layers that are measured by automatic "
-                f"differentiation, such as layer {layer.index} ({layer.layer_name}); choose others "
-                "by layers=, or take wrt='input'"
+                f"{asked} does not cover {what}, such as layer {layer.index} "
+                f"({layer.layer_name}); choose others by layers=, or take {usual}"
             )
 
 

@@ -13,38 +13,36 @@ LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lig
 
 Step = Callable[[int], object]
 """Function to call with the number of updates so far."""
+Log = Callable[[dict[str, float], int], object]
+"""Function that logs numbers by name, at a step."""
 
 
-def attached(step: Step, trainer: Any, set_log: Callable[[Any], None]) -> None:
+def attached(step: Step, trainer: Any) -> Log:
     """Call a function at the steps of a Trainer, the first before training begins.
 
     Args:
         step: the function.
         trainer: of transformers or Lightning.
-        set_log: is given a function that logs numbers to what the Trainer logs to, at a step.
+
+    Returns:
+        A function that logs numbers to what the Trainer logs to.
 
     Raises:
         LipboundError: it is neither.
     """
-    package = _package_of(trainer)
-    if package == "transformers":
-        _to_transformers(step, trainer, set_log)
-    elif package in LIGHTNING:
-        _to_lightning(step, trainer, set_log, LIGHTNING[package])
-    else:
-        raise LipboundError(
-            f"trainer is {shown(trainer)}; give a Trainer of transformers or of Lightning, or call "
-            "step in a loop of your own"
-        )
-
-
-def _package_of(trainer: Any) -> str:
-    """The package that a Trainer, or the class that it inherits from, is of."""
     kinds = [one for one in type(trainer).__mro__ if one.__name__ == "Trainer"]
-    return next((one.__module__.partition(".")[0] for one in kinds), "")
+    package = next((one.__module__.partition(".")[0] for one in kinds), "")
+    if package == "transformers":
+        return _to_transformers(step, trainer)
+    if package in LIGHTNING:
+        return _to_lightning(step, trainer, LIGHTNING[package])
+    raise LipboundError(
+        f"trainer is {shown(trainer)}; give a Trainer of transformers or of Lightning, or call "
+        "step in a loop of your own"
+    )
 
 
-def _to_transformers(step: Step, trainer: Any, set_log: Callable[[Any], None]) -> None:
+def _to_transformers(step: Step, trainer: Any) -> Log:
     """By a callback, whose numbers go through ``Trainer.log``."""
     callback: Any = importlib.import_module("transformers").TrainerCallback
 
@@ -62,11 +60,11 @@ def _to_transformers(step: Step, trainer: Any, set_log: Callable[[Any], None]) -
         trainer.log(dict(numbers))
         trainer.control.should_log = wanted
 
-    set_log(log)
     trainer.add_callback(MonitorCallback())
+    return log
 
 
-def _to_lightning(step: Step, trainer: Any, set_log: Callable[[Any], None], home: str) -> None:
+def _to_lightning(step: Step, trainer: Any, home: str) -> Log:
     """By a callback, whose numbers go to all loggers."""
     callback: Any = importlib.import_module(f"{home}.callbacks").Callback
 
@@ -91,5 +89,5 @@ def _to_lightning(step: Step, trainer: Any, set_log: Callable[[Any], None], home
         for logger in trainer.loggers:
             logger.log_metrics(dict(numbers), step=at)
 
-    set_log(log)
     trainer.callbacks.append(LightningMonitorCallback())
+    return log

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import xarray as xr
 
+from lipbound import schema
 from lipbound.errors import (
     AlteredRunError,
     DamagedRunWarning,
@@ -29,25 +30,13 @@ from lipbound.runs.config import check_run_name
 from lipbound.runs.dataset import damage
 from lipbound.runs.pair import diff_damage, paired, sides
 from lipbound.runs.partial_store import PARTIAL, partial_path
-from lipbound.schema import (
-    AXES,
-    LAYER_WORDS,
-    RUN,
-    RUN_SAMPLE,
-    STEP,
-    flags,
-    is_diff,
-    lacking_settings,
-    lacking_variables,
-    sound,
-)
 
 F = TypeVar("F", bound=Callable[..., Any])
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
-ALONG = dict.fromkeys(LAYER_WORDS, "layer") | {"length": "sample"}
+ALONG = dict.fromkeys(schema.LAYER_WORDS, "layer") | {"length": "sample"}
 """Coordinates that belong to another one's axis."""
-ANNOTATED = {RUN: AXES[:2], RUN_SAMPLE: AXES[:1]}
+ANNOTATED = {schema.RUN: schema.AXES[:2], schema.RUN_SAMPLE: schema.AXES[:1]}
 """Axes of annotations that have not all of them."""
 
 
@@ -87,12 +76,21 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
 
     Raises:
         StoreError: the path exists or cannot be written, or what is given is no run that could be
-            loaded again.
+            loaded again. It carries the run, so that no work is lost to a full disk.
         LipboundError: its name is that of a file of another kind, such as ``run.csv``.
     """
     if not isinstance(ds, xr.Dataset):
         raise _no_dataset(ds)
-    if "bounds" in ds.attrs and (lacking := lacking_variables(ds)):
+    try:
+        return _save(ds, path)
+    except StoreError as failure:
+        failure.dataset = ds
+        raise
+
+
+def _save(ds: xr.Dataset, path: str | Path) -> Path:
+    """Write a Dataset, whole or not at all."""
+    if "bounds" in ds.attrs and (lacking := schema.lacking_variables(ds)):
         raise StoreError(f"{lacking}; keep the run's axes and variables, or save it by to_zarr")
     path = check_target(path)
     if path.suffix != NETCDF:
@@ -104,7 +102,7 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # other readers may not know what is consolidated
-                ds.to_zarr(unfinished, mode="w", consolidated=STEP in ds.dims)
+                ds.to_zarr(unfinished, mode="w", consolidated=schema.STEP in ds.dims)
         unfinished.rename(path)
     except OSError as error:
         raise StoreError(f"{path} could not be written: {one_line(error)}") from error
@@ -163,8 +161,8 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             what = f"the data of the figure {ds.attrs['recipe']!r}"
             raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
-    of_two = is_diff(ds)
-    if not of_two and (lacking := lacking_settings(ds) or lacking_variables(ds)):
+    of_two = schema.is_diff(ds)
+    if not of_two and (lacking := schema.lacking_settings(ds) or schema.lacking_variables(ds)):
         raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; compute it again")
     if damaged != "accept" and (what := (diff_damage if of_two else damage)(ds)):
         verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs; " * (not of_two)
@@ -252,7 +250,7 @@ def takes_diff(of_diff: Callable[..., Any]) -> Callable[[F], F]:
         @wraps(function)
         def taking(ds: object, *args: Any, **kwargs: Any) -> Any:
             given = load(ds) if isinstance(ds, str | Path) else ds
-            if not is_diff(given):
+            if not schema.is_diff(given):
                 return function(given, *args, **kwargs)
             _, *asked = known.bind(given, *args, **kwargs).arguments.items()
             taken = inspect.signature(of_diff).parameters
@@ -283,7 +281,7 @@ def run_of(given: object) -> xr.Dataset:
         given = load(given)
     if not isinstance(given, xr.Dataset):
         raise _no_dataset(given)
-    if is_diff(given):
+    if schema.is_diff(given):
         raise StoreError(
             "this is a diff of two runs, and one run is wanted; give one of the two that it was "
             "made of, which lipbound.runs.pair.sides returns"
@@ -294,14 +292,14 @@ def run_of(given: object) -> xr.Dataset:
             "two runs drops what differs, or all attributes unless keep_attrs is set)"
         )
     ds = at_step(given)
-    for axis in AXES:
+    for axis in schema.AXES:
         if axis not in ds.dims and axis in ds.coords:
             # only data variables get the axis, not coordinates
-            notes = [name for name in flags(ds) if axis in ANNOTATED.get(name, AXES)]
+            notes = [name for name in schema.flags(ds) if axis in ANNOTATED.get(name, schema.AXES)]
             ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
             along = [name for name in ALONG if ALONG[name] == axis and name in ds.coords]
             ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name in along})
-    order = [axis for axis in AXES if axis in ds.dims]
+    order = [axis for axis in schema.AXES if axis in ds.dims]
     return ds if ds["exact"].dims == tuple(order) else ds.transpose(*order, ...)
 
 
@@ -315,7 +313,7 @@ def diff_of(given: object) -> xr.Dataset:
         StoreError: there is none at the path, it is none, an axis was reduced or is empty.
     """
     ds = load(given) if isinstance(given, str | Path) else given
-    if not isinstance(ds, xr.Dataset) or not is_diff(ds):
+    if not isinstance(ds, xr.Dataset) or not schema.is_diff(ds):
         raise StoreError(
             f"a diff of two runs is wanted, not {shown(given)}; lipbound.diff makes one"
         )
@@ -331,17 +329,17 @@ def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
         StoreError: the step was not measured, or there are no steps.
     """
     if step is None:
-        return ds.isel({STEP: -1}) if STEP in ds.dims else ds
-    if STEP not in ds.coords:
+        return ds.isel({schema.STEP: -1}) if schema.STEP in ds.dims else ds
+    if schema.STEP not in ds.coords:
         raise StoreError(f"step is {step}, but the run is not one over steps of training")
-    steps = ds[STEP].values.reshape(-1).tolist()
+    steps = ds[schema.STEP].values.reshape(-1).tolist()
     if step not in steps:
         near = sorted(sorted(steps, key=lambda one: abs(one - step))[:3])
         raise StoreError(
             f"step {step} was not measured; of {len(steps)} steps, from {steps[0]} to {steps[-1]}, "
             f"the nearest are {', '.join(map(str, near))}"
         )
-    return ds.sel({STEP: step}) if STEP in ds.dims else ds
+    return ds.sel({schema.STEP: step}) if schema.STEP in ds.dims else ds
 
 
 def _no_dataset(given: object) -> StoreError:
@@ -354,11 +352,11 @@ def _lost(ds: xr.Dataset) -> str:
     """Describe what a Dataset lacks to be shown as a run, or a part of one; empty for nothing."""
     if "exact" not in ds.variables:
         return "'exact' is missing"
-    if what := lacking_settings(ds):
+    if what := schema.lacking_settings(ds):
         return what
-    for axis in AXES if ds.attrs["made"]["heads"] else AXES[:2]:
+    for axis in schema.AXES if ds.attrs["made"]["heads"] else schema.AXES[:2]:
         if axis not in ds.coords or not ds[axis].size:
             return f"it has no {axis}s any more, as after .mean({axis!r})"
     bounds = [name for name in ds.attrs["bounds"] if name in ds.variables]
-    needed = ("exact_converged", "length", *map(sound, bounds))
+    needed = ("exact_converged", "length", *map(schema.sound, bounds))
     return next((f"{name!r} is missing" for name in needed if name not in ds.variables), "")

@@ -4,7 +4,7 @@ import csv
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import xarray as xr
 import yaml
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, nearest, one_line
+from lipbound.errors import LipboundError, StoreError, nearest, one_line
+from lipbound.formatting import replacing
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_folder_name
 from lipbound.schema import Contents, compared_with
@@ -29,16 +30,8 @@ NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_m
 """Columns of the index about exact norms; `<name>_ratio` and `<name>_violations` follow."""
 
 
-@dataclass(frozen=True)
-class SweepRun:
-    """One run of a sweep: the name of its store, and the arguments of `lipbound.compare`."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-def planned_runs(path: str | Path) -> list[SweepRun]:
-    """Read the runs that a sweep file asks for.
+def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Read the runs that a sweep file asks for: arguments of `lipbound.compare` by their names.
 
     The file is YAML: ``model``, ``data`` and ``max_length`` are values or lists of them, every
     combination of which is a run; all other keys (`OPTIONS`) are arguments of `lipbound.compare`
@@ -61,15 +54,12 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
         what = f"{path} has pairs that are no list of mappings"
         raise LipboundError(f"{what} such as '- {{model: builtin:gpt2, data: words.txt}}'")
     known = (*AXES, *OPTIONS)
-    runs: dict[str, SweepRun] = {}
+    runs: dict[str, dict[str, Any]] = {}
     for pair in pairs:
         merged = content | pair
-        for key in merged:
-            if key not in known:
-                names = (*known, PAIRS)
-                raise LipboundError(
-                    f"{path} has an unknown key {key!r}; {nearest(str(key), names)}"
-                )
+        if unknown := [key for key in merged if key not in known]:
+            near = nearest(str(unknown[0]), (*known, PAIRS))
+            raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
         options = {key: value for key, value in merged.items() if key in OPTIONS}
@@ -80,8 +70,8 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
             count = itertools.count(2)
             while name in runs:
                 name = f"{base}-{next(count)}"
-            runs[name] = SweepRun(name, dict(zip(AXES, chosen, strict=True)) | options)
-    return list(runs.values())
+            runs[name] = dict(zip(AXES, chosen, strict=True)) | options
+    return runs
 
 
 def sweep(
@@ -123,11 +113,11 @@ def rows(
     except OSError as error:
         raise LipboundError(f"{folder} cannot be written: {one_line(error)}") from error
     ended: list[dict[str, Any]] = []
-    for one in planned:
-        store = folder / f"{one.name}.zarr"
-        row = {"run": store.name, **{key: one.arguments.get(key) for key in AXES}}
+    for name, arguments in planned.items():
+        store = folder / f"{name}.zarr"
+        row = {"run": store.name, **{key: arguments[key] for key in AXES}}
         try:
-            config = RunConfig(**one.arguments, out=store, resume=True)
+            config = RunConfig(**arguments, out=store, resume=True)
             row |= {"status": "kept" if store.exists() else "done", "error": ""}
             row |= numbers(run(config, client=client, progress=progress))
         except LipboundError as error:
@@ -189,14 +179,11 @@ def _name(model: Any, data: Any, length: Any) -> str:
 
 def _index(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the index, whole or not at all; it has the bounds of all of its runs."""
-    bounds = dict.fromkeys(key for row in rows for key in row if key not in (*FIELDS, *NUMBERS))
-    new = path.with_suffix(".csv.partial")
+    names = dict.fromkeys([*FIELDS, *NUMBERS, *(key for row in rows for key in row)])
     try:
-        with new.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*FIELDS, *NUMBERS, *bounds])
+        with replacing(path) as (new,), new.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(rows)
-        new.replace(path)
-    except OSError as error:
-        what = f"{path} could not be written: {one_line(error)}; the runs beside it are kept"
-        raise LipboundError(what) from error
+    except StoreError as error:
+        raise StoreError(f"{error}; the runs beside it are kept") from error

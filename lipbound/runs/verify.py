@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 import xarray as xr
 
+from lipbound import schema
 from lipbound.bounds.audit import audit
 from lipbound.devices import dtype_name, resolve_device, versions
 from lipbound.errors import AlteredRunError, CaptureError, InputsError, LipboundError, flag, whole
@@ -25,19 +26,6 @@ from lipbound.runs.dataset import altered, settings_altered
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
 from lipbound.runs.store import run_of
-from lipbound.schema import (
-    AXES,
-    EXTRAS,
-    INPUT,
-    STATISTICS,
-    Extent,
-    RunInfo,
-    lacks_variables,
-    norm_of,
-    own,
-    repeated,
-    with_exact,
-)
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in
@@ -90,7 +78,7 @@ def replay(
     config = RunConfig.of(ds, model=model, data=data, device=device, dtype=dtype)
     where = resolve_device(device)
     checkpoint = open_checkpoint(config, where)
-    info, named = RunInfo.of(ds), f"{checkpoint.name} ({type(checkpoint.model).__name__})"
+    info, named = schema.RunInfo.of(ds), f"{checkpoint.name} ({type(checkpoint.model).__name__})"
     differences, notes = [], []
     kinds = {revision.startswith("sha256:") for revision in (checkpoint.revision, info.revision)}
     # the hash of a model in memory is that of its numbers, rounded
@@ -135,11 +123,11 @@ def measure_again(
     Returns:
         By name, (heads,), as the run has them: NaN or False for heads that the layer does not have.
     """
-    made = Extent(**ds.attrs["made"])
+    made = schema.Extent(**ds.attrs["made"])
     names = rerun.config.names if closed else []
     shape = (len(made.layers), made.heads or 1)
     spec = measurement_spec(rerun.config, names, made.exact_samples, shape)
-    spec = replace(spec, statistics=closed and STATISTICS[0] in ds.variables)
+    spec = replace(spec, statistics=closed and schema.STATISTICS[0] in ds.variables)
     capturer = capturer_of(rerun.checkpoint.model, [int(ds["layer"][i])], spec.map, closed=closed)
     number = int(ds["sample"][s])
     block = rerun.inputs.block(number, number + 1, rerun.device)
@@ -310,7 +298,7 @@ def verify(
     ds = run_of(ds)
     places, seed = whole("places", places, least=1), whole("seed", seed, least=0)
     automatic = flag("automatic", automatic)
-    if automatic and ds.attrs["wrt"] != INPUT:
+    if automatic and ds.attrs["wrt"] != schema.INPUT:
         raise LipboundError("automatic=True differentiates by the input alone; leave it out")
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
     how = {"model": model, "data": data, "device": device, "dtype": wanted}
@@ -340,9 +328,9 @@ def _own_faults(ds: xr.Dataset) -> list[str]:
         faults.append("the run's settings (attributes) are not those recorded (checksum)")
     # as text, since NaN differs from itself
     now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs.get("audit")))
-    made = Extent(**ds.attrs["made"])
+    made = schema.Extent(**ds.attrs["made"])
     whole_table = (made.samples, len(made.layers), made.heads)
-    there = tuple(ds.sizes.get(axis) for axis in AXES)
+    there = tuple(ds.sizes.get(axis) for axis in schema.AXES)
     if "audit" in ds.attrs and now != then and there == whole_table:
         faults.append("the audit stored with the run is not that of its numbers")
     return faults
@@ -356,8 +344,8 @@ def _verify_one(
     try:
         rerun = replay(ds, **how)
     except AlteredRunError as error:  # nothing can be computed with those
-        return Verification(how["dtype"], norm_of(ds), judged=True, faults=(str(error),))
-    broken = None if lacks_variables(ds) else altered(ds)
+        return Verification(how["dtype"], schema.norm_of(ds), judged=True, faults=(str(error),))
+    broken = None if schema.lacks_variables(ds) else altered(ds)
     faults, remarks = [*rerun.differences, *_own_faults(ds)], [*rerun.notes]
     compared: list[Comparison] = []
     if broken is None:
@@ -379,7 +367,7 @@ def _verify_one(
     try:
         for s, i in chosen:
             compared += _compared(ds, rerun, s, i)
-            if automatic and bool(with_exact(ds)[s]):
+            if automatic and bool(schema.with_exact(ds)[s]):
                 compared += _through_module(ds, rerun, s, i)
     except CaptureError as error:
         if not rerun.differences:
@@ -388,7 +376,7 @@ def _verify_one(
         judged, chosen, compared = True, [], []
     return Verification(
         how["dtype"],
-        norm_of(ds),
+        schema.norm_of(ds),
         judged,
         faults=tuple(faults),
         remarks=tuple(remarks),
@@ -399,11 +387,11 @@ def _verify_one(
 
 def _impossible(ds: xr.Dataset) -> list[str]:
     """List the axes with numbers that the run did not have, or that are there twice."""
-    made = Extent(**ds.attrs["made"])
-    known = zip(AXES, (range(made.samples), made.layers, range(made.heads or 0)), strict=True)
-    return repeated(ds) + [
+    made = schema.Extent(**ds.attrs["made"])
+    known = {"sample": range(made.samples), "layer": made.layers, "head": range(made.heads or 0)}
+    return schema.repeated(ds) + [
         axis
-        for axis, numbers in known
+        for axis, numbers in known.items()
         if axis in ds.dims and not set(ds[axis].values.tolist()) <= set(numbers)
     ]
 
@@ -414,7 +402,7 @@ def _choose(
     """Draw positions (sample, layer), those with exact norms first; ``broken`` ones are added."""
     samples, layers = ds.sizes["sample"], ds.sizes["layer"]
     order = np.random.default_rng(seed).permutation(samples * layers)
-    known = with_exact(ds).values
+    known = schema.with_exact(ds).values
     pairs = sorted(
         ((int(k) // layers, int(k) % layers) for k in order), key=lambda pair: not known[pair[0]]
     )
@@ -433,7 +421,7 @@ def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Compari
     """Compare every number of a place with the one that is computed now."""
     new = measure_again(rerun, ds, s, i)
     slack = max(ALLOWED[dtype] for dtype in (ds.attrs["dtype"], rerun.config.dtype))
-    for name in own(ds):
+    for name in schema.own(ds):
         if name == "exact_steps":  # depends on the machine
             continue
         old = np.atleast_1d(ds[name].isel(sample=s, layer=i).values)
@@ -441,7 +429,8 @@ def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Compari
         now = new.get(name, np.full(old.shape, False if flags else np.nan))
         there = ~(np.isnan(old) & np.isnan(now))
         gap = _difference(old.astype(float), now.astype(float))
-        if name in STATISTICS:  # a logit is a sum that may cancel, and counts in an exponential
+        # a logit is a sum that may cancel, and counts in an exponential
+        if name in schema.STATISTICS:
             gap = np.abs(old - now) / np.maximum(1, np.abs(now))
         off = old != now if flags else ~(gap <= _tolerance(ds, new, name, now, slack))
         for h in map(int, np.flatnonzero(there)):
@@ -476,9 +465,9 @@ def _tolerance(
     Those stored may be wrong.
     """
     size, tol = np.maximum(now, 1e-300), float(ds.attrs["tol"])
-    if name == EXTRAS["condition"]:  # as badly conditioned as the Jacobian itself
+    if name == schema.EXTRAS["condition"]:  # as badly conditioned as the Jacobian itself
         allowed = slack * np.maximum(1, now)
-    elif name in STATISTICS:
+    elif name in schema.STATISTICS:
         allowed = np.full(now.shape, slack)
     elif name in ds.attrs["bounds"]:
         allowed = slack * np.maximum(1, np.abs(np.log(size)))

@@ -124,6 +124,13 @@ def test_agreement_counts_and_ranks(ds: xr.Dataset) -> None:
     assert table.loc[("keys", 4), "rank_expected"] == pytest.approx(corr)
 
 
+def test_what_is_no_study(ds: xr.Dataset, gpt2_run: xr.Dataset, tmp_path: Path) -> None:
+    for other in (gpt2_run, ds.isel(layer=0), None):
+        for function in (study.ranking, study.agreement, lambda x: study.write_json(x, tmp_path)):
+            with pytest.raises(LipboundError, match=r"give what lipbound\.cache_bits returns"):
+                function(other)
+
+
 def test_the_ranking_as_json(ds: xr.Dataset, tmp_path: Path) -> None:
     study.write_json(ds, tmp_path / "bits.json")
     found = json.loads((tmp_path / "bits.json").read_text())

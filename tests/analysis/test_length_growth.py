@@ -92,6 +92,10 @@ def test_too_little_text_and_bad_lengths() -> None:
         sequence_growth("builtin:gpt2", lengths=(10_000,))
     with pytest.raises(InputsError, match="not text"):
         sequence_growth("builtin:vit", lengths=(4,))
+    with pytest.raises(
+        LipboundError, match=r"has no .length.; give what .*sequence_growth returns"
+    ):
+        exponents(xr.DataArray([1.0], dims="sample"))
 
 
 def test_csv_without_a_line_of_names(tmp_path: Path) -> None:

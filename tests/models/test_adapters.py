@@ -252,7 +252,7 @@ def test_command_line_and_sweeps_take_adapters(
 ) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("model: builtin:gpt2\nadapter: false\n")
-    assert planned_runs(file)[0].arguments["adapter"] is False
+    assert next(iter(planned_runs(file).values()))["adapter"] is False
     folder = beside(tmp_path / "model")
     status, _, said = call(capsys, monkeypatch, "compare", folder, "--data", "the ferry")
     assert status == 2

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from support.models import AFFINE, LLAMA, MODERN, build, save_bert
 
 import lipbound as lb
-from lipbound.errors import InputsError
+from lipbound.errors import InputsError, Notice
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import READERS, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
@@ -167,9 +167,27 @@ def test_lengths_are_refused_before_weights_are_read(
     )
     for data in (None, "the ferry is in a clock", ["the ferry"]):
         with pytest.raises(
-            InputsError, match=r"max_length 128 exceeds the 38 positions of .*at most 38"
+            InputsError, match=r"max_length 129 exceeds the 38 positions of .*at most 38"
         ):
-            lb.compare(tmp_path, data, weights=weights, progress=False)
+            lb.compare(tmp_path, data, max_length=129, weights=weights, progress=False)
+
+
+def test_a_length_that_was_not_asked_for_is_what_the_model_takes(
+    bert: Checkpoint, tmp_path: Path
+) -> None:
+    """Windows and several texts, in a run too, which is found again by what it recorded."""
+    story, note = "the ferry is in a clock " * 20, "texts are cut at 40 tokens, the positions of "
+    for data in (story, [story, "the keeper"]):
+        with pytest.warns(Notice, match=note):
+            inputs = prepare(bert, data)
+        asked = prepare(bert, data, max_length=40)
+        assert torch.equal(inputs.batch["input_ids"], asked.batch["input_ids"])
+        assert inputs.preprocessing == asked.preprocessing
+    assert not any(note in one for one in prepare(bert, [[3, 4]]).notes)
+    ds = lb.compare(bert.name, story, samples=1, bounds="none", out=tmp_path / "run.zarr")
+    assert ds["length"].values.tolist() == [40]
+    assert any(note in one for one in ds.attrs["notes"])
+    assert lb.verify(tmp_path / "run.zarr").ok
 
 
 def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:

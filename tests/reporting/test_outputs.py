@@ -317,3 +317,8 @@ def test_ball_curves_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "ball.pdf").stat().st_size > 1000
     assert [axes.get_title() for axes in figure.axes] == ["head 0", "head 2"]
     assert len(figure.axes[0].lines) == 5
+
+
+def test_what_is_no_ball_curve(gpt2_run: xr.Dataset) -> None:
+    with pytest.raises(LipboundError, match=r"has no 'radius'; give what lipbound\.radius_curve"):
+        lb.plots.ball_curve(gpt2_run)

@@ -3,6 +3,8 @@ can be read whatever happens to it."""
 
 import copy
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 import transformers as tf
 import xarray as xr
 import zarr
+from filelock import FileLock, Timeout
 from support.models import AFFINE, GPT2, build, inputs_for
 from torch import Tensor, nn
 
@@ -330,6 +333,97 @@ def test_another_run_is_not_resumed(tmp_path: Path) -> None:
         lb.Monitor(model, IDS, out=other, resume=True)
 
 
+HOLD = """
+import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_second_process_is_refused(tmp_path: Path, there: bool) -> None:
+    """Before there is a run, and of one that it would resume; this process may go on with its
+    own."""
+    path, model = tmp_path / "run.zarr", decoder()
+    if there:
+        grown(path, model)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path / ".run.zarr.lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match=r"another process is filling .*run\.zarr at this"):
+            lb.Monitor(model, IDS, out=path, resume=there)
+        other.communicate("")
+    first = lb.Monitor(model, IDS, out=path, resume=there)
+    lb.Monitor(model, IDS, out=path, resume=True).step(100)
+    with pytest.raises(Timeout):
+        FileLock(tmp_path / ".run.zarr.lock").acquire(timeout=0)
+    assert lb.load(path)["step"].values.tolist() == [0, 1, 2, 100][-4 if there else -1 :]
+    del first
+
+
+def test_of_several_processes_the_first_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = tmp_path / "run.zarr", decoder()
+    first = grown(path, model)
+    monkeypatch.setattr("lipbound.runs.monitor._other_process", lambda: True)
+    other = lb.Monitor(model, IDS, every=1, out=path)  # what the first one wrote already
+    assert other.step(3) is None
+    assert lb.load(path).identical(first.run)
+
+
+@pytest.mark.parametrize("chosen", [None, [0, 2], [2], [1, 2]])
+def test_layers_that_go_and_come(chosen: list[int] | None, tmp_path: Path) -> None:
+    """Numbers stay with their layers, whose places and names in the model change; what is missing
+    is told once, and what is new."""
+    config = tf.GPT2Config(**GPT2 | {"n_layer": 4}, bos_token_id=None, eos_token_id=None)
+    model = build(lambda: tf.GPT2LMHeadModel(config)).train()
+    *blocks, extra = model.transformer.h
+
+    def now(*there: nn.Module) -> lb.Monitor:
+        model.transformer.h, model.config.n_layer = nn.ModuleList(there), len(there)
+        return lb.Monitor(model, IDS, every=1)
+
+    now(*blocks)
+    monitor = lb.Monitor(model, IDS, every=1, layers=chosen, out=tmp_path / "run.zarr", delta=1e-6)
+    layers = [int(i) for i in monitor.step(0)["layer"]]  # type: ignore[index]
+    told = []
+    for step, there in enumerate(((0, 2), (0, 2), (0, 1, 2, 3), (0, 1, 2)), 1):
+        alone = now(*(([*blocks, extra])[i] for i in there)).step(0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            ds = monitor.step(step)
+        told.append([str(one.message) for one in seen])
+        assert ds is not None
+        for i, layer in enumerate(layers):
+            if layer not in there:
+                assert ds["exact"][:, i].isnull().all()
+                continue
+            expected = alone["exact"].sel(layer=there.index(layer))  # type: ignore[index]
+            assert (ds["exact"][:, i] <= ds["exact_upper"][:, i]).all()
+            np.testing.assert_allclose(ds["exact"][:, i], expected, rtol=2e-3)
+    assert [len(one) for one in told] == [1 in layers, 0, chosen is None, 0]
+    if 1 in layers:
+        assert "no longer has attention layers" in told[0][0]
+        assert ": 1 (transformer.h.1.attn); they have no numbers (NaN)" in told[0][0]
+    if chosen is None:
+        assert "had not when its monitor was made: transformer.h.3.attn; they are" in told[2][0]
+    stored = lb.load(tmp_path / "run.zarr", damaged="refuse")
+    assert stored.identical(monitor.run)
+    assert stored.attrs.get("notes", []) == [note for notes in told for note in notes]
+    if chosen == [2]:
+        now(*blocks[:2])
+        with pytest.warns(Notice, match=r"step 5 .* any of the attention layers 2 \(transformer"):
+            assert monitor.step(5) is None
+
+
 def test_a_step_is_verified_with_its_weights(tmp_path: Path) -> None:
     model = decoder()
     run = grown(tmp_path / "run.zarr", model, 1, bounds=["lipbound"]).run
@@ -609,3 +703,17 @@ def test_probes_are_texts_where_the_model_has_a_tokenizer(bert: Path) -> None:
     ds = lb.Monitor(model, ["the ferry is in a clock", "the keeper"], max_length=6).step(0)
     assert ds is not None
     assert ds["length"].values.tolist() == [6, 2]
+
+
+def test_texts_are_cut_at_what_a_model_takes(bert: Path) -> None:
+    """It has 40 positions; 128 was not asked for."""
+    model = tf.BertModel.from_pretrained(bert).train()
+    texts = ["the ferry is in a clock " * 20, "the keeper"]
+    with pytest.warns(Notice, match="texts are cut at 40 tokens, the positions of "):
+        cut = lb.Monitor(model, texts)
+    ds, asked = cut.step(0), lb.Monitor(model, texts, max_length=40).step(0)
+    assert ds is not None
+    assert ds["length"].values.tolist() == [40, 2]
+    np.testing.assert_array_equal(ds["exact"], asked["exact"])  # type: ignore[index]
+    with pytest.raises(LipboundError, match="max_length 129 exceeds the 40 positions"):
+        lb.Monitor(model, texts, max_length=129)

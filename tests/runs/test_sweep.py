@@ -86,8 +86,8 @@ def test_pairs(tmp_path: Path) -> None:
         "samples: 2}\nmax_length: [7, 8]\nsamples: 5\n"
     )
     found = [
-        (run.name, run.arguments["max_length"], run.arguments["samples"])
-        for run in planned_runs(file)
+        (name, arguments["max_length"], arguments["samples"])
+        for name, arguments in planned_runs(file).items()
     ]
     assert found == [("a-x-7", 7, 5), ("a-x-8", 8, 5), ("b-y-6", 6, 2), ("c-y-6", 6, 2)]
 
@@ -123,7 +123,7 @@ def test_an_index_on_a_full_disk(
     monkeypatch.setattr(csv.DictWriter, "writeheader", full)
     with pytest.raises(
         LipboundError,
-        match=r"index\.csv could not be written: No space left on device; the runs beside it are "
+        match=r"index\.csv cannot be written: No space left on device; the runs beside it are "
         r"kept",
     ):
         list(sweep(file, tmp_path / "runs", progress=False))
@@ -149,7 +149,7 @@ def test_bad_sweep_files(content: str, message: str, tmp_path: Path) -> None:
 def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("model: [a/b, a_b]\ndata: [x/one.txt, y/one.txt]\n")
-    assert [run.name for run in planned_runs(file)] == [
+    assert list(planned_runs(file)) == [
         "a_b-one-128",
         "a_b-one-128-2",
         "a_b-one-128-3",
@@ -185,8 +185,8 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
     assert set(OPTIONS) == set(given)
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))
-    (one,) = planned_runs(file)
-    config = RunConfig(**one.arguments)
+    (arguments,) = planned_runs(file).values()
+    config = RunConfig(**arguments)
     assert {name: getattr(config, name) for name in given} == given | {
         "layers": (1,),
         "memory": 1e9,

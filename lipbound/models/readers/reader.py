@@ -107,6 +107,10 @@ def _is_blank(item: Any) -> bool:
     return item is None or (isinstance(item, str | tuple) and not text)
 
 
+DEFAULT_LENGTH = 128
+"""Tokens per text where nothing else is said; fewer where a model has fewer positions."""
+
+
 @dataclass(frozen=True)
 class Selection:
     """The part of some data that is wanted.

@@ -8,6 +8,7 @@ text begins with the same sample.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,13 @@ from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers import files
-from lipbound.models.readers.reader import DataItems, Reader, Selection, order
+from lipbound.models.readers.reader import (
+    DEFAULT_LENGTH,
+    DataItems,
+    Reader,
+    Selection,
+    order,
+)
 
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
@@ -130,9 +137,13 @@ class TextReader(Reader):
         Raises:
             InputsError: there is no text, or samples are longer than the model allows.
         """
-        max_length = selection.max_length
+        limit, shorter = checkpoint.positions, list[str]()
         if given_tokens(data) is None:
-            checkpoint.check_length(max_length)
+            if limit is not None and selection.max_length == DEFAULT_LENGTH > limit:
+                selection = replace(selection, max_length=limit)
+                shorter = [f"texts are cut at {limit} tokens, the positions of {checkpoint.name}"]
+            checkpoint.check_length(selection.max_length)
+        max_length = selection.max_length
         if files.is_plain_file(data) and files.ending(Path(data)) in files.IMAGE_FILES:
             raise InputsError(f"{data} is an image, but {checkpoint.name} reads text")
         chats = isinstance(data, list | tuple) and len(data) > 0 and _is_chat(data[0])
@@ -169,7 +180,7 @@ class TextReader(Reader):
         else:
             batch, said = _tokens(tokenizer, texts, max_length, name)
             made += f", each text cut at {max_length} tokens"
-        return Inputs(batch, description, made, notes + said + _unknown(tokenizer, batch))
+        return Inputs(batch, description, made, notes + shorter + said + _unknown(tokenizer, batch))
 
     def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
         """Return the items of some data as `Reader.items` does, or tokens in memory."""
