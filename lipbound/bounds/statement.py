@@ -87,7 +87,7 @@ class Bound:
         differentiable: whether its values have derivatives; one that has none refuses layers whose
             derivatives may be wanted.
         ball: the statement for all inputs near X, of plain heads, or None where the source has
-            none: see `over_ball`.
+            none: see `over_ball`. It is the formula itself where that takes a radius.
     """
 
     name: str

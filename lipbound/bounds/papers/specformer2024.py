@@ -39,19 +39,6 @@ def _condition(att: Attention) -> Tensor:
     return _large(att) & small & conditions.no_query_bias(att)
 
 
-def _theorem(att: Attention, radius: float, ball: str = "frobenius") -> Tensor:
-    """The theorem for all inputs of a ball; theirs is one in the Frobenius norm."""
-    n = factors.count(att)
-    size = factors.frobenius(att) + factors.total_radius(att, radius, ball)
-    slope = factors.norm_q(att) * factors.norm_k(att) + 1
-    return (n * (n + 1) * size**2 * factors.norm_v(att) * slope).value()
-
-
-_terms = values_and_softmax(
-    lambda att, value: Upper.of(1.0) / (1 + factors.norm_q(att) * factors.norm_k(att))
-)
-
-
 @bound(
     "specformer",
     label="Specformer 2024",
@@ -63,15 +50,16 @@ _terms = values_and_softmax(
     condition=_condition,
     covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
-    terms=_terms,
-    ball=_theorem,
+    terms=values_and_softmax(
+        lambda att, value: Upper.of(1.0) / (1 + factors.norm_q(att) * factors.norm_k(att))
+    ),
     caveat="its value term is multiplied by ||X||_F^2 and vanishes with X while ||J|| does not; "
     "and it ignores the query bias",
 )
-def specformer(att: Attention) -> Tensor:
+def specformer(att: Attention, radius: float = 0.0, ball: str = "frobenius") -> Tensor:
     r"""The theorem as printed, at the point X.
 
-    The radius of their ball is R = 0; ``over_ball`` has :math:`(\|X\|_F + R)^2`:
+    The radius R of their ball, in the Frobenius norm, is 0; else it is :math:`(\|X\|_F + R)^2`:
 
     .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
 
@@ -84,4 +72,7 @@ def specformer(att: Attention) -> Tensor:
     :math:`\mathrm{scale}\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; nothing in it stands for
     :math:`\|A\|`.
     """
-    return _theorem(att, 0.0)
+    n = factors.count(att)
+    size = factors.frobenius(att) + factors.total_radius(att, radius, ball)
+    slope = factors.norm_q(att) * factors.norm_k(att) + 1
+    return (n * (n + 1) * size**2 * factors.norm_v(att) * slope).value()

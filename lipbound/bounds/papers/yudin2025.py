@@ -192,14 +192,6 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (factors.norm_p(att) + slope)).value()
 
 
-def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    extended = with_ones(att)
-    r = factors.radius(extended) + radius
-    plain = 2 * r**2 * factors.norm_a(extended)
-    slope = factors.slope_by_lengths(att, r) if att.variants else plain
-    return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()
-
-
 @bound(
     "yudin_closed",
     label="Yudin 2025, closed",
@@ -212,9 +204,8 @@ def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
     terms=_terms_closed,
-    ball=_closed,
 )
-def yudin_closed(att: Attention) -> Tensor:
+def yudin_closed(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""The :math:`\sqrt N` refinement without attention maps.
 
     :math:`R = \max_i |[x_i, 1]|` when the head has a query bias (Remark 2).
@@ -224,4 +215,8 @@ def yudin_closed(att: Attention) -> Tensor:
     With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the
     notation of ``castin_bias``: Lemmas 31 and 32 (docs/theory/published.md).
     """
-    return _closed(att, 0.0)
+    extended = with_ones(att)
+    r = factors.radius(extended) + radius
+    plain = 2 * r**2 * factors.norm_a(extended)
+    slope = factors.slope_by_lengths(att, r) if att.variants else plain
+    return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()
