@@ -28,6 +28,8 @@ from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.text import stream
 
 LENGTHS = tuple(range(2, 101, 2))
+SHORTEST = 10
+"""Fewest tokens that count for an exponent."""
 BOUND = "castin_bias"
 VARIABLES = {
     "head_exact": "exact local constant of a head",
@@ -57,7 +59,6 @@ def sequence_growth(
     layers: Sequence[int] | None = None,
     split: str | None = None,
     column: str | None = None,
-    revision: str | None = None,
     tol: float = 1e-3,
     device: str = "auto",
     dtype: str = "float32",
@@ -73,8 +74,8 @@ def sequence_growth(
     (or ``radius``).
 
     Args:
-        model, data, split, column, revision, device, dtype, layers: as for `lipbound.compare`; text
-            models only.
+        model, data, split, column, device, dtype, layers: as for `lipbound.compare`; text models
+            only.
         lengths: numbers of tokens; even ones from 2 to 100 in the paper.
         sequences: how many of each length.
         causal: run a BERT-like encoder as a decoder, with a causal mask.
@@ -98,7 +99,7 @@ def sequence_growth(
             "at least one token"
         )
     where = resolve_device(device)
-    checkpoint = load_checkpoint(model, revision=revision, dtype=dtype, device=where)
+    checkpoint = load_checkpoint(model, dtype=dtype, device=where)
     limit = checkpoint.positions
     if limit is not None and lengths[-1] > limit:
         raise InputsError(
@@ -195,27 +196,25 @@ def _check_causal(att: Attention, name: str) -> None:
         )
 
 
-def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0.95) -> xr.Dataset:
+def exponents(values: xr.DataArray) -> xr.Dataset:
     """Fit the slope of log(values) over log(length) by least squares.
 
-    One per entry of the other axes; all sequences count as measurements.
+    One per entry of the other axes; all sequences of 10 tokens and more count as measurements.
 
     Args:
         values: positive, with the axis "length" and perhaps "sequence".
-        shortest: shorter lengths are left out.
-        confidence: of the interval, by Student's t with independent errors: sequences do not
-            overlap, but text is correlated, so it is a guide.
 
     Returns:
-        Dataset of ``exponent``, ``low`` and ``high``.
+        Dataset of ``exponent``, and of ``low`` and ``high``, its 95 % interval by Student's t with
+        independent errors: sequences do not overlap, but text is correlated, so it is a guide.
 
     Raises:
         LipboundError: fewer than three lengths.
     """
-    kept = values.where(values["length"] >= shortest, drop=True)
+    kept = values.where(values["length"] >= SHORTEST, drop=True)
     if kept.sizes["length"] < 3:
         raise LipboundError(
-            f"a slope needs at least three lengths of {shortest} and more; the study has "
+            f"a slope needs at least three lengths of {SHORTEST} and more; the study has "
             f"{kept.sizes['length']}"
         )
     kept = kept.stack(point=[d for d in ("sequence", "length") if d in kept.dims])
@@ -223,7 +222,7 @@ def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0
 
     def fit(y: np.ndarray) -> tuple[float, float, float]:
         line = stats.linregress(x, np.log(y))
-        half = stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr
+        half = stats.t.ppf(0.975, len(x) - 2) * line.stderr
         return line.slope, line.slope - half, line.slope + half
 
     found = xr.apply_ufunc(
