@@ -1,6 +1,7 @@
 """Castin, Ablin, Peyré 2024, "How Smooth Is Attention?" (ICML)."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,15 +24,20 @@ BIBTEX = """@inproceedings{castin2024smooth,
 QUERY_BIAS = (
     "it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it"
 )
-_terms = values_and_softmax(
-    lambda att, value: ((ROOT3 * factors.norm_v(att) * factors.root_count(att)) / value) ** 2
+theorem = partial(
+    bound,
+    bibtex=BIBTEX,
+    covers=conditions.LINEAR,
+    terms=values_and_softmax(
+        lambda att, value: ((ROOT3 * factors.norm_v(att) * factors.root_count(att)) / value) ** 2
+    ),
 )
+"""Decorator of the bounds whose squares add up what values and scores contribute."""
 
 
-@bound(
+@theorem(
     "castin",
     label="Castin 2024, 3.3",
-    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 (4N+1) + N)^{1/2}$, $R = \max_i "
     r"|x_i|$",
@@ -39,9 +45,7 @@ _terms = values_and_softmax(
     assumptions="no query bias; any mask",
     condition=conditions.no_query_bias,
     cost="O(N D + D d^2)",
-    terms=_terms,
     caveat=QUERY_BIAS,
-    covers=conditions.LINEAR,
 )
 def castin(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the largest length of a token.
@@ -63,10 +67,9 @@ def castin(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     return (ROOT3 * factors.norm_v(att) * (t**2 * (4 * n + 1) + n).sqrt()).value()
 
 
-@bound(
+@theorem(
     "castin_bias",
     label="Castin 2024 + biases",
-    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = "
     "scale W_K b_Q",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + "
@@ -74,9 +77,7 @@ def castin(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     source="after appendix E.3, derived anew, since the printed form could not be recovered",
     assumptions="any biases, any mask",
     condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
-    terms=_terms,
 )
 def castin_bias(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
@@ -141,10 +142,9 @@ def _c3_condition(att: Attention) -> Tensor:
     return conditions.always(att) if att.variants else conditions.no_query_bias(att)
 
 
-@bound(
+@theorem(
     "castin_c3",
     label="Castin 2024, C.3",
-    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, "
     "r = max_ij |x_i - x_j|",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' \ge |A "
@@ -152,9 +152,7 @@ def _c3_condition(att: Attention) -> Tensor:
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
     condition=_c3_condition,
-    covers=conditions.LINEAR,
     cost="O(N^2 D + N D d)",
-    terms=_terms,
     caveat=QUERY_BIAS,
 )
 def castin_c3(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:

@@ -1,5 +1,7 @@
 """Yudin, Gaponov, Kudriashov, Rakhuba 2025, "Pay Attention to Attention Distribution"."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,14 @@ BIBTEX = """@misc{yudin2025pay,
   year   = {2025},
   note   = {arXiv:2507.07814}
 }"""
-ANY = "any biases (Remark 2), any mask"
+any_biases = partial(
+    bound,
+    bibtex=BIBTEX,
+    assumptions="any biases (Remark 2), any mask",
+    condition=conditions.always,
+    covers=conditions.LINEAR,
+)
+"""Decorator of the bounds that Remark 2 extends to biases."""
 
 
 @memoised
@@ -87,16 +96,12 @@ def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
     return (factors.norm_v(att) * (norm_p + slope)).value()
 
 
-@bound(
+@any_biases(
     "yudin",
     label="Yudin 2025, Thm 3",
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$",
     source="Theorem 3 with Remark 2",
-    assumptions=ANY,
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
     ball=_remark_1,
@@ -121,18 +126,14 @@ def yudin(att: Attention) -> Tensor:
     return _theorem3(att, with_ones(att), factors.norm_m(att))
 
 
-@bound(
+@any_biases(
     "yudin_g1",
     label="Yudin Thm 3, g1",
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - "
     "p_(1) + p_(2))",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i g_1(P_i))$, $g_1(p) = "
     r"p_{(1)} (1 - p_{(1)} + p_{(2)})$",
     source="Theorem 3, Corollary 1 and Remark 2",
-    assumptions=ANY,
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
 )
@@ -164,16 +165,12 @@ def yudin_nobias(att: Attention) -> Tensor:
     return _theorem3(att, att, factors.norm_m(att))
 
 
-@bound(
+@any_biases(
     "yudin_sqrt_n",
     label="Yudin 2025, sqrt(N)",
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \max_i \|X^T M(P_i)\| \|X\| \|A\|)$",
     source="appendix C, data-dependent form, with Remark 2",
-    assumptions=ANY,
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
     terms=_terms,
 )
@@ -192,16 +189,12 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (factors.norm_p(att) + slope)).value()
 
 
-@bound(
+@any_biases(
     "yudin_closed",
     label="Yudin 2025, closed",
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (sqrt(N) + 2 sqrt(N) R^2 ||A||), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\sqrt{N} + 2 \sqrt{N} R^2 \|A\|)$, $R = \max_i |x_i|$",
     source="appendix C, closed form, with Remark 2",
-    assumptions=ANY,
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
     terms=_terms_closed,
 )
