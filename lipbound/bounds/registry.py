@@ -143,15 +143,11 @@ def names(norm: str | None = "frobenius") -> list[str]:
     if norm is None:
         return [name for one in NORMS for name in names(one)]
     choice("norm", norm, NORMS)
-    modules = _modules()
-
-    def age(name: str) -> tuple[int, int]:
-        """Bounds of one year in the order of `PAPERS`, whichever was imported first."""
-        entry = _BOUNDS[name]
-        module = entry.function.__module__
-        return entry.year, modules.index(module) if module in modules else len(modules)
-
-    return sorted((name for name in _BOUNDS if _BOUNDS[name].norm == norm), key=age)
+    # those of one year in the order of `PAPERS`, whichever was imported first
+    place = {module: i for i, module in enumerate(_modules())}
+    found = (one for one in _BOUNDS.values() if one.norm == norm)
+    ages = {one.name: (one.year, place.get(one.function.__module__, len(place))) for one in found}
+    return sorted(ages, key=ages.__getitem__)
 
 
 def get(name: str) -> Bound:

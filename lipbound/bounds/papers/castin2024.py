@@ -138,10 +138,6 @@ def longest(t: Tensor) -> Upper:
     return Upper.of(lengths * (1 + gamma(t.shape[-1] + 4))).shifted(e[..., 0, 0])
 
 
-def _c3_condition(att: Attention) -> Tensor:
-    return conditions.always(att) if att.variants else conditions.no_query_bias(att)
-
-
 @theorem(
     "castin_c3",
     label="Castin 2024, C.3",
@@ -151,7 +147,7 @@ def _c3_condition(att: Attention) -> Tensor:
     r"x_i|$ and $|A^T x_i|$, $r = \max_{ij} |x_i - x_j|$",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
-    condition=_c3_condition,
+    condition=lambda att: (conditions.always if att.variants else conditions.no_query_bias)(att),
     cost="O(N^2 D + N D d)",
     caveat=QUERY_BIAS,
 )

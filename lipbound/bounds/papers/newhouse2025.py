@@ -18,7 +18,6 @@ BIBTEX = """@misc{newhouse2025enforced,
   year   = {2025},
   note   = {arXiv:2507.13338}
 }"""
-_terms = values_and_softmax(lambda att, value: factors.norm_v(att) / value)
 
 
 @bound(
@@ -34,7 +33,7 @@ _terms = values_and_softmax(lambda att, value: factors.norm_v(att) / value)
     condition=conditions.always,
     covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
-    terms=_terms,
+    terms=values_and_softmax(lambda att, value: factors.norm_v(att) / value),
     norm="every-token",
 )
 def newhouse(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:

@@ -20,23 +20,17 @@ BIBTEX = """@inproceedings{hu2024specformer,
 }"""
 
 
-def _large(att: Attention) -> Tensor:
-    """True where (N + 1) sqrt(N) ||X||_F^2 >= 1 beyond doubt, (samples, 1).
-
-    Rounding has enlarged the left side by far less than the factor.
-    """
+def _condition(att: Attention) -> Tensor:
+    """True where the statement is a bound: Lemma 39 (docs/theory/published.md)."""
     n = factors.count(att)
     size = (factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2).value()
-    return size >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
-
-
-def _condition(att: Attention) -> Tensor:
-    n = factors.count(att)
+    # beyond doubt: rounding has enlarged the size by far less than the factor
+    large = size >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
     small = abs(att.scale) <= n * (n + 1)
     if att.variants:
         slope = (factors.scale(att) * factors.turn(att) ** 2).value()
         small = slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)
-    return _large(att) & small & conditions.no_query_bias(att)
+    return large & small & conditions.no_query_bias(att)
 
 
 @bound(

@@ -52,9 +52,6 @@ def with_ones(att: Attention) -> Attention:
 
 
 _terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
-_terms_closed = values_and_softmax(
-    lambda att, value: (factors.norm_v(att) * factors.root_count(att)) / value
-)
 
 
 def _scores(att: Attention, extended: Attention) -> Upper:
@@ -196,7 +193,9 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     statement_latex=r"$\|J\| \le \|W_V\|\,(\sqrt{N} + 2 \sqrt{N} R^2 \|A\|)$, $R = \max_i |x_i|$",
     source="appendix C, closed form, with Remark 2",
     cost="O(N D + D d^2)",
-    terms=_terms_closed,
+    terms=values_and_softmax(
+        lambda att, value: (factors.norm_v(att) * factors.root_count(att)) / value
+    ),
 )
 def yudin_closed(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""The :math:`\sqrt N` refinement without attention maps.
