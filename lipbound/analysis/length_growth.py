@@ -15,13 +15,13 @@ from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lipbound.analysis import adversarial_inputs, by_layer, provenance
+from lipbound.analysis import adversarial_inputs, by_layer, described, provenance
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.devices import resolve_device
-from lipbound.errors import InputsError, LipboundError
+from lipbound.errors import InputsError, LipboundError, whole
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
@@ -92,12 +92,10 @@ def sequence_growth(
             `lipbound.compare`.
         InputsError: too little text, or lengths the model does not take.
     """
-    lengths = sorted(set(lengths))
-    if not lengths or lengths[0] < 1 or sequences < 1:
-        raise LipboundError(
-            f"{sequences} sequences of lengths {lengths} were asked for; give at least one, of "
-            "at least one token"
-        )
+    lengths = sorted({whole("length", n, least=1) for n in lengths})
+    sequences = whole("sequences", sequences, least=1)
+    if not lengths:
+        raise LipboundError("lengths is empty; give numbers of tokens, such as range(10, 101, 10)")
     where = resolve_device(device)
     checkpoint = load_checkpoint(model, dtype=dtype, device=where)
     limit = checkpoint.positions
@@ -129,10 +127,8 @@ def sequence_growth(
         by_layer([_adversarial(att, n, r, tol, seed) for att, r in pairs], "head") for n in lengths
     ]
     ds = ds.merge(xr.concat(adversarial, "length"))
-    ds = ds.transpose("sequence", "length", "layer", "head")[list(VARIABLES)]
-    ds = ds.assign_coords({"length": lengths, "layer": [layer.index for layer in captured]})
-    for name, text in VARIABLES.items():
-        ds[name].attrs["description"] = text
+    ds = ds.transpose("sequence", "length", "layer", "head").assign_coords(length=lengths)
+    ds = described(ds, VARIABLES, [layer.index for layer in captured])
     how = {"causal": int(last[0].mask is not None), "tol": tol}
     ds.attrs = provenance(checkpoint, description, where, dtype, seed) | how
     return ds
@@ -157,14 +153,14 @@ def _adversarial(att: Attention, n: int, radius: float, tol: float, seed: int) -
     x = adversarial_inputs.adversarial_inputs(plain, n, radius)
     heads = [plain.select(heads=slice(h, h + 1)).at(x[h][None], mask=mask) for h in range(len(x))]
     steepest = int(adversarial_inputs.steepness(plain).gamma.argmax())
-    whole = att.at(x[steepest][None], mask=mask, valid=None)
+    at_steepest = att.at(x[steepest][None], mask=mask, valid=None)
     norms = [spectral_norm(one, tol=tol, seed=seed).lower[0, 0] for one in heads]
     return {
         "adversarial_head": torch.stack(norms),
         "adversarial_lower": adversarial_inputs.lower_bound(plain, n, radius),
         "adversarial_upper": torch.stack([get("castin")(one)[0, 0] for one in heads]),
-        "adversarial_layer": spectral_norm(whole, map="layer", tol=tol, seed=seed).lower[0],
-        "adversarial_layer_bound": whole_layer(whole, BOUND, map="layer")[0],
+        "adversarial_layer": spectral_norm(at_steepest, map="layer", tol=tol, seed=seed).lower[0],
+        "adversarial_layer_bound": whole_layer(at_steepest, BOUND, map="layer")[0],
     }
 
 
