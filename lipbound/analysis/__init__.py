@@ -27,6 +27,14 @@ def by_layer(found: Sequence[dict[str, Tensor]], *axes: str) -> xr.Dataset:
     )
 
 
+def described(ds: xr.Dataset, variables: dict[str, str], layers: Sequence[int]) -> xr.Dataset:
+    """Return these variables of a study, each with its description, and the numbers of layers."""
+    ds = ds[list(variables)].assign_coords(layer=list(layers))
+    for name, text in variables.items():
+        ds[name].attrs["description"] = text
+    return ds
+
+
 def provenance(
     checkpoint: Checkpoint | None, data: str, device: str, dtype: str, seed: int
 ) -> dict[str, Any]:

@@ -32,8 +32,6 @@ from lipbound.linalg.solution import check_seed
 
 BOUNDS = ("castin_bias", "yudin", "specformer")
 """Published bounds with a radius that `radius_curve` shows by default."""
-
-
 START, TURN = 8, 3
 """Power iterations where an ascent starts, and at every step."""
 
@@ -318,28 +316,26 @@ def attack(
     norms, inputs = [], []
     for s in range(att.samples):
         one = att.unpadded(s)
-        found = []
-        for h in range(att.heads):
-            # a stream of numbers for each head: what is found for one depends on no other
-            generator = torch.Generator().manual_seed(start)
-            head = one.select(heads=slice(h, h + 1))
-            found.append(_attack_head(head, radius, ball, steps, starts, generator))
-        norms.append(torch.stack([value for value, _ in found]))
+        heads = (one.select(heads=slice(h, h + 1)) for h in range(att.heads))
+        found = (_attack_head(head, radius, ball, steps, starts, start) for head in heads)
+        values, points = (torch.stack(part) for part in zip(*found, strict=True))
         full = att.x[s].expand(att.heads, -1, -1).clone()
-        keep = slice(None) if att.valid is None else att.valid[s]
-        full[:, keep] = torch.stack([x for _, x in found])
+        full[:, slice(None) if att.valid is None else att.valid[s]] = points
+        norms.append(values)
         inputs.append(full)
     return Attack(torch.stack(norms), torch.stack(inputs))
 
 
 @torch.enable_grad()
 def _attack_head(
-    att: Attention, radius: float, ball: str, steps: int, starts: int, generator: torch.Generator
+    att: Attention, radius: float, ball: str, steps: int, starts: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Attack one head of one unpadded sample.
 
     Returns the largest norm found, (), float64, and its input (N, D).
     """
+    # a stream of numbers for each head: what is found for one depends on no other
+    generator = torch.Generator().manual_seed(seed)
     top = spectral_norm(att, tol=1e-3, vectors=True)
     assert top.left is not None
     assert top.right is not None
@@ -393,12 +389,8 @@ def _towards_keys(att: Attention, radius: float, ball: str) -> Tensor:
     size = torch.where(p > 0, there * (1 - there) * far * torch.cdist(p @ v, v), 0.0)[0]
     best, index = torch.nan_to_num(size).max(-1)
     move = keys[:, index] - mean
-    if ball == "token":
-        return move
-    alone = torch.zeros_like(move)
-    row = int(best.argmax())
-    alone[:, row] = move[:, row]
-    return alone
+    alone = torch.arange(len(best), device=best.device) == best.argmax()
+    return move if ball == "token" else torch.where(alone[:, None], move, 0.0)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lipbound.analysis import by_layer, provenance
+from lipbound.analysis import by_layer, described, provenance
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.attention.variants.gate import Gate
@@ -121,10 +121,8 @@ def cache_bits(
         found.append(by_layer(tables, "side", "head", "bits"))
     ds = xr.concat(found, "sample").transpose("side", "bits", "sample", "layer", "head")
     ds["output"] = ds["output"].isel(side=0, drop=True)
-    numbers = [layer.index for layer in captured]
-    ds = ds.assign_coords({"side": list(CACHED), "bits": counts, "layer": numbers})
-    for name, text in VARIABLES.items():
-        ds[name].attrs["description"] = text
+    ds = ds.assign_coords({"side": list(CACHED), "bits": counts})
+    ds = described(ds, VARIABLES, [layer.index for layer in captured])
     shared = {side: f"asymmetric round-to-nearest, by {group}" for side, group in groups.items()}
     ds.attrs = provenance(checkpoint, inputs.description, where, dtype, seed)
     ds.attrs |= {"error": error, "delta": delta, "quantiser": shared}
@@ -169,20 +167,18 @@ def _of_layer(
     steps = torch.tensor([2.0**b - 1 for b in bits], dtype=torch.float64, device=att.device)
     for side, group in groups.items():
         reach = half_steps(cached[side], group)
-        norm = spectral_norm(att, wrt=side, tol=1e-3, delta=delta, seed=seed).upper[0]
-        norm, size = norm.to(att.device), torch.linalg.matrix_norm(reach)[0]
-        bound, expected = norm * size / output, _root_mean_square(wide, cached, side, reach, seed)
-        expected = expected / output
+        found = spectral_norm(att, wrt=side, tol=1e-3, delta=delta, seed=seed)
+        norm, size = found.upper[0].to(att.device), torch.linalg.matrix_norm(reach)[0]
+        bound = norm * size / output
+        expected = _root_mean_square(wide, cached, side, reach, seed) / output
         measured = [
             _outputs(wide, cached | {side: rounded(cached[side], b, group)}) - exact for b in bits
         ]
-        found = {"norm": norm, "size": size, "output": output}
-        found |= {"bound": bound[:, None] / steps, "expected": expected[:, None] / steps}
-        found["bits_bound"], found["bits_expected"] = (
-            torch.log2(1 + t / error) for t in (bound, expected)
-        )
-        found["measured"] = torch.linalg.matrix_norm(torch.cat(measured)).T / output[:, None]
-        rows.append(found)
+        row = {"norm": norm, "size": size, "output": output}
+        for kind, t in (("bound", bound), ("expected", expected)):
+            row |= {kind: t[:, None] / steps, f"bits_{kind}": torch.log2(1 + t / error)}
+        row["measured"] = torch.linalg.matrix_norm(torch.cat(measured)).T / output[:, None]
+        rows.append(row)
     return {name: torch.stack([row[name] for row in rows]) for name in VARIABLES}
 
 

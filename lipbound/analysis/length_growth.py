@@ -15,19 +15,21 @@ from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lipbound.analysis import adversarial_inputs, by_layer, provenance
+from lipbound.analysis import adversarial_inputs, by_layer, described, provenance
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.devices import resolve_device
-from lipbound.errors import InputsError, LipboundError, check_made
+from lipbound.errors import InputsError, LipboundError, check_made, whole
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.text import stream
 
 LENGTHS = tuple(range(2, 101, 2))
+SHORTEST = 10
+"""Fewest tokens that count for an exponent."""
 BOUND = "castin_bias"
 VARIABLES = {
     "head_exact": "exact local constant of a head",
@@ -57,7 +59,6 @@ def sequence_growth(
     layers: Sequence[int] | None = None,
     split: str | None = None,
     column: str | None = None,
-    revision: str | None = None,
     tol: float = 1e-3,
     device: str = "auto",
     dtype: str = "float32",
@@ -73,8 +74,8 @@ def sequence_growth(
     (or ``radius``).
 
     Args:
-        model, data, split, column, revision, device, dtype, layers: as for `lipbound.compare`; text
-            models only.
+        model, data, split, column, device, dtype, layers: as for `lipbound.compare`; text models
+            only.
         lengths: numbers of tokens; even ones from 2 to 100 in the paper.
         sequences: how many of each length.
         causal: run a BERT-like encoder as a decoder, with a causal mask.
@@ -91,14 +92,12 @@ def sequence_growth(
             `lipbound.compare`.
         InputsError: too little text, or lengths the model does not take.
     """
-    lengths = sorted(set(lengths))
-    if not lengths or lengths[0] < 1 or sequences < 1:
-        raise LipboundError(
-            f"{sequences} sequences of lengths {lengths} were asked for; give at least one, of "
-            "at least one token"
-        )
+    lengths = sorted({whole("length", n, least=1) for n in lengths})
+    sequences = whole("sequences", sequences, least=1)
+    if not lengths:
+        raise LipboundError("lengths is empty; give numbers of tokens, such as range(10, 101, 10)")
     where = resolve_device(device)
-    checkpoint = load_checkpoint(model, revision=revision, dtype=dtype, device=where)
+    checkpoint = load_checkpoint(model, dtype=dtype, device=where)
     limit = checkpoint.positions
     if limit is not None and lengths[-1] > limit:
         raise InputsError(
@@ -128,10 +127,8 @@ def sequence_growth(
         by_layer([_adversarial(att, n, r, tol, seed) for att, r in pairs], "head") for n in lengths
     ]
     ds = ds.merge(xr.concat(adversarial, "length"))
-    ds = ds.transpose("sequence", "length", "layer", "head")[list(VARIABLES)]
-    ds = ds.assign_coords({"length": lengths, "layer": [layer.index for layer in captured]})
-    for name, text in VARIABLES.items():
-        ds[name].attrs["description"] = text
+    ds = ds.transpose("sequence", "length", "layer", "head").assign_coords(length=lengths)
+    ds = described(ds, VARIABLES, [layer.index for layer in captured])
     how = {"causal": int(last[0].mask is not None), "tol": tol}
     ds.attrs = provenance(checkpoint, description, where, dtype, seed) | how
     return ds
@@ -156,14 +153,14 @@ def _adversarial(att: Attention, n: int, radius: float, tol: float, seed: int) -
     x = adversarial_inputs.adversarial_inputs(plain, n, radius)
     heads = [plain.select(heads=slice(h, h + 1)).at(x[h][None], mask=mask) for h in range(len(x))]
     steepest = int(adversarial_inputs.steepness(plain).gamma.argmax())
-    whole = att.at(x[steepest][None], mask=mask, valid=None)
+    at_steepest = att.at(x[steepest][None], mask=mask, valid=None)
     norms = [spectral_norm(one, tol=tol, seed=seed).lower[0, 0] for one in heads]
     return {
         "adversarial_head": torch.stack(norms),
         "adversarial_lower": adversarial_inputs.lower_bound(plain, n, radius),
         "adversarial_upper": torch.stack([get("castin")(one)[0, 0] for one in heads]),
-        "adversarial_layer": spectral_norm(whole, map="layer", tol=tol, seed=seed).lower[0],
-        "adversarial_layer_bound": whole_layer(whole, BOUND, map="layer")[0],
+        "adversarial_layer": spectral_norm(at_steepest, map="layer", tol=tol, seed=seed).lower[0],
+        "adversarial_layer_bound": whole_layer(at_steepest, BOUND, map="layer")[0],
     }
 
 
@@ -195,28 +192,26 @@ def _check_causal(att: Attention, name: str) -> None:
         )
 
 
-def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0.95) -> xr.Dataset:
+def exponents(values: xr.DataArray) -> xr.Dataset:
     """Fit the slope of log(values) over log(length) by least squares.
 
-    One per entry of the other axes; all sequences count as measurements.
+    One per entry of the other axes; all sequences of 10 tokens and more count as measurements.
 
     Args:
         values: positive, with the axis "length" and perhaps "sequence".
-        shortest: shorter lengths are left out.
-        confidence: of the interval, by Student's t with independent errors: sequences do not
-            overlap, but text is correlated, so it is a guide.
 
     Returns:
-        Dataset of ``exponent``, ``low`` and ``high``.
+        Dataset of ``exponent``, and of ``low`` and ``high``, its 95 % interval by Student's t with
+        independent errors: sequences do not overlap, but text is correlated, so it is a guide.
 
     Raises:
         LipboundError: fewer than three lengths, or no such axis.
     """
     check_made(values, ["length"], "lipbound.analysis.length_growth.sequence_growth")
-    kept = values.where(values["length"] >= shortest, drop=True)
+    kept = values.where(values["length"] >= SHORTEST, drop=True)
     if kept.sizes["length"] < 3:
         raise LipboundError(
-            f"a slope needs at least three lengths of {shortest} and more; the study has "
+            f"a slope needs at least three lengths of {SHORTEST} and more; the study has "
             f"{kept.sizes['length']}"
         )
     kept = kept.stack(point=[d for d in ("sequence", "length") if d in kept.dims])
@@ -224,7 +219,7 @@ def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0
 
     def fit(y: np.ndarray) -> tuple[float, float, float]:
         line = stats.linregress(x, np.log(y))
-        half = stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr
+        half = stats.t.ppf(0.975, len(x) - 2) * line.stderr
         return line.slope, line.slope - half, line.slope + half
 
     found = xr.apply_ufunc(

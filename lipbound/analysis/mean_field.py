@@ -225,14 +225,14 @@ class SplitSearch(NamedTuple):
     x: Tensor
 
 
-def search_split(att: Attention, *, steps: int = 60, rate: float = 0.05) -> SplitSearch:
+def search_split(att: Attention, *, steps: int = 60) -> SplitSearch:
     r"""Look for inputs at which :math:`\max_i \|B_i\| > \|J\|`.
 
     By gradient ascent (Adam) on the logarithm of their ratio from every sample of ``att``.
 
     Args:
         att: the heads, and where to start; no padding.
-        steps: of the ascent. rate: length of a step, relative to the mean length of tokens.
+        steps: of the ascent, each of 1/20 of the mean length of tokens.
 
     Returns:
         `SplitSearch`; ratios are those of exact norms in float64, to 1e-6.
@@ -243,14 +243,14 @@ def search_split(att: Attention, *, steps: int = 60, rate: float = 0.05) -> Spli
     att.only("search_split")
     _check_unpadded(att)
     att = att.double()
-    found = [_search(att.select(heads=slice(h, h + 1)), steps, rate) for h in range(att.heads)]
+    found = [_search(att.select(heads=slice(h, h + 1)), steps) for h in range(att.heads)]
     return SplitSearch(*(torch.stack(part) for part in zip(*found, strict=True)))
 
 
-def _search(att: Attention, steps: int, rate: float) -> tuple[Tensor, Tensor]:
+def _search(att: Attention, steps: int) -> tuple[Tensor, Tensor]:
     x = att.x.clone().requires_grad_()
     size = float(att.x.norm(dim=-1).mean()) / att.x.shape[2] ** 0.5
-    optimiser = torch.optim.Adam([x], lr=rate * size)
+    optimiser = torch.optim.Adam([x], lr=0.05 * size)
     best, where = torch.tensor(0.0, dtype=torch.float64), att.x[0]
     for _ in range(steps + 1):
         here = att.at(x.detach().clone())
@@ -263,8 +263,8 @@ def _search(att: Attention, steps: int, rate: float) -> tuple[Tensor, Tensor]:
         assert top.left is not None
         assert top.right is not None
         norm = (top.left[:, 0] * HeadJacobian(moving).along(top.right[:, 0])).sum((-1, -2))
-        optimiser.zero_grad()
-        (norm.clamp_min(1e-300).log() - own.clamp_min(1e-300).log()).sum().backward()
-        x.grad = None if x.grad is None else torch.nan_to_num(x.grad)
+        descent = (norm.clamp_min(1e-300).log() - own.clamp_min(1e-300).log()).sum()
+        (gradient,) = torch.autograd.grad(descent, x)
+        x.grad = torch.nan_to_num(gradient)
         optimiser.step()
     return best, where

@@ -63,7 +63,7 @@ class NetworkJacobian(JacobianOperator):
             try:
                 with torch.no_grad():
                     return torch.func.jvp(self._f, (self._x.detach(),), (x,))[1]
-            except (NotImplementedError, RuntimeError):
+            except RuntimeError:
                 self._forward = False
         with torch.enable_grad():
             y = torch.zeros_like(self._value).requires_grad_()
@@ -204,10 +204,10 @@ class _Reached(Exception):
         self.value = value
 
 
-def _place(value: Any, name: str, words: Sequence[str], count: int) -> str | int:
-    """An end of a map, one of some words or the number of a block."""
+def _block(value: Any, name: str, words: Sequence[str], count: int) -> int | None:
+    """The number of the block at an end of a map; None for one of some words."""
     if isinstance(value, str) and value in words:
-        return value
+        return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
         raise LipboundError(
             f"{name} is {shown(value)}; give {' or '.join(map(repr, words))} or the number of a "
@@ -229,10 +229,9 @@ def chain(
     if any(p.is_inference() for p in model.parameters()):
         model = copy.deepcopy(model)
     parts = blocks(model)
-    first = _place(start, "start", ("embeddings",), len(parts))
-    first = 0 if isinstance(first, str) else first
-    last = _place(end, "end", ("logits", "last_hidden_state"), len(parts))
-    if isinstance(last, int) and last < first:
+    first = _block(start, "start", ("embeddings",), len(parts)) or 0
+    last = _block(end, "end", ("logits", "last_hidden_state"), len(parts))
+    if last is not None and last < first:
         raise LipboundError(
             f"end is block {last} but start is block {first}; end at {first} or later"
         )
@@ -256,10 +255,10 @@ def chain(
             outputs = model(**inputs, **extra)
         except _Reached as reached:
             return reached.value
-        value = getattr(outputs, str(last), None)
+        value = getattr(outputs, str(end), None)
         if not isinstance(value, Tensor):
             raise LipboundError(
-                f"{type(model).__name__} has no {last}; its outputs are {', '.join(outputs.keys())}"
+                f"{type(model).__name__} has no {end}; its outputs are {', '.join(outputs.keys())}"
             )
         return value
 
@@ -269,11 +268,11 @@ def chain(
             value = run()
         finally:
             replacement.clear()
-        counted = _real_tokens(model, inputs, value, parts[0] if isinstance(last, int) else None)
+        counted = _real_tokens(model, inputs, value, None if last is None else parts[0])
         return value if counted is None else value.masked_fill(~counted, 0)
 
     hooks = [parts[first].register_forward_pre_hook(before, with_kwargs=True)]
-    if isinstance(last, int):
+    if last is not None:
         hooks.append(parts[last].register_forward_hook(stop))
     try:
         with implementation(model, "eager"), torch.no_grad():
@@ -301,6 +300,6 @@ def _real_tokens(
             module is block and "decoder" in at for at, module in model.named_modules()
         )
         name = "decoder_attention_mask" if decoder else name
-    mask = inputs.get(name)
+    mask: Any = inputs.get(name)
     fits = mask is not None and value.ndim == 3 and tuple(mask.shape) == tuple(value.shape[:2])
-    return (mask != 0)[..., None] if fits and mask is not None else None
+    return (mask != 0)[..., None] if fits else None

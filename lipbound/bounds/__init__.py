@@ -7,9 +7,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # here, so that importing the module of that name does not replace the function
-from lipbound.bounds.audit import audit
-from lipbound.bounds.registry import bibliography, bound, evaluate, get, names, resolve
-from lipbound.bounds.statement import Bound
+from lipbound.bounds.audit import audit as audit
+from lipbound.bounds.registry import bibliography
+from lipbound.bounds.registry import bound as bound
+from lipbound.bounds.registry import evaluate as evaluate
+from lipbound.bounds.registry import get as get
+from lipbound.bounds.registry import names as names
+from lipbound.bounds.registry import resolve as resolve
+from lipbound.bounds.statement import Bound as Bound
 
 if TYPE_CHECKING:
     from lipbound.bounds.after_layer_norm import after_norm as after_norm
@@ -23,19 +28,8 @@ _HOME = {
     "over_ball": "ball.over_ball",
     "whole_layer": "whole_layer_rules",
 }
-__all__ = [
-    "BIBTEX",
-    "Bound",
-    "after_norm",
-    "audit",
-    "bound",
-    "evaluate",
-    "get",
-    "names",
-    "over_ball",
-    "resolve",
-    "whole_layer",
-]
+_HERE = ("BIBTEX", "Bound", "audit", "bound", "evaluate", "get", "names", "resolve")
+__all__ = sorted([*_HERE, *_HOME])
 
 
 def __getattr__(name: str) -> Any:

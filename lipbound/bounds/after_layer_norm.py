@@ -3,8 +3,6 @@
 Its weights are folded into the projections.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -59,12 +57,11 @@ def fold_normalisation(att: Attention) -> Attention:
         shift = None if norm.bias is None else torch.einsum("d,hde->he", norm.bias.double(), w)
         return b if shift is None else shift if b is None else b + shift
 
-    scaled = [norm.weight[:, None] * w for w in (att.w_q, att.w_k, att.w_v)]
-    b_q, b_k, b_v = (
-        bias(w, b) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v))
-    )
-    layer = partial(Attention, norm.unit, *scaled, w_o=att.w_o, scale=att.scale, mask=att.mask)
-    return layer(b_q=b_q, b_k=b_k, b_v=b_v, valid=att.valid)
+    weights = {"q": att.w_q, "k": att.w_k, "v": att.w_v}
+    scaled = (norm.weight[:, None] * w for w in weights.values())
+    given = {name: getattr(att, name) for name in ("w_o", "scale", "mask", "valid")}
+    given |= {f"b_{side}": bias(w, getattr(att, f"b_{side}")) for side, w in weights.items()}
+    return Attention(norm.unit, *scaled, **given)
 
 
 def folding_rounds(folded: Attention, att: Attention) -> InheritedErrors:

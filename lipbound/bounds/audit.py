@@ -84,8 +84,11 @@ def missing(ds: xr.Dataset, name: str) -> int:
 
 
 def allowance(exact: str = "exact") -> float:
-    """Relative allowance for exact norms of a run above the true ones.
+    """How far an exact norm of a run may be above the true one, relatively.
 
-    None where they are ends of enclosures.
+    Not at all where it is the lower end of an enclosure.
+
+    Args:
+        exact: the variable that holds it.
     """
     return L2_SLACK if exact == "exact_l2" else 0.0

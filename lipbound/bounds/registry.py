@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,10 @@ def bound(
 ) -> Callable[[Function], Bound]:
     r"""Decorator: enter a function of an `Attention` into the registry under ``name``.
 
-    It returns the `Bound`, which is called alike. Adding a bound touches three files: the paper's
-    own, with its BibTeX entry and terms inside, one word in `PAPERS`, and a test. A new paper::
+    It returns the `Bound`, which is called alike. A function that also takes a radius and a kind of
+    ball, ``radius: float = 0.0, ball: str = "token"``, is the statement over balls too. Adding a
+    bound touches three files: the paper's own, with its BibTeX entry and terms inside, one word in
+    `PAPERS`, and a test. A new paper::
 
         BIBTEX = "@misc{doe2027, ...}"
 
@@ -95,6 +98,8 @@ def bound(
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
         choice("norm", facts.get("norm", "frobenius"), NORMS)
+        if "radius" in inspect.signature(function).parameters:
+            facts["ball"] = function
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formula = Formula(function, covers=frozenset(covers), **parts)
@@ -138,15 +143,11 @@ def names(norm: str | None = "frobenius") -> list[str]:
     if norm is None:
         return [name for one in NORMS for name in names(one)]
     choice("norm", norm, NORMS)
-    modules = _modules()
-
-    def age(name: str) -> tuple[int, int]:
-        """Bounds of one year in the order of `PAPERS`, whichever was imported first."""
-        entry = _BOUNDS[name]
-        module = entry.function.__module__
-        return entry.year, modules.index(module) if module in modules else len(modules)
-
-    return sorted((name for name in _BOUNDS if _BOUNDS[name].norm == norm), key=age)
+    # those of one year in the order of `PAPERS`, whichever was imported first
+    place = {module: i for i, module in enumerate(_modules())}
+    found = (one for one in _BOUNDS.values() if one.norm == norm)
+    ages = {one.name: (one.year, place.get(one.function.__module__, len(place))) for one in found}
+    return sorted(ages, key=ages.__getitem__)
 
 
 def get(name: str) -> Bound:

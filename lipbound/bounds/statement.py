@@ -24,18 +24,14 @@ if TYPE_CHECKING:
     Layer = Callable[["Bound", Attention, str], Tensor]
     Longest = Callable[[int], int]
 
-MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
-"""The variable that holds the exact norm of the map a bound is about."""
 DIFFERENTIABLE = {
     "frobenius": "lipbound",
     "every-token": "lipbound_every_block",
     "one-token": "lipbound_one",
 }
 """A sharp bound with derivatives in each norm."""
-BALLS = {
-    "token": "every token moves by at most the radius",
-    "frobenius": "X moves by at most the radius in the Frobenius norm",
-}
+BALLS = ("token", "frobenius")
+"""Whether every token moves by at most the radius, or all of X in the Frobenius norm."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class Bound:
         differentiable: whether its values have derivatives; one that has none refuses layers whose
             derivatives may be wanted.
         ball: the statement for all inputs near X, of plain heads, or None where the source has
-            none: see `over_ball`.
+            none: see `over_ball`. It is the formula itself where that takes a radius.
     """
 
     name: str
@@ -280,7 +276,7 @@ class Bound:
     @property
     def exact(self) -> str:
         """Name of the variable with the exact norm this bound is compared with."""
-        return MAP_NORMS[self.map]
+        return "exact_l2" if self.map == "l2" else "exact"
 
 
 def _numbers(values: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ With ``transformers.Trainer``: ``class MyTrainer(PenaltyMixin, Trainer)``, then
 ``trainer.penalty = JaSMin(); trainer.strength = 1e-3``.
 """
 
-from lipbound.regularizers.exact_penalty import ExactNorm
-from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
+from lipbound.regularizers.penalties import ExactNorm, JaSMin, SoundPenalty, Specformer
 from lipbound.regularizers.trainer import PenaltyMixin
 
 __all__ = ["ExactNorm", "JaSMin", "PenaltyMixin", "SoundPenalty", "Specformer"]

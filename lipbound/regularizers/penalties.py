@@ -1,4 +1,4 @@
-"""The penalties: JaSMin, Specformer, and those on a number for every head."""
+"""The penalties: JaSMin, Specformer, and those on a bound or the exact norm of every head."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,7 +12,10 @@ from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
 from lipbound.devices import in_own_modes
-from lipbound.errors import LipboundError, check_layer, choice, shown, whole
+from lipbound.errors import LipboundError, check_layer, choice, real, shown, whole
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.linalg.matrix_norms import with_derivative
 from lipbound.models.training.differentiable import projections
 
 SMALL = 1e-6
@@ -63,7 +66,7 @@ class JaSMin:
             LipboundError: no attentions, what is no list of such tensors, or a ``valid`` of other
                 tokens.
         """
-        known, listed = getattr(attentions, "valid", None), isinstance(attentions, list | tuple)
+        listed = isinstance(attentions, list | tuple)
         for p in attentions if listed else [attentions]:
             fits = isinstance(p, Tensor) and p.ndim == 4 and p.is_floating_point()
             if not (listed and fits):
@@ -76,11 +79,11 @@ class JaSMin:
                 "there are no attentions; was the model run inside attention_probabilities, or "
                 "with output_attentions=True?"
             )
-        masks = known if valid is None and known is not None else [valid] * len(attentions)
-        total = torch.zeros((), device=attentions[0].device)
-        for p, mask in zip(attentions, masks, strict=True):
-            total = total + self._layer(p, mask).to(total.device)
-        return total
+        known = getattr(attentions, "valid", None) if valid is None else None
+        masks = [valid] * len(attentions) if known is None else known
+        device = attentions[0].device
+        each = (self._layer(p, m).to(device) for p, m in zip(attentions, masks, strict=True))
+        return sum(each, start=torch.zeros((), device=device))
 
     def _layer(self, p: Tensor, valid: object) -> Tensor:
         """Return the penalty of a layer; ``valid`` is None where no token is padding."""
@@ -257,3 +260,37 @@ class SoundPenalty(LayerPenalty):
     def norms(self, att: Attention) -> Tensor:
         """Return the bound, (samples, heads), float64."""
         return get(self.name)(att)
+
+
+class ExactNorm(LayerPenalty):
+    r"""Mean over samples of :math:`\sum_{l,h} \log \|J^{l,h}\|`, the exact norms of all heads.
+
+    Nothing is tighter. The value is the lower end of `lipbound.spectral_norm`; its derivative is
+    :math:`u^T dJ\,v` at the top singular pair found, that of a simple largest singular value
+    (Watson 1992), and of a multiple one a subgradient of the norm. The search starts anew in every
+    step: other inputs have another J, and the vectors of the step before say nothing of it.
+
+    To be called with the list of `lipbound.models.training.differentiable.attention_layers`; also
+    with layers of any other kind that have a closed form (rotary, grouped, capped and so on).
+
+    Args:
+        tol: relative error of the norms; singular vectors, and so derivatives, are known to about
+            its root.
+        seed: of the random vectors that the searches start from.
+
+    Raises:
+        LipboundError: ``tol`` is no number between 0 and 1.
+    """
+
+    def __init__(self, tol: float = 1e-3, seed: int = 0):
+        self.tol = real("tol", tol, "a relative error between 0 and 1", above=0, below=1)
+        self.seed = seed
+
+    def norms(self, att: Attention) -> Tensor:
+        """Return the exact norms, (samples, heads), float64, with derivatives."""
+        top = spectral_norm(att.detached(), tol=self.tol, vectors=True, seed=self.seed)
+        assert top.left is not None
+        assert top.right is not None
+        left, right = (t.to(att.x).flatten(0, 1) for t in (top.left, top.right))
+        form = (left * HeadJacobian(att).along(right)).sum((-1, -2)).view(att.samples, att.heads)
+        return with_derivative(top.lower.to(form.device, torch.float64), form.double())

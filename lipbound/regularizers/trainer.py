@@ -61,8 +61,16 @@ class PenaltyMixin:
                 "the penalty depends on no parameter that is trained, so it changes the loss and "
                 "not the model"
             )
-        batches, extra = self._batches, extra.to(loss)
-        divided = self._divided_by_trainer(kwargs.get("num_items_in_batch"))
+        trainer: Any = self
+        # how many batches are accumulated in this step; whether the Trainer divides by that later
+        accumulated = trainer.args.gradient_accumulation_steps
+        batches = getattr(trainer, "current_gradient_accumulation_steps", accumulated)
+        scaled = trainer.loss_is_scaled_for_ga
+        if scaled is None:
+            counted = kwargs.get("num_items_in_batch") is not None
+            scaled = trainer.model_accepts_loss_kwargs and counted
+            scaled = scaled or trainer.compute_loss_func is not None
+        divided, extra = not scaled, extra.to(loss)
         task = loss.detach() / (batches if divided else 1)
         terms = torch.stack([task, extra.detach() / batches, torch.full_like(task, 1 / batches)])
         self._terms = terms.float() if self._terms is None else self._terms + terms
@@ -131,19 +139,3 @@ class PenaltyMixin:
                 "number"
             )
         return extra.reshape(()), *result
-
-    @property
-    def _batches(self) -> int:
-        """The number of batches that are accumulated in this step."""
-        trainer: Any = self
-        steps = trainer.args.gradient_accumulation_steps
-        return int(getattr(trainer, "current_gradient_accumulation_steps", steps))
-
-    def _divided_by_trainer(self, items: Any) -> bool:
-        """Tell whether the Trainer divides losses by the number of batches later."""
-        trainer: Any = self
-        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-        if scaled is None:
-            by_items = trainer.model_accepts_loss_kwargs and items is not None
-            scaled = by_items or trainer.compute_loss_func is not None
-        return not scaled

@@ -86,8 +86,14 @@ def test_exponents_of_a_power_law() -> None:
 def test_too_little_text_and_bad_lengths() -> None:
     with pytest.raises(InputsError, match="640000 are needed"):
         sequence_growth("builtin:gpt2", lengths=(64,), sequences=10_000)
-    with pytest.raises(LipboundError, match="at least one"):
-        sequence_growth("builtin:gpt2", lengths=())
+    for given, message in (
+        ({"lengths": ()}, "lengths is empty"),
+        ({"lengths": (0,)}, "length is 0; it must be a whole number, at least 1"),
+        ({"lengths": (2.5,)}, "length is 2.5"),
+        ({"lengths": (2,), "sequences": "3"}, "sequences is '3'"),
+    ):
+        with pytest.raises(LipboundError, match=message):
+            sequence_growth("builtin:gpt2", **given)
     with pytest.raises(InputsError, match="positions"):
         sequence_growth("builtin:gpt2", lengths=(10_000,))
     with pytest.raises(InputsError, match="not text"):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
 from lipbound.analysis.recipes.yudin2025 import consequences
 from lipbound.cli import app
-from lipbound.errors import UnknownNameError
+from lipbound.errors import InputsError, UnknownNameError
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.text import stream
 from lipbound.runs import store
@@ -128,6 +128,11 @@ def test_consequences_hold_and_would_notice() -> None:
             assert float(slack) >= -1e-12
     flat = torch.full((1, 12), 1 / 12, dtype=torch.float64)
     assert 0 <= float(consequences(flat)["proposition_1"]) < 0.03  # gamma = 1
+
+
+def test_rows_too_short_for_theorem_4_are_refused() -> None:
+    with pytest.raises(InputsError, match="rows of 5 tokens and more"):
+        recipe("yudin-theorem-4").compute(Setting("builtin:gpt2", (["the"],), samples=1))
 
 
 @pytest.mark.slow

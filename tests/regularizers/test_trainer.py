@@ -14,8 +14,13 @@ from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, Notice
 from lipbound.models.training.differentiable import attention_layers, attention_probabilities
-from lipbound.regularizers.exact_penalty import ExactNorm
-from lipbound.regularizers.penalties import JaSMin, LayerPenalty, SoundPenalty, Specformer
+from lipbound.regularizers.penalties import (
+    ExactNorm,
+    JaSMin,
+    LayerPenalty,
+    SoundPenalty,
+    Specformer,
+)
 from lipbound.regularizers.trainer import PenaltyMixin
 
 LENGTHS = (9, 6, 4, 9)

@@ -67,9 +67,9 @@ class Setting:
         """The data, at least the default one."""
         return self.data or (None,)
 
-    def options(self) -> dict[str, Any]:
-        """Those that `lipbound.compare` and `sequence_growth` take under the same name."""
-        names = ("column", "split", "device", "dtype", "seed")
+    def options(self, *names: str) -> dict[str, Any]:
+        """Some settings by name, or those that `lipbound.compare` and `sequence_growth` take."""
+        names = names or ("column", "split", "device", "dtype", "seed")
         return {name: getattr(self, name) for name in names}
 
     def asked(self) -> dict[str, Any]:
@@ -78,8 +78,7 @@ class Setting:
             str(one) if isinstance(one, str | Path) else type(one).__name__
             for one in (self.model, *self.data)
         )
-        kept = ("column", "split", "samples", "full", "seed")
-        rest = {name: getattr(self, name) for name in kept}
+        rest = self.options("column", "split", "samples", "full", "seed")
         return {"model": model, "data": data, "dtype": str(self.dtype)} | rest
 
     def capture(
@@ -88,8 +87,7 @@ class Setting:
         """The checkpoint, its layers at some samples, and the samples."""
         device = resolve_device(self.device)
         checkpoint = load_checkpoint(self.model, dtype=self.dtype, device=device)
-        options: dict[str, Any] = {"samples": samples, "max_length": max_length}
-        options |= {"column": self.column, "split": self.split}
+        options = self.options("column", "split") | {"samples": samples, "max_length": max_length}
         inputs = prepare(checkpoint, self.texts[0], **options)
         found = Capturer(checkpoint.model, around=True).run(inputs.block(0, samples, device))
         layers = in_closed_form((layer.attention for layer in found), "this recipe")

@@ -16,6 +16,7 @@ from lipbound.analysis import by_layer
 from lipbound.analysis.recipes.registry import Recipe, Setting, of, sheet
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
+from lipbound.errors import InputsError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.reporting import plots
 from lipbound.runs.compare import compare
@@ -219,6 +220,11 @@ class Interlacing(Recipe):
                 worst_full.append(softmax.interlacing(part, 3 * p.shape[-1] - 1).amin())
                 fulls += len(part)
             others.append(consequences(p))
+        if not others:
+            raise InputsError(
+                f"{self.name} looks at rows of 5 tokens and more, and every sample is shorter; "
+                "give longer texts"
+            )
         least = {name: float(min(one[name] for one in others)) for name in others[0]}
         least["worst_slack_full"] = float(min(worst_full))
         checked = {"rows": counts, "rows_full": fulls}

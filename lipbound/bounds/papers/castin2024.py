@@ -1,6 +1,7 @@
 """Castin, Ablin, Peyré 2024, "How Smooth Is Attention?" (ICML)."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,22 +21,23 @@ BIBTEX = """@inproceedings{castin2024smooth,
   year      = {2024},
   note      = {arXiv:2312.14820}
 }"""
-_terms = values_and_softmax(
-    lambda att, value: ((ROOT3 * factors.norm_v(att) * factors.root_count(att)) / value) ** 2
+QUERY_BIAS = (
+    "it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it"
 )
+theorem = partial(
+    bound,
+    bibtex=BIBTEX,
+    covers=conditions.LINEAR,
+    terms=values_and_softmax(
+        lambda att, value: ((ROOT3 * factors.norm_v(att) * factors.root_count(att)) / value) ** 2
+    ),
+)
+"""Decorator of the bounds whose squares add up what values and scores contribute."""
 
 
-def _theorem_3_3(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    """Theorem 3.3 for all inputs of a ball, where every token stays within R + radius of 0."""
-    n, r = factors.count(att), factors.radius(att) + radius
-    t = factors.norm_a(att) * r**2
-    return (ROOT3 * factors.norm_v(att) * (t**2 * (4 * n + 1) + n).sqrt()).value()
-
-
-@bound(
+@theorem(
     "castin",
     label="Castin 2024, 3.3",
-    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 (4N+1) + N)^{1/2}$, $R = \max_i "
     r"|x_i|$",
@@ -43,13 +45,9 @@ def _theorem_3_3(att: Attention, radius: float, ball: str = "token") -> Tensor:
     assumptions="no query bias; any mask",
     condition=conditions.no_query_bias,
     cost="O(N D + D d^2)",
-    terms=_terms,
-    ball=_theorem_3_3,
-    caveat="it ignores the query bias, which enters the scores; with a large one the exact norm "
-    "exceeds it",
-    covers=conditions.LINEAR,
+    caveat=QUERY_BIAS,
 )
-def castin(att: Attention) -> Tensor:
+def castin(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the largest length of a token.
 
     .. math::
@@ -62,23 +60,16 @@ def castin(att: Attention) -> Tensor:
     With rotary embeddings :math:`\|A\|` is replaced by
     :math:`\mathrm{scale}\,\max\|R_i\|^2\|W_Q\|\|W_K\|`, which bounds every
     :math:`A_{ij} = \mathrm{scale}\,W_Q R_i^T R_j W_K^T`; with them or a cap it asks for no key bias
-    either, and follows from ``castin_bias``.
+    either, and follows from ``castin_bias``. In a ball every token stays within R + radius of 0.
     """
-    return _theorem_3_3(att, 0.0)
-
-
-def _with_biases(att: Attention, radius: float, ball: str = "token") -> Tensor:
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
-    q, k = factors.pull_of_biases(att) if att.variants else (factors.shift(att), 0.0)
-    squares = (t + k * r) ** 2 + (t + q * r) ** 2 * n + n
-    return (ROOT3 * factors.norm_v(att) * squares.sqrt()).value()
+    return (ROOT3 * factors.norm_v(att) * (t**2 * (4 * n + 1) + n).sqrt()).value()
 
 
-@bound(
+@theorem(
     "castin_bias",
     label="Castin 2024 + biases",
-    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = "
     "scale W_K b_Q",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + "
@@ -86,12 +77,9 @@ def _with_biases(att: Attention, radius: float, ball: str = "token") -> Tensor:
     source="after appendix E.3, derived anew, since the printed form could not be recovered",
     assumptions="any biases, any mask",
     condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
-    terms=_terms,
-    ball=_with_biases,
 )
-def castin_bias(att: Attention) -> Tensor:
+def castin_bias(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
 
     .. math::
@@ -114,7 +102,11 @@ def castin_bias(att: Attention) -> Tensor:
 
     Proof: Lemma 35 (docs/theory/published.md).
     """
-    return _with_biases(att, 0.0)
+    n, r = factors.count(att), factors.radius(att) + radius
+    t = factors.norm_a(att) * r**2
+    q, k = factors.pull_of_biases(att) if att.variants else (factors.shift(att), 0.0)
+    squares = (t + k * r) ** 2 + (t + q * r) ** 2 * n + n
+    return (ROOT3 * factors.norm_v(att) * squares.sqrt()).value()
 
 
 @memoised
@@ -146,15 +138,33 @@ def longest(t: Tensor) -> Upper:
     return Upper.of(lengths * (1 + gamma(t.shape[-1] + 4))).shifted(e[..., 0, 0])
 
 
-def _c3_condition(att: Attention) -> Tensor:
-    return conditions.always(att) if att.variants else conditions.no_query_bias(att)
+@theorem(
+    "castin_c3",
+    label="Castin 2024, C.3",
+    statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, "
+    "r = max_ij |x_i - x_j|",
+    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' \ge |A "
+    r"x_i|$ and $|A^T x_i|$, $r = \max_{ij} |x_i - x_j|$",
+    source="Theorem C.3, with R' taken on both sides",
+    assumptions="no query bias; any mask",
+    condition=lambda att: (conditions.always if att.variants else conditions.no_query_bias)(att),
+    cost="O(N^2 D + N D d)",
+    caveat=QUERY_BIAS,
+)
+def castin_c3(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
+    r"""Theorem C.3 in the form we can prove.
 
+    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R'^2 r^2 (N+1) + N\big)^{1/2}
 
-def _theorem_c3(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    """Theorem C.3 for all inputs of a ball.
+    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the path
+    through keys sees the one, that through queries the other: Lemma 37 (docs/theory/published.md).
+    With one side alone the statement fails (see ``castin_c3_as_coded``).
 
-    |A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius
-    when they share a Frobenius ball.
+    With rotary embeddings or a cap it holds with :math:`R' = \mathrm{scale}\,\max\|R_i\| \max_i
+    \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
+
+    In a ball :math:`|A x_i|` grows by at most :math:`\|A\|` times the radius; the distance of two
+    tokens by twice the radius, or :math:`\sqrt 2` times it when they share a Frobenius ball.
     """
     if att.variants:  # of the queries and keys that enter the scores
         q, k = (longest(t) + error for t, error in factors.entering(att))
@@ -166,39 +176,6 @@ def _theorem_c3(att: Attention, radius: float, ball: str = "token") -> Tensor:
     apart = 2 if ball == "token" else math.sqrt(2) * (1 + 4 * UNIT)
     n, distance = factors.count(att), factors.diameter(att) + apart * radius
     return (ROOT3 * factors.norm_v(att) * ((side * distance) ** 2 * (n + 1) + n).sqrt()).value()
-
-
-@bound(
-    "castin_c3",
-    label="Castin 2024, C.3",
-    bibtex=BIBTEX,
-    statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, "
-    "r = max_ij |x_i - x_j|",
-    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' \ge |A "
-    r"x_i|$ and $|A^T x_i|$, $r = \max_{ij} |x_i - x_j|$",
-    source="Theorem C.3, with R' taken on both sides",
-    assumptions="no query bias; any mask",
-    condition=_c3_condition,
-    covers=conditions.LINEAR,
-    cost="O(N^2 D + N D d)",
-    terms=_terms,
-    ball=_theorem_c3,
-    caveat="it ignores the query bias, which enters the scores; with a large one the exact norm "
-    "exceeds it",
-)
-def castin_c3(att: Attention) -> Tensor:
-    r"""Theorem C.3 in the form we can prove.
-
-    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R'^2 r^2 (N+1) + N\big)^{1/2}
-
-    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the path
-    through keys sees the one, that through queries the other: Lemma 37 (docs/theory/published.md).
-    With one side alone the statement fails (see ``castin_c3_as_coded``).
-
-    With rotary embeddings or a cap it holds with :math:`R' = \mathrm{scale}\,\max\|R_i\| \max_i
-    \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
-    """
-    return _theorem_c3(att, 0.0)
 
 
 @bound(
@@ -228,11 +205,6 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (squares * (n + 1) + n).sqrt()).value()
 
 
-def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
-    return (factors.norm_v(att) * (1 + 3 * t) * (2 * t).exp()).value()
-
-
 @bound(
     "castin_mean_field",
     label="Castin 3.5, mean field",
@@ -243,11 +215,10 @@ def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
     assumptions="no mask, no query bias",
     condition=lambda att: conditions.unmasked(att) & ~conditions.has_query_bias(att),
     cost="O(N D + D d^2)",
-    ball=_mean_field,
     caveat="it ignores masks, with which rows of P may gather on one token (norm up to 2 ||W_V|| "
     "at A = 0), and the query bias",
 )
-def castin_mean_field(att: Attention) -> Tensor:
+def castin_mean_field(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""The bound that does not depend on N, a 2-Wasserstein Lipschitz constant.
 
     It bounds :math:`\|J\|` by their Lemma 3.2:
@@ -258,4 +229,5 @@ def castin_mean_field(att: Attention) -> Tensor:
     pretrained heads do reach. Unmasked only: with a causal mask and A = 0 the norm tends to
     :math:`2\|W_V\|`: Lemma 38 (docs/theory/published.md).
     """
-    return _mean_field(att, 0.0)
+    t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
+    return (factors.norm_v(att) * (1 + 3 * t) * (2 * t).exp()).value()

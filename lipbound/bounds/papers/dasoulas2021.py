@@ -40,9 +40,6 @@ def _frobenius_p(att: Attention) -> Upper:
     return (Upper.of(squares).sqrt() + factors.TINY).minimum(factors.root_count(att))
 
 
-_terms = values_and_softmax(lambda att, value: factors.norm_v(att) * _frobenius_p(att) / value)
-
-
 def _queries(att: Attention) -> Upper:
     """Norm ||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads), from Q^T Q and W_K^T W_K.
 
@@ -73,7 +70,7 @@ def _queries(att: Attention) -> Upper:
     condition=conditions.always,
     covers=conditions.LINEAR,
     cost="O(N^2 + N D d)",
-    terms=_terms,
+    terms=values_and_softmax(lambda att, value: factors.norm_v(att) * _frobenius_p(att) / value),
 )
 def dasoulas(att: Attention) -> Tensor:
     r"""Their bound on attention by the slope of its scores, that of dot products at this input.

@@ -18,16 +18,6 @@ BIBTEX = """@misc{newhouse2025enforced,
   year   = {2025},
   note   = {arXiv:2507.13338}
 }"""
-_terms = values_and_softmax(lambda att, value: factors.norm_v(att) / value)
-
-
-def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    """The bound for all inputs of a ball, where every token stays within R + radius of 0."""
-    extended = with_ones(att)
-    r = factors.radius(extended) + radius
-    plain = 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att) * r**2
-    slope = factors.slope_by_lengths(att, r) if att.variants else plain
-    return (factors.norm_v(att) * (1 + slope)).value()
 
 
 @bound(
@@ -43,11 +33,10 @@ def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     condition=conditions.always,
     covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
-    terms=_terms,
-    ball=_closed,
+    terms=values_and_softmax(lambda att, value: factors.norm_v(att) / value),
     norm="every-token",
 )
-def newhouse(att: Attention) -> Tensor:
+def newhouse(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""The factor of attention in the authors' code, at the head's weights and its largest token.
 
     .. math::
@@ -62,6 +51,10 @@ def newhouse(att: Attention) -> Tensor:
     statement fails. Proof: Lemma 99 (docs/theory/token_bounds.md), for any mask.
 
     With rotary embeddings or a cap :math:`\|W_V\| (1 + R (2 \|A\| R + a_Q + a_K))` in the notation
-    of ``castin_bias``.
+    of ``castin_bias``. In a ball every token stays within R + radius of 0.
     """
-    return _closed(att, 0.0)
+    extended = with_ones(att)
+    r = factors.radius(extended) + radius
+    plain = 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att) * r**2
+    slope = factors.slope_by_lengths(att, r) if att.variants else plain
+    return (factors.norm_v(att) * (1 + slope)).value()

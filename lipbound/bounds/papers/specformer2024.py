@@ -20,36 +20,17 @@ BIBTEX = """@inproceedings{hu2024specformer,
 }"""
 
 
-def _large(att: Attention) -> Tensor:
-    """True where (N + 1) sqrt(N) ||X||_F^2 >= 1 beyond doubt, (samples, 1).
-
-    Rounding has enlarged the left side by far less than the factor.
-    """
+def _condition(att: Attention) -> Tensor:
+    """True where the statement is a bound: Lemma 39 (docs/theory/published.md)."""
     n = factors.count(att)
     size = (factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2).value()
-    return size >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
-
-
-def _condition(att: Attention) -> Tensor:
-    n = factors.count(att)
+    # beyond doubt: rounding has enlarged the size by far less than the factor
+    large = size >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
     small = abs(att.scale) <= n * (n + 1)
     if att.variants:
         slope = (factors.scale(att) * factors.turn(att) ** 2).value()
         small = slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)
-    return _large(att) & small & conditions.no_query_bias(att)
-
-
-def _theorem(att: Attention, radius: float, ball: str = "frobenius") -> Tensor:
-    """The theorem for all inputs of a ball; theirs is one in the Frobenius norm."""
-    n = factors.count(att)
-    size = factors.frobenius(att) + factors.total_radius(att, radius, ball)
-    slope = factors.norm_q(att) * factors.norm_k(att) + 1
-    return (n * (n + 1) * size**2 * factors.norm_v(att) * slope).value()
-
-
-_terms = values_and_softmax(
-    lambda att, value: Upper.of(1.0) / (1 + factors.norm_q(att) * factors.norm_k(att))
-)
+    return large & small & conditions.no_query_bias(att)
 
 
 @bound(
@@ -63,15 +44,16 @@ _terms = values_and_softmax(
     condition=_condition,
     covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
-    terms=_terms,
-    ball=_theorem,
+    terms=values_and_softmax(
+        lambda att, value: Upper.of(1.0) / (1 + factors.norm_q(att) * factors.norm_k(att))
+    ),
     caveat="its value term is multiplied by ||X||_F^2 and vanishes with X while ||J|| does not; "
     "and it ignores the query bias",
 )
-def specformer(att: Attention) -> Tensor:
+def specformer(att: Attention, radius: float = 0.0, ball: str = "frobenius") -> Tensor:
     r"""The theorem as printed, at the point X.
 
-    The radius of their ball is R = 0; ``over_ball`` has :math:`(\|X\|_F + R)^2`:
+    The radius R of their ball, in the Frobenius norm, is 0; else it is :math:`(\|X\|_F + R)^2`:
 
     .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
 
@@ -84,4 +66,7 @@ def specformer(att: Attention) -> Tensor:
     :math:`\mathrm{scale}\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; nothing in it stands for
     :math:`\|A\|`.
     """
-    return _theorem(att, 0.0)
+    n = factors.count(att)
+    size = factors.frobenius(att) + factors.total_radius(att, radius, ball)
+    slope = factors.norm_q(att) * factors.norm_k(att) + 1
+    return (n * (n + 1) * size**2 * factors.norm_v(att) * slope).value()

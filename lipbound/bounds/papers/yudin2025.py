@@ -1,5 +1,7 @@
 """Yudin, Gaponov, Kudriashov, Rakhuba 2025, "Pay Attention to Attention Distribution"."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,14 @@ BIBTEX = """@misc{yudin2025pay,
   year   = {2025},
   note   = {arXiv:2507.07814}
 }"""
-ANY = "any biases (Remark 2), any mask"
+any_biases = partial(
+    bound,
+    bibtex=BIBTEX,
+    assumptions="any biases (Remark 2), any mask",
+    condition=conditions.always,
+    covers=conditions.LINEAR,
+)
+"""Decorator of the bounds that Remark 2 extends to biases."""
 
 
 @memoised
@@ -43,9 +52,6 @@ def with_ones(att: Attention) -> Attention:
 
 
 _terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
-_terms_closed = values_and_softmax(
-    lambda att, value: (factors.norm_v(att) * factors.root_count(att)) / value
-)
 
 
 def _scores(att: Attention, extended: Attention) -> Upper:
@@ -87,16 +93,12 @@ def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
     return (factors.norm_v(att) * (norm_p + slope)).value()
 
 
-@bound(
+@any_biases(
     "yudin",
     label="Yudin 2025, Thm 3",
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$",
     source="Theorem 3 with Remark 2",
-    assumptions=ANY,
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
     ball=_remark_1,
@@ -121,18 +123,14 @@ def yudin(att: Attention) -> Tensor:
     return _theorem3(att, with_ones(att), factors.norm_m(att))
 
 
-@bound(
+@any_biases(
     "yudin_g1",
     label="Yudin Thm 3, g1",
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - "
     "p_(1) + p_(2))",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i g_1(P_i))$, $g_1(p) = "
     r"p_{(1)} (1 - p_{(1)} + p_{(2)})$",
     source="Theorem 3, Corollary 1 and Remark 2",
-    assumptions=ANY,
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
 )
@@ -164,16 +162,12 @@ def yudin_nobias(att: Attention) -> Tensor:
     return _theorem3(att, att, factors.norm_m(att))
 
 
-@bound(
+@any_biases(
     "yudin_sqrt_n",
     label="Yudin 2025, sqrt(N)",
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \max_i \|X^T M(P_i)\| \|X\| \|A\|)$",
     source="appendix C, data-dependent form, with Remark 2",
-    assumptions=ANY,
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
     terms=_terms,
 )
@@ -192,29 +186,18 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (factors.norm_p(att) + slope)).value()
 
 
-def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    extended = with_ones(att)
-    r = factors.radius(extended) + radius
-    plain = 2 * r**2 * factors.norm_a(extended)
-    slope = factors.slope_by_lengths(att, r) if att.variants else plain
-    return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()
-
-
-@bound(
+@any_biases(
     "yudin_closed",
     label="Yudin 2025, closed",
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (sqrt(N) + 2 sqrt(N) R^2 ||A||), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\sqrt{N} + 2 \sqrt{N} R^2 \|A\|)$, $R = \max_i |x_i|$",
     source="appendix C, closed form, with Remark 2",
-    assumptions=ANY,
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
-    terms=_terms_closed,
-    ball=_closed,
+    terms=values_and_softmax(
+        lambda att, value: (factors.norm_v(att) * factors.root_count(att)) / value
+    ),
 )
-def yudin_closed(att: Attention) -> Tensor:
+def yudin_closed(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     r"""The :math:`\sqrt N` refinement without attention maps.
 
     :math:`R = \max_i |[x_i, 1]|` when the head has a query bias (Remark 2).
@@ -224,4 +207,8 @@ def yudin_closed(att: Attention) -> Tensor:
     With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the
     notation of ``castin_bias``: Lemmas 31 and 32 (docs/theory/published.md).
     """
-    return _closed(att, 0.0)
+    extended = with_ones(att)
+    r = factors.radius(extended) + radius
+    plain = 2 * r**2 * factors.norm_a(extended)
+    slope = factors.slope_by_lengths(att, r) if att.variants else plain
+    return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()
