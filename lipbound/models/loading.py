@@ -90,22 +90,11 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    given = dict(locals())
-    return load_looked_at(given.pop("model"), lambda name, config: None, **given)
+    return load_looked_at(look=lambda name, config: None, **locals())
 
 
 def load_looked_at(
-    model: str | Path | PreTrainedModel,
-    look: Callable[[str, Any], None],
-    *,
-    revision: str | None,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    weights: str,
-    gguf_file: str | None,
-    tokenizer: str | Path | None,
-    processor: str | Path | None,
-    adapter: str | Path | Literal[False] | None,
+    model: str | Path | PreTrainedModel, look: Callable[[str, Any], None], **given: Any
 ) -> Checkpoint:
     """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
 
@@ -113,7 +102,7 @@ def load_looked_at(
         model: as `load_checkpoint` takes it.
         look: is shown the name and the configuration of a model that is not in memory yet, and may
             raise before its weights are read.
-        revision, dtype, device, weights, gguf_file, tokenizer, processor, adapter: the same.
+        **given: all other arguments of `load_checkpoint`.
 
     Returns:
         The checkpoint.
@@ -121,20 +110,20 @@ def load_looked_at(
     Raises:
         CheckpointError: as `load_checkpoint` does.
     """
-    choice("weights", weights, WEIGHTS)
+    choice("weights", given["weights"], WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
         )
-    merged: Any = adapter_name(adapter)
+    merged: Any = adapter_name(given["adapter"])
     if merged not in (None, "none"):
         merged = open_adapter(merged, adapter_folder(merged))
     options = LoadOptions(
-        name_or_none("revision", revision),
-        DTYPES[dtype_name(dtype, CheckpointError)],
-        resolve_device(device),
-        weights,
-        name_or_none("gguf_file", gguf_file),
+        name_or_none("revision", given["revision"]),
+        DTYPES[dtype_name(given["dtype"], CheckpointError)],
+        resolve_device(given["device"]),
+        given["weights"],
+        name_or_none("gguf_file", given["gguf_file"]),
         merged,
         look,
     )
@@ -143,15 +132,14 @@ def load_looked_at(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
-    companions = {"tokenizer": tokenizer, "processor": processor}
+    companions = {name: given[name] for name in ("tokenizer", "processor")}
     for name, value in companions.items():
         if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
             raise CheckpointError(
                 f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
                 "save_pretrained) or a hub id"
             )
-    loaded = (source(model, options) for source in SOURCES)
-    checkpoint = next((found for found in loaded if found is not None), None)
+    checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
     if checkpoint is None:
         raise CheckpointError(
             f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "

@@ -29,8 +29,7 @@ from lipbound.errors import (
 )
 from lipbound.models.capture.assembly import about_padding, assemble, check_defined, forbidden
 from lipbound.models.capture.automatic import through_module
-from lipbound.models.capture.named_weights import read_by_names, same_weights
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_by_names, same_weights
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.scores import ScoreParts, score_parts
 from lipbound.models.capture.seeing import interface, recording
@@ -161,8 +160,7 @@ class Capturer:
             rows = [Row(i, name) for i, call in enumerate(calls) for name in stream_names(call)]
         self.count = len(rows)
         chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
-        there = {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
-        padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], there)
+        padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], inputs)
         with self._recording():
             closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
@@ -290,10 +288,9 @@ class Capturer:
         self.release()
 
     def _note(self, *notes: str) -> None:
-        for note in notes:
-            if note not in self.notes:
-                self.notes.append(note)
-                tell(note)
+        new = [note for note in dict.fromkeys(notes) if note not in self.notes]
+        self.notes += new
+        tell(*new)
 
     def _own_outputs(
         self, inputs: Mapping[str, Tensor], calls: list[Call], wanted: Collection[int]
@@ -401,8 +398,7 @@ def capture(
     chosen = None if layers is None else indices("layers", layers)
     bare = bare_module(model)
     batch = named_inputs(bare, inputs)
-    for said in odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else []:
-        tell(said)
+    tell(*(odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
     capturer = Capturer(measurable(bare), chosen, flag("around", around), flag("closed", closed))
     found = [layer.attention for layer in capturer.run(batch)]
     for sample in telling_samples(batch):

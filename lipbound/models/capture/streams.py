@@ -13,7 +13,7 @@ from lipbound.errors import CaptureError
 from lipbound.models.capture.rerun import ModuleCopy, Stopped
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call, ModuleRun
 from lipbound.models.capture.seeing.follower import Follower, Heads
-from lipbound.models.capture.seeing.fused import plain_attention
+from lipbound.models.capture.seeing.interface import plain_attention
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}

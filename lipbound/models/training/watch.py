@@ -21,7 +21,8 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.attention.scoring import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
-from lipbound.models.capture.seeing.interface import ATTRIBUTE, attention_configs
+from lipbound.models.capture.seeing.interface import ATTRIBUTE, additive_mask, attention_configs
+from lipbound.models.quiet import changed
 from lipbound.models.sources.loaded_model import bare_model
 
 TRAINING_ATTENTION = "lipbound-training"
@@ -97,7 +98,7 @@ class ProbabilityCollector:
         whole: whether calls are kept, not probabilities alone.
         found: probabilities so far.
         calls: so far, where they are kept.
-        hooks: on modules, until the end.
+        hooks: on modules, until it is closed.
         streams: masks of the models that run, the innermost last.
         inputs: of modules, by their identities.
         passes: how often modules were entered since they first called attention.
@@ -110,7 +111,7 @@ class ProbabilityCollector:
     whole: bool
     found: Probabilities = field(default_factory=Probabilities)
     calls: list[TrainingCall] = field(default_factory=list)
-    hooks: list[Any] = field(default_factory=list)
+    hooks: ExitStack = field(default_factory=ExitStack)
     streams: list[Any] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     passes: dict[int, int] = field(default_factory=dict)
@@ -122,7 +123,7 @@ class ProbabilityCollector:
         key = id(module)
         if key not in self.passes:
             self.passes[key] = 0
-            self.hooks.append(module.register_forward_pre_hook(self._enter))
+            self.hooks.enter_context(module.register_forward_pre_hook(self._enter))
         return self.layers.setdefault((key, self.passes[key]), len(self.layers))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -238,8 +239,7 @@ def _added(
         given = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril()[None, None]
     given = given[..., :keys]
     if given.dtype == torch.bool:
-        zeros = torch.zeros(given.shape, dtype=scores.dtype, device=scores.device)
-        return zeros.masked_fill(~given, lowest)
+        return additive_mask(scores, scores, given, False)
     if not given.is_floating_point():
         raise CaptureError(
             f"{type(module).__name__} was given a mask of "
@@ -312,10 +312,8 @@ def watching(
         )
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
     watch = ProbabilityCollector(frozenset(map(id, modules)), chosen, inputs_of is not None)
-    with ExitStack() as stack:
-        stack.enter_context(_hooked(watch, modules, inputs_of or ()))
-        stack.enter_context(_attending(inner, modules))
-        stack.enter_context(uncompiled(modules))
+    hooked, attending = _hooked(watch, modules, inputs_of or ()), _attending(inner, modules)
+    with hooked, attending, uncompiled(modules):
         _watches.append(watch)
         try:
             yield watch
@@ -359,29 +357,14 @@ def _hooked(
         if isinstance(x, Tensor):
             watch.inputs[id(module)] = x
 
-    for part in parts:
-        if isinstance(part, PreTrainedModel):
-            watch.hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-            watch.hooks.append(part.register_forward_hook(leave, always_call=True))
-    watch.hooks += [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
-    try:
+    with watch.hooks as hooks:
+        for part in parts:
+            if isinstance(part, PreTrainedModel):
+                hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
         yield
-    finally:
-        for hook in watch.hooks:
-            hook.remove()
-
-
-@contextmanager
-def _changed(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
-    """Yield while an attribute of objects has another value."""
-    before = [(one, getattr(one, name)) for one in objects]
-    try:
-        for one, _ in before:
-            setattr(one, name, value)
-        yield
-    finally:
-        for one, old in before:
-            setattr(one, name, old)
 
 
 @contextmanager
@@ -402,7 +385,7 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
             func: Any = vars(module).get(CHECKPOINTING)
             if getattr(func, "func", None) is checkpoint:
                 noting = partial(_checkpoint, ours, func)
-                stack.enter_context(_changed([module], CHECKPOINTING, noting))
+                stack.enter_context(changed(CHECKPOINTING, noting, module))
         yield
 
 
@@ -436,7 +419,7 @@ def _checkpoint(configs: Sequence[Any], func: Callable[..., Any], *args: Any, **
 
 @contextmanager
 def _noting(own: AbstractContextManager[Any], notes: list[bool]) -> Iterator[None]:
-    with own, _changed([replay], "notes", notes):
+    with own, changed("notes", notes, replay):
         yield
 
 
@@ -449,8 +432,8 @@ class _Recomputing:
     def __enter__(self) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(self._own)
-        self._stack.enter_context(_changed(self._configs, ATTRIBUTE, TRAINING_ATTENTION))
-        self._stack.enter_context(_changed([replay], "script", iter(self._notes)))
+        self._stack.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *self._configs))
+        self._stack.enter_context(changed("script", iter(self._notes), replay))
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)

@@ -1,5 +1,6 @@
 """One call of attention in a forward pass: the record that every way of seeing it makes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,12 @@ INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by
 
 HIDDEN = -9999.0
 """Additive mask entries up to this value hide a key: some models write -10000 for the lowest."""
+
+
+def listed(names: Sequence[str], most: int = 1) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun
+from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun, listed
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
 from lipbound.models.capture.seeing.interface import forward
 
@@ -58,8 +58,7 @@ class AttentionFinder(TorchDispatchMode):
             for name, module in self.found.items()
             if name not in captured
         ]
-        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        return ", ".join(found[:NAMED]) + more
+        return listed(found, NAMED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, running = func(*args, **(kwargs or {})), self._recorder.running
@@ -80,12 +79,10 @@ class AttentionFinder(TorchDispatchMode):
 def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -> list[str]:
     """Return sentences on attention that was not seen, or is not what it seems."""
     said, captured = [], {call.name for call in calls}
-    if count := len(set(unseen.found) - captured):
-        compute = f"{count} modules compute" if count > 1 else "a module computes"
+    if left_out := unseen.names(captured):
         said.append(
-            f"{compute} attention of an unknown make, which cannot be captured: "
-            f"{unseen.names(captured)} of {type(model).__name__} {'are' if count > 1 else 'is'} "
-            "left out"
+            "attention of an unknown make cannot be captured and is left out, in "
+            f"{left_out} of {type(model).__name__}"
         )
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for name, module in lists.items():
@@ -93,17 +90,14 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -
         starts = [f"{name}.{i}." for i in range(len(module))]
         count = sum(any(f"{one}.".startswith(start) for one in captured) for start in starts)
         if not within and 0 < count < len(module):
-            have = "have" if count > 1 else "has"
             said.append(
-                f"{count} of {len(module)} layers in {name} {have} softmax attention; the others "
-                "mix tokens in another way, or not at all, and are left out"
+                f"softmax attention was found in {count} of {len(module)} layers in {name}; the "
+                "others mix tokens in another way, or not at all, and are left out"
             )
-    adding = [call.name for call in calls if call.adds]
-    for name in adding[:1]:
-        more = f" and {len(adding) - 1} more" if len(adding) > 1 else ""
+    if adding := [call.name for call in calls if call.adds]:
         said.append(
             "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
-            f"model's own attention does, in layer {name}{more}"
+            f"model's own attention does, in layer {listed(adding)}"
         )
     return said
 
@@ -231,8 +225,8 @@ def record(
     with ExitStack() as afterwards:
         for name, module in model.named_modules():
             enter = partial(recorder.enter, name)
-            afterwards.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            afterwards.callback(module.register_forward_hook(recorder.leave).remove)
+            afterwards.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            afterwards.enter_context(module.register_forward_hook(recorder.leave))
         with recorder.unseen, recorder:
             drew = forward(model, inputs, cache=cache)
     if not recorder.calls:
