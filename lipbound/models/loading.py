@@ -12,16 +12,9 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from transformers import PreTrainedModel
 
+from lipbound import errors
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
-from lipbound.errors import (
-    CheckpointError,
-    adapter_name,
-    choice,
-    name_or_none,
-    neighbours,
-    shown,
-    tell,
-)
+from lipbound.errors import CheckpointError, name_or_none, neighbours, shown, tell
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
@@ -110,12 +103,12 @@ def load_looked_at(
     Raises:
         CheckpointError: as `load_checkpoint` does.
     """
-    choice("weights", given["weights"], WEIGHTS)
+    errors.choice("weights", given["weights"], WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
         )
-    merged: Any = adapter_name(given["adapter"])
+    merged: Any = errors.adapter_name(given["adapter"])
     if merged not in (None, "none"):
         merged = open_adapter(merged, adapter_folder(merged))
     options = LoadOptions(
@@ -218,8 +211,7 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
     wanted = options.gguf_file
     folder = snapshot(name, suffix or options.revision, wanted)
     if wanted is not None:
-        there = (file.name for file in folder.glob(f"*{GGUF}"))
-        choose_gguf(there, wanted, f"{model} on the hub")
+        choose_gguf((file.name for file in folder.glob(f"*{GGUF}")), wanted, f"{model} on the hub")
     return load_folder(str(model), folder, folder.name, options, wanted)
 
 
@@ -265,11 +257,8 @@ def snapshot(
             if sys.stderr.isatty():
                 enable_progress_bars()
             names = _wanted(repo, revision, gguf_file, only)
-            return Path(
-                snapshot_download(
-                    repo, revision=revision, allow_patterns=names, local_files_only=names is None
-                )
-            )
+            rest: Any = {"allow_patterns": names, "local_files_only": names is None}
+            return Path(snapshot_download(repo, revision=revision, **rest))
     except (hub_errors.HFValidationError, OSError) as error:
         at = f"{repo} at revision {revision!r}" if revision else repo
         raise CheckpointError(_why_not(error, repo, at)) from error
@@ -312,20 +301,18 @@ def _wanted(
     """
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=15)
-    except hub_errors.HFValidationError:
-        raise
     except Exception as error:  # no connection, in whatever type the HTTP client reports it
         status = getattr(getattr(error, "response", None), "status_code", 500)
-        if isinstance(error, hub_errors.HfHubHTTPError) and status < 500:
+        named = isinstance(error, hub_errors.HfHubHTTPError) and status < 500
+        if named or isinstance(error, hub_errors.HFValidationError):
             raise
         return None
     if only:
         return list(only)
     names = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
     packed = [name for name in names if name.endswith(GGUF)]
-    weights = [
-        n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")
-    ] or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
+    weights = [n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]
+    weights = weights or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
     if gguf_file is not None:
         return [choose_gguf(packed, gguf_file, f"{repo} on the hub")]
     if packed and not weights:

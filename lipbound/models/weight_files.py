@@ -21,14 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    PreTrainedConfig,
-)
+from transformers import PreTrainedConfig
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, nearest
@@ -51,9 +47,9 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 WRAPPERS = re.compile(r"((_orig_mod|module)\.)+")
 """Prefixes that torch.compile and DataParallel give the names of a state dict."""
 HEADS = (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    transformers.MODEL_FOR_MASKED_LM_MAPPING,
+    transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 """Models with a head whose weights may be those of the table of embeddings, by configuration."""
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")

@@ -19,25 +19,11 @@ from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture.rerun import (
-    ModuleCopy,
-    Stopped,
-    affine,
-    on_units,
-    probe_gate,
-    probe_output,
-    relative_error,
-    same_values,
-)
+from lipbound.models.capture import rerun, token_steps
+from lipbound.models.capture.rerun import ModuleCopy, Stopped, affine, on_units, same_values
 from lipbound.models.capture.seeing.call import BY_HAND, Call
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
-from lipbound.models.capture.token_steps import (
-    ROTATION_TOLERANCE,
-    find_rotation,
-    misses,
-    read_normalisations,
-    stub_norms,
-)
+from lipbound.models.capture.token_steps import ROTATION_TOLERANCE
 from lipbound.models.training.differentiable import projections_of
 
 ADDED = ("mask", "position_bias")
@@ -157,7 +143,7 @@ class ProbedLayer:
                 "are cosines and sines)"
             )
         self._copy = ModuleCopy(call.run, call)
-        self.stubs = stub_norms(self._copy.module)
+        self.stubs = token_steps.stub_norms(self._copy.module)
 
     def seen(self, tokens: Tensor, *, turned: bool = True) -> tuple[Tensors, dict[str, Any]]:
         """Return q, k, v of tokens, and what else attention is handed.
@@ -249,10 +235,10 @@ class ProbedLayer:
         for turns in reversed([*known]):
             fits = same_values(turns.positions, given) and len(turns.order) == d
             fits = fits and (turns.rotation is None or turns.rotation.tokens == n)
-            if fits and misses(turns.rotation, turns.order, y, z) <= ROTATION_TOLERANCE:
+            if fits and token_steps.misses(turns.rotation, turns.order, y, z) <= ROTATION_TOLERANCE:
                 return turns._replace(positions=given)
         try:
-            return Turns(given, *find_rotation(y, z))
+            return Turns(given, *token_steps.find_rotation(y, z))
         except CaptureError:
             return None
 
@@ -300,7 +286,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     layer = ProbedLayer(call)
     sums = layer.refuse_what_depends_on_tokens()
     sides = ["qkv".index(side) for side in call.sides]
-    found = read_normalisations(call, layer.stubs, layer.projections, sides)
+    found = token_steps.read_normalisations(call, layer.stubs, layer.projections, sides)
     (samples, n, width), heads = call.x.shape, call.q.shape[1]
     latents = [one.latent for one in found if one is not None and one.latent is not None]
 
@@ -355,9 +341,9 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     return ProbedWeights(
         tuple(weights),
         tuple(biases),
-        probe_output(call, call.consumer, call.out),
+        rerun.probe_output(call, call.consumer, call.out),
         tuple(norms),
-        probe_gate(call),
+        rerun.probe_gate(call),
         turns,
         None if offsets is None else offsets[0],
         sums,
@@ -390,7 +376,7 @@ def _output(call: Call, heads: int) -> Tensor | None:
     """Slices of the output projection, (heads, d_v, D_out): of a linear map its weights."""
     module = call.consumer
     if module is None or not _linear(module):
-        return probe_output(call, module, call.out)
+        return rerun.probe_output(call, module, call.out)
     assert isinstance(module, nn.Linear | Conv1D)
     w = module.weight.mT if isinstance(module, nn.Linear) else module.weight
     return w.detach().to(call.q.device, torch.float64).unflatten(0, (heads, -1))
@@ -415,7 +401,10 @@ def same_weights(probed: ProbedWeights, named: ProbedWeights | None) -> bool:
     if named is None:
         return False
     pairs = zip((*probed.w, *probed.b, probed.w_o), (*named.w, *named.b, named.w_o), strict=True)
-    return all(
-        a is b if a is None or b is None else a.shape == b.shape and relative_error(a, b) <= SAME
-        for a, b in pairs
-    )
+
+    def alike(a: Tensor | None, b: Tensor | None) -> bool:
+        if a is None or b is None or a.shape != b.shape:
+            return a is b
+        return rerun.relative_error(a, b) <= SAME
+
+    return all(alike(mine, other) for mine, other in pairs)

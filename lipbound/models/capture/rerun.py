@@ -76,13 +76,14 @@ class ModuleCopy:
     Args:
         run: of the module, with the arguments that it was given.
         call: of attention in it, which errors name.
+        position: number of calls of attention before that in the run.
 
     Attributes:
         inputs: the floating-point tensors that it was given.
     """
 
-    def __init__(self, run: ModuleRun, call: Call):
-        self.run, self.call = run, call
+    def __init__(self, run: ModuleRun, call: Call, position: int = 0):
+        self.run, self.call, self.position = run, call, position
         self.module = plain_copy(run.module).to(call.q.device).double().requires_grad_(False)
         self.inputs: list[Tensor] = []
         self._first: dict[int, Tensor] = {}  # by its identity, the input that a tensor is

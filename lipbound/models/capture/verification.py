@@ -17,13 +17,8 @@ from lipbound.errors import CaptureError, UnfaithfulPassError
 from lipbound.models.capture.assembly import about_padding
 from lipbound.models.capture.probing import ProbedWeights
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
+from lipbound.models.capture.seeing import interface
 from lipbound.models.capture.seeing.call import INTERFACE, Call
-from lipbound.models.capture.seeing.interface import (
-    RECORDING_ATTENTION,
-    forward,
-    implementation,
-    taken,
-)
 from lipbound.models.capture.seeing.recording import record
 from lipbound.models.capture.streams import Padding, stream_names
 from lipbound.schema import INPUT
@@ -126,20 +121,20 @@ def own_outputs(
     whole = not known or samples == 1
     # eager attention adds True and False as numbers
     name = "sdpa" if any(call.boolean for call in calls) else "eager"
-    with implementation(model, name), ExitStack() as hooks:
+    with interface.implementation(model, name), ExitStack() as hooks:
         for module in entered:
             hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
         for module in returned:
             hooks.enter_context(module.register_forward_hook(after))
         if not whole:
             try:
-                forward(model, one_sample(inputs, sample, samples))
+                interface.forward(model, one_sample(inputs, sample, samples))
             except CaptureError:  # samples are no samples: codebooks, frames of one film
                 whole = True
                 for found in (*entered.values(), *returned.values()):
                     found.clear()
         if whole:
-            forward(model, inputs)
+            interface.forward(model, inputs)
 
     def of(call: Call, found: list[Any]) -> Tensor | None:
         own = found[call.turn] if call.turn < len(found) else None
@@ -279,7 +274,7 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         model: of the capture.
         inputs: of this sample alone, with the padding that it has in its batch.
     """
-    inputs = taken(model, inputs)
+    inputs = interface.taken(model, inputs)
     here, (alone, left) = _calls(model, inputs), _without_padding(inputs)
     notes = about_padding(here)
     if alone is not None and (off := _difference(here, _calls(model, alone))) > SAME:
@@ -310,7 +305,7 @@ def _restarts(positions: object) -> Tensor:
 def _calls(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False) -> list[Call]:
     """Return the calls of self-attention in a pass of one sample, with their padding."""
     found = []
-    with implementation(model, RECORDING_ATTENTION):
+    with interface.implementation(model, interface.RECORDING_ATTENTION):
         for call in record(model, inputs, cache=cache)[0]:
             with suppress(CaptureError):  # of layers that are not chosen
                 if stream_names(call) == [INPUT] and len(call.x) == 1:

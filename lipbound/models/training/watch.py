@@ -4,7 +4,6 @@ Gradient checkpointing computes layers again in the backward pass, when the cont
 model may have ended: the recomputation does what the first pass did.
 """
 
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,6 +22,7 @@ from transformers.masking_utils import eager_mask
 from lipbound.attention.scoring import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
 from lipbound.models.capture.seeing.interface import ATTRIBUTE, additive_mask, attention_configs
+from lipbound.models.capture.seeing.recording import by_name
 from lipbound.models.quiet import changed
 from lipbound.models.sources.loaded_model import bare_model
 
@@ -167,7 +168,7 @@ def _attention(
         raise CaptureError(
             f"{type(module).__name__} uses {', '.join(extras)}, which penalties do not support"
         )
-    explicit = partial(_explicit, module, query, key, value, attention_mask, kw)
+    explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
     if replay.script is not None:
         return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
@@ -193,17 +194,13 @@ AttentionMaskInterface.register(TRAINING_ATTENTION, eager_mask)
 
 
 def _explicit(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    given: Tensor | None,
-    kw: Mapping[str, Any],
+    module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], given: Tensor | None, kw: dict[str, Any]
 ) -> tuple[Tensor, Tensor, TrainingCall, Tensor]:
     """Return output and probabilities as a model takes them, the call, and wide probabilities.
 
     Those are before dropout and in float32 at least.
     """
+    query, key, value = qkv
     scale = kw.get("scaling") or query.shape[-1] ** -0.5
     groups = query.shape[1] // key.shape[1]
     keys, values = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
@@ -280,13 +277,13 @@ def _side_by_side(
     if p.shape[1:] == q.shape[1:] and valid is None and other is None:
         return torch.cat([p, q]), None
     rows, keys = (max(a, b) for a, b in zip(p.shape[-2:], q.shape[-2:], strict=True))
-    tensors, masks = [], []
-    for t, mask in ((p, valid), (q, other)):
-        if mask is None:
-            mask = torch.ones(len(t), t.shape[-2], dtype=torch.bool, device=t.device)
+
+    def padded(t: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        mask = t.new_ones(t.shape[::2], dtype=torch.bool) if mask is None else mask
         short = rows - t.shape[-2]
-        tensors.append(nn.functional.pad(t, (0, keys - t.shape[-1], 0, short)))
-        masks.append(nn.functional.pad(mask, (0, short)))
+        return pad(t, (0, keys - t.shape[-1], 0, short)), pad(mask, (0, short))
+
+    tensors, masks = zip(padded(p, valid), padded(q, other), strict=True)
     return torch.cat(tensors), torch.cat(masks)
 
 
@@ -339,14 +336,7 @@ def _hooked(
     """Yield while a watch knows which token stream is computed, and what modules are given."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            signature = inspect.signature(type(module).forward)
-            given = signature.bind_partial(module, *args, **kwargs).arguments
-        except TypeError:
-            given = kwargs
-        nested = (v for v in given.values() if isinstance(v, dict) and "attention_mask" in v)
-        rest = next(nested, {})
-        watch.streams.append(given.get("attention_mask", rest.get("attention_mask")))
+        watch.streams.append(by_name(module, args, kwargs)[1].get("attention_mask"))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if watch.streams:

@@ -163,11 +163,10 @@ class Call:
             raise self.unsupported(
                 "multiplies queries, keys and values in tensors whose axes are not known"
             )
-        x, (samples, n) = self.given, self._shape
+        given, (samples, n) = self.given, self._shape
+        x = given.transpose(0, 1) if isinstance(given, Tensor) and self.tokens_first else given
         if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])
-        if isinstance(x, Tensor):
-            x = x.transpose(0, 1) if self.tokens_first else x
         queries, keys = self.q.shape[-2], self.k.shape[-2]
         apart = self.sides == "qkv" and keys != queries
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != n or apart:

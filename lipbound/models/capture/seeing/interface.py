@@ -105,16 +105,12 @@ def eager(module: nn.Module) -> AttentionFunction:
 def _eager_name(kind: Any) -> tuple[dict[str, Any], str] | None:
     """Return globals and name of the eager attention function that a class mentions."""
     for cls in kind.__mro__:
-        for f in filter(inspect.isfunction, sorted(vars(cls).values(), key=_is_not_forward)):
-            f = inspect.unwrap(f)
+        functions = map(inspect.unwrap, filter(inspect.isfunction, vars(cls).values()))
+        for f in sorted(functions, key=lambda f: f.__name__ != "forward"):
             for name in f.__code__.co_names:
                 if name.endswith(EAGER):
                     return f.__globals__, name
     return None
-
-
-def _is_not_forward(value: object) -> bool:
-    return getattr(value, "__name__", "") != "forward"
 
 
 @contextmanager

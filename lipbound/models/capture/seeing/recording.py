@@ -189,7 +189,7 @@ class Recorder(Follower):
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Run before a module of that name, as a hook."""
-        args, kwargs = _by_name(module, args, kwargs)
+        args, kwargs = by_name(module, args, kwargs)
         kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
         self.running.append(ModuleRun(module, name, args, kwargs))
         call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
@@ -278,7 +278,7 @@ def _is_gated(x: Tensor, flat: Tensor) -> bool:
     return bool(((x == 0) | (x.sign() == flat.sign())).all()) and bool((x != 0).any())
 
 
-def _by_name(
+def by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with all but the first by name, however they were passed."""
