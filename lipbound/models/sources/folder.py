@@ -63,11 +63,9 @@ def load_folder(
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     options.look(name, config)
-    files = [file] if file else []
-    if file is None:
-        files, unread = weight_files.files(folder)
-        notes += unread
-        tell(*unread)
+    files, unread = ([file], []) if file else weight_files.files(folder)
+    notes += unread
+    tell(*unread)
     layers = file is None and _by_layer(folder, options)
     if layers:
         with _loading(name):

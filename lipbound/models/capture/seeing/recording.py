@@ -176,7 +176,9 @@ class Recorder(Follower):
         first, second = (t.nan_to_num().sort().values for t in (flat, out))
         if not torch.equal(first, second):  # not even in another order
             call.changed = "changes its head outputs before they are projected (a norm, a gate)"
-            call.gated = call.way != BY_HAND and _is_gated(flat, out)
+            # behind a gate between 0 and 1 they keep their signs
+            signed = bool(((flat == 0) | (flat.sign() == out.sign())).all() and (flat != 0).any())
+            call.gated = call.way != BY_HAND and signed
             call.consumer = call.projection if call.gated else None
 
     def _given_mask(self) -> Tensor | None:
@@ -271,11 +273,6 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _same(x: Tensor, out: Tensor) -> bool:
     return torch.equal(x.flatten(), out.flatten())
-
-
-def _is_gated(x: Tensor, flat: Tensor) -> bool:
-    """Return whether ``x`` has the signs of ``flat``, as after a gate between 0 and 1."""
-    return bool(((x == 0) | (x.sign() == flat.sign())).all()) and bool((x != 0).any())
 
 
 def by_name(
