@@ -22,9 +22,10 @@ class Notice(UserWarning):
     """Something is not as it was asked for, and the work goes on; the command line prints it."""
 
 
-def tell(message: str) -> None:
-    """Warn with a `Notice`; a run keeps the same sentence in its attribute ``notes``."""
-    warn(message, Notice)
+def tell(*messages: str) -> None:
+    """Warn with a `Notice` each; a run keeps the same sentences in its attribute ``notes``."""
+    for message in messages:
+        warn(message, Notice)
 
 
 def warn(message: str, kind: type[Warning]) -> None:

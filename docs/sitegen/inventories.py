@@ -32,6 +32,7 @@ NAMES = {
         collections.abc.Sequence py:class library/collections.abc.html#$
         collections.Counter py:class library/collections.html#$
         contextlib.AbstractContextManager py:class library/contextlib.html#$
+        contextlib.ExitStack py:class library/contextlib.html#$
         _thread._local py:class library/threading.html#threading.local
         pathlib.Path py:class library/pathlib.html#$
         typing.Any py:data library/typing.html#$

@@ -21,15 +21,19 @@ if TYPE_CHECKING:
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
-TOKENIZER_FILES = (
-    "tokenizer.json tokenizer* vocab* merges.txt *.model *.tiktoken *.vocab tekken.json"
-)
-"""Patterns of files, of which a folder with a tokenizer has one."""
-PROCESSOR_FILES = "preprocessor_config.json processor_config.json"
-TOKENS_INSTEAD = "token numbers, or name another tokenizer with tokenizer="
-IMAGES_INSTEAD = (
-    "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor="
-)
+COMPANIONS = {
+    "tokenizer": (
+        AutoTokenizer,
+        "tokenizer.json tokenizer* vocab* merges.txt *.model *.tiktoken *.vocab tekken.json",
+        "token numbers, or name another tokenizer with tokenizer=",
+    ),
+    "image processor": (
+        AutoImageProcessor,
+        "preprocessor_config.json processor_config.json",
+        "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor=",
+    ),
+}
+"""What makes inputs of data: its class, patterns of its files, and what may be given instead."""
 ENDS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
 """Tokens that may begin or end a text."""
 ONLY_FOR = {
@@ -167,8 +171,7 @@ class Checkpoint:
         Returns:
             A tokenizer of transformers; CheckpointError is raised where there is none.
         """
-        given = self.tokenizer_from
-        return self._companion(AutoTokenizer, "tokenizer", given, TOKENIZER_FILES, TOKENS_INSTEAD)
+        return self._companion("tokenizer", self.tokenizer_from)
 
     def image_processor(self) -> Any:
         """Load the checkpoint's image processor, or the one that was given for it.
@@ -176,19 +179,17 @@ class Checkpoint:
         Returns:
             A processor of transformers; CheckpointError is raised where there is none.
         """
-        given, files = self.processor_from, PROCESSOR_FILES
-        if given is None and self.processor is not None:
+        if self.processor_from is None and self.processor is not None:
             return self.processor
-        return self._companion(AutoImageProcessor, "image processor", given, files, IMAGES_INSTEAD)
+        return self._companion("image processor", self.processor_from)
 
-    def _companion(
-        self, loader: Any, what: str, given: str | None, files: str, instead: str
-    ) -> Any:
+    def _companion(self, what: str, given: str | None) -> Any:
+        loader, files, instead = COMPANIONS[what]
+        file = self.gguf_file if what == "tokenizer" and not given else None
         place, who = given or self.source, given or self.name
         advice = "a directory or a hub id that has one" if given else f"data as {instead}"
         if place is None:
             raise CheckpointError(f"{who} does not say where its {what} is; give {advice}")
-        file = None if given or loader is not AutoTokenizer else self.gguf_file
         folder = Path(place).expanduser()
         here = folder.is_dir()
         if here and file is None:
@@ -199,15 +200,11 @@ class Checkpoint:
             for one in found:
                 refuse_pointer(one)
         repo, _, revision = (str(folder), "", "") if here else place.partition("@")
-        inside = {} if file is None else {"gguf_file": file}
-        before, once = (
-            f"{who} has no usable {what} (",
-            gguf_read_once(folder / file if file else None),
-        )
-        with explained(CheckpointError, before, f"); give {advice}"), quiet(), once:
-            return loader.from_pretrained(
-                repo, revision=revision or "main", trust_remote_code=False, **inside
-            )
+        options = {"revision": revision or "main", "trust_remote_code": False}
+        options |= {"gguf_file": file} if file else {}
+        usable = explained(CheckpointError, f"{who} has no usable {what} (", f"); give {advice}")
+        with usable, quiet(), gguf_read_once(folder / file if file else None):
+            return loader.from_pretrained(repo, **options)
 
     @property
     def positions(self) -> int | None:

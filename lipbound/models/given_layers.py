@@ -62,14 +62,14 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
     if not all(isinstance(layer, Attention | ModuleAttention) for layer in model):
         return None
     options.refuse_given("layers")
-    samples = [_samples(layer) for layer in model]
+    samples = [layer.samples // _windows(layer) for layer in model]
     if len(set(samples)) > 1:
         raise CheckpointError(f"layers must have as many samples each; these have {samples}")
     notes = []
     if cast := sum(isinstance(one, Attention) and one.dtype != options.dtype for one in model):
         wanted = str(options.dtype).removeprefix("torch.")
         notes = [f"{cast} of {len(model)} layers are measured in {wanted}, not in their own dtype"]
-        tell(notes[0])
+        tell(*notes)
     brought = (
         layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
         for layer in model
@@ -78,9 +78,8 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
     return Checkpoint(made, name, state_sha256(made), None, loaded=True, notes=notes)
 
 
-def _samples(layer: Attention | ModuleAttention) -> int:
-    windows = layer.windows if isinstance(layer, ModuleAttention) else 1
-    return layer.samples // windows
+def _windows(layer: Attention | ModuleAttention) -> int:
+    return layer.windows if isinstance(layer, ModuleAttention) else 1
 
 
 def inputs_of(model: GivenLayers, data: Any, count: int | None) -> Inputs:
@@ -96,9 +95,8 @@ def inputs_of(model: GivenLayers, data: Any, count: int | None) -> Inputs:
     """
     if data is not None:
         raise InputsError("layers bring their own inputs; leave out data")
-    there = _samples(model.layers[0])
-    numbers = torch.arange(there if count is None else min(count, there))
-    return Inputs({SAMPLE: numbers}, "inputs of the layers")
+    there = model.layers[0].samples // _windows(model.layers[0])
+    return Inputs({SAMPLE: torch.arange(there)[:count]}, "inputs of the layers")
 
 
 class GivenCapturer(Capturer):
@@ -114,9 +112,8 @@ class GivenCapturer(Capturer):
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
         for position, i in enumerate(self._chosen(self.count)):
             if position not in skip:
-                layer = layers[i]
-                windows = layer.windows if isinstance(layer, ModuleAttention) else 1
-                part = layer.select(slice(first * windows, stop * windows))
+                windows = _windows(layers[i])
+                part = layers[i].select(slice(first * windows, stop * windows))
                 yield LayerCapture(i, f"layers.{i}", part, 0.0, windows)
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:

@@ -139,8 +139,7 @@ def prepare(
             f"{count} samples were asked for, and {inputs.description} gives only {inputs.samples}"
         )
     inputs.notes += _repeated(inputs.batch) + odd_masks(checkpoint.model, inputs.batch)
-    for note in inputs.notes:
-        tell(note)
+    tell(*inputs.notes)
     return inputs
 
 

@@ -12,16 +12,9 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from transformers import PreTrainedModel
 
+from lipbound import errors
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
-from lipbound.errors import (
-    CheckpointError,
-    adapter_name,
-    choice,
-    name_or_none,
-    neighbours,
-    shown,
-    tell,
-)
+from lipbound.errors import CheckpointError, name_or_none, neighbours, shown, tell
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
@@ -90,22 +83,11 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    given = dict(locals())
-    return load_looked_at(given.pop("model"), lambda name, config: None, **given)
+    return load_looked_at(look=lambda name, config: None, **locals())
 
 
 def load_looked_at(
-    model: str | Path | PreTrainedModel,
-    look: Callable[[str, Any], None],
-    *,
-    revision: str | None,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    weights: str,
-    gguf_file: str | None,
-    tokenizer: str | Path | None,
-    processor: str | Path | None,
-    adapter: str | Path | Literal[False] | None,
+    model: str | Path | PreTrainedModel, look: Callable[[str, Any], None], **given: Any
 ) -> Checkpoint:
     """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
 
@@ -113,7 +95,7 @@ def load_looked_at(
         model: as `load_checkpoint` takes it.
         look: is shown the name and the configuration of a model that is not in memory yet, and may
             raise before its weights are read.
-        revision, dtype, device, weights, gguf_file, tokenizer, processor, adapter: the same.
+        **given: all other arguments of `load_checkpoint`.
 
     Returns:
         The checkpoint.
@@ -121,20 +103,20 @@ def load_looked_at(
     Raises:
         CheckpointError: as `load_checkpoint` does.
     """
-    choice("weights", weights, WEIGHTS)
+    errors.choice("weights", given["weights"], WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
         )
-    merged: Any = adapter_name(adapter)
+    merged: Any = errors.adapter_name(given["adapter"])
     if merged not in (None, "none"):
         merged = open_adapter(merged, adapter_folder(merged))
     options = LoadOptions(
-        name_or_none("revision", revision),
-        DTYPES[dtype_name(dtype, CheckpointError)],
-        resolve_device(device),
-        weights,
-        name_or_none("gguf_file", gguf_file),
+        name_or_none("revision", given["revision"]),
+        DTYPES[dtype_name(given["dtype"], CheckpointError)],
+        resolve_device(given["device"]),
+        given["weights"],
+        name_or_none("gguf_file", given["gguf_file"]),
         merged,
         look,
     )
@@ -143,15 +125,14 @@ def load_looked_at(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
-    companions = {"tokenizer": tokenizer, "processor": processor}
+    companions = {name: given[name] for name in ("tokenizer", "processor")}
     for name, value in companions.items():
         if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
             raise CheckpointError(
                 f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
                 "save_pretrained) or a hub id"
             )
-    loaded = (source(model, options) for source in SOURCES)
-    checkpoint = next((found for found in loaded if found is not None), None)
+    checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
     if checkpoint is None:
         raise CheckpointError(
             f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
@@ -230,8 +211,7 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
     wanted = options.gguf_file
     folder = snapshot(name, suffix or options.revision, wanted)
     if wanted is not None:
-        there = (file.name for file in folder.glob(f"*{GGUF}"))
-        choose_gguf(there, wanted, f"{model} on the hub")
+        choose_gguf((file.name for file in folder.glob(f"*{GGUF}")), wanted, f"{model} on the hub")
     return load_folder(str(model), folder, folder.name, options, wanted)
 
 
@@ -277,11 +257,8 @@ def snapshot(
             if sys.stderr.isatty():
                 enable_progress_bars()
             names = _wanted(repo, revision, gguf_file, only)
-            return Path(
-                snapshot_download(
-                    repo, revision=revision, allow_patterns=names, local_files_only=names is None
-                )
-            )
+            rest: Any = {"allow_patterns": names, "local_files_only": names is None}
+            return Path(snapshot_download(repo, revision=revision, **rest))
     except (hub_errors.HFValidationError, OSError) as error:
         at = f"{repo} at revision {revision!r}" if revision else repo
         raise CheckpointError(_why_not(error, repo, at)) from error
@@ -324,20 +301,18 @@ def _wanted(
     """
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=15)
-    except hub_errors.HFValidationError:
-        raise
     except Exception as error:  # no connection, in whatever type the HTTP client reports it
         status = getattr(getattr(error, "response", None), "status_code", 500)
-        if isinstance(error, hub_errors.HfHubHTTPError) and status < 500:
+        named = isinstance(error, hub_errors.HfHubHTTPError) and status < 500
+        if named or isinstance(error, hub_errors.HFValidationError):
             raise
         return None
     if only:
         return list(only)
     names = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
     packed = [name for name in names if name.endswith(GGUF)]
-    weights = [
-        n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")
-    ] or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
+    weights = [n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]
+    weights = weights or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
     if gguf_file is not None:
         return [choose_gguf(packed, gguf_file, f"{repo} on the hub")]
     if packed and not weights:

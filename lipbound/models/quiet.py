@@ -1,4 +1,4 @@
-"""Progress bars, warnings and messages of transformers, datasets and the hub: silenced or cut."""
+"""Other libraries: bars and warnings silenced, errors explained, attributes changed for a while."""
 
 import logging
 import os
@@ -41,6 +41,19 @@ def quiet() -> Iterator[None]:
             datasets_logging.set_verbosity(logging.CRITICAL)
         retries.setLevel(logging.CRITICAL)
         yield
+
+
+@contextmanager
+def changed(name: str, value: Any, *objects: Any) -> Iterator[None]:
+    """Yield while an attribute of objects has another value."""
+    before = [(one, getattr(one, name)) for one in objects]
+    try:
+        for one, _ in before:
+            setattr(one, name, value)
+        yield
+    finally:
+        for one, old in before:
+            setattr(one, name, old)
 
 
 @contextmanager

@@ -21,18 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    PreTrainedConfig,
-)
+from transformers import PreTrainedConfig
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, nearest
-from lipbound.models.quiet import VERBOSE, explained, first_line
+from lipbound.models.quiet import VERBOSE, changed, explained, first_line
 
 ORDER = (
     "model.safetensors",
@@ -41,6 +37,7 @@ ORDER = (
     "pytorch_model.bin.index.json",
 )
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
+NO_WEIGHTS = f"has no weights ({' or '.join(ORDER)})"
 NAMED = "transformers_weights"
 """Key of a configuration for the file of weights, where it has another name than those."""
 DISTRIBUTED = "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors"
@@ -50,9 +47,9 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 WRAPPERS = re.compile(r"((_orig_mod|module)\.)+")
 """Prefixes that torch.compile and DataParallel give the names of a state dict."""
 HEADS = (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    transformers.MODEL_FOR_MASKED_LM_MAPPING,
+    transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 """Models with a head whose weights may be those of the table of embeddings, by configuration."""
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
@@ -168,14 +165,11 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
         CheckpointError: there are none, an index is empty or names files that are not there, a file
             is cut off or was never fetched.
     """
-    candidates = _candidates(folder)
-    if shards := [file.name for file in folder.glob(DISTRIBUTED)]:
-        problem = f"holds a distributed checkpoint ({shards[0]})"
-    else:
-        problem = "" if candidates else f"has no weights ({' or '.join(ORDER)})"
-    if problem:
+    named, shards = candidates(folder), [file.name for file in folder.glob(DISTRIBUTED)]
+    if shards or not named:
+        problem = f"holds a distributed checkpoint ({shards[0]})" if shards else NO_WEIGHTS
         raise CheckpointError(f"{folder} {problem}; save the model again with save_pretrained")
-    first, *others = candidates
+    first, *others = named
     found = [folder / first] if not first.endswith(".json") else _shards(folder / first)
     for file in found:
         check_file(file)
@@ -183,12 +177,7 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
     return found, [note] if others else []
 
 
-def has_weights(folder: Path) -> bool:
-    """Return whether a folder has, or names, a file that weights are read from."""
-    return bool(_candidates(folder))
-
-
-def _candidates(folder: Path) -> list[str]:
+def candidates(folder: Path) -> list[str]:
     """Return the names of files of weights, in order; the first is what the configuration says."""
     named = _read_json(folder / "config.json").get(NAMED)
     found = [name for name in ORDER if (folder / name).is_file()]
@@ -276,11 +265,6 @@ def _stamp(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def numbers(folder: Path) -> int:
-    """Return how many numbers the safetensors files of a checkpoint hold."""
-    return sum(torch.Size(tensor.shape).numel() for tensor in contents(folder).values())
-
-
 def renames(stored: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
     """Find the stored names that the model does not know though the tensors are its own.
 
@@ -365,7 +349,7 @@ def check_gguf(name: str, file: Path) -> str:
         )
     import gguf
 
-    reader = _gguf_reader(file)
+    reader = _gguf(file)
     split, kind = (reader.fields.get(key) for key in ("split.count", "general.file_type"))
     if split is not None and split.contents() > 1:
         raise CheckpointError(
@@ -398,24 +382,17 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
             import gguf
             from transformers import modeling_gguf_pytorch_utils as reader
 
-            changes: tuple[tuple[Any, str, Any], ...] = (
-                (gguf, "GGUFReader", lambda path, mode="r": _gguf_reader(Path(path))),
-                (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
-                (reader, "tqdm", reader.tqdm if os.environ.get(VERBOSE) else _without_bar),
-            )
-            for owner, name, value in changes:
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
+            names, read = lru_cache(gguf.get_tensor_name_map), lambda path, mode="r": _gguf(path)
+            stack.enter_context(changed("GGUFReader", read, gguf))
+            stack.enter_context(changed("get_tensor_name_map", names, gguf))
+            if not os.environ.get(VERBOSE):
+                stack.enter_context(changed("tqdm", lambda items, **options: items, reader))
         yield
 
 
-def _without_bar(items: Iterable[Any], **_: Any) -> Iterable[Any]:
-    return items
-
-
-def _gguf_reader(file: Path) -> Any:
+def _gguf(file: str | Path) -> Any:
     """Return ``gguf.GGUFReader`` of a file; the last one is kept while its file does not change."""
-    return _read_gguf(file.resolve(), _stamp(file))
+    return _read_gguf(Path(file).resolve(), _stamp(Path(file)))
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError, Notice
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture import probing, rerun
+from lipbound.models.capture import rerun, token_steps
 from lipbound.models.capture.capture import Capturer, capture
 from lipbound.models.capture.seeing import interface
 
@@ -263,13 +263,13 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(
 ) -> None:
     """And again where the same position embeddings do something else: what a layer takes over must
     turn its own vectors."""
-    fitted, fit = [], probing.find_rotation
+    fitted, fit = [], token_steps.find_rotation
 
     def find(before: torch.Tensor, after: torch.Tensor) -> tuple[Rotation | None, torch.Tensor]:
         fitted.append(len(before))
         return fit(before, after)
 
-    monkeypatch.setattr(probing, "find_rotation", find)
+    monkeypatch.setattr(token_steps, "find_rotation", find)
     model = build(MODERN["Llama"])
     capturer = Capturer(model)
     layers = capturer.run(inputs_for(model))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.capture.seeing import fused
+from lipbound.models.capture.seeing import interface
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 X = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(3))
@@ -67,8 +67,8 @@ def dense(module: Flash, x: Tensor) -> Tensor:
 
 def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"```python\n(def flash.*?)```", GUIDE.read_text(), re.DOTALL)
-    monkeypatch.setattr(fused, "OTHERS", [])
-    exec(code, {"OTHERS": fused.OTHERS, "their_module": THEIRS})
+    monkeypatch.setattr(interface, "OTHERS", [])
+    exec(code, {"OTHERS": interface.OTHERS, "their_module": THEIRS})
     for gated in (False, True):
         module = build(lambda gated=gated: Flash(gated)).double()
         (layer,) = Capturer(module).run({"x": X.double()})

@@ -241,3 +241,15 @@ def test_dynamic_int8_is_refused_where_derivatives_would_be_wrong() -> None:
             r"no true derivatives",
         ):
             measure(model, inputs_for(model))
+
+
+def test_a_module_of_the_users_keeps_its_mode() -> None:
+    """It is measured as in evaluation, without dropout."""
+    module = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.5, batch_first=True).train()
+    x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
+    options = {"bounds": ["lipbound"], "progress": False}
+    training = lb.compare(module, {"src": x}, **options)
+    assert all(part.training for part in module.modules())
+    evaluated = lb.compare(module.eval(), {"src": x}, **options)
+    assert np.array_equal(training["exact"], evaluated["exact"])
+    assert not any(part.training for part in module.modules())

@@ -18,7 +18,7 @@ from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.errors import AttentionError, CaptureError
 from lipbound.models.capture.probing import ProbedWeights
-from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.call import Call, listed
 from lipbound.models.capture.streams import hidden_keys
 
 
@@ -148,11 +148,8 @@ def about_padding(calls: Collection[Call]) -> list[str]:
         "tokens that attention_mask marks as padding are attended to, and are measured as tokens, "
         "as the model treats them"
     )
-    return [
-        f"layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {said}"
-        for names, said in ((unseen, unmarked), (attended, seen))
-        if names
-    ]
+    pairs = (unseen, unmarked), (attended, seen)
+    return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
 
 
 def _simplified(call: Call) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture.head_outputs import CAPTURE_TOLERANCE, probe_output
+from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, probe_output, relative_error
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.follower import Heads
 from lipbound.models.capture.streams import Padding, owner_of
@@ -80,18 +80,11 @@ def through_module(
     if call.projection is not None and whole.shape[-1] == out[0, 0].numel():
         with suppress(CaptureError):  # maps that need it say that there is none
             w_o = probe_output(call, call.projection, out)
+    shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
+    kind = "self" if stream == INPUT else "cross"
+    windows = 1 if axis else max(1, count // call.samples)
     attention = ModuleAttention(
-        tokens,
-        axis,
-        function,
-        (out.shape[0], out.shape[1], out.shape[2], out.shape[3]),
-        w_o,
-        valid,
-        valid_out,
-        "self" if stream == INPUT else "cross",
-        stream,
-        1 if axis else max(1, count // call.samples),
-        reason,
+        tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
     return attention, error, owner.run.name
 
@@ -108,9 +101,7 @@ def _error(call: Call, cut: Tensor, heads: Heads) -> float:
     if raw.shape != own.shape:
         raise call.unsupported("computes other attention when it is run by itself")
     own, raw = (t.double().nan_to_num() for t in (own, raw.detach()))
-    size = own.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
-    error = float((own - raw).abs().amax() / size)
-    if not error <= CAPTURE_TOLERANCE:
+    if not (error := relative_error(raw, own)) <= CAPTURE_TOLERANCE:
         raise call.unsupported(
             f"gives other outputs when it is run by itself (off by {error:.1e} relative): it keeps "
             "a state, or draws random numbers"

@@ -16,36 +16,21 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lipbound import errors
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device, threads_for
-from lipbound.errors import (
-    CaptureError,
-    DifferentPositionsError,
-    UnfaithfulPassError,
-    flag,
-    indices,
-    tell,
-)
+from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, tell
+from lipbound.models.capture import verification
 from lipbound.models.capture.assembly import about_padding, assemble, check_defined, forbidden
 from lipbound.models.capture.automatic import through_module
-from lipbound.models.capture.named_weights import read_by_names, same_weights
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_by_names, same_weights
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.scores import ScoreParts, score_parts
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.streams import Padding, of_stream, stream_names
-from lipbound.models.capture.verification import (
-    OwnOutputs,
-    check_pass,
-    check_rebuilt,
-    dependence,
-    one_sample,
-    own_outputs,
-    telling_samples,
-    verify_outputs,
-)
+from lipbound.models.capture.verification import OwnOutputs
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
 from lipbound.models.offload import by_layer
 from lipbound.models.sources.loaded_model import bare_module, measurable, named_inputs
@@ -161,8 +146,7 @@ class Capturer:
             rows = [Row(i, name) for i, call in enumerate(calls) for name in stream_names(call)]
         self.count = len(rows)
         chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
-        there = {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
-        padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], there)
+        padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], inputs)
         with self._recording():
             closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
@@ -170,7 +154,7 @@ class Capturer:
         with threads_for(self._work):
             own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
         for i, found in own.items():
-            check_pass(calls[i], found)
+            verification.check_pass(calls[i], found)
         for i in chosen:
             with self._recording():
                 row, call = rows[i], calls[rows[i].call]
@@ -218,14 +202,14 @@ class Capturer:
                 call.extras = {k: t for k, t in call.extras.items() if k != "position_bias"}
             attention = assemble(call, weights)
             try:
-                error = check_rebuilt(call, attention, weights)
+                error = verification.check_rebuilt(call, attention, weights)
             except CaptureError:
                 if not {"rotation", "qk_norm"} <= attention.variants:
                     raise
                 attention = assemble(call, weights, late=True)
-                error = check_rebuilt(call, attention, weights)
+                error = verification.check_rebuilt(call, attention, weights)
             if own is not None and call.way == INTERFACE:
-                found = verify_outputs(call, attention, own)
+                found = verification.verify_outputs(call, attention, own)
                 self._verified[call.valid_keys is not None, row.call] = found
         except CaptureError as why:
             if isinstance(why, DifferentPositionsError) and call.samples > 1:
@@ -270,7 +254,7 @@ class Capturer:
             inputs: of that sample, with the padding that it has in its batch.
         """
         with threads_for(forward_work(self.model, inputs)):
-            self._note(*dependence(self.model, inputs))
+            self._note(*verification.dependence(self.model, inputs))
 
     def forget(self) -> None:
         """Verify the next batch against the model again; probed weights stay."""
@@ -290,10 +274,9 @@ class Capturer:
         self.release()
 
     def _note(self, *notes: str) -> None:
-        for note in notes:
-            if note not in self.notes:
-                self.notes.append(note)
-                tell(note)
+        new = [note for note in dict.fromkeys(notes) if note not in self.notes]
+        self.notes += new
+        tell(*new)
 
     def _own_outputs(
         self, inputs: Mapping[str, Tensor], calls: list[Call], wanted: Collection[int]
@@ -310,7 +293,7 @@ class Capturer:
                 samples.setdefault(sample, []).append(i)
         found: dict[int, OwnOutputs] = {}
         for sample, some in sorted(samples.items()):
-            seen = own_outputs(self.model, inputs, [calls[i] for i in some], sample)
+            seen = verification.own_outputs(self.model, inputs, [calls[i] for i in some], sample)
             found |= dict(zip(some, seen, strict=True))
         return found
 
@@ -332,7 +315,7 @@ class Capturer:
     def _chosen(self, count: int) -> list[int]:
         if self.layers is None:
             return list(range(count))
-        layers = indices("layers", self.layers)
+        layers = errors.indices("layers", self.layers)
         wrong = [i for i in layers if not -count <= i < count]
         if wrong:
             raise CaptureError(
@@ -398,13 +381,14 @@ def capture(
         One `Attention` per layer, in the order of the forward pass, with ``w_o`` where the
         projection of the concatenated heads was found.
     """
-    chosen = None if layers is None else indices("layers", layers)
+    chosen = None if layers is None else errors.indices("layers", layers)
     bare = bare_module(model)
     batch = named_inputs(bare, inputs)
-    for said in odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else []:
-        tell(said)
-    capturer = Capturer(measurable(bare), chosen, flag("around", around), flag("closed", closed))
+    tell(*(odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
+    capturer = Capturer(
+        measurable(bare), chosen, errors.flag("around", around), errors.flag("closed", closed)
+    )
     found = [layer.attention for layer in capturer.run(batch)]
-    for sample in telling_samples(batch):
-        capturer.examine(one_sample(batch, sample))
+    for sample in verification.telling_samples(batch):
+        capturer.examine(verification.one_sample(batch, sample))
     return found

@@ -11,27 +11,25 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture.head_outputs import probe_gate, probe_output
+from lipbound.models.capture import rerun, token_steps
 from lipbound.models.capture.rerun import ModuleCopy, Stopped, affine, on_units, same_values
 from lipbound.models.capture.seeing.call import BY_HAND, Call
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
-from lipbound.models.capture.token_steps import (
-    ROTATION_TOLERANCE,
-    find_rotation,
-    misses,
-    read_normalisations,
-    stub_norms,
-)
+from lipbound.models.capture.token_steps import ROTATION_TOLERANCE
+from lipbound.models.training.differentiable import projections_of
 
 ADDED = ("mask", "position_bias")
 """What attention is handed that is added to scores."""
+SAME = 1e-12
+"""Largest difference of entries, relative to the largest, that probing in float64 makes."""
 POSITIONS = "position_embeddings"
 """The argument in which transformers hands rotary embeddings to a layer."""
 
@@ -139,15 +137,13 @@ class ProbedLayer:
         given = () if self._positions is None else self._positions
         self._tables = (given,) if isinstance(given, Tensor) else given
         pair = isinstance(given, tuple | list) and len(given) in (0, 2)
-        if not isinstance(given, Tensor) and not (
-            pair and all(isinstance(t, Tensor) for t in given)
-        ):
+        if not (isinstance(given, Tensor) or (pair and all(isinstance(t, Tensor) for t in given))):
             raise call.unsupported(
                 f"is given position embeddings of an unknown make ({type(given).__name__}; known "
                 "are cosines and sines)"
             )
         self._copy = ModuleCopy(call.run, call)
-        self.stubs = stub_norms(self._copy.module)
+        self.stubs = token_steps.stub_norms(self._copy.module)
 
     def seen(self, tokens: Tensor, *, turned: bool = True) -> tuple[Tensors, dict[str, Any]]:
         """Return q, k, v of tokens, and what else attention is handed.
@@ -218,8 +214,8 @@ class ProbedLayer:
                 "on the right)",
                 DifferentPositionsError,
             )
-        for stub in self.stubs:
-            stub.act = _passed  # centred vectors do not span the space
+        for stub in self.stubs:  # centred vectors do not span the space
+            stub.act = lambda vectors, norm: vectors
         generator = torch.Generator().manual_seed(0 if given is not None else 4)
         pairs: list[tuple[Tensor, Tensor]] = []  # of (heads, N, d), before and after
         while sum(len(after) for _, after in pairs) < d + 4:
@@ -239,10 +235,10 @@ class ProbedLayer:
         for turns in reversed([*known]):
             fits = same_values(turns.positions, given) and len(turns.order) == d
             fits = fits and (turns.rotation is None or turns.rotation.tokens == n)
-            if fits and misses(turns.rotation, turns.order, y, z) <= ROTATION_TOLERANCE:
+            if fits and token_steps.misses(turns.rotation, turns.order, y, z) <= ROTATION_TOLERANCE:
                 return turns._replace(positions=given)
         try:
-            return Turns(given, *find_rotation(y, z))
+            return Turns(given, *token_steps.find_rotation(y, z))
         except CaptureError:
             return None
 
@@ -268,10 +264,6 @@ class ProbedLayer:
         return None if v is not None or (q is None and k is None) else (Offsets(q, k), made)
 
 
-def _passed(vectors: Tensor, norm: object) -> Tensor:
-    return vectors
-
-
 def _unturned(positions: Any) -> Any:
     """Return position embeddings that turn nothing: cosines 1 and sines 0, or complex numbers 1."""
     if isinstance(positions, Tensor):
@@ -294,7 +286,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     layer = ProbedLayer(call)
     sums = layer.refuse_what_depends_on_tokens()
     sides = ["qkv".index(side) for side in call.sides]
-    found = read_normalisations(call, layer.stubs, layer.projections, sides)
+    found = token_steps.read_normalisations(call, layer.stubs, layer.projections, sides)
     (samples, n, width), heads = call.x.shape, call.q.shape[1]
     latents = [one.latent for one in found if one is not None and one.latent is not None]
 
@@ -349,10 +341,70 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     return ProbedWeights(
         tuple(weights),
         tuple(biases),
-        probe_output(call, call.consumer, call.out),
+        rerun.probe_output(call, call.consumer, call.out),
         tuple(norms),
-        probe_gate(call),
+        rerun.probe_gate(call),
         turns,
         None if offsets is None else offsets[0],
         sums,
     )
+
+
+def read_by_names(call: Call) -> ProbedWeights | None:
+    """Return the projections of a layer as its parameters are named; None where they are not.
+
+    Names prove nothing: they take the place of probing where that has found the same before (of the
+    same model, with other values) and where nothing but linear maps of torch has weights; what is
+    captured with them is compared with the model's pass like any other.
+
+    Args:
+        call: of a layer that multiplies its tokens with them, and does nothing else to them.
+    """
+    found = projections_of(call.name, call.module)
+    heads, home = call.q.shape[1], call.q.device
+    if found is None or any(heads % len(w) for w in found.w) or not _linear(call.module):
+        return None
+
+    def each_head(t: Tensor) -> Tensor:
+        return t.detach().to(home, torch.float64).repeat_interleave(heads // len(t), 0).contiguous()
+
+    b = tuple(None if t is None or not bool((t != 0).any()) else each_head(t) for t in found.b)
+    return ProbedWeights(tuple(map(each_head, found.w)), b, _output(call, heads), (None,) * 3)
+
+
+def _output(call: Call, heads: int) -> Tensor | None:
+    """Slices of the output projection, (heads, d_v, D_out): of a linear map its weights."""
+    module = call.consumer
+    if module is None or not _linear(module):
+        return rerun.probe_output(call, module, call.out)
+    assert isinstance(module, nn.Linear | Conv1D)
+    w = module.weight.mT if isinstance(module, nn.Linear) else module.weight
+    return w.detach().to(call.q.device, torch.float64).unflatten(0, (heads, -1))
+
+
+def _linear(module: nn.Module) -> bool:
+    """Tell whether all weights of a module are of linear maps as torch and transformers have them.
+
+    Subclasses (adapters, parametrisations) and hooks may do more with weights of these names.
+    """
+    return all(
+        type(part) in (nn.Linear, Conv1D)
+        and not part._forward_pre_hooks
+        and not part._forward_hooks
+        for part in module.modules()
+        if next(part.parameters(recurse=False), None) is not None
+    )
+
+
+def same_weights(probed: ProbedWeights, named: ProbedWeights | None) -> bool:
+    """Return whether names lead to the weights that probing has found."""
+    if named is None:
+        return False
+    pairs = zip((*probed.w, *probed.b, probed.w_o), (*named.w, *named.b, named.w_o), strict=True)
+
+    def alike(a: Tensor | None, b: Tensor | None) -> bool:
+        if a is None or b is None or a.shape != b.shape:
+            return a is b
+        return rerun.relative_error(a, b) <= SAME
+
+    return all(alike(mine, other) for mine, other in pairs)

@@ -1,4 +1,8 @@
-"""A module run again by itself, in float64, with other tensors in the place of its tokens."""
+"""A module run again by itself, in float64, with other tensors in the place of its tokens.
+
+Affine maps are read off what it makes of them: here the projection of head outputs and their gate,
+those of queries, keys and values in `lipbound.models.capture.probing`.
+"""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -6,18 +10,26 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache
 
-from lipbound.errors import LipboundError
-from lipbound.models.capture.seeing.call import Call, ModuleRun
-from lipbound.models.capture.seeing.follower import Follower
+from lipbound.attention.variants.gate import Gate
+from lipbound.errors import CaptureError, LipboundError
+from lipbound.models.capture.seeing.call import INTERFACE, Call, ModuleRun
+from lipbound.models.capture.seeing.follower import Follower, Heads
 from lipbound.models.capture.seeing.interface import RAISED
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
 
+CAPTURE_TOLERANCE = 1e-4
+"""Largest relative error of a rebuilt tensor.
+
+Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude.
+"""
+CHECKED = 64
+"""Number of recorded outputs of all heads that tell whether their projection is affine."""
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,27 +76,22 @@ class ModuleCopy:
     Args:
         run: of the module, with the arguments that it was given.
         call: of attention in it, which errors name.
+        position: number of calls of attention before that in the run.
 
     Attributes:
         inputs: the floating-point tensors that it was given.
     """
 
-    def __init__(self, run: ModuleRun, call: Call):
-        self.run, self.call = run, call
+    def __init__(self, run: ModuleRun, call: Call, position: int = 0):
+        self.run, self.call, self.position = run, call, position
         self.module = plain_copy(run.module).to(call.q.device).double().requires_grad_(False)
         self.inputs: list[Tensor] = []
-        self._same: list[set[int]] = []
+        self._first: dict[int, Tensor] = {}  # by its identity, the input that a tensor is
         for t in tree_leaves((run.args, run.kwargs)):
-            if isinstance(t, Tensor) and t.is_floating_point():
-                place = self._place(t)
-                if place == len(self.inputs):
-                    self.inputs.append(t)
-                    self._same.append(set())
-                self._same[place].add(id(t))
-
-    def _place(self, tensor: Tensor) -> int:
-        alike = (i for i, t in enumerate(self.inputs) if t is tensor or same_values(t, tensor))
-        return next(alike, len(self.inputs))
+            if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in self._first:
+                first = next((one for one in self.inputs if same_values(one, t)), t)
+                self._first[id(t)] = first
+                self.inputs += [t] if first is t else []
 
     def again(
         self, follower: Follower, changed: Iterable[tuple[Tensor, Tensor]] = (), **named: Any
@@ -99,7 +106,8 @@ class ModuleCopy:
         Raises:
             CaptureError: it cannot be run by itself.
         """
-        replaced = {key: new for old, new in changed for key in self._same[self._place(old)]}
+        new = {id(self._first[id(old)]): new for old, new in changed}
+        replaced = {key: new[id(t)] for key, t in self._first.items() if id(t) in new}
         given = self.run.args, {**self.run.kwargs, **named}
         args, kwargs = tree_map(partial(_exchanged, replaced), given)
         try:
@@ -145,6 +153,12 @@ def same_values(a: Any, b: Any) -> bool:
     return True
 
 
+def relative_error(mine: Tensor, own: Tensor) -> float:
+    """Return the largest difference of two tensors, relative to the largest entry of the second."""
+    size = own.abs().amax().clamp_min(torch.finfo(own.dtype).tiny)
+    return float((mine - own).abs().amax() / size)
+
+
 def on_units(call: Call, made: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
     """Return what functions make of a zero token and of all unit vectors, (D + 1, ...) each.
 
@@ -165,3 +179,79 @@ def on_units(call: Call, made: Callable[[Tensor], Sequence[Tensor]]) -> list[Ten
 def affine(made: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return linear part (D, ...) and bias (None for zero) of a map that `on_units` read."""
     return made[1:] - made[0], made[0] if bool((made[0] != 0).any()) else None
+
+
+def probe_output(call: Call, projection: nn.Module | None, heads: Tensor) -> Tensor | None:
+    """Return slices of the projection of the flattened heads, (heads, d_v, D_out).
+
+    Args:
+        call: of the layer.
+        projection: the module that projects, or None.
+        heads: outputs of heads, (..., heads, d_v).
+
+    Raises:
+        CaptureError: it is not affine.
+    """
+    if projection is None:
+        return None
+    count, d_v, device = *heads.shape[-2:], heads.device
+    copy = plain_copy(projection).to(device).double()
+    eye = torch.eye(count * d_v, dtype=torch.float64, device=device)
+    named = f"layer {call.name}: the output projection ({type(projection).__name__})"
+    try:
+        zero = copy(torch.zeros_like(eye[:1]))
+        w_o: Tensor = copy(eye) - zero
+    except RAISED as error:
+        raise CaptureError(f"{named} cannot be run by itself ({first_line(error)})") from error
+    flat = heads.reshape(-1, count * d_v)
+    flat = flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()  # padding may be undefined
+    own, mine, size = copy(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()
+    limit = CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), 1e-3 * size.amax()))
+    if not float((own - mine).abs().amax()) <= limit:
+        raise CaptureError(f"{named} is not an affine map, which is not supported")
+    return w_o.view(count, d_v, -1)
+
+
+class _ConstantHeads(Follower):
+    """Lets attention return a constant, and stops where outputs of heads are projected."""
+
+    def __init__(self, call: Call, constant: float):
+        super().__init__()
+        self._outputs = torch.full_like(call.out, constant, dtype=torch.float64)
+
+    def asked(self, heads: Heads) -> Tensor:
+        return self._outputs if heads.way == INTERFACE else self._outputs.transpose(-3, -2)
+
+    def projected(self, x: Tensor, heads: Heads) -> None:
+        raise Stopped(x.reshape(self._outputs.shape))
+
+
+def probe_gate(call: Call) -> Gate | None:
+    """Return the gate of a call's head outputs, float64; None where there is none.
+
+    Raises:
+        CaptureError: what stands between attention and its projection is no gate: sigmoids of an
+            affine map of the output's own token.
+    """
+    if not call.gated or call.projected is None:
+        return None
+    layer = ModuleCopy(call.run, call)
+
+    def logits(tokens: Tensor) -> list[Tensor]:
+        ends = [layer.with_tokens(_ConstantHeads(call, size), tokens) for size in (1.0, 2.0)]
+        if not all(isinstance(end, Stopped) for end in ends):
+            raise call.unsupported(call.changed)
+        one, two = (end.args[0] for end in ends)
+        off = float((two - 2 * one).abs().amax())
+        if not (bool((one > 0).all() and (one < 1).all()) and off <= CAPTURE_TOLERANCE):
+            raise call.unsupported(call.changed)
+        return [torch.logit(one).flatten(0, 1)]
+
+    w, b = affine(on_units(call, logits)[0])
+    gate = Gate(w.transpose(0, 1).contiguous(), b)
+    made = torch.sigmoid(gate.logits(call.x)).transpose(1, 2) * call.out.double()
+    own = call.projected.reshape(call.out.shape).double()
+    size, off = own.nan_to_num().abs().amax(), (made - own).nan_to_num().abs().amax()
+    if not bool(off <= CAPTURE_TOLERANCE * size):
+        raise call.unsupported(call.changed)
+    return gate

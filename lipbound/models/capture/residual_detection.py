@@ -1,7 +1,7 @@
 """Finding the layer normalisation around each attention layer, by the numbers that pass through."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ResidualContext
+from lipbound.models.capture.rerun import relative_error
 from lipbound.models.offload import resident
 
 RESIDUAL_TOLERANCE = 1e-4
@@ -33,16 +34,11 @@ def watching(model: nn.Module | None) -> Iterator[list[Seen]]:
         if isinstance(x, Tensor) and isinstance(output, Tensor) and x.shape == output.shape:
             seen.append(Seen(module, x.detach(), output.detach()))
 
-    hooks = [
-        module.register_forward_hook(after)
-        for module in ([] if model is None else model.modules())
-        if isinstance(w := getattr(module, "weight", None), Tensor) and w.ndim == 1
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in () if model is None else model.modules():
+            if isinstance(w := getattr(module, "weight", None), Tensor) and w.ndim == 1:
+                hooks.enter_context(module.register_forward_hook(after))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def surroundings(att: Attention, seen: Sequence[Seen]) -> ResidualContext:
@@ -53,8 +49,12 @@ def surroundings(att: Attention, seen: Sequence[Seen]) -> ResidualContext:
     shape = att.x.shape
     like = [s for s in seen if s.x.numel() == att.x.numel() and s.x.shape[-1] == shape[-1]]
     seen = [Seen(s.module, s.x.view(shape), s.out.view(shape)) for s in like]
-    feeding = (normaliser(s) for s in seen if _close(s.out, att.x, att))
-    fed_by = next((norm for norm in feeding if norm is not None), None)
+    feeding = (
+        normaliser(s)
+        for s in seen
+        if relative_error(_real(s.out, att), _real(att.x, att)) <= RESIDUAL_TOLERANCE
+    )
+    fed_by = next(filter(None, feeding), None)
     if att.w_o is None or att.w_o.shape[2] != shape[2]:
         return ResidualContext(fed_by)
     out = torch.einsum("shnv,hvo->sno", att.out, att.w_o)
@@ -73,11 +73,6 @@ def _real(t: Tensor, att: Attention) -> Tensor:
     return t.flatten(0, 1) if att.valid is None else t[att.valid]
 
 
-def _close(a: Tensor, b: Tensor, att: Attention) -> bool:
-    a, b = _real(a, att), _real(b, att)
-    return float((a - b).abs().amax()) <= RESIDUAL_TOLERANCE * float(b.abs().amax())
-
-
 def _constant(difference: Tensor, out: Tensor, att: Attention) -> bool:
     """Return whether a difference is the same for every token: the output bias."""
     rest, size = _real(difference, att), float(_real(out, att).abs().amax())
@@ -92,10 +87,10 @@ def normaliser(s: Seen) -> Normaliser | None:
         weight, bias = s.module.weight, getattr(s.module, "bias", None)
     assert isinstance(weight, Tensor)
     weight, bias = weight.to(s.x.device), None if bias is None else bias.to(s.x.device).detach()
-    eps, size = eps_of(s.module, s.x.dtype), float(s.out.abs().amax())
+    eps = eps_of(s.module, s.x.dtype)
     for centred, shift in ((True, 0.0), (False, 0.0), (False, 1.0)):
         norm = Normaliser(s.x, (weight + shift).detach(), bias, eps=eps, centred=centred)
-        if float((norm.out - s.out).abs().amax()) <= RESIDUAL_TOLERANCE * size:
+        if relative_error(norm.out, s.out) <= RESIDUAL_TOLERANCE:
             return norm
     return None
 
@@ -108,9 +103,7 @@ def eps_of(norm: nn.Module, dtype: torch.dtype) -> float:
     for part in norm.modules():
         for name in ("eps", "variance_epsilon", "epsilon"):
             value = getattr(part, name, None)
-            if isinstance(value, Tensor):
-                value = value.item() if value.numel() == 1 else None
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
                 return float(value)
     own = any(isinstance(part, nn.RMSNorm) for part in norm.modules())
     return torch.finfo(dtype).eps if own else 0.0

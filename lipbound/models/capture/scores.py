@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.attention.variants.relative_queries import RelativeQueries
-from lipbound.errors import CaptureError
-from lipbound.models.capture.probing import ProbedLayer
+from lipbound.models.capture.probing import ADDED, ProbedLayer
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, Call
 from lipbound.models.capture.token_steps import NOISE, ROTATION_TOLERANCE
 
@@ -81,17 +80,13 @@ def score_parts(call: Call, known: ScoreParts | None = None) -> ScoreParts:
     for relative in _relative(call, layer, hidden):
         if (found := _parts(call, [one.without(relative) for one in passes], hidden)) is not None:
             return found._replace(relative=_times(relative, 1 / found.scale))
-    raise _unknown(call)
+    raise call.unsupported(
+        "adds other products of its tokens to those of queries and keys, or changes them"
+    )
 
 
 def _times(relative: Relative, factor: float) -> Relative:
     return tuple(one.map(partial(torch.mul, factor)) for one in relative)
-
-
-def _unknown(call: Call) -> CaptureError:
-    return call.unsupported(
-        "adds other products of its tokens to those of queries and keys, or changes them"
-    )
 
 
 def _run(call: Call, layer: ProbedLayer, tokens: Tensor) -> ScorePass:
@@ -101,7 +96,7 @@ def _run(call: Call, layer: ProbedLayer, tokens: Tensor) -> ScorePass:
         return ScorePass(q, k, others["scores"].reshape(*q.shape[:-1], k.shape[-2]))
     scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
     scores = scale * q @ k.mT
-    for name in ("mask", "position_bias"):
+    for name in ADDED:
         if (added := others.get(name)) is not None:
             scores = scores + added[..., : k.shape[-2]]
     return ScorePass(q, k, scores)

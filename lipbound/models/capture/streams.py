@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from lipbound.errors import CaptureError
 from lipbound.models.capture.rerun import ModuleCopy, Stopped
-from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call, ModuleRun
+from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
 from lipbound.models.capture.seeing.follower import Follower, Heads
-from lipbound.models.capture.seeing.fused import plain_attention
+from lipbound.models.capture.seeing.interface import plain_attention
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
@@ -39,17 +39,7 @@ class _UpToProjection(Follower):
 
 
 class Owner(ModuleCopy):
-    """A module in float64, run again with other tokens up to one of its calls of attention.
-
-    Args:
-        run: of the module, with the arguments that it was given.
-        position: number of calls of attention before the one that is meant.
-        call: the one that is meant.
-    """
-
-    def __init__(self, run: ModuleRun, position: int, call: Call):
-        super().__init__(run, call)
-        self._position = position
+    """A module in float64, run again with other tokens up to one of its calls of attention."""
 
     def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> tuple[Tensor, Heads]:
         """Return what the output projection is given, or else the module returns, and the heads.
@@ -60,11 +50,11 @@ class Owner(ModuleCopy):
         Raises:
             CaptureError: it cannot be run by itself, or computes no such attention.
         """
-        follower = _UpToProjection(self._position, self.call.adds)
+        follower = _UpToProjection(self.position, self.call.adds)
         end = self.again(follower, changed)
-        if len(follower.found) <= self._position:
+        if len(follower.found) <= self.position:
             raise self.call.unsupported("computes no attention when it is run by itself")
-        heads = follower.found[self._position]
+        heads = follower.found[self.position]
         if isinstance(end, Stopped):
             return end.args[0], heads
         tensors = [t for t in tree_leaves(end) if isinstance(t, Tensor)]
@@ -100,8 +90,7 @@ def _streams(owner: Owner) -> Streams:
     def among(t: Tensor, others: Collection[Tensor]) -> bool:
         return any(t is other for other in others)
 
-    named = owner.run.kwargs.items()
-    beside = tree_leaves([value for name, value in named if _is_side_input(name)])
+    beside = tree_leaves([v for name, v in owner.run.kwargs.items() if _is_side_input(name)])
     joint = [t for t in q if among(t, k) and among(t, v) and not among(t, beside)]
     joint = [t for t in joint if t.ndim == 3 and t.shape[-1] == joint[0].shape[-1]]
     memory = list({id(side[0]): side[0] for side in (v, k) if side}.values())
@@ -151,7 +140,7 @@ def owner_of(call: Call) -> tuple[Owner, Streams]:
         if level and position:  # another attention stands between
             break
         try:
-            owner = Owner(run, position, call)
+            owner = Owner(run, call, position)
             streams = _streams(owner)
         except CaptureError as error:
             refused = refused or error
@@ -216,13 +205,6 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
     return call
 
 
-def marks_padding(name: str, value: object) -> bool:
-    """Return whether an input of a model is a mask of tokens, some of which are padding."""
-    if "mask" not in name or not isinstance(value, Tensor) or value.ndim != 2:
-        return False
-    return bool((value == 0).any())
-
-
 def hidden_keys(call: Call) -> Tensor | None:
     """Return which keys no query may attend to, (samples, M) bool; None where that is not known."""
     scores, samples = call.additive(), len(call.q)
@@ -254,7 +236,8 @@ class Padding:
     """
 
     def __init__(self, calls: Collection[Call], inputs: Mapping[str, Any]):
-        self._marked = any(marks_padding(name, t) for name, t in inputs.items())
+        masks = (t for name, t in inputs.items() if "mask" in name and isinstance(t, Tensor))
+        self._marked = any(t.ndim == 2 and bool((t == 0).any()) for t in masks)
         self._known: dict[tuple[str, int, int], Tensor] = {}
         for call in calls if self._marked else ():
             hidden = hidden_keys(call)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError
+from lipbound.models.capture.rerun import relative_error
 from lipbound.models.capture.residual_detection import eps_of
 from lipbound.models.capture.seeing.call import Call
 
@@ -186,7 +187,7 @@ def _gain_and_bias(
         plus, minus, shifted: what is made of it, of its negative, and of it plus one.
         eps: under the root.
     """
-    centred = bool((shifted - plus).abs().amax() <= CENTRED * plus.abs().amax())
+    centred = relative_error(shifted, plus) <= CENTRED
     return (plus - minus) / 2 / pattern * (1 + eps) ** 0.5, (plus + minus) / 2, centred
 
 
@@ -218,8 +219,7 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
     # the default driver rounds as its workspace happens to lie in memory
     driver = "gelsd" if y.device.type == "cpu" else "gels"
     maps = torch.linalg.lstsq(y, z, driver=driver).solution.mT  # z = R y
-    misfit = float((y @ maps.mT - z).abs().amax() / z.abs().amax().clamp_min(1e-300))
-    if not misfit <= ROTATION_TOLERANCE:
+    if not (misfit := relative_error(y @ maps.mT, z)) <= ROTATION_TOLERANCE:
         raise CaptureError(
             "positions act on queries and keys in another way than by a rotation of each token"
         )
@@ -260,5 +260,4 @@ def misses(rotation: Rotation | None, order: Tensor, before: Tensor, after: Tens
         after: (vectors, N, d).
     """
     left, right = before[..., order], after[..., order]
-    turned = left if rotation is None else rotation.turn(left)
-    return float((turned - right).abs().amax() / right.abs().amax().clamp_min(1e-300))
+    return relative_error(left if rotation is None else rotation.turn(left), right)

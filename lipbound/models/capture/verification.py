@@ -6,7 +6,7 @@ attention makes. A sample also runs alone, or with a cache, and its head outputs
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,10 @@ from torch import Tensor, nn
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError, UnfaithfulPassError
 from lipbound.models.capture.assembly import about_padding
-from lipbound.models.capture.head_outputs import CAPTURE_TOLERANCE
 from lipbound.models.capture.probing import ProbedWeights
+from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
+from lipbound.models.capture.seeing import interface
 from lipbound.models.capture.seeing.call import INTERFACE, Call
-from lipbound.models.capture.seeing.interface import (
-    RECORDING_ATTENTION,
-    forward,
-    implementation,
-    taken,
-)
 from lipbound.models.capture.seeing.recording import record
 from lipbound.models.capture.streams import Padding, stream_names
 from lipbound.schema import INPUT
@@ -120,27 +115,26 @@ def own_outputs(
     def after(module: nn.Module, args: Any, output: Any) -> None:
         returned[module].append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in entered]
-    hooks += [module.register_forward_hook(after) for module in returned]
     samples = calls[0].samples
     # which axis of others' inputs counts samples is not known
     known = any(call.way == INTERFACE for call in calls)
     whole = not known or samples == 1
-    try:
-        # eager attention adds True and False as numbers
-        with implementation(model, "sdpa" if any(call.boolean for call in calls) else "eager"):
-            if not whole:
-                try:
-                    forward(model, one_sample(inputs, sample, samples))
-                except CaptureError:  # samples are no samples: codebooks, frames of one film
-                    whole = True
-                    for found in (*entered.values(), *returned.values()):
-                        found.clear()
-            if whole:
-                forward(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    # eager attention adds True and False as numbers
+    name = "sdpa" if any(call.boolean for call in calls) else "eager"
+    with interface.implementation(model, name), ExitStack() as hooks:
+        for module in entered:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        for module in returned:
+            hooks.enter_context(module.register_forward_hook(after))
+        if not whole:
+            try:
+                interface.forward(model, one_sample(inputs, sample, samples))
+            except CaptureError:  # samples are no samples: codebooks, frames of one film
+                whole = True
+                for found in (*entered.values(), *returned.values()):
+                    found.clear()
+        if whole:
+            interface.forward(model, inputs)
 
     def of(call: Call, found: list[Any]) -> Tensor | None:
         own = found[call.turn] if call.turn < len(found) else None
@@ -234,12 +228,10 @@ def _apart(call: Call, recorded: object, own: object, sample: int) -> float:
     """
     if not isinstance(recorded, Tensor) or not isinstance(own, Tensor) or not own.numel():
         return 0.0
-    count, own, valid = recorded.numel() // own.numel(), own.to(recorded), call.valid_rows
-    if not recorded.is_floating_point() or count not in (1, call.samples):
+    (count, rest), valid = divmod(recorded.numel(), own.numel()), call.valid_rows
+    if rest or count not in (1, call.samples) or not recorded.is_floating_point():
         return 0.0
-    if recorded.numel() % own.numel():
-        return 0.0
-    part = recorded.reshape(count, *own.shape)[sample if count > 1 else 0]
+    part, own = recorded.reshape(count, *own.shape)[sample if count > 1 else 0], own.to(recorded)
     if valid is not None and own.ndim == 3 and own.shape[1] == valid.shape[1]:
         part, own = part[:, valid[sample]], own[:, valid[sample]]
     size = own.nan_to_num().abs().amax().clamp_min(torch.finfo(own.dtype).tiny)
@@ -282,7 +274,7 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         model: of the capture.
         inputs: of this sample alone, with the padding that it has in its batch.
     """
-    inputs = taken(model, inputs)
+    inputs = interface.taken(model, inputs)
     here, (alone, left) = _calls(model, inputs), _without_padding(inputs)
     notes = about_padding(here)
     if alone is not None and (off := _difference(here, _calls(model, alone))) > SAME:
@@ -313,7 +305,7 @@ def _restarts(positions: object) -> Tensor:
 def _calls(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False) -> list[Call]:
     """Return the calls of self-attention in a pass of one sample, with their padding."""
     found = []
-    with implementation(model, RECORDING_ATTENTION):
+    with interface.implementation(model, interface.RECORDING_ATTENTION):
         for call in record(model, inputs, cache=cache)[0]:
             with suppress(CaptureError):  # of layers that are not chosen
                 if stream_names(call) == [INPUT] and len(call.x) == 1:
@@ -331,8 +323,7 @@ def _difference(some: Sequence[Call], others: Sequence[Call]) -> float:
     for pair in zip(some, others, strict=False):
         a, b = (c.out if c.valid_rows is None else c.out[c.valid_rows] for c in pair)
         if a.numel() and a.numel() == b.numel():
-            size = a.abs().amax().clamp_min(torch.finfo(a.dtype).tiny)
-            found.append(float((a.flatten() - b.flatten()).abs().amax() / size))
+            found.append(relative_error(b.flatten(), a.flatten()))
     return max(off for off in found if off == off)
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lipbound.errors import InputsError
+from lipbound.errors import InputsError, one_line
 
 TABLES = {
     ".parquet": "parquet",
@@ -103,5 +103,4 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise InputsError(f"{path} is not a UTF-8 text file") from error
     except (OSError, EOFError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputsError(f"{path} cannot be read: {why}") from error
+        raise InputsError(f"{path} cannot be read: {one_line(error)}") from error

@@ -158,8 +158,8 @@ class TextReader(Reader):
             raise InputsError(empty or f"{found.description} has no text in it")
         if len({isinstance(text, TokenizedText) for text in texts}) > 1:
             raise InputsError(f"{found.description} holds texts and token numbers; give one kind")
-        description = f"{len(texts)} conversations" if chats else found.description
-        description = selection.described(description)
+        where = f"{len(texts)} conversations" if chats else found.description
+        description = selection.described(where)
         if isinstance(texts[0], TokenizedText):
             max_length = min(max_length, checkpoint.positions or max_length)
             batch = _batch_of(texts, checkpoint, max_length)
@@ -193,9 +193,8 @@ class TextReader(Reader):
 
     def default(self) -> tuple[list[str], str]:
         """Return `DEFAULT_TEXT` and its description."""
-        return [
-            files.read_text(DEFAULT_TEXT)
-        ], "the story of a lighthouse clock that comes with lipbound"
+        said = "the story of a lighthouse clock that comes with lipbound"
+        return [files.read_text(DEFAULT_TEXT)], said
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[str]:
         """Return the whole of a UTF-8 file as one text."""

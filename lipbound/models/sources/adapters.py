@@ -21,7 +21,7 @@ from lipbound.errors import CheckpointError, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import explained
-from lipbound.models.weight_files import check_file, has_weights, matters, sha256, unreadable
+from lipbound.models.weight_files import candidates, check_file, matters, sha256, unreadable
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -240,7 +240,7 @@ def notes_beside(name: str, folder: Path, asked: Adapter | str | None, *, alone:
     """
     if not (folder / CONFIG).is_file():
         return []
-    if alone and not ((folder / "config.json").exists() and has_weights(folder)):
+    if alone and not ((folder / "config.json").exists() and candidates(folder)):
         base = open_adapter(name, folder).base or "the model that it was trained on"
         raise CheckpointError(
             f"{name} is an adapter of {base}, not a model; give {base} as the model, with "

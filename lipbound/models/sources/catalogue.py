@@ -5,7 +5,6 @@ Where they are and what they are is known without importing torch.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import re
@@ -124,15 +123,15 @@ class Builtin:
         Raises:
             CheckpointError: as `place` does, and for other weights.
         """
+        from lipbound.models.weight_files import sha256  # it needs torch
+
         folder = self.place(name)
-        if self.sha256:
-            with (folder / self.weights).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != self.sha256:
-                raise CheckpointError(
-                    f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected "
-                    f"{self.sha256[:12]}...; reinstall version {self.version}"
-                )
+        digest = sha256([folder / self.weights]).removeprefix("sha256:") if self.sha256 else ""
+        if digest != self.sha256:
+            raise CheckpointError(
+                f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected "
+                f"{self.sha256[:12]}...; reinstall version {self.version}"
+            )
         return folder
 
 

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,9 @@ def load_folder(
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     options.look(name, config)
-    files = [file] if file else []
-    if file is None:
-        files, unread = weight_files.files(folder)
-        notes += unread
-        for note in unread:
-            tell(note)
+    files, unread = ([file], []) if file else weight_files.files(folder)
+    notes += unread
+    tell(*unread)
     layers = file is None and _by_layer(folder, options)
     if layers:
         with _loading(name):
@@ -111,8 +109,8 @@ def _by_layer(folder: Path, options: LoadOptions) -> bool:
     """Return whether weights stay on disk: where it was asked for, or they fill half the memory."""
     if options.weights != "auto":
         return options.weights == "layers"
-    numbers = sum(torch.Size(tensor.shape).numel() for tensor in _stored(folder).values())
-    return numbers * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
+    needed = sum(prod(t.shape) for t in _stored(folder).values()) * options.dtype.itemsize
+    return needed > devices.available(torch.device(options.device)) / 2
 
 
 def _load_whole(

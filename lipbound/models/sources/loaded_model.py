@@ -60,24 +60,13 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
-    for note in notes:
-        tell(note)
+    tell(*notes)
     loaded = loaded.to(options.device)  # some modules take it by position only
     check_finite(loaded, kind)
     if isinstance(model, Checkpoint):
         return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
-    known = isinstance(inner, PreTrainedModel)
-    source = (str(inner.name_or_path) or None) if known else None
-    return Checkpoint(
-        loaded if known else loaded.eval(),
-        source or kind,
-        state_sha256(loaded),
-        source,
-        getattr(inner.config, "_commit_hash", None) if known else None,
-        loaded=True,
-        notes=notes,
-        configuration=config_sha256(inner.config) if known else _sha256(repr(inner)),
-    )
+    commit = getattr(getattr(loaded, "config", None), "_commit_hash", None)
+    return _described(loaded, state_sha256(loaded), commit=commit, notes=notes)
 
 
 def in_training(model: object, tokenizer: str | None = None) -> Checkpoint:
@@ -92,18 +81,17 @@ def in_training(model: object, tokenizer: str | None = None) -> Checkpoint:
         CheckpointError: its weights are no floating-point numbers.
     """
     inner = bare_module(model)
-    kind, known = type(inner).__name__, isinstance(inner, PreTrainedModel)
-    check_floating(inner, kind)
-    source = (str(inner.name_or_path) or None) if known else None
-    return Checkpoint(
-        inner,
-        source or kind,
-        "in training",
-        source,
-        loaded=True,
-        tokenizer_from=tokenizer,
-        configuration=config_sha256(inner.config) if known else _sha256(repr(inner)),
-    )
+    check_floating(inner, type(inner).__name__)
+    return _described(inner, "in training", tokenizer_from=tokenizer)
+
+
+def _described(model: nn.Module, revision: str, **others: Any) -> Checkpoint:
+    """Return the checkpoint of a module in memory, which a transformers model says more of."""
+    known = isinstance(model, PreTrainedModel)
+    source = (str(model.name_or_path) or None) if known else None
+    said = config_sha256(model.config) if known else _sha256(repr(model))
+    name = source or type(model).__name__
+    return Checkpoint(model, name, revision, source, loaded=True, configuration=said, **others)
 
 
 def unwrapped(given: object) -> tuple[object, list[str]]:
@@ -152,8 +140,7 @@ def bare_module(given: object, tells: bool = True, kind: type = nn.Module) -> An
             f"model is {shown(given)}; give a loaded transformers model{other} or what "
             "lipbound.load_checkpoint returns"
         )
-    for note in notes if tells else ():
-        tell(note)
+    tell(*(notes if tells else ()))
     return model
 
 
@@ -274,8 +261,7 @@ def measurable(model: nn.Module) -> Any:
     """
     check_floating(model, type(model).__name__)
     model, notes = in_dtype(model)
-    for note in notes:
-        tell(note)
+    tell(*notes)
     return model
 
 

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from lipbound.errors import CheckpointError
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import explained, first_line, quiet
-from lipbound.models.sources.loaded_model import (
-    check_finite,
-    check_floating,
-    in_dtype,
-    state_sha256,
-)
+from lipbound.models.sources import loaded_model
 
 Made = tuple[nn.Module, Callable[[Any], Tensor]]
 """A model, and the transform that makes its tensor of an image."""
@@ -124,11 +119,11 @@ def load_other(model: object, options: LoadOptions) -> Checkpoint | None:
         ) from error
     with explained(CheckpointError, f"{model} cannot be loaded: "), quiet():
         made, transform = MAKERS[kind](package, name, weights)
-    check_floating(made, name)
-    loaded = in_dtype(made, options.dtype)[0].to(device=options.device).eval()
-    check_finite(loaded, name)
+    loaded_model.check_floating(made, name)
+    loaded = loaded_model.in_dtype(made, options.dtype)[0].to(device=options.device).eval()
+    loaded_model.check_finite(loaded, name)
     processor = ImageTransform(transform, f"{kind}'s transform, {' '.join(str(transform).split())}")
-    return Checkpoint(loaded, model, state_sha256(loaded), None, processor=processor)
+    return Checkpoint(loaded, model, loaded_model.state_sha256(loaded), None, processor=processor)
 
 
 def _fill(model: nn.Module, weights: str) -> None:

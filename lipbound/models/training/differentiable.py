@@ -12,6 +12,7 @@ from lipbound.attention.projections import Projections
 from lipbound.attention.scoring import Scoring
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, shown
+from lipbound.models.capture.rerun import relative_error
 from lipbound.models.sources.loaded_model import bare_model
 from lipbound.models.training.watch import Probabilities, TrainingCall, watching
 
@@ -91,10 +92,7 @@ def attention_layers(
     result: list[Attention] = []
     with watching(model, layers, [p.module for p in known.values()]) as watch:
         yield result
-    for call in watch.calls:
-        att = _layer(call, known.get(id(call.module)))
-        if att is not None:
-            result.append(att)
+    result += filter(None, (_layer(call, known.get(id(call.module))) for call in watch.calls))
 
 
 class ModuleProjections(NamedTuple):
@@ -230,10 +228,7 @@ def _check(att: Attention, call: TrainingCall, sample: int) -> None:
     ):
         mine, own = mine[0][:, real], own[sample].to(mine)[:, real]
         own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
-        off = torch.inf
-        if mine.shape == own.shape:
-            size = own.abs().amax().clamp_min(torch.finfo(mine.dtype).tiny)
-            off = float((mine - own).abs().amax() / size)
+        off = relative_error(mine, own) if mine.shape == own.shape else torch.inf
         if not off <= limit:
             raise CaptureError(
                 f"{type(call.module).__name__} does more to its {name} than project its input (off "

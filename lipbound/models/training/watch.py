@@ -4,7 +4,6 @@ Gradient checkpointing computes layers again in the backward pass, when the cont
 model may have ended: the recomputation does what the first pass did.
 """
 
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,7 +21,9 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.attention.scoring import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
-from lipbound.models.capture.seeing.interface import ATTRIBUTE, attention_configs
+from lipbound.models.capture.seeing.interface import ATTRIBUTE, additive_mask, attention_configs
+from lipbound.models.capture.seeing.recording import by_name
+from lipbound.models.quiet import changed
 from lipbound.models.sources.loaded_model import bare_model
 
 TRAINING_ATTENTION = "lipbound-training"
@@ -97,7 +99,7 @@ class ProbabilityCollector:
         whole: whether calls are kept, not probabilities alone.
         found: probabilities so far.
         calls: so far, where they are kept.
-        hooks: on modules, until the end.
+        hooks: on modules, until it is closed.
         streams: masks of the models that run, the innermost last.
         inputs: of modules, by their identities.
         passes: how often modules were entered since they first called attention.
@@ -110,7 +112,7 @@ class ProbabilityCollector:
     whole: bool
     found: Probabilities = field(default_factory=Probabilities)
     calls: list[TrainingCall] = field(default_factory=list)
-    hooks: list[Any] = field(default_factory=list)
+    hooks: ExitStack = field(default_factory=ExitStack)
     streams: list[Any] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     passes: dict[int, int] = field(default_factory=dict)
@@ -122,7 +124,7 @@ class ProbabilityCollector:
         key = id(module)
         if key not in self.passes:
             self.passes[key] = 0
-            self.hooks.append(module.register_forward_pre_hook(self._enter))
+            self.hooks.enter_context(module.register_forward_pre_hook(self._enter))
         return self.layers.setdefault((key, self.passes[key]), len(self.layers))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -166,7 +168,7 @@ def _attention(
         raise CaptureError(
             f"{type(module).__name__} uses {', '.join(extras)}, which penalties do not support"
         )
-    explicit = partial(_explicit, module, query, key, value, attention_mask, kw)
+    explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
     if replay.script is not None:
         return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
@@ -192,17 +194,13 @@ AttentionMaskInterface.register(TRAINING_ATTENTION, eager_mask)
 
 
 def _explicit(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    given: Tensor | None,
-    kw: Mapping[str, Any],
+    module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], given: Tensor | None, kw: dict[str, Any]
 ) -> tuple[Tensor, Tensor, TrainingCall, Tensor]:
     """Return output and probabilities as a model takes them, the call, and wide probabilities.
 
     Those are before dropout and in float32 at least.
     """
+    query, key, value = qkv
     scale = kw.get("scaling") or query.shape[-1] ** -0.5
     groups = query.shape[1] // key.shape[1]
     keys, values = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
@@ -238,8 +236,7 @@ def _added(
         given = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril()[None, None]
     given = given[..., :keys]
     if given.dtype == torch.bool:
-        zeros = torch.zeros(given.shape, dtype=scores.dtype, device=scores.device)
-        return zeros.masked_fill(~given, lowest)
+        return additive_mask(scores, scores, given, False)
     if not given.is_floating_point():
         raise CaptureError(
             f"{type(module).__name__} was given a mask of "
@@ -280,13 +277,13 @@ def _side_by_side(
     if p.shape[1:] == q.shape[1:] and valid is None and other is None:
         return torch.cat([p, q]), None
     rows, keys = (max(a, b) for a, b in zip(p.shape[-2:], q.shape[-2:], strict=True))
-    tensors, masks = [], []
-    for t, mask in ((p, valid), (q, other)):
-        if mask is None:
-            mask = torch.ones(len(t), t.shape[-2], dtype=torch.bool, device=t.device)
+
+    def padded(t: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        mask = t.new_ones(t.shape[::2], dtype=torch.bool) if mask is None else mask
         short = rows - t.shape[-2]
-        tensors.append(nn.functional.pad(t, (0, keys - t.shape[-1], 0, short)))
-        masks.append(nn.functional.pad(mask, (0, short)))
+        return pad(t, (0, keys - t.shape[-1], 0, short)), pad(mask, (0, short))
+
+    tensors, masks = zip(padded(p, valid), padded(q, other), strict=True)
     return torch.cat(tensors), torch.cat(masks)
 
 
@@ -312,10 +309,8 @@ def watching(
         )
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
     watch = ProbabilityCollector(frozenset(map(id, modules)), chosen, inputs_of is not None)
-    with ExitStack() as stack:
-        stack.enter_context(_hooked(watch, modules, inputs_of or ()))
-        stack.enter_context(_attending(inner, modules))
-        stack.enter_context(uncompiled(modules))
+    hooked, attending = _hooked(watch, modules, inputs_of or ()), _attending(inner, modules)
+    with hooked, attending, uncompiled(modules):
         _watches.append(watch)
         try:
             yield watch
@@ -341,14 +336,7 @@ def _hooked(
     """Yield while a watch knows which token stream is computed, and what modules are given."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            signature = inspect.signature(type(module).forward)
-            given = signature.bind_partial(module, *args, **kwargs).arguments
-        except TypeError:
-            given = kwargs
-        nested = (v for v in given.values() if isinstance(v, dict) and "attention_mask" in v)
-        rest = next(nested, {})
-        watch.streams.append(given.get("attention_mask", rest.get("attention_mask")))
+        watch.streams.append(by_name(module, args, kwargs)[1].get("attention_mask"))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if watch.streams:
@@ -359,29 +347,14 @@ def _hooked(
         if isinstance(x, Tensor):
             watch.inputs[id(module)] = x
 
-    for part in parts:
-        if isinstance(part, PreTrainedModel):
-            watch.hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-            watch.hooks.append(part.register_forward_hook(leave, always_call=True))
-    watch.hooks += [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
-    try:
+    with watch.hooks as hooks:
+        for part in parts:
+            if isinstance(part, PreTrainedModel):
+                hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
         yield
-    finally:
-        for hook in watch.hooks:
-            hook.remove()
-
-
-@contextmanager
-def _changed(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
-    """Yield while an attribute of objects has another value."""
-    before = [(one, getattr(one, name)) for one in objects]
-    try:
-        for one, _ in before:
-            setattr(one, name, value)
-        yield
-    finally:
-        for one, old in before:
-            setattr(one, name, old)
 
 
 @contextmanager
@@ -402,7 +375,7 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
             func: Any = vars(module).get(CHECKPOINTING)
             if getattr(func, "func", None) is checkpoint:
                 noting = partial(_checkpoint, ours, func)
-                stack.enter_context(_changed([module], CHECKPOINTING, noting))
+                stack.enter_context(changed(CHECKPOINTING, noting, module))
         yield
 
 
@@ -436,7 +409,7 @@ def _checkpoint(configs: Sequence[Any], func: Callable[..., Any], *args: Any, **
 
 @contextmanager
 def _noting(own: AbstractContextManager[Any], notes: list[bool]) -> Iterator[None]:
-    with own, _changed([replay], "notes", notes):
+    with own, changed("notes", notes, replay):
         yield
 
 
@@ -449,8 +422,8 @@ class _Recomputing:
     def __enter__(self) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(self._own)
-        self._stack.enter_context(_changed(self._configs, ATTRIBUTE, TRAINING_ATTENTION))
-        self._stack.enter_context(_changed([replay], "script", iter(self._notes)))
+        self._stack.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *self._configs))
+        self._stack.enter_context(changed("script", iter(self._notes), replay))
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)

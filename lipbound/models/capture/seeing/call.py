@@ -1,5 +1,6 @@
 """One call of attention in a forward pass: the record that every way of seeing it makes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,12 @@ INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by
 
 HIDDEN = -9999.0
 """Additive mask entries up to this value hide a key: some models write -10000 for the lowest."""
+
+
+def listed(names: Sequence[str], most: int = 1) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @dataclass(eq=False)
@@ -156,11 +163,10 @@ class Call:
             raise self.unsupported(
                 "multiplies queries, keys and values in tensors whose axes are not known"
             )
-        x, (samples, n) = self.given, self._shape
+        given, (samples, n) = self.given, self._shape
+        x = given.transpose(0, 1) if isinstance(given, Tensor) and self.tokens_first else given
         if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])
-        if isinstance(x, Tensor):
-            x = x.transpose(0, 1) if self.tokens_first else x
         queries, keys = self.q.shape[-2], self.k.shape[-2]
         apart = self.sides == "qkv" and keys != queries
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != n or apart:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE
-from lipbound.models.capture.seeing.fused import SDPA, additive_mask, handling_fused
-from lipbound.models.capture.seeing.interface import eager, handling
+from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
 
 PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 PRODUCTS |= {Tensor.__rmatmul__, Tensor.baddbmm, torch.einsum}
@@ -158,8 +157,7 @@ class Follower(TorchFunctionMode):
             self.is_paused = before
 
     def __enter__(self) -> Self:
-        self._ways.enter_context(handling(self._interface))
-        self._ways.enter_context(handling_fused(self._fused))
+        self._ways.enter_context(handling(self._interface, self._fused))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -1,19 +1,25 @@
-"""Recording every call of transformers' attention interface in a forward pass of a model."""
+"""Running a model while its calls of attention functions come to us.
+
+They are calls of transformers' attention interface, of torch's scaled_dot_product_attention, and of
+what else is named in `OTHERS`.
+"""
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError
-from lipbound.models.quiet import first_line, quiet
+from lipbound.models.quiet import changed, first_line, quiet
 from lipbound.models.sources.loaded_model import named_inputs
 
 RECORDING_ATTENTION = "lipbound"
@@ -46,8 +52,18 @@ RAISED: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, Look
 RAISED += (AttributeError, AssertionError, ArithmeticError, NameError)
 """Errors that the code of models raises when it is given what it does not expect."""
 
+SDPA = F.scaled_dot_product_attention
+"""torch's own function."""
+MULTIHEAD = F.multi_head_attention_forward
+
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
 """A function (module, query, key, value, mask, ...) -> (outputs, probabilities)."""
+Adapter = Callable[..., tuple[dict[str, Any], Callable[[Tensor], Tensor]]]
+"""Brings a call's arguments into those of scaled_dot_product_attention, by name; and what brings
+its outputs, (samples, heads, N, d_v), into the layout of the function's own."""
+OTHERS: list[tuple[Any, str, Adapter]] = []
+"""Other functions that compute attention: the module that calls each by a name, that name, and the
+adapter."""
 
 _handler: AttentionFunction | None = None
 
@@ -89,27 +105,60 @@ def eager(module: nn.Module) -> AttentionFunction:
 def _eager_name(kind: Any) -> tuple[dict[str, Any], str] | None:
     """Return globals and name of the eager attention function that a class mentions."""
     for cls in kind.__mro__:
-        for f in filter(inspect.isfunction, sorted(vars(cls).values(), key=_is_not_forward)):
-            f = inspect.unwrap(f)
+        functions = map(inspect.unwrap, filter(inspect.isfunction, vars(cls).values()))
+        for f in sorted(functions, key=lambda f: f.__name__ != "forward"):
             for name in f.__code__.co_names:
                 if name.endswith(EAGER):
                     return f.__globals__, name
     return None
 
 
-def _is_not_forward(value: object) -> bool:
-    return getattr(value, "__name__", "") != "forward"
-
-
 @contextmanager
-def handling(function: AttentionFunction) -> Iterator[None]:
-    """Yield while calls of the attention interface go to ``function``."""
-    global _handler
-    previous, _handler = _handler, function
-    try:
+def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Iterator[None]:
+    """Yield while attention is computed by functions of ours.
+
+    torch's own layers take no fast path that calls nothing in Python, and its MultiheadAttention
+    returns no weights, for which it would multiply by hand.
+
+    Args:
+        function: takes the calls of the attention interface.
+        fused: takes those of scaled_dot_product_attention, and of `OTHERS`.
+    """
+
+    def multihead(*args: Any, **kwargs: Any) -> Any:
+        return MULTIHEAD(*args, **{**kwargs, "need_weights": False})
+
+    swapped: list[tuple[Any, str, Any]] = [(sys.modules[__name__], "_handler", function)]
+    swapped += [(F, SDPA.__name__, fused), (F, MULTIHEAD.__name__, multihead)]
+    swapped += [(owner, name, partial(_adapted, fused, adapt)) for owner, name, adapt in OTHERS]
+    with ExitStack() as afterwards:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        afterwards.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        torch.backends.mha.set_fastpath_enabled(False)
+        for owner, name, new in swapped:
+            afterwards.enter_context(changed(name, new, owner))
         yield
-    finally:
-        _handler = previous
+
+
+def _adapted(function: Callable[..., Tensor], adapt: Adapter, *args: Any, **kwargs: Any) -> Tensor:
+    given, back = adapt(*args, **kwargs)
+    return back(function(**given))
+
+
+def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor | None:
+    """Return what masks of scaled_dot_product_attention add to scores, or None for nothing."""
+    if is_causal:
+        shape = (q.shape[-2], k.shape[-2])
+        mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril()
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
+
+
+def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute scaled_dot_product_attention by products and a softmax, twice differentiable."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return SDPA(*args, **kwargs)
 
 
 def attention_configs(config: Any) -> Iterator[Any]:
@@ -135,8 +184,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
             afterwards.callback(setattr, module, "training", module.training)
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
-                afterwards.callback(setattr, module, "forward", module.forward)
-                module.forward = own
+                afterwards.enter_context(changed("forward", own, module))
         for config in configs:
             afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         for part in _outermost(model):

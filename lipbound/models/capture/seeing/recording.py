@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun
+from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun, listed
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
 from lipbound.models.capture.seeing.interface import forward
 
@@ -58,8 +58,7 @@ class AttentionFinder(TorchDispatchMode):
             for name, module in self.found.items()
             if name not in captured
         ]
-        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        return ", ".join(found[:NAMED]) + more
+        return listed(found, NAMED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, running = func(*args, **(kwargs or {})), self._recorder.running
@@ -80,12 +79,10 @@ class AttentionFinder(TorchDispatchMode):
 def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -> list[str]:
     """Return sentences on attention that was not seen, or is not what it seems."""
     said, captured = [], {call.name for call in calls}
-    if count := len(set(unseen.found) - captured):
-        compute = f"{count} modules compute" if count > 1 else "a module computes"
+    if left_out := unseen.names(captured):
         said.append(
-            f"{compute} attention of an unknown make, which cannot be captured: "
-            f"{unseen.names(captured)} of {type(model).__name__} {'are' if count > 1 else 'is'} "
-            "left out"
+            "attention of an unknown make cannot be captured and is left out, in "
+            f"{left_out} of {type(model).__name__}"
         )
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for name, module in lists.items():
@@ -93,17 +90,14 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -
         starts = [f"{name}.{i}." for i in range(len(module))]
         count = sum(any(f"{one}.".startswith(start) for one in captured) for start in starts)
         if not within and 0 < count < len(module):
-            have = "have" if count > 1 else "has"
             said.append(
-                f"{count} of {len(module)} layers in {name} {have} softmax attention; the others "
-                "mix tokens in another way, or not at all, and are left out"
+                f"softmax attention was found in {count} of {len(module)} layers in {name}; the "
+                "others mix tokens in another way, or not at all, and are left out"
             )
-    adding = [call.name for call in calls if call.adds]
-    for name in adding[:1]:
-        more = f" and {len(adding) - 1} more" if len(adding) > 1 else ""
+    if adding := [call.name for call in calls if call.adds]:
         said.append(
             "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
-            f"model's own attention does, in layer {name}{more}"
+            f"model's own attention does, in layer {listed(adding)}"
         )
     return said
 
@@ -182,7 +176,9 @@ class Recorder(Follower):
         first, second = (t.nan_to_num().sort().values for t in (flat, out))
         if not torch.equal(first, second):  # not even in another order
             call.changed = "changes its head outputs before they are projected (a norm, a gate)"
-            call.gated = call.way != BY_HAND and _is_gated(flat, out)
+            # behind a gate between 0 and 1 they keep their signs
+            signed = bool(((flat == 0) | (flat.sign() == out.sign())).all() and (flat != 0).any())
+            call.gated = call.way != BY_HAND and signed
             call.consumer = call.projection if call.gated else None
 
     def _given_mask(self) -> Tensor | None:
@@ -195,7 +191,7 @@ class Recorder(Follower):
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Run before a module of that name, as a hook."""
-        args, kwargs = _by_name(module, args, kwargs)
+        args, kwargs = by_name(module, args, kwargs)
         kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
         self.running.append(ModuleRun(module, name, args, kwargs))
         call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
@@ -231,8 +227,8 @@ def record(
     with ExitStack() as afterwards:
         for name, module in model.named_modules():
             enter = partial(recorder.enter, name)
-            afterwards.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            afterwards.callback(module.register_forward_hook(recorder.leave).remove)
+            afterwards.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            afterwards.enter_context(module.register_forward_hook(recorder.leave))
         with recorder.unseen, recorder:
             drew = forward(model, inputs, cache=cache)
     if not recorder.calls:
@@ -279,12 +275,7 @@ def _same(x: Tensor, out: Tensor) -> bool:
     return torch.equal(x.flatten(), out.flatten())
 
 
-def _is_gated(x: Tensor, flat: Tensor) -> bool:
-    """Return whether ``x`` has the signs of ``flat``, as after a gate between 0 and 1."""
-    return bool(((x == 0) | (x.sign() == flat.sign())).all()) and bool((x != 0).any())
-
-
-def _by_name(
+def by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with all but the first by name, however they were passed."""
