@@ -717,3 +717,17 @@ def test_texts_are_cut_at_what_a_model_takes(bert: Path) -> None:
     np.testing.assert_array_equal(ds["exact"], asked["exact"])  # type: ignore[index]
     with pytest.raises(LipboundError, match="max_length 129 exceeds the 40 positions"):
         lb.Monitor(model, texts, max_length=129)
+
+
+def test_one_pass_of_the_model_a_step() -> None:
+    """The probe is verified when the monitor is made, against the model's own attention."""
+    torch.manual_seed(0)
+    model = decoder()
+    passes: list[int] = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    monitor = lb.Monitor(model, torch.tensor([[1, 2, 3, 4]]), every=1)
+    made = len(passes)
+    assert made >= 2
+    for step in range(3):
+        monitor.step(step)
+    assert len(passes) == made + 3

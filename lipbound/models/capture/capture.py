@@ -100,7 +100,8 @@ class Capturer:
     _named: set[Row] | None = None
     _turns: list[Turns] = field(default_factory=list)
     _parts: dict[Row, ScoreParts] = field(default_factory=dict)
-    _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
+    _verified: dict[tuple[bool, str, int], float] = field(default_factory=dict)
+    """Errors of calls, by whether they have padding, the module, and its calls before."""
     _told: set[tuple[str, str]] = field(default_factory=set)
     _work: float = 0.0
     """Floating-point operations of a forward pass."""
@@ -210,7 +211,7 @@ class Capturer:
                 error = verification.check_rebuilt(call, attention, weights)
             if own is not None and call.way == INTERFACE:
                 found = verification.verify_outputs(call, attention, own)
-                self._verified[call.valid_keys is not None, row.call] = found
+                self._verified[call.valid_keys is not None, call.name, call.turn] = found
         except CaptureError as why:
             if isinstance(why, DifferentPositionsError) and call.samples > 1:
                 raise
@@ -220,7 +221,8 @@ class Capturer:
         attention.surroundings = surroundings(attention, seen) if known else None
         # of all layers at once they would fill the memory
         attention.cache.drop("p", "weights", "out")
-        errors = [error, *(e for (_, k), e in self._verified.items() if k == row.call)]
+        places = [(padded, call.name, call.turn) for padded in (False, True)]
+        errors = [error, *(self._verified[k] for k in places if k in self._verified)]
         windows = max(1, attention.samples // call.samples)
         return LayerCapture(i, call.name, attention, max(errors), windows)
 
@@ -288,7 +290,7 @@ class Capturer:
         samples: dict[int, list[int]] = {}
         for i in sorted(wanted):
             valid = calls[i].valid_keys
-            if (valid is not None, i) not in self._verified:
+            if (valid is not None, calls[i].name, calls[i].turn) not in self._verified:
                 sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
                 samples.setdefault(sample, []).append(i)
         found: dict[int, OwnOutputs] = {}
