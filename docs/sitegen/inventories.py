@@ -19,8 +19,10 @@ PROJECTS = {
     "scipy": "https://docs.scipy.org/doc/scipy",
     "pillow": "https://pillow.readthedocs.io/en/stable",
     "matplotlib": "https://matplotlib.org/stable",
+    "filelock": "https://py-filelock.readthedocs.io/en/latest",
 }
 NAMES = {
+    "filelock": "filelock._api.BaseFileLock py:class api.html#filelock.BaseFileLock",
     "python": """
         collections.abc.Callable py:class library/collections.abc.html#$
         collections.abc.Collection py:class library/collections.abc.html#$

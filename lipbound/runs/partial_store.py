@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from lipbound.errors import StoreError, one_line, tell
 
@@ -46,7 +46,7 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def hold(path: Path, file: Path, *, again: bool = False) -> FileLock:
+def hold(path: Path, file: Path, *, again: bool = False) -> BaseFileLock:
     """Take the lock of a run, which the system lets go when its process ends.
 
     Args:
