@@ -372,7 +372,7 @@ class HeadOperator(TensorOperator):
 
     def length(self, image: Tensor) -> tuple[Tensor, Tensor]:
         if self.squared and self.extra is None:
-            return length_by_squares(image, self._square, self.w.shape[1])
+            return length_by_squares(image, self.rows.square, self.head, self.w.shape[1])
         return super().length(image)
 
     def lift(self, x: Tensor) -> Tensor:

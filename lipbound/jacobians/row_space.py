@@ -15,18 +15,26 @@ def distinct(spans: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def length_by_squares(c: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
+TOGETHER = 12
+"""Entries whose lengths are taken at a time."""
+
+
+def length_by_squares(
+    c: Tensor, squares: Tensor, heads: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """Return lengths of c w^T, and how much too long they may be, (batch,) each.
 
     The end of Lemma 71 (docs/theory/rounding.md).
 
     Args:
         c: coordinates, (batch, N, m).
-        squares: products w^T w, (batch, m, m).
-        count: rows of w, of which each entry of them is a sum.
+        squares: products w^T w, (heads, m, m).
+        heads: of each entry of the batch, (batch,).
+        count: rows of w, of which each entry of the products is a sum.
     """
-    value = (c * torch.bmm(c, squares)).sum(-1).sum(-1)
-    size = c.square().sum((-1, -2)) * squares.diagonal(dim1=-2, dim2=-1).sum(-1)
+    parts = zip(c.split(TOGETHER), heads.split(TOGETHER), strict=True)
+    value = torch.cat([(part * (part @ squares[head])).sum(-1).sum(-1) for part, head in parts])
+    size = c.square().sum((-1, -2)) * squares.diagonal(dim1=-2, dim2=-1).sum(-1)[heads]
     sums = count + 2 * c.shape[2] + c.shape[1] + 8
     least = (value - sums * torch.finfo(c.dtype).eps * size).clamp_min(0).sqrt()
     length = value.clamp_min(0).sqrt()
