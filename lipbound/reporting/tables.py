@@ -197,8 +197,11 @@ def extra_notes(ds: xr.Dataset) -> list[str]:
     for name in statistics.extras(ds):
         wide, values = statistics.EXTRA_WIDTHS[name], ds[name]
         middle = statistics.reduce_samples(values, "median", list(map(str, values.dims)))
-        low, high = (enclosed(end, wide) for end in statistics.ends(values))
-        said = f"median {enclosed(float(middle), wide)}{texts.over(ds)}, from {low} to {high}"
+        median, low, high = (
+            "infinity" if np.isinf(one) else enclosed(one, wide)
+            for one in (float(middle), *statistics.ends(values))
+        )
+        said = f"median {median}{texts.over(ds)}, from {low} to {high}"
         notes.append(f"{texts.extra_title(ds, name)}: {said}")
     return notes
 
