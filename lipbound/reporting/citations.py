@@ -249,7 +249,8 @@ def _extras(ds: xr.Dataset) -> str:
         error = f" to a relative error of {small(EXTRA_WIDTHS[name] / 2)}" * (not edited(ds))
         lost = ", infinite where rounding hides whether the smallest singular value is zero"
         infinite = lost * bool(np.isinf(ds[name]).any())
-        each.append(f"the {said.extra_title(ds, name)}{error}{infinite}")
+        known = f" ({some})" if (some := said.extra_known(ds, name)) else ""
+        each.append(f"the {said.extra_title(ds, name)}{error}{infinite}{known}")
     return f"Also computed {'were' if len(each) > 1 else 'was'} {joined(each)}." if each else ""
 
 

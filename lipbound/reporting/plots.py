@@ -216,7 +216,7 @@ def heatmaps(
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the
             paper; a file that cannot be written.
     """
-    ds, own = relabelled(ds, labels), ",".join(name for name in EXTRAS if EXTRAS[name] in ds)
+    ds, own = relabelled(ds, labels), statistics.extras(ds)
     paper, each = sheets.Paper(width, columns, font_size, style, caption), scale == "panel"
 
     def drawn(bounds: Iterable[str] | None) -> Figure:
@@ -230,7 +230,8 @@ def heatmaps(
         if bounds is not None or not own:
             raise
     figure = drawn(bounds_there(ds))
-    tell(f"the extras of the run do not fit on this figure; bounds='{own}' draws a figure of them")
+    names = ",".join(name for name in EXTRAS if EXTRAS[name] in own)
+    tell(f"the extras of the run do not fit on this figure; bounds='{names}' draws one of them")
     return figure
 
 
@@ -286,9 +287,11 @@ def _extra(ds: xr.Dataset, name: str) -> str:
     Raises:
         UnknownNameError: the run has it not.
     """
-    if EXTRAS[name] not in ds:
-        raise UnknownNameError(f"the run has no {name!r}; compare the model with extras={name!r}")
-    return EXTRAS[name]
+    if EXTRAS[name] in statistics.extras(ds):
+        return EXTRAS[name]
+    if EXTRAS[name] in ds:
+        raise UnknownNameError(f"no value of {name!r} is known; shorter inputs may have some")
+    raise UnknownNameError(f"the run has no {name!r}; compare the model with extras={name!r}")
 
 
 def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:

@@ -355,8 +355,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def extras(ds: xr.Dataset) -> list[str]:
-    """Variables of a run on its Jacobians besides their norms, see `EXTRA_WIDTHS`."""
-    return [name for name in EXTRA_WIDTHS if name in ds.variables]
+    """Variables of a run with values on its Jacobians besides norms, see `EXTRA_WIDTHS`."""
+    return [name for name in EXTRA_WIDTHS if name in ds.variables and ds[name].notnull().any()]
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:

@@ -355,8 +355,32 @@ def test_extras_cost_no_figure(gpt2_run: xr.Dataset, tmp_path: Path) -> None:
     assert "Also computed were the condition number of the Jacobian" in paragraph
     assert "infinite where rounding hides whether" in paragraph
     assert "Also computed" not in lb.cite(gpt2_run, "text")
+    called = plots.heatmaps(ds, bounds="condition", labels={"condition": "Kappa"})
+    assert [title for title in titles(called) if title] == ["Exact", "Kappa"]
     with pytest.raises(PaperError, match="17 panels in 1 column do not fit"):
         plots.heatmaps(ds, width="slide", columns=1)
+
+
+@pytest.mark.parametrize("known", [0, 3])
+def test_extras_that_are_missing_are_said_to_be(gpt2_run: xr.Dataset, known: int) -> None:
+    """Where some or all exact norms are without a condition number; where none has one, there is
+    no panel of it."""
+    norms = gpt2_run["exact"].size
+    values = np.full(norms, np.nan)
+    values[:known] = 2.0
+    words = {"long_name": "condition number of the Jacobian", "label": "Condition number"}
+    condition = gpt2_run["exact"].copy(data=values.reshape(gpt2_run["exact"].shape))
+    ds = gpt2_run.assign(jacobian_condition=condition.assign_attrs(words))
+    text = tables.render(ds, width=300)
+    said = f"known at {known} of {norms} exact norms"
+    middle = "median 2.0 over samples, layers and heads, from 2.0 to 2.0, " * bool(known)
+    assert f"condition number of the Jacobian: {middle}{said}" in text
+    assert (f"({said})" in lb.cite(ds, "text")) == bool(known)
+    assert ("Also computed" in lb.cite(ds, "text")) == bool(known)
+    assert ("condition number" in plots.caption(ds)) == bool(known)
+    if not known:
+        with pytest.raises(UnknownNameError, match="no value of 'condition' is known; shorter"):
+            plots.heatmap(ds, "condition")
 
 
 @pytest.mark.parametrize("given", [3, None, xr.Dataset({"a": ("x", [1.0])})])

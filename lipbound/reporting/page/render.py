@@ -88,8 +88,8 @@ def report(
             written.
     """
     given: Any = runs
-    one = isinstance(runs, xr.Dataset | str | Path) or not isinstance(runs, Iterable)
-    several = [given] if one else list(given)
+    single = isinstance(runs, xr.Dataset | str | Path) or not isinstance(runs, Iterable)
+    several = [given] if single else list(given)
     if not several:
         raise LipboundError("no run was given; give at least one Dataset or saved run")
     if len(several) > 1 and (model is not None or data is not None):
