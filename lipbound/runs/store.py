@@ -145,7 +145,8 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             (a `DamagedRunWarning`), "refuse", or "accept".
 
     Returns:
-        The run; or a diff of two runs; or the data of a figure that `lipbound reproduce` stored.
+        The run; or a diff of two runs; or the data of a figure that `lipbound reproduce` stored, or
+        of a study such as `lipbound.cache_bits`.
 
     Raises:
         StoreError: there is no run at ``path``, or an unfinished one.
@@ -158,9 +159,13 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
     choice("damaged", damaged, DAMAGED)
     _check_there(path)
     ds = read(path)
-    if "recipe" in ds.attrs and "bounds" not in ds.attrs:
+    study = "lipbound" in ds.attrs and "exact" not in ds and not schema.is_diff(ds)
+    if (study or "recipe" in ds.attrs) and "bounds" not in ds.attrs:
         if damaged == "refuse":
-            what = f"the data of the figure {ds.attrs['recipe']!r}"
+            figure = (
+                f"the data of the figure {ds.attrs['recipe']!r}" if "recipe" in ds.attrs else ""
+            )
+            what = figure or "other data of lipbound"
             raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
     of_two = schema.is_diff(ds)

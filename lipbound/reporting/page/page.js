@@ -134,7 +134,7 @@
       element.on("plotly_click", (event) => { const p = at(event); choose({ layer: p.layer, column: p.column, bound: current().bounds.includes(p.name) ? p.name : state.bound }); });
     });
     $("maps-note").textContent = (parts.length > 1 ? "Panels are read off the colour bar below them. " : "") + "Scales are logarithmic" +
-      (run.across === "head" ? `; every cell is the ${run.reduce} over ${run.samples} sample${run.samples > 1 ? "s" : ""}. ` : "; every cell is one sample. ") +
+      (run.across === "head" ? (run.samples > 1 ? `; every cell is the ${run.reduce} over ${run.samples} samples. ` : "; there is one sample. ") : "; every cell is one sample. ") +
       (run.exactSamples < run.samples ? `Exact constants and ratios are of ${run.exactSamples} of the samples. ` : "") +
       "Click a cell, or move with the arrow keys.";
   }
