@@ -162,10 +162,8 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
     study = "lipbound" in ds.attrs and "exact" not in ds and not schema.is_diff(ds)
     if (study or "recipe" in ds.attrs) and "bounds" not in ds.attrs:
         if damaged == "refuse":
-            figure = (
-                f"the data of the figure {ds.attrs['recipe']!r}" if "recipe" in ds.attrs else ""
-            )
-            what = figure or "other data of lipbound"
+            recipe = ds.attrs.get("recipe")
+            what = f"the data of the figure {recipe!r}" if recipe else "other data of lipbound"
             raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
     of_two = schema.is_diff(ds)
