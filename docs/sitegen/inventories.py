@@ -19,6 +19,7 @@ PROJECTS = {
     "scipy": "https://docs.scipy.org/doc/scipy",
     "pillow": "https://pillow.readthedocs.io/en/stable",
     "matplotlib": "https://matplotlib.org/stable",
+    "filelock": "https://py-filelock.readthedocs.io/en/latest",
 }
 NAMES = {
     "python": """
@@ -72,6 +73,9 @@ NAMES = {
         UserWarning py:exception library/exceptions.html#$
         Warning py:exception library/exceptions.html#$
         DeprecationWarning py:exception library/exceptions.html#$
+    """,
+    "filelock": """
+        filelock._unix.UnixFileLock py:class api.html#filelock.UnixFileLock
     """,
     "torch": """
         torch.Tensor py:class tensors.html#$

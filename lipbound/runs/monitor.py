@@ -43,7 +43,7 @@ from lipbound.schema import MEANS, STATISTICS, STEP, RunInfo
 
 EVERY = 100
 """Steps between two measurements where nothing else is said."""
-WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
+_WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
 """Of each store, the monitor of this process that was made last; no other one writes it."""
 PREFIX = "lipbound"
 """First part of the names under which numbers are logged."""
@@ -213,7 +213,7 @@ class Monitor:
             if target.exists():
                 raise StoreError(f"{target} exists already; resume=True appends to it")
             check_target(target)
-            WRITERS[target] = self
+            _WRITERS[target] = self
             return StepStore(target)
         past = load(target, damaged="refuse")
         if STEP not in past.dims:
@@ -228,7 +228,7 @@ class Monitor:
         same_configuration(target, there | {"layers": past["layer"].values.tolist()}, asked)
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
         self._info = RunInfo.of(past)
-        WRITERS[target] = self
+        _WRITERS[target] = self
         return StepStore(target, len(self._slices))
 
     @property
@@ -272,7 +272,7 @@ class Monitor:
             return None
         try:
             target = self._config.target
-            if target is not None and self._store and WRITERS.get(target) is not self:
+            if target is not None and self._store and _WRITERS.get(target) is not self:
                 raise StoreError(f"a later monitor has taken over {target}; give each its own out")
             ds = self._measured(step)
             self._keep(ds, step)
