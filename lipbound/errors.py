@@ -93,6 +93,10 @@ class TooLargeError(LipboundError):
     """A matrix is too large to be formed for this number."""
 
 
+class PaperError(LipboundError):
+    """Panels of a figure do not fit on the paper."""
+
+
 class UnknownNameError(LipboundError):
     """A name that is not in a registry."""
 

@@ -16,7 +16,7 @@ import lipbound as lb
 import lipbound.runs.store as store
 from lipbound import cli
 from lipbound.__main__ import spin_briefly
-from lipbound.cli import measuring
+from lipbound.cli import measuring, reporting
 from lipbound.errors import StoreError
 from lipbound.runs.config import RunConfig
 
@@ -179,6 +179,14 @@ def test_help_has_examples() -> None:
             ).epilog
             or ""
         )
+
+
+def test_paragraphs_of_help_fold_where_the_terminal_does() -> None:
+    for command in cli.app.registered_commands:
+        for paragraph in (command.help or "").split("\n\n"):
+            assert "\n" not in paragraph
+    table = next(one for one in cli.app.registered_commands if one.callback is reporting.table)
+    assert "Then a table per bound lacks, in this order, names," in (table.help or "")
 
 
 def test_options_are_those_of_the_configuration() -> None:

@@ -75,6 +75,9 @@ NAMES = {
         Warning py:exception library/exceptions.html#$
         DeprecationWarning py:exception library/exceptions.html#$
     """,
+    "filelock": """
+        filelock._unix.UnixFileLock py:class api.html#filelock.UnixFileLock
+    """,
     "torch": """
         torch.Tensor py:class tensors.html#$
         torch._C.Generator py:class generated/torch.Generator.html

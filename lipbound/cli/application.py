@@ -260,7 +260,8 @@ def with_options(command: Callable[..., Any]) -> str:
         found.append(one.replace(annotation=Annotated[one.annotation, info]))
     command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in found}
-    return re.split(r"\n\n(?:Args|Attributes):\n", text)[0]
+    text = re.split(r"\n\n(?:Args|Attributes):\n", text)[0]
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)  # paragraphs fold at the terminal's width
 
 
 # -- modules of size -------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def heatmap(
     Args:
         run: A run saved by `lipbound compare --out`.
         output: File to write: .pdf, .svg, .png, .pgf, ...
-        bounds: Names separated by commas; all of the run by default.
+        bounds: Names of bounds and extras, separated by commas; all of the run by default.
         over: 'exact': draw bound / exact, of the bound's own map, rather than values.
         reduce: mean (of values, by default), geomean (of ratios, by default), max, median or a
             quantile such as 0.9, over samples.

@@ -368,8 +368,7 @@ def _repeated(batch: Mapping[str, Tensor]) -> list[str]:
     first: dict[int, int] = {}
     again = [k for k in range(count) if first.setdefault(content(k), k) != k]
     listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
-    said = (
-        f"only {len(first)} of {count} samples are different: samples {listed} repeat earlier "
-        "ones, and means count them again"
-    )
+    which = f"samples {listed} repeat earlier ones" if again[1:] else f"sample {listed} repeats one"
+    said = f"only {len(first)} of {count} samples are different: {which}, and means count "
+    said += "them again" if again[1:] else "it again"
     return [said] if again else []

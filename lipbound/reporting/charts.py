@@ -17,7 +17,7 @@ from lipbound.errors import LipboundError, check_made, choice, shown, whole
 from lipbound.formatting import counted, joined, number, plain
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
-from lipbound.runs.store import load, run_of, takes_run
+from lipbound.runs.store import load, no_run, run_of, takes_run
 from lipbound.schema import ALIKE, EXACT, MEANS, STATISTICS, STEP, with_exact
 
 if TYPE_CHECKING:
@@ -295,7 +295,9 @@ def over_steps(
         LipboundError: a run without steps, a quantity that it has not, an unknown reduction.
     """
     ds = load(ds) if isinstance(ds, str | Path) else ds
-    if not isinstance(ds, xr.Dataset) or STEP not in ds.dims:
+    if not isinstance(ds, xr.Dataset):
+        raise no_run(ds)
+    if STEP not in ds.dims:
         raise LipboundError("the run has no steps of training; lb.Monitor makes one that has")
     ds = relabelled(ds, labels)
     known = [one for one in (*EXACT[:3], *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
@@ -369,9 +371,13 @@ def token_profile(
             of.
 
     Raises:
-        LipboundError: a sample or head that there is not, another number of tokens, a file that
-            cannot be drawn or written.
+        LipboundError: no profile, a sample or head that there is not, another number of tokens, a
+            file that cannot be drawn or written.
     """
+    if not hasattr(profile, "output_lower"):
+        raise LipboundError(
+            f"profile is {shown(profile)}; give what lipbound.token_profile returns"
+        )
     chosen, grids = _norms(profile, sample, heads)
     rows, count = grids[0].shape
     names = [plain(str(token)) for token in (range(count) if tokens is None else tokens)]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import xarray as xr
 
 from lipbound.bounds.audit import audit
@@ -12,6 +13,7 @@ from lipbound.formatting import joined, plain, small
 from lipbound.reporting import labels as said
 from lipbound.reporting.labels import relabelled
 from lipbound.reporting.latex import typeset
+from lipbound.reporting.statistics import EXTRA_WIDTHS, extras
 from lipbound.runs.dataset import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
@@ -82,7 +84,7 @@ def methods(
     choice("format", format, PARAGRAPH_FORMATS)
     ds = relabelled(ds, labels)
     settings = (_constants, _inputs, _variants, _streams, _enclosures)
-    bounds = (_comparison, _assumptions, _left_out, _below_exact, _other_map)
+    bounds = (_comparison, _assumptions, _left_out, _below_exact, _other_map, _extras)
     parts = (*settings, *bounds, _environment, _state)
     text = plain(" ".join(filter(None, (part(ds) for part in parts))))
     if format == "text":
@@ -238,6 +240,18 @@ def _other_map(ds: xr.Dataset) -> str:
         "that map, with the same weights, an estimate to a relative tolerance of "
         f"{small(float(ds.attrs['tol']))} without upper bound."
     )
+
+
+def _extras(ds: xr.Dataset) -> str:
+    """What else of the Jacobians was computed, and how surely."""
+    each = []
+    for name in extras(ds):
+        error = f" to a relative error of {small(EXTRA_WIDTHS[name] / 2)}" * (not edited(ds))
+        lost = ", infinite where rounding hides whether the smallest singular value is zero"
+        infinite = lost * bool(np.isinf(ds[name]).any())
+        known = f" ({some})" if (some := said.extra_known(ds, name)) else ""
+        each.append(f"the {said.extra_title(ds, name)}{error}{infinite}{known}")
+    return f"Also computed {'were' if len(each) > 1 else 'was'} {joined(each)}." if each else ""
 
 
 def _environment(ds: xr.Dataset) -> str:

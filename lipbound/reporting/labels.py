@@ -17,6 +17,7 @@ from lipbound.formatting import counted, joined, number, plain, small
 from lipbound.runs.dataset import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
+    EXTRAS,
     NORMS,
     STEP,
     WRT,
@@ -74,7 +75,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
 
     Args:
         ds: a run.
-        labels: texts by name: of a bound, "exact" or "exact_l2", or "model" or "data".
+        labels: texts by name: of a bound, an extra, "exact" or "exact_l2", or "model" or "data".
 
     Raises:
         UnknownNameError: a name that the run has not.
@@ -82,7 +83,8 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
     """
     check_numbers(ds)
     given, others = dict(labels or {}), ("model", "data")
-    known = [name for name in ("exact", "exact_l2", *bounds_there(ds)) if name in ds.variables]
+    names = {name: name for name in ("exact", "exact_l2", *bounds_there(ds))} | EXTRAS
+    known = {name: variable for name, variable in names.items() if variable in ds.variables}
     for name, text in given.items():
         if name not in (*known, *others):
             raise UnknownNameError(
@@ -91,7 +93,8 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
             )
         if not isinstance(text, str) or not plain(text).strip():
             raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
-    said = {name: str(given.get(name, ds[name].attrs.get("label", name))) for name in known}
+    usual = {name: ds[one].attrs.get("label", name) for name, one in known.items()}
+    said = {known[name]: str(given.get(name, usual[name])) for name in known}
     named = {name: ds[name].assign_attrs(label=text) for name, text in said.items()}
     called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in others if name in given}
     return ds.assign(named).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
@@ -244,6 +247,12 @@ def label_of(ds: xr.Dataset, name: str) -> str:
 def extra_title(ds: xr.Dataset, name: str) -> str:
     """What one of `lipbound.reporting.statistics.extras` is, in words."""
     return plain(str(ds[name].attrs.get("long_name", name)))
+
+
+def extra_known(ds: xr.Dataset, name: str) -> str:
+    """Words on an extra that some exact norms are without; empty where none is."""
+    known, norms = int(ds[name].count()), int(ds["exact"].count())
+    return f"known at {known} of {norms} exact norms" if known < norms else ""
 
 
 def holds(sound: int, compared: int) -> str:

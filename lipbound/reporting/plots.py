@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import UnknownNameError, choice, nearest
+from lipbound.errors import PaperError, UnknownNameError, choice, nearest, tell
 from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import sheets, statistics
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
@@ -27,7 +27,7 @@ from lipbound.reporting.sheets import COLORMAP
 from lipbound.reporting.statistics import reduce_samples, shared_scale
 from lipbound.runs.pair import sides
 from lipbound.runs.store import takes_diff, takes_run
-from lipbound.schema import EXTRAS, compared_with
+from lipbound.schema import EXTRAS, bounds_there, compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
 __all__ += ["over_steps", "reduce_samples", "shared_scale", "token_profile"]
@@ -190,7 +190,8 @@ def heatmaps(
         ds: a run, from `lipbound.compare` or `lipbound.load`; or a diff, from `lipbound.diff`.
         path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are
             reproducible.
-        bounds: which bounds, in this order, without extras; all of the run by default.
+        bounds: which bounds and extras, in this order, as a list or separated by commas; all of the
+            run by default, with its extras where these fit on the paper too.
         over: "exact": draw bound / exact, each bound over the exact norm of its own map; None:
             values.
         reduce: over samples: "mean", the default of values, since published heatmaps have it
@@ -215,18 +216,23 @@ def heatmaps(
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the
             paper; a file that cannot be written.
     """
-    ds = relabelled(ds, labels)
-    grids, bars, reduce = _panels(ds, bounds, reduce, scale, over)
-    return sheets.figure_of(
-        ds,
-        grids,
-        bars,
-        _titles(ds, grids),
-        _caption(ds, bars, reduce, scale),
-        path,
-        sheets.Paper(width, columns, font_size, style, caption),
-        own_bars=scale == "panel",
-    )
+    ds, own = relabelled(ds, labels), statistics.extras(ds)
+    paper, each = sheets.Paper(width, columns, font_size, style, caption), scale == "panel"
+
+    def drawn(bounds: Iterable[str] | None) -> Figure:
+        grids, bars, how = _panels(ds, bounds, reduce, scale, over)
+        titles, words = _titles(ds, grids), _caption(ds, bars, how, scale)
+        return sheets.figure_of(ds, grids, bars, titles, words, path, paper, own_bars=each)
+
+    try:
+        return drawn(bounds)
+    except PaperError:
+        if bounds is not None or not own:
+            raise
+    figure = drawn(bounds_there(ds))
+    names = ",".join(name for name in EXTRAS if EXTRAS[name] in own)
+    tell(f"the extras of the run do not fit on this figure; bounds='{names}' draws one of them")
+    return figure
 
 
 @takes_diff(diff_heatmap)
@@ -262,7 +268,8 @@ def heatmap(
     reduce = _reduction(reduce, over)
     known = [*statistics.panels(ds), *statistics.extras(ds)]
     known = statistics.compared(ds) if over else known
-    if (wanted := name if over else EXTRAS.get(name, name)) not in known:
+    wanted = name if over or name not in EXTRAS else _extra(ds, name)
+    if wanted not in known:
         what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
     grids = sheets.log10(ds, [wanted], reduce, over)
@@ -272,6 +279,19 @@ def heatmap(
     words = sheets.RATIO if over else "log10"
     words += _over_samples(ds, ", ", reduce)
     return sheets.one_panel(ds, grids, shown, label_of(ds, wanted), words, ax)
+
+
+def _extra(ds: xr.Dataset, name: str) -> str:
+    """Name the variable of an extra.
+
+    Raises:
+        UnknownNameError: the run has it not.
+    """
+    if EXTRAS[name] in statistics.extras(ds):
+        return EXTRAS[name]
+    if EXTRAS[name] in ds:
+        raise UnknownNameError(f"no value of {name!r} is known; shorter inputs may have some")
+    raise UnknownNameError(f"the run has no {name!r}; compare the model with extras={name!r}")
 
 
 def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:
@@ -296,10 +316,16 @@ def _panels(
 ) -> tuple[dict[str, np.ndarray], list[sheets.Scale], str | float]:
     """Values of the panels, log10, their colour scales, and how they are reduced."""
     reduce = _reduction(reduce, over)
+    if isinstance(bounds, str):
+        bounds = [part.strip() for part in bounds.split(",")]
     if over:
         names = statistics.compared(ds, bounds)
+    elif bounds is None:
+        names = [*statistics.panels(ds), *statistics.extras(ds)]
     else:
-        names = [*statistics.panels(ds, bounds), *(statistics.extras(ds) if bounds is None else [])]
+        chosen = list(bounds)
+        own = [_extra(ds, name) for name in chosen if name in EXTRAS]
+        names = [*statistics.panels(ds, [one for one in chosen if one not in EXTRAS]), *own]
     grids = sheets.log10(ds, names, reduce, over)
     return grids, sheets.scales(ds, grids, scale), reduce
 
@@ -344,7 +370,8 @@ def _caption(ds: xr.Dataset, bars: list[sheets.Scale], reduce: str | float, scal
         own = "scale of their own" if len(first) > 1 else "scale of its own"
         rows = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour {own}."
     rows += "".join(
-        f" {label_of(ds, name)}: log10 of the {extra_title(ds, name)}, on a scale of its own."
+        f" {label_of(ds, name)}: log10 of the {extra_title(ds, name)}, on a scale of its own"
+        f"{', infinite ones in the colour beyond it' * bool(np.isinf(ds[name]).any())}."
         for name in shown
         if name in statistics.extras(ds)
     )

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from lipbound.errors import LipboundError, choice, whole
+from lipbound.errors import PaperError, choice, whole
 from lipbound.formatting import counted
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import extra_title
@@ -264,7 +264,7 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
         shrink: whether smaller type may be taken where panels would become too flat.
 
     Raises:
-        LipboundError: so many panels in so few columns are taller than the paper.
+        PaperError: so many panels in so few columns are taller than the paper.
     """
     for share in (1.0, 0.9, 0.8, 0.7) if shrink else (1.0,):
         small = replace(sheet, points=share * sheet.points)
@@ -276,7 +276,7 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
             return small, across
     many = counted(columns, "column") if columns else "as many columns as are legible"
     limit = styles.paper_height(sheet.inches, captioned=bool(sheet.caption))
-    raise LipboundError(
+    raise PaperError(
         f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x "
         f"{limit:.3g} inches; ask for {'other columns, ' if columns else ''}a larger width, "
         "another style or fewer bounds"

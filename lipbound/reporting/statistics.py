@@ -32,7 +32,14 @@ def reduce_samples(
 
     Raises:
         UnknownNameError: another name, or a number outside of [0, 1].
+        LipboundError: values that are no DataArray with these dimensions.
     """
+    if not isinstance(values, xr.DataArray) or not {*dims} <= {*values.dims}:
+        there = f"one over {', '.join(map(str, values.dims))}" if hasattr(values, "dims") else ""
+        raise LipboundError(
+            f"a variable over {', '.join(dims)} is wanted, not {there or shown(values)}; give one "
+            'of a run, such as ds["exact"]'
+        )
     quantile = not isinstance(how, str | bool) and is_number(how) and 0 <= float(how) <= 1
     if not quantile and how not in REDUCTIONS:
         raise UnknownNameError(
@@ -323,14 +330,14 @@ def compared(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
-    """Names of bounds from a list separated by commas.
+    """Names of bounds, and of extras of the run, from a list separated by commas.
 
     Read as `lipbound.bounds.resolve` does in the run's norm; those of the run need no registry, and
     so no torch.
     """
     ds = sides(ds)[0] if is_diff(ds) else ds
     names = [part.strip() for part in bounds.split(",") if part.strip()]
-    if names and all(name in bounds_there(ds) for name in names):
+    if names and all(name in (*bounds_there(ds), *EXTRAS) for name in names):
         return list(dict.fromkeys(names))
     from lipbound.bounds.registry import resolve
 
@@ -348,15 +355,25 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def extras(ds: xr.Dataset) -> list[str]:
-    """Variables of a run on its Jacobians besides their norms, see `EXTRA_WIDTHS`."""
-    return [name for name in EXTRA_WIDTHS if name in ds.variables]
+    """Variables of a run with values on its Jacobians besides norms, see `EXTRA_WIDTHS`."""
+    return [name for name in EXTRA_WIDTHS if name in ds.variables and ds[name].notnull().any()]
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     """Limits of the common colour scale.
 
     It spans all panels, except those whose median lies decades above every other one.
+
+    Args:
+        grids: log10 of the values of each panel, by name.
+
+    Raises:
+        LipboundError: something else.
     """
+    if not isinstance(grids, dict):
+        raise LipboundError(
+            f"grids is {shown(grids)}; give a dict of the panels, log10 of their values by name"
+        )
     medians = {
         name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid)))
         for name, grid in grids.items()

@@ -33,7 +33,7 @@ from lipbound.reporting.statistics import (
     widths,
 )
 from lipbound.runs.store import takes_diff, takes_run
-from lipbound.schema import Contents, bounds_there, with_exact
+from lipbound.schema import EXTRAS, Contents, bounds_there, with_exact
 
 __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
@@ -192,14 +192,18 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
 
 
 def extra_notes(ds: xr.Dataset) -> list[str]:
-    """A sentence on each of `lipbound.reporting.statistics.extras`: its median and its range."""
-    notes = []
-    for name in statistics.extras(ds):
+    """A sentence on each extra of a run: its median and its range, and where it is not known."""
+    notes, extras = [], statistics.extras(ds)
+    for name in filter(ds.variables.__contains__, EXTRAS.values()):
         wide, values = statistics.EXTRA_WIDTHS[name], ds[name]
         middle = statistics.reduce_samples(values, "median", list(map(str, values.dims)))
-        low, high = (enclosed(end, wide) for end in statistics.ends(values))
-        said = f"median {enclosed(float(middle), wide)}{texts.over(ds)}, from {low} to {high}"
-        notes.append(f"{texts.extra_title(ds, name)}: {said}")
+        median, low, high = (
+            "infinity" if np.isinf(one) else enclosed(one, wide)
+            for one in (float(middle), *statistics.ends(values))
+        )
+        said = f"median {median}{texts.over(ds)}, from {low} to {high}" * (name in extras)
+        words = ", ".join(filter(None, [said, texts.extra_known(ds, name)]))
+        notes.append(f"{texts.extra_title(ds, name)}: {words}")
     return notes
 
 

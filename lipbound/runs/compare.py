@@ -269,8 +269,8 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
             sources.inputs.notes.append(
-                f"{name} is missing at {without} of {int(there)} exact norms: their Jacobians are "
-                "too large for it, of several windows, or hidden by rounding"
+                f"{name} is missing at {without} of {int(there)} exact norms: more outputs "
+                "than the 1,024 of a condition number, several windows, or rounding hides it"
             )
             tell(sources.inputs.notes[-1])
 

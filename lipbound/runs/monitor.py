@@ -43,6 +43,8 @@ from lipbound.schema import MEANS, STATISTICS, STEP, RunInfo
 
 EVERY = 100
 """Steps between two measurements where nothing else is said."""
+_WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
+"""Of each store, the monitor of this process that was made last; no other one writes it."""
 PREFIX = "lipbound"
 """First part of the names under which numbers are logged."""
 
@@ -86,7 +88,7 @@ class Monitor:
         every: steps between two measurements; 100 by default.
         steps: the steps to measure at, in place of ``every``.
         out: where to keep the run, a Zarr store that can be read at any moment, also after the
-            training was killed.
+            training was killed. Of several monitors of one store, the one made last writes it.
         resume: append to the run of ``out``, if it exists. Steps that come again are replaced.
         bounds: also evaluate these, as in `lipbound.compare`; none by default.
         map, norm, layers, tol, seed: as in `lipbound.compare`.
@@ -211,6 +213,7 @@ class Monitor:
             if target.exists():
                 raise StoreError(f"{target} exists already; resume=True appends to it")
             check_target(target)
+            _WRITERS[target] = self
             return StepStore(target)
         past = load(target, damaged="refuse")
         if STEP not in past.dims:
@@ -225,6 +228,7 @@ class Monitor:
         same_configuration(target, there | {"layers": past["layer"].values.tolist()}, asked)
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
         self._info = RunInfo.of(past)
+        _WRITERS[target] = self
         return StepStore(target, len(self._slices))
 
     @property
@@ -267,6 +271,9 @@ class Monitor:
         if not due or _other_process():
             return None
         try:
+            target = self._config.target
+            if target is not None and self._store and _WRITERS.get(target) is not self:
+                raise StoreError(f"a later monitor has taken over {target}; give each its own out")
             ds = self._measured(step)
             self._keep(ds, step)
         except Exception as error:  # a training is worth more than a number about it

@@ -80,7 +80,7 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
         LipboundError: its name is that of a file of another kind, such as ``run.csv``.
     """
     if not isinstance(ds, xr.Dataset):
-        raise _no_dataset(ds)
+        raise no_run(ds)
     try:
         return _save(ds, path)
     except StoreError as failure:
@@ -145,20 +145,25 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             (a `DamagedRunWarning`), "refuse", or "accept".
 
     Returns:
-        The run; or a diff of two runs; or the data of a figure that `lipbound reproduce` stored.
+        The run; or a diff of two runs; or the data of a figure that `lipbound reproduce` stored, or
+        of a study such as `lipbound.cache_bits`.
 
     Raises:
         StoreError: there is no run at ``path``, or an unfinished one.
         AlteredRunError: a part of it is missing or cannot be read, or, with "refuse", is not as it
             was computed.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise StoreError(f"path is {shown(path)}; give the path of a stored run")
     path = Path(path).expanduser()
     choice("damaged", damaged, DAMAGED)
     _check_there(path)
     ds = read(path)
-    if "recipe" in ds.attrs and "bounds" not in ds.attrs:
+    study = "lipbound" in ds.attrs and "exact" not in ds and not schema.is_diff(ds)
+    if (study or "recipe" in ds.attrs) and "bounds" not in ds.attrs:
         if damaged == "refuse":
-            what = f"the data of the figure {ds.attrs['recipe']!r}"
+            recipe = ds.attrs.get("recipe")
+            what = f"the data of the figure {recipe!r}" if recipe else "other data of lipbound"
             raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
     of_two = schema.is_diff(ds)
@@ -280,11 +285,11 @@ def run_of(given: object) -> xr.Dataset:
     if isinstance(given, str | Path):
         given = load(given)
     if not isinstance(given, xr.Dataset):
-        raise _no_dataset(given)
+        raise no_run(given)
     if schema.is_diff(given):
         raise StoreError(
             "this is a diff of two runs, and one run is wanted; give one of the two that it was "
-            "made of, which lipbound.runs.pair.sides returns"
+            "made of (in Python, lipbound.runs.pair.sides of the diff has both)"
         )
     if what := _lost(given):
         raise StoreError(
@@ -342,8 +347,8 @@ def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
     return ds.sel({schema.STEP: step}) if schema.STEP in ds.dims else ds
 
 
-def _no_dataset(given: object) -> StoreError:
-    """Describe what is no Dataset."""
+def no_run(given: object) -> StoreError:
+    """Describe what was given in place of a run."""
     what = f"a run is wanted, not {shown(given)}"
     return StoreError(f"{what}; give the Dataset of lipbound.compare or lipbound.load")
 

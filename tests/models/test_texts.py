@@ -342,6 +342,8 @@ def test_repeated_samples_are_told(checkpoint: Checkpoint) -> None:
         r"count them again",
     ):
         prepare(checkpoint, ["w1", "w1", "w2", "w2"], max_length=4)
+    with pytest.warns(Notice, match="sample 2 repeats one, and means count it again"):
+        prepare(checkpoint, ["w1", "w2", "w1"], max_length=4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Figures, tables and citations of a run."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,8 @@ from support.models import AFFINE, build, inputs_for
 
 import lipbound as lb
 from lipbound import plots, tables
-from lipbound.errors import LipboundError, StoreError
+from lipbound.analysis import cache_bits
+from lipbound.errors import LipboundError, Notice, PaperError, StoreError, UnknownNameError
 from lipbound.formatting import number
 
 
@@ -74,7 +76,7 @@ def test_extras_are_in_tables_and_figures(tmp_path: Path) -> None:
         tables.render(ds.assign_attrs(bounds=[]), bounds=["yudin"])
     few = plots.heatmaps(ds, bounds=["yudin"])
     assert len([one for one in few.axes if one.images and one.get_title()]) == 2
-    with pytest.raises(LipboundError, match="the run has no 'frobenius'; allowed are exact"):
+    with pytest.raises(LipboundError, match="the run has no 'frobenius'; compare the model with"):
         plots.heatmap(lb.compare(model, inputs_for(model), bounds=[], progress=False), "frobenius")
 
 
@@ -322,3 +324,84 @@ def test_ball_curves_are_drawn(tmp_path: Path) -> None:
 def test_what_is_no_ball_curve(gpt2_run: xr.Dataset) -> None:
     with pytest.raises(LipboundError, match=r"has no 'radius'; give what lipbound\.radius_curve"):
         lb.plots.ball_curve(gpt2_run)
+
+
+def test_extras_cost_no_figure(gpt2_run: xr.Dataset, tmp_path: Path) -> None:
+    """Where they do not fit beside many bounds, they are left to a figure of their own."""
+    condition = gpt2_run["exact"].where(gpt2_run["head"] > 0, np.inf)
+    words = {"long_name": "condition number of the Jacobian", "label": "Condition number"}
+    ds = gpt2_run.assign(jacobian_condition=condition.assign_attrs(words))
+    ds["jacobian_frobenius"] = condition.assign_attrs(words | {"label": "Frobenius norm"})
+
+    def titles(figure: Figure) -> list[str]:
+        return [one.get_title().split("\n")[0] for one in figure.axes if one.images]
+
+    with pytest.warns(Notice, match="do not fit on this figure; bounds='frobenius,condition'"):
+        slide = plots.heatmaps(ds, tmp_path / "slide.png", width="slide")
+    assert titles(slide) == titles(plots.heatmaps(gpt2_run, width="slide"))
+    assert "Condition number" not in (tmp_path / "slide.caption.txt").read_text()
+    alone = plots.heatmaps(ds, tmp_path / "own.png", width="slide", bounds="frobenius,condition")
+    shown = [title for title in titles(alone) if title]
+    assert shown == ["Exact", "Frobenius norm", "Condition number"]
+    said = "on a scale of its own, infinite ones in the colour beyond it."
+    assert said in (tmp_path / "own.caption.txt").read_text()
+    both = plots.heatmaps(ds, bounds=["yudin", "condition"])
+    assert [title for title in titles(both) if title][-1] == "Condition number"
+    for bounds in ("condition", ["yudin", "condition"]):
+        with pytest.raises(UnknownNameError, match="no 'condition'; compare the model with extras"):
+            plots.heatmaps(gpt2_run, bounds=bounds)
+    assert "to infinity" in tables.render(ds, width=200)
+    paragraph = lb.cite(ds.assign_attrs(checksum=None), "text")
+    assert "Also computed were the condition number of the Jacobian" in paragraph
+    assert "infinite where rounding hides whether" in paragraph
+    assert "Also computed" not in lb.cite(gpt2_run, "text")
+    called = plots.heatmaps(ds, bounds="condition", labels={"condition": "Kappa"})
+    assert [title for title in titles(called) if title] == ["Exact", "Kappa"]
+    with pytest.raises(PaperError, match="17 panels in 1 column do not fit"):
+        plots.heatmaps(ds, width="slide", columns=1)
+
+
+@pytest.mark.parametrize("known", [0, 3])
+def test_extras_that_are_missing_are_said_to_be(gpt2_run: xr.Dataset, known: int) -> None:
+    """Where some or all exact norms are without a condition number; where none has one, there is
+    no panel of it."""
+    norms = gpt2_run["exact"].size
+    values = np.full(norms, np.nan)
+    values[:known] = 2.0
+    words = {"long_name": "condition number of the Jacobian", "label": "Condition number"}
+    condition = gpt2_run["exact"].copy(data=values.reshape(gpt2_run["exact"].shape))
+    ds = gpt2_run.assign(jacobian_condition=condition.assign_attrs(words))
+    text = tables.render(ds, width=300)
+    said = f"known at {known} of {norms} exact norms"
+    middle = "median 2.0 over samples, layers and heads, from 2.0 to 2.0, " * bool(known)
+    assert f"condition number of the Jacobian: {middle}{said}" in text
+    assert (f"({said})" in lb.cite(ds, "text")) == bool(known)
+    assert ("Also computed" in lb.cite(ds, "text")) == bool(known)
+    assert ("condition number" in plots.caption(ds)) == bool(known)
+    if not known:
+        with pytest.raises(UnknownNameError, match="no value of 'condition' is known; shorter"):
+            plots.heatmap(ds, "condition")
+
+
+@pytest.mark.parametrize("given", [3, None, xr.Dataset({"a": ("x", [1.0])})])
+def test_what_is_no_run_is_refused_in_a_sentence(given: object, tmp_path: Path) -> None:
+    """Where a number, nothing or another Dataset is given in place of a run or of its parts."""
+    other: Any = given
+    kind = "of type Dataset" if isinstance(given, xr.Dataset) else str(given)
+    with pytest.raises(LipboundError, match=f"profile is {kind}; give what lipbound.token_prof"):
+        plots.token_profile(other)
+    with pytest.raises(LipboundError, match=f"grids is {kind}; give a dict of the panels"):
+        plots.shared_scale(other)
+    with pytest.raises(StoreError, match=f"path is {kind}; give the path of a stored run"):
+        lb.load(other)
+    with pytest.raises(LipboundError, match="a variable over sample is wanted, not"):
+        plots.reduce_samples(other, "mean")
+    with pytest.raises(LipboundError, match=r"no steps of training|a run is wanted, not"):
+        plots.over_steps(other)
+    with pytest.raises(StoreError, match=r"a run is wanted, not|the Dataset is no run"):
+        lb.report(other, tmp_path / "page.html")
+    for function in (cache_bits.ranking, cache_bits.agreement):
+        with pytest.raises(LipboundError, match=r"give what lipbound\.cache_bits returns"):
+            function(other)
+    with pytest.raises(LipboundError, match=r"give what lipbound\.cache_bits returns"):
+        cache_bits.write_json(other, tmp_path / "bits.json")

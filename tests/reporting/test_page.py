@@ -394,6 +394,9 @@ def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) 
         assert "and upper bounds on them" not in page
         assert ("as a function of its keys alone" in page) == (name == "keys")
     assert any("left out, since the statement is of heads as" in note for note in run["notes"])
+    both = (tmp_path / "both.html").read_text()
+    assert "geometric means: exact constants</th>" in both
+    assert "as they enter the scores and a cache holds them; these are constants of" in both
     (run,) = data_of(tmp_path / "alone.html")
     assert run["panels"] == ["exact", "jacobian_frobenius", "jacobian_condition"]
     assert [len(scale["names"]) for scale in run["scales"]] == [1, 1, 1]

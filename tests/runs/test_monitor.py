@@ -368,6 +368,23 @@ def test_a_second_process_is_refused(tmp_path: Path, there: bool) -> None:
     del first
 
 
+def test_of_several_monitors_of_a_store_the_last_writes(tmp_path: Path) -> None:
+    """A cell of a notebook that is run again makes another one; the former no longer writes."""
+    path, model = tmp_path / "run.zarr", decoder()
+    first, second = (lb.Monitor(model, IDS, every=1, out=path) for _ in range(2))
+    with pytest.warns(Notice, match=r"step 0 .* a later monitor has taken over .*run\.zarr; give"):
+        assert first.step(0) is None
+    second.step(1)
+    with pytest.warns(Notice, match="a later monitor has taken over"):
+        assert first.step(2) is None
+    assert lb.load(path)["step"].values.tolist() == [1]
+    third = lb.Monitor(model, IDS, every=1, out=path, resume=True)
+    third.step(2)
+    with pytest.warns(Notice, match="a later monitor has taken over"):
+        assert second.step(3) is None
+    assert lb.load(path)["step"].values.tolist() == [1, 2]
+
+
 def test_of_several_processes_the_first_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

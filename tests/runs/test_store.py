@@ -12,6 +12,15 @@ from lipbound.errors import AlteredRunError, DamagedRunWarning, LipboundError, S
 from lipbound.runs import store
 
 
+@pytest.mark.parametrize("name", ["bits.zarr", "bits.nc"])
+def test_studies_are_loaded_as_they_were_saved(tmp_path: Path, name: str) -> None:
+    study = xr.Dataset({"norm": ("head", [1.0, 2.0])}, attrs={"lipbound": "0.1.0", "error": 0.01})
+    path = lb.save(study, tmp_path / name)
+    assert lb.load(path).identical(study)
+    with pytest.raises(StoreError, match="holds other data of lipbound, not a run of"):
+        lb.load(path, damaged="refuse")
+
+
 def test_netcdf_and_back(whole: xr.Dataset, tmp_path: Path) -> None:
     """Everything, attributes of any type among it; checked against the same checksums."""
     path = lb.save(whole, tmp_path / "run.nc")

@@ -134,7 +134,7 @@
       element.on("plotly_click", (event) => { const p = at(event); choose({ layer: p.layer, column: p.column, bound: current().bounds.includes(p.name) ? p.name : state.bound }); });
     });
     $("maps-note").textContent = (parts.length > 1 ? "Panels are read off the colour bar below them. " : "") + "Scales are logarithmic" +
-      (run.across === "head" ? `; every cell is the ${run.reduce} over ${run.samples} sample${run.samples > 1 ? "s" : ""}. ` : "; every cell is one sample. ") +
+      (run.across === "head" ? (run.samples > 1 ? `; every cell is the ${run.reduce} over ${run.samples} samples. ` : "; there is one sample. ") : "; every cell is one sample. ") +
       (run.exactSamples < run.samples ? `Exact constants and ratios are of ${run.exactSamples} of the samples. ` : "") +
       "Click a cell, or move with the arrow keys.";
   }
@@ -149,6 +149,10 @@
       coloraxis, hoverongaps: false, text: values.map((r, i) => r.map((_, j) => escaped(sentence(run, name, i, j)).replace(/; /g, "<br>"))),
       hovertemplate: "%{text}<extra></extra>",
     });
+    // the colour of an infinite value is that of the largest finite one
+    if (!beyond) values.forEach((r, i) => r.forEach((v, j) => {
+      if (real(v) === Infinity) figure.annotations.push({ text: "\u221e", x: j, y: i, xref: "x" + s, yref: "y" + s, showarrow: false, font: { size: 12, color: "#000" } });
+    }));
     const numbers = (labels) => {
       const step = Math.max(1, Math.ceil(labels.length / 6)), at = labels.map((_, i) => i).filter((i) => i % step === 0);
       return { tickvals: at, ticktext: at.map((i) => String(labels[i])), tickfont: { size: 10 }, showgrid: false, zeroline: false, fixedrange: true };

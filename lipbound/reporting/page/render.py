@@ -7,7 +7,7 @@ import base64
 import gzip
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -87,7 +87,9 @@ def report(
         LipboundError: no run, an unknown reduction, no such sample or device, a file that cannot be
             written.
     """
-    several = [runs] if isinstance(runs, xr.Dataset | str | Path) else list(runs)
+    given: Any = runs
+    single = isinstance(runs, xr.Dataset | str | Path) or not isinstance(runs, Iterable)
+    several = [given] if single else list(given)
     if not several:
         raise LipboundError("no run was given; give at least one Dataset or saved run")
     if len(several) > 1 and (model is not None or data is not None):
@@ -100,7 +102,7 @@ def report(
         device = resolve_device(device)
     pages, attention, diffs, named = [], b"", list[dict[str, str]](), []
     for run in several:
-        ds = run if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
+        ds = store.load(run, damaged="refuse") if isinstance(run, str | Path) else run
         if is_diff(ds):
             diffs.append(_diff(diff_of(ds)))
             named += [(one, model_name(one)) for one in sides(ds)]
