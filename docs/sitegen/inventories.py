@@ -22,7 +22,6 @@ PROJECTS = {
     "filelock": "https://py-filelock.readthedocs.io/en/latest",
 }
 NAMES = {
-    "filelock": "filelock._api.BaseFileLock py:class api.html#filelock.BaseFileLock",
     "python": """
         collections.abc.Callable py:class library/collections.abc.html#$
         collections.abc.Collection py:class library/collections.abc.html#$
@@ -76,7 +75,7 @@ NAMES = {
         DeprecationWarning py:exception library/exceptions.html#$
     """,
     "filelock": """
-        filelock._unix.UnixFileLock py:class api.html#filelock.UnixFileLock
+        filelock._api.BaseFileLock py:class api.html#filelock.BaseFileLock
     """,
     "torch": """
         torch.Tensor py:class tensors.html#$
