@@ -303,6 +303,9 @@ class Monitor:
     def _results(self, sources: Sources, spec: MeasurementSpec) -> list[LayerResult]:
         """Measure the layers that the monitor began with, at their places, whatever came since."""
         planned, capturer = self._plan, sources.capturer
+        own = [layer.layer_name for layer in planned.layers]
+        if _calls_of(self._model, own) != self._calls:
+            capturer.forget()  # modules that are new have not been verified
 
         def measured() -> list[LayerResult]:
             blocks, room = planned.blocks(()), planned.room

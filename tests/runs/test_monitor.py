@@ -760,3 +760,7 @@ def test_one_pass_of_the_model_a_step() -> None:
     for step in range(3):
         monitor.step(step)
     assert len(passes) == made + 3
+    model.transformer.h[1].attn = copy.deepcopy(model.transformer.h[1].attn)
+    with pytest.warns(Notice, match=r"transformer\.h\.1\.attn is another module"):
+        monitor.step(3)  # which is verified in its turn
+    assert len(passes) == made + 5
