@@ -26,9 +26,12 @@ def length_by_squares(c: Tensor, squares: Tensor, count: int) -> tuple[Tensor, T
         count: rows of w, of which each entry of them is a sum.
     """
     value = (c * torch.bmm(c, squares)).sum(-1).sum(-1)
-    size = c.square().sum((-1, -2)) * squares.diagonal(dim1=-2, dim2=-1).sum(-1)
-    sums = count + 2 * c.shape[2] + c.shape[1] + 8
-    least = (value - sums * torch.finfo(c.dtype).eps * size).clamp_min(0).sqrt()
+    (n, m), known = c.shape[1:], torch.finfo(c.dtype)
+    lengths = c.square().sum((-1, -2))
+    size = lengths * squares.diagonal(dim1=-2, dim2=-1).sum(-1)
+    underflow = m * (count + m + 1) * known.tiny * (lengths + n * m)
+    rounding = (count + 2 * m + n + 8) * known.eps * size
+    least = (value - rounding - underflow).clamp_min(0).sqrt()
     length = value.clamp_min(0).sqrt()
     return length, length - least
 

@@ -344,12 +344,9 @@ class Monitor:
         return [one._replace(layer=place[one.layer]) for one in results if one.layer in place]
 
     def _places(self, names: Sequence[str]) -> dict[int, int]:
-        """Find the monitor's layers among those that the model has now.
+        """Find the monitor's layers among those of these names that the model has now.
 
         By their modules; a new module is the layer of its name where that has no module any more.
-
-        Args:
-            names: of the layers that the model has now.
 
         Returns:
             Places among the monitor's layers, by those among ``names``.
@@ -361,9 +358,9 @@ class Monitor:
         given = [(name, *call[1:]) for name, call in zip(own, self._calls, strict=True)]
         for k, call in enumerate(calls):
             key = (names[k], *call[1:])
-            if call[0] in before or key not in given or before[i := given.index(key)] in now:
+            if call[0] in before or key not in given or before[given.index(key)] in now:
                 continue
-            place[k] = i
+            place[k] = given.index(key)
             self._note(
                 f"layer {names[k]} is another module than when its monitor was made; its numbers "
                 "are those of the new one"
