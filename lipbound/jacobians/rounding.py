@@ -161,7 +161,7 @@ def roundoff(
     Returns:
         Fields (samples x heads,), on the CPU.
     """
-    if op.squared and att.scale:
+    if op.squared and att.scale and alone is None:
         keep_result(projection_norms, att, _norms_by_squares(att, op))
     if errors is None:
         errors = tensor_errors(att) if alone is None else alone.errors(att)

@@ -34,9 +34,12 @@ def length_by_squares(
     """
     parts = zip(c.split(TOGETHER), heads.split(TOGETHER), strict=True)
     value = torch.cat([(part * (part @ squares[head])).sum(-1).sum(-1) for part, head in parts])
-    size = c.square().sum((-1, -2)) * squares.diagonal(dim1=-2, dim2=-1).sum(-1)[heads]
-    sums = count + 2 * c.shape[2] + c.shape[1] + 8
-    least = (value - sums * torch.finfo(c.dtype).eps * size).clamp_min(0).sqrt()
+    (n, m), known = c.shape[1:], torch.finfo(c.dtype)
+    lengths = c.square().sum((-1, -2))
+    size = lengths * squares.diagonal(dim1=-2, dim2=-1).sum(-1)[heads]
+    underflow = m * (count + m + 1) * known.tiny * (lengths + n * m)
+    rounding = (count + 2 * m + n + 8) * known.eps * size
+    least = (value - rounding - underflow).clamp_min(0).sqrt()
     length = value.clamp_min(0).sqrt()
     return length, length - least
 

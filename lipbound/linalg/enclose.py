@@ -19,9 +19,9 @@ from lipbound.linalg.bordered import bordered
 from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.deflated_lanczos import RITZ, deflated_bound
 from lipbound.linalg.krylov import top_vectors
-from lipbound.linalg.matrix_norms import SMALLEST, UNIT, largest_eigenvalue
+from lipbound.linalg.matrix_norms import SMALLEST, UNIT, largest_eigenvalue, power_of_two
 from lipbound.linalg.operator_norm import lanczos
-from lipbound.linalg.operators import JacobianOperator, Roundoff
+from lipbound.linalg.operators import InUnits, JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, seeds_each, start_vectors, width, with_vectors
 
 VECTORS = 2
@@ -48,6 +48,9 @@ HIDDEN = 4
 its length on average."""
 ROUGH = 1 / 16
 """Share of a tolerance that rounding of a length may take."""
+SMALL = 1e-60
+"""Norms below this are enclosed in units of their size: their fourth powers, and what rounding adds
+to these, may underflow."""
 FAINT = 1e-12
 """Norms below this, of values of ordinary size, come from probabilities that other dtypes than
 float64 may have lost."""
@@ -124,6 +127,13 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
     top = torch.zeros(op.batch, n, dtype=torch.float64, device=op.device)
     found = NormBounds(torch.zeros_like(high), high, top, torch.zeros_like(high).long())
     faint = (roundoff.size > 0) & (roundoff.size < SMALLEST)
+    small = (roundoff.size < SMALL) & (roundoff.size > 0) & ~faint
+    if bool(small.any()):
+        unit = torch.where(small, 1 / power_of_two(roundoff.size), 1.0)
+        scaled = InUnits(op, unit)
+        part = replace(problem, op=scaled, search=scaled, roundoff=roundoff.scaled(unit))
+        norm = enclose(part, delta, vectors=vectors)
+        return replace(norm, lower=norm.lower / unit, upper=norm.upper / unit)
     active = (torch.isfinite(high) & ~faint).nonzero()[:, 0]
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(problem.search.dtype).eps)
     z, part = top, problem

@@ -86,7 +86,9 @@ class JacobianOperator(ABC):
         Upper values of the rounding of these sums alone, (batch,) each.
         """
         size = torch.linalg.vector_norm(image.flatten(1), dim=1)
-        return size, (image[0].numel() + 8) * torch.finfo(image.dtype).eps / 2 * size
+        count, known = image[0].numel(), torch.finfo(image.dtype)
+        underflow = (count * known.tiny) ** 0.5  # of squares
+        return size, (count + 8) * known.eps / 2 * size + underflow
 
     def double(self) -> "JacobianOperator":
         """Return the same maps with products in float64, where the operator can do that."""
@@ -225,6 +227,27 @@ class AutogradJacobian(JacobianOperator):
         if index.tolist() != [0]:
             raise IndexError(f"this operator holds one Jacobian, at index 0; got {index.tolist()}")
         return self
+
+
+class InUnits(JacobianOperator):
+    """The maps times numbers ``unit`` (batch,), which powers of two are exact for."""
+
+    def __init__(self, op: JacobianOperator, unit: Tensor):
+        self._op, self._unit = op, unit.to(op.device, op.dtype)
+        self.batch, self.in_shape, self.out_shape = op.batch, op.in_shape, op.out_shape
+        self.dtype, self.device = op.dtype, op.device
+
+    def _times(self, t: Tensor) -> Tensor:
+        return t * self._unit.view(-1, *[1] * (t.ndim - 1))
+
+    def jvp(self, x: Tensor) -> Tensor:
+        return self._times(self._op.jvp(x))
+
+    def vjp(self, y: Tensor) -> Tensor:
+        return self._times(self._op.vjp(y))
+
+    def select(self, index: Tensor) -> "InUnits":
+        return InUnits(self._op.select(index), self._unit[index])
 
 
 class Transposed(JacobianOperator):

@@ -12,6 +12,7 @@ from support.layers import random_attention
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
+from lipbound.jacobians.maps import SIDE_OF
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.deflated_lanczos import smallest_excluded
 from lipbound.linalg.enclose import Problem, estimate
@@ -102,6 +103,38 @@ def test_norms_that_end_below_the_range_are_not_close_to_their_ends(
     assert bool((norm.error == math.inf).all())
     zero = spectral_norm(Attention(att.x, att.w_q, att.w_k, 0 * att.w_v), delta=delta)
     assert bool(zero.converged.all())
+
+
+def faint(seed: int, scale: float, *, sinks: bool = False) -> Attention:
+    """Scores so small that squares of the norm underflow, by keys, or at all where values are
+    biases alone."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(1, 5, 6), (2, 6, 3), (2, 6, 3), (2, 6, 3), (2, 3), (2, 3), (2, 3)]
+    x, w_q, w_k, w_v, *b = (torch.randn(shape, generator=g) for shape in shapes)
+    if not sinks:
+        return Attention(x, w_q, w_k, w_v, scale=scale)
+    biases = dict(zip(("b_q", "b_k", "b_v"), b, strict=True))
+    return Attention(x, w_q, w_k, 0 * w_v, scale=scale, sinks=torch.tensor([0.0, 1.0]), **biases)
+
+
+@pytest.mark.parametrize("tol", [1e-4, 1e-8])
+@pytest.mark.parametrize("delta", [None, 1e-6])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("scale", [1e-75, 1e-120, -1e-160, 1e-200])
+def test_norms_whose_squares_underflow(
+    scale: float, seed: int, delta: float | None, tol: float
+) -> None:
+    for att, wrt in ((faint(seed, scale), "keys"), (faint(seed, scale, sinks=True), "input")):
+        exact = mp_oracle.norms(att, "head", SIDE_OF.get(wrt))
+        norm = spectral_norm(att, wrt=wrt, delta=delta, tol=tol)
+        for h, value in enumerate(exact[0]):
+            assert float(norm.lower[0, h]) <= value.upper
+            assert float(norm.upper[0, h]) >= value.lower
+            if bool(norm.converged[0, h]):
+                assert float(norm.lower[0, h]) >= value.value * (1 - tol)
+            else:  # 1e-160 in units of values, whose square is zero
+                assert wrt == "input"
+                assert abs(scale) < 1e-150
 
 
 def test_a_mask_without_dimensions_is_refused() -> None:

@@ -1,10 +1,12 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from support.models import AFFINE, MODERN, TEXT, build, inputs_for, no_attention
+from support.models import AFFINE, LLAMA, MODERN, TEXT, build, inputs_for, no_attention
 from support.oracles import capture_error
+from torch import Tensor
 from transformers.models.llama import modeling_llama
 
 from lipbound.attention.variants.rotary import Rotation
@@ -306,3 +308,28 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(
             hook.remove()
     assert len(fitted) == 2
     torch.testing.assert_close(other.sin, -first.sin, rtol=1e-5, atol=1e-6)
+
+
+class Shortened(tf.LlamaForCausalLM):
+    """One whose layers see no other tokens than those whose logits are asked for."""
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int = 0) -> Tensor:
+        out: Tensor = self.lm_head(self.model(input_ids[:, -logits_to_keep:])[0])
+        return out
+
+
+@pytest.mark.parametrize("kind", [tf.LlamaForCausalLM, Shortened])
+def test_logits_that_nobody_reads_are_left_out_and_no_tokens(kind: Any) -> None:
+    model = build(lambda: kind(tf.LlamaConfig(**LLAMA)))
+    lengths: list[int] = []
+    model.lm_head.register_forward_hook(lambda m, given, out: lengths.append(out.shape[1]))
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    both = (capture(one, {"input_ids": ids}) for one in (model, model.model))
+    for mine, own in zip(*both, strict=True):
+        assert all(
+            torch.equal(getattr(mine, name), getattr(own, name)) for name in ("x", "w_q", "p")
+        )
+    assert set(lengths) == {9 if kind is Shortened else 1}
+    if kind is not Shortened:  # a loss is made of all of them
+        capture(model, {"input_ids": ids, "labels": ids})
+        assert lengths[-1] == 9

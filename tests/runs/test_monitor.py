@@ -441,6 +441,35 @@ def test_layers_that_go_and_come(chosen: list[int] | None, tmp_path: Path) -> No
             assert monitor.step(5) is None
 
 
+@pytest.mark.parametrize("chosen", [None, [0, 1]])
+def test_layers_that_change_places_take_their_numbers_with_them(chosen: list[int] | None) -> None:
+    """As many layers under the same names; a new module counts as the layer of its name where that
+    one is gone, whatever was measured before."""
+    config = tf.GPT2Config(**GPT2 | {"n_layer": 3}, bos_token_id=None, eos_token_id=None)
+    model = build(lambda: tf.GPT2LMHeadModel(config)).train()
+    other = build(lambda: tf.GPT2LMHeadModel(config), seed=1).transformer.h[0]
+    *blocks, last = model.transformer.h
+    blocks = [*blocks, last, other]
+    monitor = lb.Monitor(model, IDS, every=1, layers=chosen, tol=1e-9)
+    orders = ((1, 0, 2), (2, 1, 0), (3, 1, 2), (1, 2, 3), (0, 1, 2), (0, 3, 2))
+    for step, there in enumerate(orders):
+        model.transformer.h = nn.ModuleList(blocks[i] for i in there)
+        alone = lb.Monitor(model, IDS, every=1, tol=1e-9).step(0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            ds = monitor.step(step)
+        for layer in ds["layer"].values.tolist():  # type: ignore[index]
+            mine = ds["exact"].sel(layer=layer)  # type: ignore[index]
+            if layer not in there and there[layer] != 3:
+                assert mine.isnull().all()
+                continue
+            place = there.index(layer if layer in there else 3)
+            expected = alone["exact"].isel(layer=place)  # type: ignore[index]
+            np.testing.assert_allclose(mine, expected, rtol=1e-8)
+        new = [one for one in seen if "is another module than when its mon" in str(one.message)]
+        assert len(new) == (3 in there and there.index(3) not in there)
+
+
 def test_a_step_is_verified_with_its_weights(tmp_path: Path) -> None:
     model = decoder()
     run = grown(tmp_path / "run.zarr", model, 1, bounds=["lipbound"]).run
@@ -748,3 +777,7 @@ def test_one_pass_of_the_model_a_step() -> None:
     for step in range(3):
         monitor.step(step)
     assert len(passes) == made + 3
+    model.transformer.h[1].attn = copy.deepcopy(model.transformer.h[1].attn)
+    with pytest.warns(Notice, match=r"transformer\.h\.1\.attn is another module"):
+        monitor.step(3)  # which is verified in its turn
+    assert len(passes) == made + 5

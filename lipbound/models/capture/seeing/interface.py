@@ -262,7 +262,9 @@ def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = Fal
     """
     takes = inspect.signature(model.forward).parameters
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in takes and not cache else {}
-    if "logits_to_keep" in takes and "labels" not in inputs:
+    # another package's model may leave out more than logits
+    known = str(getattr(model.forward, "__module__", "")).startswith("transformers.")
+    if known and "logits_to_keep" in takes and not any("labels" in name for name in inputs):
         extra["logits_to_keep"] = 1  # nobody reads them, and a vocabulary is wide
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
     with computing(model), torch.random.fork_rng([*devices]):
