@@ -36,17 +36,15 @@ from lipbound.runs.dataset import sealed
 from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, seed_of
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
-from lipbound.runs.step_callbacks import Log, attached
+from lipbound.runs.step_callbacks import Log, attached, numbers
 from lipbound.runs.step_store import StepStore, stacked
 from lipbound.runs.store import check_target, load
-from lipbound.schema import MEANS, STATISTICS, STEP, RunInfo
+from lipbound.schema import STATISTICS, STEP, RunInfo
 
 EVERY = 100
 """Steps between two measurements where nothing else is said."""
 _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
 """Of each store, the monitor of this process that was made last; no other one writes it."""
-PREFIX = "lipbound"
-"""First part of the names under which numbers are logged."""
 
 
 class Exceeded(NamedTuple):
@@ -471,37 +469,3 @@ def _largest(ds: xr.Dataset, name: str, limit: float, step: int) -> Exceeded:
     sample, layer, *head = (int(i) for i in at)
     number = int(ds["layer"][layer])
     return Exceeded(name, float(values[at]), limit, step, sample, number, head[0] if head else 0)
-
-
-def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> dict[str, float]:
-    """Reduce a step to the numbers that are logged, by their names there.
-
-    Args:
-        ds: a step of a run.
-        names: of its variables.
-        per_head: also of every head, rather than of layers alone.
-
-    Returns:
-        By ``lipbound/layer_L/NAME_max`` and, of norms and bounds, ``..._geomean``, over samples and
-        heads; of what is a mean over queries ``..._mean``; and ``lipbound/layer_L/head_H/NAME``,
-        over samples. Values that are missing or infinite are left out.
-    """
-    found: dict[str, float] = {}
-    for name in names:
-        for i, layer in enumerate(ds["layer"].values.tolist()):
-            values, place = ds[name].isel(layer=i).values, f"{PREFIX}/layer_{layer}"
-            known = values[np.isfinite(values)]
-            if not known.size:
-                continue
-            if name in MEANS:
-                found[f"{place}/{name}_mean"] = float(known.mean())
-            else:
-                found[f"{place}/{name}_max"] = float(known.max())
-            if name not in STATISTICS and (known > 0).all():
-                found[f"{place}/{name}_geomean"] = float(np.exp(np.log(known).mean()))
-            heads = values.T if per_head and values.ndim > 1 else ()
-            for head, one in enumerate(heads):
-                value = float(one.mean() if name in MEANS else one.max())
-                if np.isfinite(value):
-                    found[f"{place}/head_{head}/{name}"] = value
-    return found

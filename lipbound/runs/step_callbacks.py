@@ -1,16 +1,22 @@
-"""Callbacks that measure at the steps of a Trainer: of transformers, or of Lightning."""
+"""What a monitor logs, and callbacks of Trainers (transformers, Lightning) that it hears from."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+import xarray as xr
+
 from lipbound.errors import LipboundError, shown
+from lipbound.schema import MEANS, STATISTICS
 
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Packages of Lightning, and the modules that hold their callbacks."""
 
+PREFIX = "lipbound"
+"""First part of the names under which numbers are logged."""
 Step = Callable[[int], object]
 """Function to call with the number of updates so far."""
 Log = Callable[[dict[str, float], int], object]
@@ -91,3 +97,37 @@ def _to_lightning(step: Step, trainer: Any, home: str) -> Log:
 
     trainer.callbacks.append(LightningMonitorCallback())
     return log
+
+
+def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> dict[str, float]:
+    """Reduce a step to the numbers that are logged, by their names there.
+
+    Args:
+        ds: a step of a run.
+        names: of its variables.
+        per_head: also of every head, rather than of layers alone.
+
+    Returns:
+        By ``lipbound/layer_L/NAME_max`` and, of norms and bounds, ``..._geomean``, over samples and
+        heads; of what is a mean over queries ``..._mean``; and ``lipbound/layer_L/head_H/NAME``,
+        over samples. Values that are missing or infinite are left out.
+    """
+    found: dict[str, float] = {}
+    for name in names:
+        for i, layer in enumerate(ds["layer"].values.tolist()):
+            values, place = ds[name].isel(layer=i).values, f"{PREFIX}/layer_{layer}"
+            known = values[np.isfinite(values)]
+            if not known.size:
+                continue
+            if name in MEANS:
+                found[f"{place}/{name}_mean"] = float(known.mean())
+            else:
+                found[f"{place}/{name}_max"] = float(known.max())
+            if name not in STATISTICS and (known > 0).all():
+                found[f"{place}/{name}_geomean"] = float(np.exp(np.log(known).mean()))
+            heads = values.T if per_head and values.ndim > 1 else ()
+            for head, one in enumerate(heads):
+                value = float(one.mean() if name in MEANS else one.max())
+                if np.isfinite(value):
+                    found[f"{place}/head_{head}/{name}"] = value
+    return found
