@@ -196,10 +196,12 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     noise = roundoff.tensors + roundoff.products
     if search is not op:
         noise = noise + _blur(problem, top, image, low, size)
-    high = found.lower * (1 + found.error) + noise
+    high = torch.maximum(found.lower * (1 + found.error), size) + noise
     apart = torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf)
     error = torch.where(high > low, apart, found.error)
-    converged = found.converged & (found.lower + noise - low <= tol * low)
+    # a search that finds less than the quotient has not seen the top to that accuracy either
+    off = (found.lower - size).abs() + (size - low) + noise
+    converged = found.converged & (off <= tol * low)
     norm = Norm(low, found.upper, found.steps, converged, error)
     again = (~converged).nonzero()[:, 0]
     if search is op or not len(again):

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support import mp_oracle
+from support import hard_heads, mp_oracle
 from support.layers import random_attention
 
 from lipbound.attention.layer import Attention
@@ -103,6 +103,19 @@ def test_norms_that_end_below_the_range_are_not_close_to_their_ends(
     assert bool((norm.error == math.inf).all())
     zero = spectral_norm(Attention(att.x, att.w_q, att.w_k, 0 * att.w_v), delta=delta)
     assert bool(zero.converged.all())
+
+
+def test_a_search_that_finds_less_than_the_quotient_has_not_converged() -> None:
+    """Rounding of the tensors is 1e-9 of the norm, that of the search 1e-7, downwards."""
+    att = hard_heads.FAMILIES["sinks_take_all"](torch.Generator().manual_seed(0), torch.float32)
+    att = att.select(slice(0, 2))
+    norm = spectral_norm(att, map="head_out", wrt="values", tol=1e-10)
+    for s, row in enumerate(mp_oracle.norms(att, "head_out", "v")):
+        for h, value in enumerate(row):
+            lower = float(norm.lower[s, h])
+            assert lower <= value.upper
+            assert float(norm.error[s, h]) >= value.value / lower - 1
+            assert not bool(norm.converged[s, h]) or lower >= value.value * (1 - 1e-10)
 
 
 def faint(seed: int, scale: float, *, sinks: bool = False) -> Attention:
