@@ -46,7 +46,7 @@ norm."""
 HIDDEN = 4
 """Factor on what a random vector shows of a difference, beyond the share that each direction has of
 its length on average."""
-ROUGH = 1 / 16
+ROUGH = 1e-3
 """Share of a tolerance that rounding of a length may take."""
 SMALL = 1e-60
 """Norms below this are enclosed in units of their size: their fourth powers, and what rounding adds
