@@ -84,9 +84,9 @@ def missing(ds: xr.Dataset, name: str) -> int:
 
 
 def allowance(exact: str = "exact") -> float:
-    """How far an exact norm of a run may be above the true one, relatively.
+    """Return by how much, relatively, an exact norm of a run may exceed the true one.
 
-    Not at all where it is the lower end of an enclosure.
+    By nothing where it is the lower end of an enclosure.
 
     Args:
         exact: the variable that holds it.

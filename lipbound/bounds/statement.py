@@ -31,7 +31,8 @@ DIFFERENTIABLE = {
 }
 """A sharp bound with derivatives in each norm."""
 BALLS = ("token", "frobenius")
-"""Whether every token moves by at most the radius, or all of X in the Frobenius norm."""
+"""Balls around an input: every token moves by at most the radius, or all of X does in the
+Frobenius norm."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ COMPANIONS = {
         "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor=",
     ),
 }
-"""What makes inputs of data: its class, patterns of its files, and what may be given instead."""
+"""Tokenizers and processors, which make inputs of data: class, patterns of files, and what may be
+given instead."""
 ENDS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
 """Tokens that may begin or end a text."""
 ONLY_FOR = {

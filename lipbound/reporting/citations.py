@@ -243,7 +243,7 @@ def _other_map(ds: xr.Dataset) -> str:
 
 
 def _extras(ds: xr.Dataset) -> str:
-    """What else of the Jacobians was computed, and how surely."""
+    """The sentence on Frobenius norms and condition numbers, and how accurate they are."""
     each = []
     for name in extras(ds):
         error = f" to a relative error of {small(EXTRA_WIDTHS[name] / 2)}" * (not edited(ds))

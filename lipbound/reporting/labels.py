@@ -245,7 +245,7 @@ def label_of(ds: xr.Dataset, name: str) -> str:
 
 
 def extra_title(ds: xr.Dataset, name: str) -> str:
-    """What one of `lipbound.reporting.statistics.extras` is, in words."""
+    """The full name of one of `lipbound.reporting.statistics.extras`."""
     return plain(str(ds[name].attrs.get("long_name", name)))
 
 

@@ -44,7 +44,7 @@ from lipbound.schema import STATISTICS, STEP, RunInfo
 EVERY = 100
 """Steps between two measurements where nothing else is said."""
 _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
-"""Of each store, the monitor of this process that was made last; no other one writes it."""
+"""The last monitor that this process made for each store; it alone writes there."""
 
 
 class Exceeded(NamedTuple):

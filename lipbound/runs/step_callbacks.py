@@ -1,4 +1,4 @@
-"""What a monitor logs, and callbacks of Trainers (transformers, Lightning) that it hears from."""
+"""Numbers that a monitor logs, and callbacks by which Trainers call it and pass them on."""
 
 from __future__ import annotations
 

@@ -57,6 +57,13 @@ def train(
         optimizer.zero_grad()
 
 
+def measured(monitor: lb.Monitor, step: int) -> xr.Dataset:
+    """The run at a step that is due."""
+    ds = monitor.step(step)
+    assert ds is not None
+    return ds
+
+
 def own(model: Any) -> dict[str, np.ndarray]:
     """Norms by float64 SVD of the autograd Jacobian of GPT-2's heads written out, and what its
     eager attention says of itself: (samples, layers, heads) each."""
@@ -411,20 +418,19 @@ def test_layers_that_go_and_come(chosen: list[int] | None, tmp_path: Path) -> No
 
     now(*blocks)
     monitor = lb.Monitor(model, IDS, every=1, layers=chosen, out=tmp_path / "run.zarr", delta=1e-6)
-    layers = [int(i) for i in monitor.step(0)["layer"]]  # type: ignore[index]
+    layers = [int(i) for i in measured(monitor, 0)["layer"]]
     told = []
     for step, there in enumerate(((0, 2), (0, 2), (0, 1, 2, 3), (0, 1, 2)), 1):
-        alone = now(*(([*blocks, extra])[i] for i in there)).step(0)
+        alone = measured(now(*(([*blocks, extra])[i] for i in there)), 0)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            ds = monitor.step(step)
+            ds = measured(monitor, step)
         told.append([str(one.message) for one in seen])
-        assert ds is not None
         for i, layer in enumerate(layers):
             if layer not in there:
                 assert ds["exact"][:, i].isnull().all()
                 continue
-            expected = alone["exact"].sel(layer=there.index(layer))  # type: ignore[index]
+            expected = alone["exact"].sel(layer=there.index(layer))
             assert (ds["exact"][:, i] <= ds["exact_upper"][:, i]).all()
             np.testing.assert_allclose(ds["exact"][:, i], expected, rtol=2e-3)
     assert [len(one) for one in told] == [1 in layers, 0, chosen is None, 0]
@@ -455,17 +461,17 @@ def test_layers_that_change_places_take_their_numbers_with_them(chosen: list[int
     orders = ((1, 0, 2), (2, 1, 0), (3, 1, 2), (1, 2, 3), (0, 1, 2), (0, 3, 2))
     for step, there in enumerate(orders):
         model.transformer.h = nn.ModuleList(blocks[i] for i in there)
-        alone = lb.Monitor(model, IDS, every=1, tol=1e-9).step(0)
+        alone = measured(lb.Monitor(model, IDS, every=1, tol=1e-9), 0)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            ds = monitor.step(step)
-        for layer in ds["layer"].values.tolist():  # type: ignore[index]
-            mine = ds["exact"].sel(layer=layer)  # type: ignore[index]
+            ds = measured(monitor, step)
+        for layer in ds["layer"].values.tolist():
+            mine = ds["exact"].sel(layer=layer)
             if layer not in there and there[layer] != 3:
                 assert mine.isnull().all()
                 continue
             place = there.index(layer if layer in there else 3)
-            expected = alone["exact"].isel(layer=place)  # type: ignore[index]
+            expected = alone["exact"].isel(layer=place)
             np.testing.assert_allclose(mine, expected, rtol=1e-8)
         new = [one for one in seen if "is another module than when its mon" in str(one.message)]
         assert len(new) == (3 in there and there.index(3) not in there)
@@ -758,10 +764,9 @@ def test_texts_are_cut_at_what_a_model_takes(bert: Path) -> None:
     texts = ["the ferry is in a clock " * 20, "the keeper"]
     with pytest.warns(Notice, match="texts are cut at 40 tokens, the positions of "):
         cut = lb.Monitor(model, texts)
-    ds, asked = cut.step(0), lb.Monitor(model, texts, max_length=40).step(0)
-    assert ds is not None
+    ds, asked = measured(cut, 0), measured(lb.Monitor(model, texts, max_length=40), 0)
     assert ds["length"].values.tolist() == [40, 2]
-    np.testing.assert_array_equal(ds["exact"], asked["exact"])  # type: ignore[index]
+    np.testing.assert_array_equal(ds["exact"], asked["exact"])
     with pytest.raises(LipboundError, match="max_length 129 exceeds the 40 positions"):
         lb.Monitor(model, texts, max_length=129)
 
