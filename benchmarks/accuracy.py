@@ -24,7 +24,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("lanczos", {"tol": 1e-6, "delta": 1e-10}),
     ("power", {"tol": 1e-4}),
     ("dense", {}),
-    ("deflation", {"tol": 1e-7}),
 ]
 
 

@@ -1,9 +1,8 @@
 """Exact local Lipschitz constants: spectral norms of Jacobians of heads, or of whole layers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,22 +13,17 @@ from lipbound.attention.rescaling import unit_values
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.automatic import automatic_norm
-from lipbound.jacobians.gram import Gram, covered, gram_of
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.l2_attention import L2HeadJacobian
-from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE, check_wrt
+from lipbound.jacobians.maps import MAPS, WHOLE, check_wrt
 from lipbound.jacobians.own_blocks import own_block_norms
 from lipbound.jacobians.prepared_map import PreparedMap
-from lipbound.linalg.deterministic import deflation
 from lipbound.linalg.enclose import Problem, enclose, estimate
 from lipbound.linalg.matrix_norms import times_power, times_power_up
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, dense_svd, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, sample_seeds, seeds_each, widened
 from lipbound.schema import INPUT
-
-DEFLATION = "deflation"
-"""The method with deterministic upper ends, for maps whose J J^T has a closed form."""
 
 
 @in_own_modes
@@ -57,11 +51,8 @@ def spectral_norm(
             ``lipbound.capture(..., around=True)``.
         method: "lanczos" (on J J^T, with full reorthogonalisation) and "power" (as papers define
             it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense"
-            (singular values, for small cases) and "deflation"
-            (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") work in float64, and
-            their ``upper`` needs no probability. "deflation" covers the maps "head" and "head_out"
-            of every layer, and "heads" and "layer" of layers without
-            `lipbound.attention.variants.VARIANTS`.
+            (singular values, for small cases) works in float64, and its ``upper`` needs no
+            probability.
         tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where
             ``upper`` is asked for, else an a-posteriori estimate that fails with probability at
             most 1e-3 a norm); absolute change for "power". Ten times smaller than that of
@@ -85,7 +76,7 @@ def spectral_norm(
     Returns:
         `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer;
         values in float64, vectors in the dtype of ``att``. ``upper`` is infinite unless ``delta``
-        is given or the method is "dense" or "deflation", whose upper ends hold for every ``delta``.
+        is given or the method is "dense", whose upper ends hold for every ``delta``.
         With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out) for
         "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole
         layer, and with d or d_v for D where keys, queries or values move.
@@ -110,16 +101,13 @@ def spectral_norm(
     True
     """
     choice("map", map, MAPS)
-    choice("method", method, (*METHODS, DEFLATION))
+    choice("method", method, METHODS)
     side = check_wrt(wrt, map)
-    if side is not None and (isinstance(att, ModuleAttention) or method == DEFLATION):
-        what = f"method {method!r}" if method == DEFLATION else "a layer without closed form"
+    if side is not None and isinstance(att, ModuleAttention):
         raise LipboundError(
-            f"{what} has no norm with wrt={wrt!r}; use a layer in closed form, "
-            "by 'lanczos' or 'dense'"
+            f"a layer without closed form has no norm with wrt={wrt!r}; use a layer in closed form"
         )
     if isinstance(att, ModuleAttention):
-        choice("method of a layer without closed form", method, METHODS)
         return automatic_norm(
             att,
             map=map,
@@ -130,23 +118,16 @@ def spectral_norm(
             seed=sample_seeds(att.samples, seed),
             max_steps=max_steps,
         )
-    check_arguments(att, method, tol, delta)
+    check_arguments(att, tol, delta)
     seeds = sample_seeds(att.samples, seed)
     tol, vectors = float(tol), flag("vectors", vectors)
     max_steps = None if max_steps is None else whole("max_steps", max_steps, least=1)
-    if map in BLOCKS and method == DEFLATION:
-        raise LipboundError(
-            f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta"
-        )
     if method == "power":
         plain = PreparedMap(att, map, as_given=True, side=side)
         return _power(att, plain, tol, delta, vectors, seeds, max_steps)
-    checks = delta is None and method not in ("dense", DEFLATION) and att.dtype == torch.float32
+    checks = delta is None and method != "dense" and att.dtype == torch.float32
     wide = PreparedMap(att.double(), map, sharp=delta is not None, estimate=checks, side=side)
-    if method == DEFLATION:
-        grams, off = _grams(wide.attention, map), wide.roundoff.tensors
-        norm = deflation(wide.op, grams, off, tol=tol, seed=seeds, vectors=vectors)
-    elif isinstance(wide.op, HeadOperator) and _own_blocks(wide):
+    if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
         norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
     elif method == "dense":
         norm = dense_svd(wide.op, vectors=vectors)
@@ -179,16 +160,14 @@ def _narrow(op: JacobianOperator) -> JacobianOperator | None:
     return op.single() if isinstance(op, HeadOperator) else None
 
 
-def check_arguments(att: object, method: str, tol: float, delta: float | None) -> None:
+def check_arguments(att: object, tol: float, delta: float | None) -> None:
     """Check that there is a layer, and that numbers make sense.
 
     Raises:
         LipboundError: they do not.
     """
     check_layer(att, "spectral_norm")
-    positive = method == DEFLATION
-    least = 0 if positive else math.nextafter(0, -1)
-    real("tol", tol, f"a number {'>' if positive else '>='} 0", above=least)
+    real("tol", tol, "a number >= 0", above=math.nextafter(0, -1))
     if delta is not None:
         real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
 
@@ -250,15 +229,6 @@ def _cast(norm: Norm, dtype: torch.dtype) -> Norm:
     """The same norms with singular vectors in a dtype."""
     left, right = (None if t is None else t.to(dtype) for t in (norm.left, norm.right))
     return replace(norm, left=left, right=right)
-
-
-def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
-    """J J^T for every entry of the batch, made when it is needed."""
-    if map in WHOLE:
-        w_o = att.w_o if map == "layer" else None
-        covered(att, list(range(att.heads)), w_o)
-        return [partial(gram_of, att, s, list(range(att.heads)), w_o) for s in range(att.samples)]
-    return [partial(gram_of, att, s, [h]) for s in range(att.samples) for h in range(att.heads)]
 
 
 @in_own_modes

@@ -41,15 +41,7 @@ class Tangents:
             none = TokenMap([], att.tokens, torch.float64, att.device)
             self._passages = {**self._passages, "gate": none}
         self._entry, self._sample = sample * att.heads + head, sample
-        self._kept: tuple[Tensor, dict[str, Tensor | None]] | None = None
         self._same: dict[tuple[str, ...], Tensor] = {}  # for all tokens
-
-    def keep(self, tokens: Tensor) -> None:
-        """Hold the matrices of these tokens, for products that are formed often.
-
-        They are (d_a + 1) x d_a, and named by this very tensor from then on.
-        """
-        self._kept = tokens, {a: self._matrices(a, tokens) for a in SIDES}
 
     def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
@@ -102,17 +94,10 @@ class Tangents:
     def _turns(self, a: str, tokens: slice | Tensor) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of some tokens, (n, r), where their map is a rotation alone.
 
-        None where it is not, or a matrix of it is held.
+        None where it is not.
         """
-        held = self._kept is not None and tokens is self._kept[0]
-        angles = None if held else self._passages[a].turns()
+        angles = self._passages[a].turns()
         return None if angles is None else (angles[0][tokens].double(), angles[1][tokens].double())
-
-    def push(self, a: str, x: Tensor, tokens: slice | Tensor) -> Tensor:
-        """D^a_i x_i for some tokens, (n, D, r) -> (n, d_a, r)."""
-        g, y = self._direction(a, tokens), self._w[a].mT @ x
-        y = y if g is None else torch.cat([y, g[:, None] @ x], 1)
-        return self.returned(a, y.mT, tokens).mT
 
     def pull(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
         """D^a_i^T y_i for some tokens, (n, d_a, r) -> (n, D, r)."""
@@ -131,8 +116,6 @@ class Tangents:
         return size * self.longest(a, tokens)
 
     def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
-        if self._kept is not None and tokens is self._kept[0] and a in self._kept[1]:
-            return self._kept[1][a]
         return self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
 
     def _once(self, key: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:

@@ -33,7 +33,7 @@ def oracle(att: Attention, map: str) -> Tensor:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
-@pytest.mark.parametrize("method", ["lanczos", "dense", "deflation"])
+@pytest.mark.parametrize("method", ["lanczos", "dense"])
 def test_norms_of_layers_match_the_oracle(att: Attention, map: str, method: str) -> None:
     norm = spectral_norm(att, map=map, method=method, tol=1e-8, vectors=True)
     exact = oracle(att, map)
@@ -186,7 +186,7 @@ def test_layers_of_extreme_sizes_have_the_numbers_of_ordinary_ones(powers: str, 
     near = Attention(att.x, att.w_q, att.w_k, att.w_v, w_o=att.w_o)
     unit = 2.0 ** (by.get("w_v", 0) + (by.get("w_o", 0) if map == "layer" else 0))
     exact = spectral_norm(near, map=map, method="dense").lower * unit
-    for method in ("lanczos", "dense", "deflation"):
+    for method in ("lanczos", "dense"):
         norm = spectral_norm(far, map=map, method=method, tol=1e-6, delta=1e-6)
         torch.testing.assert_close(norm.lower, exact, rtol=2e-6, atol=0)
         torch.testing.assert_close(norm.upper, exact, rtol=2e-6, atol=0)

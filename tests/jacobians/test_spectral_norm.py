@@ -39,7 +39,7 @@ def test_norms_match_the_oracle(att: Attention, method: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("method", ["lanczos", "deflation", "dense"])
+@pytest.mark.parametrize("method", ["lanczos", "dense"])
 def test_enclosures_hold_the_oracle(kind: str, method: str, dtype: torch.dtype) -> None:
     att = random_attention(kind, dtype=dtype)
     norm, exact, error = (

@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, strategies
 from hypothesis.extra import numpy as arrays
 
-from lipbound.linalg.krylov import Dots, eigenpairs, top_eigenpairs
+from lipbound.attention.layer import Attention
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.linalg.krylov import Dots, eigenpairs, top_eigenpairs, top_vectors
 
 SIZES = strategies.tuples(strategies.integers(1, 3), strategies.integers(1, 12))
 
@@ -97,3 +99,16 @@ def test_inner_products_in_two_stages_are_as_close_as_they_say(n: int) -> None:
     torch.testing.assert_close(dots.gram(z), z @ z.mT)
     assert dots.roundings <= (n + 3) * 2.0**-53
     assert n != 4096 or dots.roundings == (64 + 64 + 2) * 2.0**-53
+
+
+def test_ritz_vectors_go_on_after_an_exhausted_space() -> None:
+    """G with two distinct eigenvalues has a Krylov space of two dimensions; four are asked for."""
+    zero = torch.zeros(1, 6, 1, dtype=torch.float64)
+    w_v = torch.diag(torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64))
+    op = HeadJacobian(Attention(torch.ones(1, 1, 6, dtype=torch.float64), zero, zero, w_v[None]))
+    vectors, _ = top_vectors(op, count=4, residual=0.0, max_steps=6, seed=0, restart=1e-12)
+    torch.testing.assert_close(vectors[0] @ vectors[0].mT, torch.eye(4, dtype=torch.float64))
+    images = torch.cat([op.gram(v.view(1, 1, 6)).view(1, 6) for v in vectors[0]])
+    torch.testing.assert_close(
+        (vectors[0] * images).sum(-1), torch.tensor([4.0, 4.0, 1.0, 1.0], dtype=torch.float64)
+    )

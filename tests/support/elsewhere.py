@@ -41,7 +41,6 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"delta": 1e-9, "vectors": True},
     {"method": "power"},
     {"method": "dense"},
-    {"method": "deflation"},
 )
 TOL = {"float32": 1e-4, "float64": 1e-8}
 TOKEN_NORMS = ("every-token", "one-token", "token-pair", "output-token")

@@ -13,13 +13,10 @@ from support.mp_oracle import Enclosed
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.errors import LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
-METHODS = ("lanczos", "dense", "deflation")
-BY_HEAD = ("deflation",)
-"""Those of them that take the heads of a layer one after the other."""
+METHODS = ("lanczos", "dense")
 L2 = "lanczos (L2)"
 """The enclosure of L2 attention's norm."""
 WHOLE = ("heads", "layer")
@@ -77,8 +74,7 @@ def judge(
         exact: the norms, where they are known already.
     """
     exact = mp_oracle.norms(att, map) if exact is None else exact
-    closed = att.variants <= set(LINEAR_VALUES)  # of which J J^T has a closed form
-    for method in [one for one in methods if one != "deflation" or closed]:
+    for method in methods:
         yield from _enclosures(att, name, method, exact, map=map, tol=tol, delta=delta)
     if map != "head":
         return

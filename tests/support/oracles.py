@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import head_function
-from lipbound.linalg.deterministic import BlockMatrix
 from lipbound.linalg.solution import Norm
 
 
@@ -112,12 +111,3 @@ def dense_jacobians(att: Attention, map: str = "head") -> Tensor:
         over_heads, in_dims=(0, None, None, None, None, None, None, 0, 0)
     )(att.x, att.w_q, att.w_k, att.w_v, b_q, b_k, b_v, mask, real.double())
     return found
-
-
-def assembled(gram: BlockMatrix) -> Tensor:
-    """All of G from its tiles, (tokens width, tokens width)."""
-    out = torch.empty(gram.tokens, gram.width, gram.tokens, gram.width, dtype=torch.float64)
-    for rows, cols, tile in gram.tiles():
-        out[rows, :, cols] = tile
-        out[cols, :, rows] = tile.permute(2, 3, 0, 1)
-    return out.view(gram.tokens * gram.width, -1)

@@ -245,7 +245,8 @@ class BlockNorms:
             its rows. qt_norm: :math:`|\tilde q_i|`, (heads, N, 1).
         distance: :math:`|v_j - o_i|`, (heads, N, N). norm_v: :math:`\|W_V\|`, (heads, 1, 1).
         b: :math:`\|B_i\|`, (heads, N).
-        b_v, a, z, b_q: with ``gram`` alone, :math:`\|B_i W_V\|`, :math:`\|A_i\|` and :math:`|z_i|`,
+        b_v, a, z, b_q: with ``gram`` alone, of Lemma 7 (docs/theory/jacobian.md),
+            :math:`\|B_i W_V\|`, :math:`\|A_i\|` and :math:`|z_i|`,
             (heads, N) each, and :math:`|B_i \tilde q_k|`, (heads, N, N), zero where k does not see
             i.
     """
