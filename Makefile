@@ -55,7 +55,7 @@ test-min: $(MIN_STAMP)
 test-kernels: $(STAMP)
 	$(BIN)/python checks/kernels.py $(KERNELS)
 
-# All tests: notebooks executed, runs killed and resumed, recipes of all kinds, the study of penalties, all examples of the property tests.
+# All tests: notebooks executed, runs killed and resumed, figures of all kinds, the study of penalties, all examples of the property tests.
 test-all: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 lint every
 

@@ -1,10 +1,11 @@
 """Render the figures of this folder from saved runs: ``make figures``.
 
 Runs are kept in figures/runs (not in git) and computed where they are missing: heatmaps of each
-builtin checkpoint, bounds over balls, and every recipe of `lipbound.analysis.recipes` on
-builtin:minilm. Each figure is a PDF, a PNG and its caption. ``--text`` gives texts to the recipes
-that the paper ran on text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``);
-without it they take the text that comes with lipbound.
+builtin checkpoint, bounds over balls, and the figures of `castin2024`, `yudin2025` and `ours2026`
+on builtin:minilm. Each is a PDF, a PNG and its caption. ``--text`` gives texts to the figures that
+the paper made of text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``);
+without it they take the text that comes with
+lipbound.
 """
 
 import argparse
@@ -12,10 +13,13 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import castin2024  # noqa: F401  (importing a paper's file registers its figures)
+import ours2026  # noqa: F401
 import xarray as xr
+import yudin2025  # noqa: F401
+from paper_figure import FIGURES, Setting
 
 import lipbound as lb
-from lipbound.analysis.recipes.registry import RECIPES, Setting
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs"
@@ -53,17 +57,17 @@ def main() -> None:
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
     ball()
     growth = Setting(data=tuple(options.text), column=options.column, samples=options.sequences)
-    for name, recipe in RECIPES.items():
+    for name, figure in FIGURES.items():
         if name == "yudin-6":  # the heatmaps above
             continue
-        recipe.render(
-            recipe.saved(
-                growth if recipe.stored == RECIPES["castin-1"].stored else Setting(), RUNS
+        figure.render(
+            figure.saved(
+                growth if figure.stored == FIGURES["castin-1"].stored else Setting(), RUNS
             ),
             HERE,
         )
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
-    gpt2 = copy(RECIPES["castin-1"])
+    gpt2 = copy(FIGURES["castin-1"])
     gpt2.name = gpt2.run = "castin-4-gpt2"
     first = growth.data[:1]
     column = None if first and Path(first[0]).suffix == ".txt" else growth.column

@@ -329,18 +329,6 @@ OTHER_COMMANDS = {
     "--samples 3": "no such option: --samples; see lipbound --help",
     "bounds yudin": "got unexpected extra argument(s) (yudin)",
     "bounds --layout x": "no such option: --layout",
-    "reproduce nothing": "unknown recipe 'nothing'; allowed are castin-1,",
-    "reproduce castin-9": "unknown recipe 'castin-9'; did you mean 'castin-",
-    "reproduce castin-1 {mess}/nowhere -o {tmp}/r": "there is no directory or file {mess}/nowhere",
-    "reproduce castin-1 builtin:gpt3 -o {tmp}/r": "did you mean 'gpt2'?",
-    "reproduce castin-1 {bert} -o {mess}/file": "{mess}/file/castin-1.zarr cannot be written",
-    **{
-        f"reproduce castin-1 {{bert}} --samples {value} -o {{tmp}}/r": f"--samples is {value}; {COUNT}"  # noqa: E501
-        for value in (0, -2)
-    },
-    "reproduce castin-1 {bert} --dtype half -o {tmp}/r": "--dtype is 'half'; allowed are",
-    "reproduce castin-1 {bert} --device gpu -o {tmp}/r": "device 'gpu' cannot be used here",
-    "reproduce castin-1 {vit} -o {tmp}/r": "{vit} takes images, not text",
     "sweep": "missing argument 'file'",
     "sweep {mess}/nowhere.yaml": "{mess}/nowhere.yaml cannot be read as YAML: No such file or "
     "directory",

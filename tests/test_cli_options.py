@@ -39,7 +39,6 @@ def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
         ),
         ("compare m --layers 0 --layers=1", "--layers", ", with its numbers separated by commas"),
         ("compare m --samples 3 --tol 0.1 --samples 3", "--samples", ""),
-        ("reproduce castin-1 --data a --data b --seed 1 --seed 2", "--seed", ""),
         ("heatmap run.zarr -o a.pdf --output b.pdf", "--output", ""),
         ("table run.zarr --format csv --format latex", "--format", ""),
         ("verify run.zarr --model a --model b", "--model", ""),
@@ -50,13 +49,6 @@ def test_an_option_given_twice_is_refused(said, words: str, option: str, more: s
     assert (status, error) == (
         2,
         f"error: {option} is given 2 times, and one of them would be ignored; give it once{more}",
-    )
-
-
-def test_what_may_be_repeated_is_not_refused(said) -> None:
-    assert (
-        "unknown recipe 'x'"
-        in said("reproduce", "x", "--data", "a", "--data", "b", "--full", "--full")[2]
     )
 
 
@@ -151,11 +143,6 @@ def test_a_run_is_no_file_of_another_kind(
             "demo --out demo.pdf",
             "--out is 'demo.pdf', which holds three runs and their figures; give a folder, such "
             "as 'demo'",
-        ),
-        (
-            "reproduce castin-1 -o one.pdf",
-            "--output is 'one.pdf', which holds data, figures and captions; give a folder, such "
-            "as 'one'",
         ),
     ],
 )

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from robustness import embedding_accuracy
 from support.models import TEXT, build
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.analysis.robustness import embedding_accuracy
 
 TENSORS = [
     torch.randn(s, generator=torch.Generator().manual_seed(0))

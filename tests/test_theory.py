@@ -120,8 +120,9 @@ def test_functions_named_on_the_pages_exist(name: str) -> None:
 
 
 def test_short_names_in_code_type_occur_in_the_source() -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "lipbound").rglob("*.py"))
-    words = set(re.findall(r"\w+", source))
+    files = [*(ROOT / "lipbound").rglob("*.py")]
+    source = "\n".join(path.read_text() for path in files)
+    words = {*re.findall(r"\w+", source), *(path.stem for path in files)}
     named = set(re.findall(r"`([A-Za-z_][\w.]*)`", "\n".join(PAGES.values())))
     assert len(named) > 50
     assert not {name for name in named if not set(name.split(".")) <= words}

@@ -31,11 +31,11 @@ import matplotlib
 import numpy as np
 import torch
 import yaml
+from robustness import ATTACKS, robust_accuracy
 from torch import Tensor, nn
 from transformers import ViTForImageClassification, ViTImageProcessor
 
 from lipbound.analysis.network import network_norm
-from lipbound.analysis.robustness import ATTACKS, robust_accuracy
 from lipbound.attention import softmax
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture

@@ -1,4 +1,4 @@
-"""Commands that compute again and reproduce: verify, reproduce and demo."""
+"""Commands that compute by themselves: verify and demo."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ import typer
 from lipbound.cli import interruption
 from lipbound.cli.application import app, echo_json, loading, show, state
 from lipbound.cli.measuring import measured
-from lipbound.errors import tell, whole
 
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
 
@@ -52,77 +51,6 @@ def verify(
         typer.echo(str(found))
     if not found.ok:
         raise typer.Exit(1)
-
-
-@app.command(
-    epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o "
-    "figures"
-)
-def reproduce(
-    name: str | None = None,
-    model: str | None = None,
-    *,
-    data: list[str] | None = None,
-    split: str | None = None,
-    column: str | None = None,
-    samples: int | None = None,
-    full: bool = False,
-    device: str = "auto",
-    dtype: str = "float32",
-    seed: int = 0,
-    output: Path = Path("reproduced"),
-) -> None:
-    """Compute and draw a figure or a claim of a paper, for any checkpoint.
-
-    Args:
-        name: A recipe, or 'all'; without one the recipes are listed.
-        model: As for `lipbound compare`; builtin:minilm by default.
-        data: As for `lipbound compare`; may be given several times.
-        split: Split of a hub dataset.
-        column: Column of a table.
-        samples: Samples, or sequences of each length.
-        full: The paper's sizes rather than small ones.
-        device: As for `lipbound compare`.
-        dtype: As for `lipbound compare`.
-        seed: As for `lipbound compare`.
-        output: Folder for data, figures and captions; runs it holds are drawn again.
-    """
-    with loading():
-        from lipbound.analysis.recipes.registry import RECIPES as recipes
-        from lipbound.analysis.recipes.registry import Setting, recipe
-        from lipbound.runs.config import check_folder_name
-
-    if name is None:
-        for one in recipes.values():
-            typer.echo(
-                f"{one.name}: {one.title}\n    {one.source}; about {one.cost} with small "
-                "settings on two cores"
-            )
-        return
-    chosen = list(recipes.values()) if name == "all" else [recipe(name)]
-    if not any(one.of_model for one in chosen) and (model is not None or data):
-        tell(
-            f"{chosen[0].name} measures no model, so "
-            f"{', '.join(filter(None, (model, *(data or ()))))} is not looked at"
-        )
-    check_folder_name("output", output, "holds data, figures and captions")
-    if samples is not None:
-        whole("samples", samples, least=1)
-    setting = Setting(
-        model or Setting.model, tuple(data or ()), column, split, samples, full, device, dtype, seed
-    )
-    interruption.keeps(
-        lambda: (
-            f"figures that were finished are kept in {output}; the same command goes on from there"
-        )
-    )
-    for one in chosen:
-        ds = one.saved(setting, output)
-        one.render(ds, output)
-        typer.echo(
-            f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, "
-            f".png, .txt and .tex, from {output / one.stored}\n"
-        )
 
 
 @app.command(epilog="Example: lipbound demo --out results")

@@ -145,7 +145,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             (a `DamagedRunWarning`), "refuse", or "accept".
 
     Returns:
-        The run; or a diff of two runs; or the data of a figure that `lipbound reproduce` stored, or
+        The run; or a diff of two runs; or the data of a figure that a script of figures/ stored, or
         of a study such as `lipbound.cache_bits`.
 
     Raises:
@@ -160,10 +160,10 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
     _check_there(path)
     ds = read(path)
     study = "lipbound" in ds.attrs and "exact" not in ds and not schema.is_diff(ds)
-    if (study or "recipe" in ds.attrs) and "bounds" not in ds.attrs:
+    if (study or "figure" in ds.attrs) and "bounds" not in ds.attrs:
         if damaged == "refuse":
-            recipe = ds.attrs.get("recipe")
-            what = f"the data of the figure {recipe!r}" if recipe else "other data of lipbound"
+            figure = ds.attrs.get("figure")
+            what = f"the data of the figure {figure!r}" if figure else "other data of lipbound"
             raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
         return ds
     of_two = schema.is_diff(ds)

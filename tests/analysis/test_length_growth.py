@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers as tf
 import xarray as xr
+from castin2024 import least_bound_ratio
 from support.models import AFFINE, build
 
 from lipbound.analysis.length_growth import exponents, sequence_growth
-from lipbound.analysis.recipes.castin2024 import least_bound_ratio
 from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture

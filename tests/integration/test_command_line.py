@@ -4,8 +4,6 @@ import importlib.metadata
 import subprocess
 import sys
 
-import pytest
-
 import lipbound as lb
 
 
@@ -26,14 +24,3 @@ def test_the_version() -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"lipbound {lb.__version__}\n", "")
     assert lb.__version__ == importlib.metadata.version("lipbound")
-
-
-@pytest.mark.slow
-def test_recipes_of_every_paper_are_listed() -> None:
-    """Here, since in a process of the tests others may have imported them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lipbound", "reproduce"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0
-    for name in ("castin-1", "yudin-1", "which-map"):
-        assert f"\n{name}: " in f"\n{done.stdout}", name

@@ -19,7 +19,7 @@ LAYERS = (
     (("cap", "sinks"), "causal", "float64"),
 )
 FAMILIES = ("bert", "gpt2", "vit", "Llama", "Gemma 2", "Phi, q/k-norm", "T5 encoder")
-RECIPES = (
+FIGURES = (
     "which-map",
     "three-norms",
     "token-profile",
@@ -135,6 +135,6 @@ def test_layers_networks_and_penalties_without_float64_are_certified_on_the_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes(there: Call, name: str) -> None:
-    agree(there(elsewhere.recipe_of, name), CLOSE["float32"])
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures(there: Call, name: str) -> None:
+    agree(there(elsewhere.figure_of, name), CLOSE["float32"])

@@ -249,7 +249,7 @@ def test_what_is_not_there_is_not_compared(gpt2_run: xr.Dataset) -> None:
 
 
 def test_figures_are_no_runs(tmp_path: Path) -> None:
-    ds = xr.Dataset({"norm": ("length", [1.0])}, attrs={"lipbound": "0.1.0", "recipe": "castin-1"})
+    ds = xr.Dataset({"norm": ("length", [1.0])}, attrs={"lipbound": "0.1.0", "figure": "castin-1"})
     path = store.save(ds, tmp_path / "castin-1.zarr")
     assert lb.load(path).identical(ds)
     with pytest.raises(StoreError, match="holds the data of the figure 'castin-1', not a run"):

@@ -10,8 +10,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import castin2024  # noqa: F401
+import ours2026  # noqa: F401
 import torch
 import xarray as xr
+import yudin2025  # noqa: F401
+from paper_figure import Setting, figure_named
 from support.far_device import LACKING, NAME, Far
 from support.layers import random_attention
 from support.models import AFFINE, MODERN
@@ -21,8 +25,6 @@ from torch import Tensor, nn
 import lipbound as lb
 from lipbound import bounds
 from lipbound.analysis import adversarial_inputs, mean_field
-from lipbound.analysis.recipes import recipe
-from lipbound.analysis.recipes.registry import Setting
 from lipbound.attention.layer import Attention
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import LipboundError
@@ -174,10 +176,10 @@ def refused(folder: Path) -> str:
     return ""
 
 
-def recipe_of(name: str) -> Pairs:
-    """What a recipe measures of a small decoder."""
+def figure_of(name: str) -> Pairs:
+    """What a paper's figure measures of a small decoder."""
     runs = [
-        recipe(name).compute(Setting("builtin:gpt2", samples=1, device=device))
+        figure_named(name).compute(Setting("builtin:gpt2", samples=1, device=device))
         for device in ("cpu", NAME)
     ]
     return {name: (_numbers(runs[0]), _numbers(runs[1]), 1e-3)}

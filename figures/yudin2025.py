@@ -1,4 +1,4 @@
-"""Recipes from Yudin, Gaponov, Kudriashov and Rakhuba 2025.
+"""Figures of Yudin, Gaponov, Kudriashov and Rakhuba 2025.
 
 "Pay Attention to Attention Distribution".
 """
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
+from paper_figure import PaperFigure, Setting, main, of, sheet
 from torch import Tensor
 
 from lipbound.analysis import by_layer
-from lipbound.analysis.recipes.registry import Recipe, Setting, of, sheet
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
 from lipbound.errors import InputsError
@@ -40,7 +40,7 @@ def real_rows(att: Attention, sample: int) -> Tensor:
     return softmax.normalised(att.unpadded(sample).double().p[0])
 
 
-class Surface(Recipe):
+class Surface(PaperFigure):
     """The bound g_1 on the softmax Jacobian."""
 
     name, cost = "yudin-1", "1 s"
@@ -78,7 +78,7 @@ class Surface(Recipe):
         )
 
 
-class AttentionMaps(Recipe):
+class AttentionMaps(PaperFigure):
     """Attention maps with the norm of their softmax Jacobians and g_1."""
 
     name, cost = "yudin-2", "10 s"
@@ -171,7 +171,7 @@ class BoundsOnSoftmax(AttentionMaps):
         )
 
 
-class Heatmaps(Recipe):
+class Heatmaps(PaperFigure):
     """Exact local constants and every bound, layer by head."""
 
     name, cost = "yudin-6", "30 s"
@@ -196,7 +196,7 @@ class Heatmaps(Recipe):
         return plots.caption(ds)
 
 
-class Interlacing(Recipe):
+class Interlacing(PaperFigure):
     """Interlacing of singular values of the softmax Jacobian with g_k."""
 
     name, cost = "yudin-theorem-4", "20 s"
@@ -289,7 +289,7 @@ def consequences(p: Tensor, k: int = 10) -> dict[str, Tensor]:
     return {name: slack.amin() for name, slack in slacks.items()}
 
 
-class Multihead(Recipe):
+class Multihead(PaperFigure):
     """Heads together against heads one by one."""
 
     name, cost = "yudin-multihead", "10 s"
@@ -332,3 +332,7 @@ class Multihead(Recipe):
             f"{float(root.max()):.3g} times that norm, and their sum {float(total.min()):.3g} to "
             f"{float(total.max()):.3g} times."
         )
+
+
+if __name__ == "__main__":
+    main()

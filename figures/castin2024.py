@@ -1,4 +1,4 @@
-"""Recipes from Castin, Ablin and Peyré 2024, "How Smooth Is Attention?"."""
+"""Figures of Castin, Ablin and Peyré 2024, "How Smooth Is Attention?"."""
 
 import itertools
 import math
@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
+from paper_figure import PaperFigure, Setting, main, of, plain_ticks, sheet
 from torch import Tensor
 
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
-from lipbound.analysis.recipes.registry import Recipe, Setting, of, plain_ticks, sheet
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import unit_values
 from lipbound.formatting import counted
@@ -35,7 +35,7 @@ BELOW += [("adversarial_head", "adversarial_upper"), ("adversarial_lower", "adve
 """Variables of a growth study, and what is above them."""
 
 
-class Growth(Recipe):
+class Growth(PaperFigure):
     """Local constant against sequence length, on text and on adversarial inputs."""
 
     name, cost = "castin-1", "2 min"
@@ -195,7 +195,7 @@ def _magnitude(ds: xr.Dataset) -> xr.DataArray:
     return ds["magnitude"].isel(mode=-1).mean(("text", "sequence"))
 
 
-class Scaling(Recipe):
+class Scaling(PaperFigure):
     """Where the lower bound of Proposition 3.4 bites: gamma R^2, N* and the radius of tokens."""
 
     name, cost = "castin-2", "10 s"
@@ -257,7 +257,7 @@ def _scaling(att: Attention) -> dict[str, Tensor]:
     }
 
 
-class Radius(Recipe):
+class Radius(PaperFigure):
     """Growth with the radius: quadratic, bounded, exponential."""
 
     name, cost = "castin-3", "20 s"
@@ -375,3 +375,7 @@ def _norms(one: Attention, x: Tensor, factors: np.ndarray) -> np.ndarray:
     """
     unit, size = unit_values(one.at(torch.from_numpy(factors).to(x)[:, None, None] * x))
     return (operator_norm(HeadJacobian(unit), tol=1e-6).lower * size.cpu()).numpy()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import transformers as tf
+from robustness import embedding_accuracy, robust_accuracy
 from support.models import IMAGE, TEXT, build
 from torch import Tensor, nn
 
-from lipbound.analysis.robustness import embedding_accuracy, robust_accuracy
 from lipbound.errors import LipboundError
 
 

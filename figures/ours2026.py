@@ -1,4 +1,4 @@
-"""Recipes about questions of our own: which map, which norm, and mass splitting."""
+"""Figures about questions of our own: which map, which norm, and mass splitting."""
 
 from collections import Counter
 
@@ -6,12 +6,12 @@ import numpy as np
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
+from paper_figure import PaperFigure, Setting, main, of, plain_ticks, sheet
 from scipy.stats import spearmanr
 from torch import Tensor
 
 from lipbound.analysis import by_layer
 from lipbound.analysis.mean_field import duplicated_norm, query_block_norms
-from lipbound.analysis.recipes.registry import Recipe, Setting, of, plain_ticks, sheet
 from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
@@ -28,7 +28,7 @@ ENDS |= {"output": "output_lower", "output_upper": "output_upper"}
 """Names in a Dataset of the fields of a `TokenProfile`."""
 
 
-class WhichMap(Recipe):
+class WhichMap(PaperFigure):
     """Exact constants of the maps that papers call attention."""
 
     name, cost = "which-map", "20 s"
@@ -79,7 +79,7 @@ def _norms_of_maps(att: Attention) -> dict[str, Tensor]:
     return {"norm": torch.stack(found)}
 
 
-class ThreeNorms(Recipe):
+class ThreeNorms(PaperFigure):
     """The same heads in three norms."""
 
     name, cost = "three-norms", "1 min"
@@ -141,7 +141,7 @@ class ThreeNorms(Recipe):
         )
 
 
-class TokenProfiles(Recipe):
+class TokenProfiles(PaperFigure):
     """Which tokens a head is sensitive to."""
 
     name, cost = "token-profile", "20 s"
@@ -201,7 +201,7 @@ def _steepest(ds: xr.Dataset) -> tuple[int, int, int]:
     return int(layer), int(head), int(token)
 
 
-class MassSplitting(Recipe):
+class MassSplitting(PaperFigure):
     """When copies of tokens make attention steeper."""
 
     name, cost = "mass-splitting", "20 s"
@@ -236,3 +236,7 @@ class MassSplitting(Recipe):
             f"constant is max_i ||B_i||. {int((ratio > 1).sum())} of "
             f"{ratio.size} heads and samples do; the largest ratio is {float(ratio.max()):.3g}."
         )
+
+
+if __name__ == "__main__":
+    main()

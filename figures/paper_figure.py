@@ -1,13 +1,14 @@
-"""Recipes and the table of them.
+"""PaperFigures and the table of them.
 
-A recipe is one figure or claim of a paper, computed and drawn for any checkpoint.
+One is computed and drawn for any checkpoint: ``python figures/castin2024.py castin-1 MODEL``.
 """
 
+import argparse
 import shlex
 import sys
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,24 +27,25 @@ from lipbound.analysis import by_layer, provenance
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.devices import resolve_device
-from lipbound.errors import StoreError, choice, shown, tell
+from lipbound.errors import LipboundError, StoreError, choice, shown, tell, whole
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import Inputs, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.reporting.labels import builtin_name, model_name
 from lipbound.reporting.styles import BASE, Drawing, latex_caption, write
 from lipbound.runs import store
+from lipbound.runs.config import check_folder_name
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Model, data and sizes that a recipe runs on.
+    """Model, data and sizes that a figure is made of.
 
     Attributes:
         model: as for `lipbound.compare`.
         data: texts or image sets, as for `lipbound.compare`; none for the default. column, split:
             of tables.
-        samples: how many samples, or sequences of a length; None for the recipe's own number.
+        samples: how many samples, or sequences of a length; None for the figure's own number.
         full: the paper's sizes rather than the small ones.
         device, dtype, seed: as for `lipbound.compare`.
     """
@@ -90,7 +92,7 @@ class Setting:
         options = self.options("column", "split") | {"samples": samples, "max_length": max_length}
         inputs = prepare(checkpoint, self.texts[0], **options)
         found = Capturer(checkpoint.model, around=True).run(inputs.block(0, samples, device))
-        layers = in_closed_form((layer.attention for layer in found), "this recipe")
+        layers = in_closed_form((layer.attention for layer in found), "this figure")
         return checkpoint, layers, inputs
 
     def measured(
@@ -114,14 +116,14 @@ class Setting:
         }
 
 
-class Recipe(ABC):
-    """One figure or claim; a subclass is a row of the table `RECIPES`.
+class PaperFigure(ABC):
+    """One figure or claim; a subclass is a row of the table `FIGURES`.
 
     Attributes:
         name: what it is called on the command line. source: paper and place.
         title: the first line of the docstring.
         cost: time of the small setting on two CPU cores.
-        run: name of the stored Dataset, by default that of the recipe: one that inherits from
+        run: name of the stored Dataset, by default that of the figure: one that inherits from
             another draws the same measurements.
         of_model: whether it measures a model at all.
     """
@@ -136,7 +138,7 @@ class Recipe(ABC):
     def __init_subclass__(cls) -> None:
         cls.run = getattr(cls, "run", cls.name)
         cls.title = (cls.__doc__ or cls.name).splitlines()[0].removesuffix(".")
-        RECIPES[cls.name] = cls()
+        FIGURES[cls.name] = cls()
 
     @abstractmethod
     def compute(self, setting: Setting) -> xr.Dataset:
@@ -168,7 +170,7 @@ class Recipe(ABC):
             return ds
         store.check_target(path)
         ds = self.compute(setting)
-        ds.attrs |= {"recipe": self.run, "asked": setting.asked()}
+        ds.attrs |= {"figure": self.run, "asked": setting.asked()}
         store.save(ds, path)
         return store.load(path)
 
@@ -203,13 +205,54 @@ def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
         tell(f"{path} is drawn as it is: {said}")
 
 
-RECIPES: dict[str, Recipe] = {}
-"""Recipes by name, in the order of their papers' files."""
+FIGURES: dict[str, PaperFigure] = {}
+"""PaperFigures by name, in the order of their papers' files."""
 
 
-def recipe(name: str) -> Recipe:
-    """The recipe of that name; UnknownNameError with the nearest one otherwise."""
-    return RECIPES[choice("recipe", name, RECIPES)]
+def figure_named(name: str) -> PaperFigure:
+    """The figure of that name; UnknownNameError with the nearest one otherwise."""
+    return FIGURES[choice("figure", name, FIGURES)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compute and draw figures of the script that is run: of one paper, for any checkpoint."""
+    listed = "\n".join(
+        f"{one.name}: {one.title}\n    {one.source}; about {one.cost} with small settings on two "
+        "cores"
+        for one in FIGURES.values()
+    )
+    parser = argparse.ArgumentParser(
+        description=f"{main.__doc__}\n\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help="one of the figures below, or 'all'")
+    parser.add_argument("model", nargs="?", default=Setting.model, help="as for lipbound compare")
+    parser.add_argument("--data", action="append", default=[], help="may be given several times")
+    parser.add_argument("--split", help="split of a hub dataset")
+    parser.add_argument("--column", help="column of a table")
+    parser.add_argument("--samples", type=int, help="samples, or sequences of each length")
+    parser.add_argument("--full", action="store_true", help="the paper's sizes, not small ones")
+    parser.add_argument("--device", default=Setting.device, help="as for lipbound compare")
+    parser.add_argument("--dtype", default=Setting.dtype, help="as for lipbound compare")
+    parser.add_argument("--seed", type=int, default=Setting.seed, help="as for lipbound compare")
+    parser.add_argument("--output", "-o", type=Path, default=Path("reproduced"), help="a folder")
+    given = vars(parser.parse_args(arguments))
+    name, output, data = given.pop("name"), given.pop("output"), tuple(given.pop("data"))
+    try:
+        chosen = [*FIGURES.values()] if name == "all" else [figure_named(name)]
+        check_folder_name("output", output, "holds data, figures and captions")
+        if given["samples"] is not None:
+            whole("samples", given["samples"], least=1)
+        setting = Setting(data=data, **given)
+        for one in chosen:
+            ds = one.saved(setting, output)
+            one.render(ds, output)
+            print(
+                f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, "
+                f".png, .txt and .tex, from {output / one.stored}\n"
+            )
+    except LipboundError as error:
+        sys.exit(f"error: {error}")
 
 
 def plain_ticks(axis: Axis) -> None:

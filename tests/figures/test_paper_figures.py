@@ -1,23 +1,24 @@
-"""Recipes: small settings run through, drawn, described; their numbers against oracles."""
+"""The papers' figures: small settings run through, drawn, described; numbers against oracles."""
 
+import re
 from pathlib import Path
 
+import castin2024
 import numpy as np
+import ours2026  # noqa: F401
 import pytest
 import torch
+from paper_figure import FIGURES, Setting, figure_named, main
 from support import token_oracle
-from typer.testing import CliRunner
+from yudin2025 import consequences
 
-from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
-from lipbound.analysis.recipes.yudin2025 import consequences
-from lipbound.cli import app
 from lipbound.errors import InputsError, UnknownNameError
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers.text import stream
 from lipbound.runs import store
 
 GROWTH = ("castin-1", "castin-6")
-"""Run at fewer lengths by `test_growth_recipe`."""
+"""Run at fewer lengths by `test_growth_figure`."""
 SLOW = (
     "three-norms",
     "token-profile",
@@ -36,46 +37,42 @@ SLOW = (
     "name",
     [
         pytest.param(n, marks=pytest.mark.slow if n in SLOW else ())
-        for n in RECIPES
+        for n in FIGURES
         if n not in GROWTH
     ],
 )
-def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
+def test_figure_from_the_command_line(name: str, tmp_path: Path) -> None:
     text = tmp_path / "short.csv"
     text.write_text(
         "text\n" + "the lighthouse keeper wound the clock of the island and " * 3 + "the ferry\n"
     )
-    arguments = ["--data", str(text)] if recipe(name).of_model else []
-    result = CliRunner().invoke(
-        app, ["reproduce", name, "builtin:gpt2", *arguments, "--samples", "1", "-o", str(tmp_path)]
-    )
-    assert result.exit_code == 0, result.output
+    arguments = ["--data", str(text)] if figure_named(name).of_model else []
+    main([name, "builtin:gpt2", *arguments, "--samples", "1", "-o", str(tmp_path)])
     for kind in ("pdf", "png", "txt", "tex"):
         assert (tmp_path / f"{name}.{kind}").stat().st_size > 100
-    ds = store.load(tmp_path / recipe(name).stored)
-    assert f"{ds.attrs['recipe']}.zarr" == recipe(name).stored
+    ds = store.load(tmp_path / figure_named(name).stored)
+    assert f"{ds.attrs['figure']}.zarr" == figure_named(name).stored
     first = (tmp_path / f"{name}.png").read_bytes()
-    again = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "-o", str(tmp_path)])
-    assert again.exit_code == 0
+    main([name, "builtin:gpt2", "-o", str(tmp_path)])
     assert (tmp_path / f"{name}.png").read_bytes() == first  # from the saved run
 
 
 @pytest.mark.slow
-def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lipbound.analysis.recipes.castin2024.LENGTHS", (2, 10, 12, 14))
+def test_growth_figure_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(castin2024, "LENGTHS", (2, 10, 12, 14))
     text = tmp_path / "words.txt"
     text.write_text("the lighthouse keeper wound the clock of the island " * 300)
     table = tmp_path / "words.csv"
     table.write_text("label,words\n" + "0,the clock of the lighthouse keeper\n" * 100)
-    ds = recipe("castin-1").compute(
+    ds = figure_named("castin-1").compute(
         Setting("builtin:gpt2", (str(text), str(table)), column="words", samples=1)
     )
     assert ds["text"].values.tolist() == ["words.txt", "words.csv"]  # the column is the table's
     assert ds["mode"].values.tolist() == ["decoder"]  # GPT-2 is one anyway
     assert ds.sizes["length"] == 4
-    assert "median exponent is" in recipe("castin-1").caption(ds)
-    recipe("castin-1").render(ds, tmp_path)
-    recipe("castin-6").render(ds, tmp_path)
+    assert "median exponent is" in figure_named("castin-1").caption(ds)
+    figure_named("castin-1").render(ds, tmp_path)
+    figure_named("castin-6").render(ds, tmp_path)
 
 
 @pytest.mark.parametrize("model", ["builtin:minilm", "builtin:gpt2"])
@@ -90,22 +87,32 @@ def test_the_text_that_comes_along_is_long_enough_for_growth(
         taken.append(stream(load_checkpoint(model), data, sequences * sum(lengths))[0])
         raise InterruptedError
 
-    monkeypatch.setattr("lipbound.analysis.recipes.castin2024.sequence_growth", study)
+    monkeypatch.setattr(castin2024, "sequence_growth", study)
     with pytest.raises(InterruptedError):
-        recipe("castin-1").compute(Setting(model))
+        figure_named("castin-1").compute(Setting(model))
     assert taken[0].numel() > 500
 
 
-def test_list_and_unknown() -> None:
-    listing = CliRunner().invoke(app, ["reproduce"])
-    assert all(name in listing.output for name in RECIPES)
+def test_list_and_unknown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listing = capsys.readouterr().out
+    assert all(f"\n{name}: " in listing for name in FIGURES)
+    for words, said in {
+        "castin-9": "error: unknown figure 'castin-9'; did you mean 'castin-",
+        "castin-1 builtin:gpt3": "did you mean 'gpt2'",
+        "castin-1 --samples 0": "samples is 0",
+        "castin-1 --dtype half": "dtype is 'half'; allowed are",
+    }.items():
+        with pytest.raises(SystemExit, match=re.escape(said)):
+            main([*words.split(), "-o", str(tmp_path / "figures")])
     with pytest.raises(UnknownNameError, match="castin-1"):
-        recipe("castin1")
+        figure_named("castin1")
 
 
 def test_statistics_are_those_of_the_rows() -> None:
     setting = Setting("builtin:gpt2", samples=1)
-    ds = recipe("yudin-2").compute(setting)
+    ds = figure_named("yudin-2").compute(setting)
     _, layers, _ = setting.capture(1)
     p = layers[1].double().p[:, :2]
     m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
@@ -132,12 +139,12 @@ def test_consequences_hold_and_would_notice() -> None:
 
 def test_rows_too_short_for_theorem_4_are_refused() -> None:
     with pytest.raises(InputsError, match="rows of 5 tokens and more"):
-        recipe("yudin-theorem-4").compute(Setting("builtin:gpt2", (["the"],), samples=1))
+        figure_named("yudin-theorem-4").compute(Setting("builtin:gpt2", (["the"],), samples=1))
 
 
 @pytest.mark.slow
 def test_radius_regimes_of_the_papers() -> None:
-    ds = recipe("castin-3").compute(Setting("builtin:gpt2"))
+    ds = figure_named("castin-3").compute(Setting("builtin:gpt2"))
     np.testing.assert_allclose(ds["generic"].isel(reach=-1), ds["limit"], rtol=1e-3)
     far = ds["quadratic"].isel(radius=[-2, -1])
     slope = np.log(far.isel(radius=1) / far.isel(radius=0)) / np.log(
@@ -149,7 +156,7 @@ def test_radius_regimes_of_the_papers() -> None:
 
 
 def test_maps_of_a_pretrained_layer() -> None:
-    ds = recipe("which-map").compute(Setting("builtin:gpt2", samples=1))
+    ds = figure_named("which-map").compute(Setting("builtin:gpt2", samples=1))
     norms = {name: ds["norm"].sel(map=name) for name in ds["map"].values}
     assert "pre_norm" in norms
     assert "post_norm" not in norms
@@ -165,7 +172,7 @@ def test_three_norms_are_those_of_the_layers_and_keep_their_order() -> None:
         (["the lighthouse keeper wound the clock of the island, and the ferry came in at noon"],),
         samples=1,
     )
-    ds = recipe("three-norms").compute(setting)
+    ds = figure_named("three-norms").compute(setting)
     norms = {name: ds["exact"].sel(norm=name) for name in ds["norm"].values}
     root = np.sqrt(ds["length"])
     assert bool((norms["one-token"] <= norms["frobenius"] * (1 + 1e-3)).all())
@@ -182,12 +189,12 @@ def test_three_norms_are_those_of_the_layers_and_keep_their_order() -> None:
     )
     steepest = norms["every-token"].mean("sample").values
     layer, head = np.unravel_index(steepest.argmax(), steepest.shape)
-    assert f"head {head} of layer {layer} (every-token)" in recipe("three-norms").caption(ds)
+    assert f"head {head} of layer {layer} (every-token)" in figure_named("three-norms").caption(ds)
 
 
 def test_token_profiles_name_the_steepest_token_and_leave_padding_out() -> None:
     setting = Setting("builtin:gpt2", (["the gulls", "the island of the gulls"],), samples=2)
-    ds = recipe("token-profile").compute(setting)
+    ds = figure_named("token-profile").compute(setting)
     words = ds["text"].values[0][ds["real"].values[0]].tolist()
     assert "".join(words) == "the gulls"
     assert len(words) < ds.sizes["token"]
@@ -204,16 +211,16 @@ def test_token_profiles_name_the_steepest_token_and_leave_padding_out() -> None:
     layer, _, head, token = np.unravel_index(
         int(ds["moved"][:, :1].values.argmax()), ds["moved"][:, :1].shape
     )
-    caption = recipe("token-profile").caption(ds)
+    caption = figure_named("token-profile").caption(ds)
     assert f"all heads of layer {layer}" in caption
     assert f'head {head} at "{ds["text"].values[0, token]}"' in caption
-    figure = recipe("token-profile").draw(ds)
+    figure = figure_named("token-profile").draw(ds)
     assert [label.get_text() for label in figure.axes[1].get_xticklabels()] == words
 
 
 def test_ellipsoids_hold_all_tokens() -> None:
     for model in ("builtin:gpt2", "builtin:vit"):
-        ds = recipe("castin-2").compute(Setting(model, samples=2))
+        ds = figure_named("castin-2").compute(Setting(model, samples=2))
         assert bool((ds["largest_token"] <= ds["ellipsoid_radius"] * (1 + 1e-6)).all())
 
 
