@@ -6,8 +6,10 @@ transpose). `loosest` finds the tolerance with which a rival is just accurate en
 are compared at equal accuracy.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +17,10 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.linalg.operators import AutogradJacobian
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support.reference import dense_jacobian, head_function
 
 Rival = Callable[[Attention, int, float], tuple[float, int]]
 TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)

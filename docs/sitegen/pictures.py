@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import lipbound as lb
 from lipbound import bounds
-from lipbound.attention.reference import head_function
 from lipbound.jacobians.streaming import head_jacobian
 from lipbound.linalg.operator_norm import operator_norm
 from sitegen.bounds import shown_ratio, tightness
@@ -86,12 +84,13 @@ def three_norms(target: Path) -> None:
     """What moves, and what is measured: the steepest perturbation of one head in each of the three
     norms."""
     att = steep().double()
+    jacobian = lb.HeadJacobian(att)  # in the coordinates of what the weights see of a token
     figure, axes = sheet(2, 3, (7.6, 3.4))
     for column, (name, measure) in enumerate(NORMS.items()):
         norm = measure(att)
         assert norm.right is not None
         moves = norm.right[0, 0]
-        outputs = torch.func.jvp(head_function(att, 0, 0), (att.x[0],), (moves,))[1]
+        outputs = jacobian.jvp((moves @ jacobian.rows.basis[0])[None])[0]
         for row, (values, colour) in enumerate(((moves, GREY), (outputs, BLUE))):
             ax = axes[row, column]
             ax.bar(range(att.tokens), values.norm(dim=-1), color=colour)

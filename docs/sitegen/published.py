@@ -60,8 +60,8 @@ LEFT_OUT = (
         "Emadi 2026, bound on layers (arXiv:2602.18849)",
         "a constant of a layer in the block maximum norm, from Phi_h and theta_h",
         "text not found",
-        "only abstract and quotations; theta(p) is `lipbound.attention.softmax.splitting_norm`, "
-        "and `mass_splitting` a bound of that form of ours",
+        "only abstract and quotations; `lipbound.attention.softmax.splitting_bound` is above "
+        "theta(p), and `mass_splitting` a bound of that form of ours",
     ),
     LeftOut(
         "Havens, Araujo, Zhang, Hu 2024, LoFAST (ICML, PMLR 235)",

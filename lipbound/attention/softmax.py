@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.variants.base import UNIT
-from lipbound.errors import LipboundError, whole
+from lipbound.errors import LipboundError
 
 ROWS = 2**21
 """Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
@@ -300,11 +300,13 @@ def largest_entry_norm(p: Tensor) -> Tensor:
 
 
 def splitting_bound(p: Tensor) -> Tensor:
-    r"""Return a cheap upper value of :math:`\theta(p)` (`splitting_norm`) of every row.
+    r"""Return a cheap upper value of :math:`\theta(p)` of every row.
 
-    :math:`4 p_{(1)} (1 - p_{(1)})` where the largest entry is at least 1/2, which is exact, and 1
-    elsewhere: Lemma 101 (docs/theory/token_bounds.md). The factor :math:`1 - p_{(1)}` is the sum of
-    the other entries, from which nothing cancels.
+    :math:`\theta(p) = \|M(p)\|_{\infty \to 1} = 4 \max_S p(S)(1 - p(S))` over subsets S of the
+    entries (Emadi 2026) is what the sum of all changes of probabilities can be when no score
+    changes by more than 1. The value is :math:`4 p_{(1)} (1 - p_{(1)})` where the largest entry is
+    at least 1/2, which is exact, and 1 elsewhere: Lemma 101 (docs/theory/token_bounds.md). The
+    factor :math:`1 - p_{(1)}` is the sum of the other entries, from which nothing cancels.
 
     Args:
         p: (..., N), rows summing to one up to rounding; rows of zeros (padding) have 0.
@@ -317,75 +319,3 @@ def splitting_bound(p: Tensor) -> Tensor:
     """
     others = p.scatter(-1, p.argmax(-1, keepdim=True), 0.0).sum(-1).clamp_max(0.5)
     return 4 * others * (1 - others)
-
-
-def splitting_norm(p: Tensor, *, largest: int = 24) -> Enclosure:
-    r"""Return an enclosure of :math:`\theta(p) = \|M(p)\|_{\infty \to 1}` of every row.
-
-    :math:`\theta(p) = 4 \max_S p(S)(1 - p(S))` (Emadi 2026) is what the sum of all changes of
-    probabilities can be when no score changes by more than 1; near 1 where the entries can be split
-    into two halves. All subsets of the largest entries are looked at, by sorted sums of two halves
-    of them; for the lower end the others are added to them one after the other, for the upper they
-    may be split at will. Exact to rounding for rows with at most ``largest`` entries that are not
-    zero, and where one entry is at least 1/2: Lemma 101 (docs/theory/token_bounds.md).
-
-    Args:
-        p: (..., N), rows summing to one up to rounding; rows of zeros (padding) have norm 0.
-        largest: entries whose subsets are all looked at, 1 to 40; 2^(largest/2) numbers a row.
-
-    Returns:
-        `Enclosure` of shape (...), float64.
-
-    Raises:
-        LipboundError: ``largest`` is none of these numbers.
-
-    >>> [round(float(end), 12) for end in splitting_norm(torch.tensor([0.75, 0.25]))]
-    [0.75, 0.75]
-    """
-    if not 1 <= whole("largest", largest) <= 40:
-        raise LipboundError(
-            f"largest is {largest}; it must be between 1 and 40, as 2^(largest/2) sums are kept "
-            "for each row"
-        )
-    k = min(largest, p.shape[-1])
-    parts = p.detach().reshape(-1, p.shape[-1]).split(max(1, ROWS >> ((k + 1) // 2)))
-    return _joined([_split(part, k) for part in parts], p.shape[:-1])
-
-
-def _split(p: Tensor, k: int) -> Enclosure:
-    p = normalised(p).sort(-1, descending=True).values
-    n = p.shape[-1]
-    error = 16 * (n + 20) * UNIT
-    top, others = p[:, 0], p[:, 1:].sum(-1)
-    alone = 4 * top * others  # where one entry is at least a half
-
-    left, right = _sums(p[:, : k - k // 2]), _sums(p[:, k - k // 2 : k]).sort(-1).values
-    rest, wanted = p[:, k:], 0.5 - left
-    rest_sum = rest.sum(-1, keepdim=True)
-    after = torch.searchsorted(right, wanted.contiguous())  # sums that are at least a half
-    end = right.shape[-1]
-    above = left + right.gather(-1, after.clamp_max(end - 1))
-    below = left + right.gather(-1, (after - 1).clamp_min(0))
-    above = above.masked_fill(after == end, torch.inf)
-    below = below.masked_fill(after == 0, -torch.inf)
-    over, under = above.amin(-1) - 0.5, 0.5 - below.amax(-1)
-    gap = torch.minimum(over, (under - rest_sum[:, 0]).clamp_min(0))
-
-    reached = 0.5 - under
-    for j in range(rest.shape[-1]):
-        fuller = reached + rest[:, j]
-        reached = torch.where(fuller <= 0.5, fuller, reached)
-    attained = torch.minimum(over, 0.5 - reached)
-    lower, upper = 1 - 4 * attained**2 - error, (1 - 4 * gap**2 + error).clamp_max(1.0)
-    half = top >= 0.5 * (1 + error)
-    lower = torch.where(half, alone * (1 - error), lower)
-    upper = torch.where(half, alone * (1 + error) + 5e-324 * (others > 0), upper)
-    return Enclosure(lower.clamp_min(0) * (top > 0), upper * (top > 0))
-
-
-def _sums(p: Tensor) -> Tensor:
-    """Return sums of all subsets of the entries of each row, (rows, k) -> (rows, 2^k)."""
-    sums = p.new_zeros(len(p), 1)
-    for entry in p.T:
-        sums = torch.cat([sums, sums + entry[:, None]], -1)
-    return sums

@@ -17,14 +17,12 @@ from lipbound.bounds.registry import resolve as resolve
 from lipbound.bounds.statement import Bound as Bound
 
 if TYPE_CHECKING:
-    from lipbound.bounds.after_layer_norm import after_norm as after_norm
     from lipbound.bounds.ball.over_ball import over_ball as over_ball
     from lipbound.bounds.whole_layer_rules import whole_layer as whole_layer
 
     BIBTEX: dict[str, str]
 
 _HOME = {
-    "after_norm": "after_layer_norm",
     "over_ball": "ball.over_ball",
     "whole_layer": "whole_layer_rules",
 }

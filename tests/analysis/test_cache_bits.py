@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from support.reference import head_function
 from support.variants import VARIANTS, layer
 from torch import Tensor
 
 import lipbound as lb
 from lipbound.analysis import cache_bits as study
-from lipbound.attention.reference import head_function
 from lipbound.errors import LipboundError
 
 BITS = (2, 4, 8, 12)

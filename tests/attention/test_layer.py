@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 from support.layers import causal, random_attention
+from support.reference import head_function
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import head_function
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.errors import AttentionError
 

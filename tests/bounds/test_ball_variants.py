@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import causal, changed, random_attention
 from support.oracles import oracle
+from support.reference import dense_jacobian, head_function
 from support.strategies import examples
 from support.variants import MASKS, layer
 from torch import Tensor
@@ -18,7 +19,6 @@ import lipbound as lb
 from lipbound import bounds
 from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds.ball.centre_entries import BallCentre, VariantBallCentre, largest_a

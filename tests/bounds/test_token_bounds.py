@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support import hard_heads, judge, token_oracle
 from support.layers import HARD, changed, random_attention
 from support.oracles import dense_norms
+from support.reference import dense_jacobian
 from support.strategies import examples, layers
 from support.variants import layer as variant_layer
 from torch import Tensor
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import dense_jacobian
 from lipbound.attention.softmax import splitting_bound
 from lipbound.errors import LipboundError
 from lipbound.runs.config import RunConfig

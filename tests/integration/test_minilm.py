@@ -4,10 +4,10 @@
 import pytest
 import torch
 from support.oracles import capture_error
+from support.reference import dense_jacobian
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import dense_jacobian
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.inputs import prepare

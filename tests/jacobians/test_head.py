@@ -4,10 +4,10 @@ import torch
 from scipy.sparse.linalg import svds
 from support.layers import random_attention
 from support.oracles import oracle
+from support.reference import dense_jacobian, head_function
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian

@@ -6,12 +6,12 @@ import pytest
 import torch
 from support import hard_heads, mp_oracle
 from support.oracles import encloses
+from support.reference import head_function
 from support.variants import MASKS, VARIANTS, cross, layer
 from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import head_function
 from lipbound.attention.rounding import projection_norms
 from lipbound.jacobians import own_blocks, streaming
 from lipbound.jacobians.maps import SIDE_OF

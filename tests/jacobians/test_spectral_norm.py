@@ -4,10 +4,10 @@ import pytest
 import torch
 from support.layers import random_attention
 from support.oracles import encloses, oracle
+from support.reference import dense_jacobian, head_function
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian

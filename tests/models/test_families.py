@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.models import AFFINE, MODERN, build, inputs_for, own_heads
 from support.oracles import capture_error
+from support.reference import dense_jacobian
 
 import lipbound as lb
-from lipbound.attention.reference import dense_jacobian
 from lipbound.models.capture.capture import Capturer, capture
 
 HAS = {

@@ -4,10 +4,10 @@ SVD."""
 import math
 
 import torch
+from support.reference import head_function
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import head_function
 from lipbound.linalg.solution import Norm
 
 
