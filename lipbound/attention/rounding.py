@@ -21,8 +21,6 @@ MARGIN = 1 + 1e-6
 moves them by less than this factor."""
 VANISHED = 690.0
 """Scores so far below the largest have probabilities below 1e-299."""
-MASK_ENTRIES = 2**17
-"""Entries of a mask that are looked at together."""
 SMALLEST = 1e-290
 """Bound on all that underflows, far above what any sum of such numbers can be."""
 
@@ -39,7 +37,7 @@ class TensorErrors:
         q_error, k_error, v_error: their distances from those of exact arithmetic (centred at the
             same points).
         q_slope, k_slope, v_slope: how much faster than a token its query, key or value can move;
-            the norm of the projection without variants.
+            the Frobenius norm of the projection without variants.
         q_slope_error, k_slope_error, v_slope_error: distances of the computed derivatives from the
             exact ones.
         score: absolute error of the scores that a query's softmax sees, and of their differences
@@ -74,33 +72,8 @@ def tensor_errors(att: Attention) -> TensorErrors:
     return _tensor_errors(att.double())
 
 
-@dataclass(frozen=True)
-class InheritedErrors:
-    """Errors that a float64 layer inherits from the tensors it was made of.
-
-    Upper values, float64.
-
-    Attributes:
-        q, k, v: what that moves queries, centred keys and centred values by, (samples, heads, N).
-        w_q, w_k, w_v: of the projections, in norm, (heads,).
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    w_q: Tensor
-    w_k: Tensor
-    w_v: Tensor
-
-
 @torch.no_grad()
-def errors_with(att: Attention, inherited: InheritedErrors) -> TensorErrors:
-    """Return `tensor_errors` of a plain float64 layer as distances from the tensors meant."""
-    return _tensor_errors(att, inherited)
-
-
-@torch.no_grad()
-def _tensor_errors(att: Attention, inherited: InheritedErrors | None = None) -> TensorErrors:
+def _tensor_errors(att: Attention) -> TensorErrors:
     n = att.keys
     around = torch.linalg.vector_norm(att.centred(att.x), dim=-1)
     size = torch.linalg.vector_norm(att.x, dim=-1)
@@ -114,11 +87,6 @@ def _tensor_errors(att: Attention, inherited: InheritedErrors | None = None) -> 
     errors = [one.error for one in found]
     errors[2] = errors[2] + 2 * UNIT * lengths[2]
     slope_errors = [one.slope_error for one in found]
-    if inherited is not None:
-        others = inherited.q, inherited.k, inherited.v
-        errors = [error + more for error, more in zip(errors, others, strict=True)]
-        slopes = (w[:, None] for w in (inherited.w_q, inherited.w_k, inherited.w_v))
-        slope_errors = [error + more for error, more in zip(slope_errors, slopes, strict=True)]
     if att.scoring.shift_invariant:
         errors[1] = errors[1] + 2 * UNIT * lengths[1]
     every = [*lengths, *errors, *(one.slope for one in found), *slope_errors]
@@ -161,36 +129,9 @@ def _projected(size: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return 2 * (w.shape[1] + 8) * UNIT * reach
 
 
-def spectral(w: Tensor) -> Tensor:
-    """Return upper values of the norms of float64 matrices (heads, D, m), (heads,).
-
-    From W^T W, with what rounding it may have cost.
-    """
-    size = w.abs().amax((-1, -2))
-    known = (size > 0) & torch.isfinite(size)
-    w = torch.where(known[:, None, None], w / torch.where(known, size, 1.0)[:, None, None], 0.0)
-    return torch.where(known, root_norm(w.mT @ w, w.shape[1]) * size, size.nan_to_num(torch.inf))
-
-
-def root_norm(squares: Tensor, count: int) -> Tensor:
-    """Return upper values of the norms of matrices, (heads,), from their Gram matrices.
-
-    These, (heads, m, m), are computed in float64, from ``count`` products for each entry.
-    """
-    frobenius = squares.diagonal(dim1=-2, dim2=-1).sum(-1)
-    try:
-        top = torch.linalg.eigvalsh(squares)[..., -1].clamp_min(0)
-    except RuntimeError:  # LinAlgError: the norm is at most that of Frobenius
-        top = frobenius
-    top = top + 8 * (count + squares.shape[-1] + 16) * UNIT * frobenius
-    return torch.minimum(top, frobenius).sqrt() * MARGIN
-
-
-@torch.no_grad()
-@memoised
-def projection_norms(att: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `spectral` of the float64 projections to queries, keys and values."""
-    return spectral(att.w_q), spectral(att.w_k), spectral(att.w_v)
+def length(w: Tensor) -> Tensor:
+    """Return upper values of the Frobenius norms of matrices (heads, D, m), (heads,), float64."""
+    return torch.linalg.matrix_norm(w.double()) * MARGIN
 
 
 def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passing:
@@ -206,7 +147,7 @@ def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passin
     }
     differences = centred[side] and att.scoring.plain(side)
     error = _projected(around, w, None) if differences else _projected(size, w, b)
-    slope = projection_norms(att)[SIDES.index(side)]
+    slope = length(w)
     passing = Passing(error, slope[:, None].expand_as(error), torch.zeros_like(error))
     steps = [step for step in att.scoring.steps if step.acts_on(side)]
     if not steps:
@@ -234,33 +175,9 @@ def _constants(att: Attention, reach: Tensor) -> Tensor:
     Only where its probability does not vanish; broadcasts to rows.
     """
     largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
-    if att.mask is not None and not _only_forbids(att.mask):
-        samples, heads, rows, columns = four_axes(att.mask).shape
-        step, reached = max(1, MASK_ENTRIES // columns), 2 * float(reach.amax())
-        parts = [slice(i, i + step) for i in range(0, rows, step)]
-        found = [
-            torch.cat([_alive(att.scoring.mask_part(s, h, part), reached) for part in parts])
-            for s in range(samples)
-            for h in range(heads)
-        ]
-        largest = torch.stack(found).view(samples, heads, rows)
+    if att.mask is not None:
+        mask = four_axes(att.mask).double()
+        alive = mask.amax(-1, keepdim=True) - VANISHED - 2 * reach.amax()
+        largest = mask.abs().masked_fill((mask <= BLOCKED) | (mask < alive), 0.0).amax(-1)
     extra = att.scoring.extra_scores
     return largest if extra is None else largest + extra.double().abs().amax(-1)[:, None]
-
-
-def _only_forbids(mask: Tensor) -> bool:
-    """Return whether a mask leaves scores as they are that it does not forbid."""
-    rows = four_axes(mask).flatten(0, 2)
-    parts = rows.split(max(1, MASK_ENTRIES // rows.shape[1]))
-    return all(bool(((part == 0) | (part <= BLOCKED)).all()) for part in parts)
-
-
-def _alive(mask: Tensor | None, reach: float) -> Tensor:
-    """Return the largest absolute values of rows of a mask, (rows,).
-
-    Only where probabilities do not vanish if scores are no larger than half of ``reach``.
-    """
-    assert mask is not None
-    mask = mask.double()
-    alive = (mask > BLOCKED) & (mask >= mask.amax(-1, keepdim=True) - VANISHED - reach)
-    return mask.abs().masked_fill(~alive, 0.0).amax(-1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rounding import TensorErrors, spectral, tensor_errors
+from lipbound.attention.rounding import TensorErrors, length, tensor_errors
 from lipbound.attention.variants.base import SIDES, UNIT, Side
 from lipbound.attention.variants.gate import GateStep
 from lipbound.attention.variants.other_stream import FixedStep
@@ -77,7 +77,7 @@ class OneSide:
 
     def norms(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return norms of what moves are multiplied by, (heads,) for each of `SIDES`."""
-        own = spectral(self.through.double())
+        own = length(self.through)
         q, k, v = (own if side == self.side else torch.zeros_like(own) for side in SIDES)
         return q, k, v
 

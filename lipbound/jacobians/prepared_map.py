@@ -30,7 +30,6 @@ class PreparedMap:
         att: the layer.
         map: of `lipbound.jacobians.maps.MAPS`.
         as_given: keep the layer's own units.
-        sharp: as for `lipbound.jacobians.rounding.roundoff`.
         estimate: heads are only to check what a search in float32 has found.
         side: that heads are a function of, "q", "k" or "v"; None for the inputs.
 
@@ -51,12 +50,11 @@ class PreparedMap:
         map: str,
         *,
         as_given: bool = False,
-        sharp: bool = False,
         estimate: bool = False,
         side: Side | None = None,
     ):
-        self.map, self.known, self._sharp, before = map, None, sharp, att
-        self._given, self._key = att, ("roundoff", map, as_given, sharp, estimate, side)
+        self.map, self.known, before = map, None, att
+        self._given, self._key = att, ("roundoff", map, as_given, estimate, side)
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
         self.folded = None if self.basis is None else folding_error(before, att, self.basis)
         self.exponents = values = torch.zeros(att.heads, dtype=torch.long)
@@ -95,8 +93,8 @@ class PreparedMap:
     def _roundoff(self) -> Roundoff:
         heads, folded = heads_of(self.op), self.folded
         if self.map in WHOLE:
-            return layer_roundoff(self.attention, heads, self.map, sharp=self._sharp)
-        return roundoff(self.attention, heads, folding=folded, sharp=self._sharp, alone=self.alone)
+            return layer_roundoff(self.attention, heads, self.map)
+        return roundoff(self.attention, heads, folding=folded, alone=self.alone)
 
     def _one_side(self, side: Side, given: Attention, *, as_given: bool) -> OneSide:
         """A side as it moves, values through an output projection that is folded into them.

@@ -58,7 +58,7 @@ def spectral_norm(
             most 1e-3 a norm); absolute change for "power". Ten times smaller than that of
             `lipbound.compare`, since without ``delta`` nothing encloses what is left.
         delta: total failure probability of the ``upper`` of all norms of this call, over random
-            start vectors (`lipbound.linalg.enclose`); one start carries about 1e-9 a norm at 128
+            start vectors (`lipbound.linalg.enclose`); one start carries about 1e-8 a norm at 128
             tokens; smaller values and longer inputs take independent starts, whose probabilities
             are multiplied. None, the default, for lower ends alone, in about a third of the time;
             `lipbound.compare`, whose numbers are kept and cited, encloses them by default.
@@ -126,7 +126,7 @@ def spectral_norm(
         plain = PreparedMap(att, map, as_given=True, side=side)
         return _power(att, plain, tol, delta, vectors, seeds, max_steps)
     checks = delta is None and method != "dense" and att.dtype == torch.float32
-    wide = PreparedMap(att.double(), map, sharp=delta is not None, estimate=checks, side=side)
+    wide = PreparedMap(att.double(), map, estimate=checks, side=side)
     if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
         norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
     elif method == "dense":

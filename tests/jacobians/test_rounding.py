@@ -1,5 +1,4 @@
-"""What float64 arithmetic does to products: never more than is said, and sizes that are those of
-absolute values."""
+"""What float64 arithmetic does to products: never more than is said."""
 
 from fractions import Fraction
 
@@ -9,11 +8,10 @@ import torch
 from support.variants import layer
 from torch import Tensor
 
-from lipbound.attention.rounding import tensor_errors
+import lipbound as lb
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.jacobians import rounding
 from lipbound.jacobians.head import HeadJacobian
-from lipbound.jacobians.streaming import StreamedHeadJacobian
 
 exact = np.vectorize(Fraction, otypes=[object])
 
@@ -58,7 +56,6 @@ class Exact:
         return x
 
 
-@pytest.mark.parametrize("sharp", [False, True])
 @pytest.mark.parametrize(
     ("has", "mask"),
     [
@@ -69,12 +66,10 @@ class Exact:
         (("rotation", "cap"), "window"),
     ],
 )
-def test_products_are_no_further_off_than_is_said(
-    has: tuple[str, ...], mask: str, sharp: bool
-) -> None:
+def test_products_are_no_further_off_than_is_said(has: tuple[str, ...], mask: str) -> None:
     att = layer(2, frozenset(has), mask=mask, n=6, d=4, d_v=5, samples=1)
     op = HeadJacobian(att)
-    found = rounding.roundoff(att, op, sharp=sharp)
+    found = rounding.roundoff(att, op)
     turn = next((step for step in att.scoring.steps if isinstance(step, Rotation)), None)
     g, worst = torch.Generator().manual_seed(0), torch.zeros(op.batch, dtype=torch.float64)
     for shape, name in ((op.in_shape, "jvp"), (op.out_shape, "vjp")):
@@ -88,24 +83,12 @@ def test_products_are_no_further_off_than_is_said(
     assert bool((worst <= found.products).all())
     assert bool((worst > 0).all())
     assert bool((found.size >= torch.linalg.matrix_norm(op.dense(), 2)).all())
-    if sharp:
-        loose = rounding.roundoff(att, op)
-        assert bool((found.products <= loose.products).all())
-        assert bool((found.tensors <= loose.tensors).all())
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "window", "padded"])
-def test_sizes_of_paths_are_those_of_absolute_values(mask: str) -> None:
-    """Both forms of the operator, against the dense matrix of sizes."""
-    att = layer(1, frozenset(), mask=mask, n=9)
-    e, op = tensor_errors(att), HeadJacobian(att)
-    p, o = att.p, op.o.norm(dim=-1).view(e.v.shape)
-    sizes = p * (e.v[..., None, :] + o[..., None])
-    queries, keys = rounding._paths(op, e)
-    true = torch.linalg.matrix_norm(sizes * e.q[..., None], 2)
-    torch.testing.assert_close(queries, (sizes @ e.k[..., None])[..., 0], rtol=2e-6, atol=1e-12)
-    assert bool(((keys >= true) & (keys <= 1.1 * true)).all())
-    for other, value in zip(
-        rounding._paths(StreamedHeadJacobian(att), e), (queries, keys), strict=True
-    ):
-        torch.testing.assert_close(other, value, rtol=1e-9, atol=1e-12)
+def test_the_allowance_is_small_on_real_heads() -> None:
+    """Far below every tolerance that users ask for: 1e-7 of a norm on pretrained heads."""
+    checkpoint = lb.load_checkpoint("builtin:minilm")
+    inputs = lb.prepare(checkpoint, ["The ferry to the island leaves at seven."], samples=1)
+    for att in lb.capture(checkpoint, inputs, layers=[0, 3]):
+        error = rounding.tensor_error(att) / lb.spectral_norm(att).lower
+        assert float(error.max()) < 1e-6

@@ -64,7 +64,7 @@ def test_power_iteration_stops_on_an_absolute_change() -> None:
     small = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-6)
     # the papers' rule depends on scale
     assert int(spectral_norm(small, method="power", tol=1e-4).steps.max()) == 2
-    assert bool(spectral_norm(small, tol=1e-9).converged.all())
+    assert bool(spectral_norm(small, tol=1e-7).converged.all())
     torch.testing.assert_close(
         spectral_norm(small, tol=1e-9).lower, oracle(small), rtol=1e-8, atol=0
     )
@@ -384,7 +384,7 @@ def test_lower_ends_are_lengths_of_transposed_products_less_rounding(
 def test_one_random_start_carries_a_certificate_of_a_usual_head(
     rotated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """128 tokens, width 32, 1e-9 a norm: what rounding may have hidden is known well enough. Of
+    """128 tokens, width 32, 1e-8 a norm: what rounding may have hidden is known well enough. Of
     smaller probabilities it is not."""
     g, width = torch.Generator().manual_seed(0), 32
     extra = (
@@ -404,7 +404,7 @@ def test_one_random_start_carries_a_certificate_of_a_usual_head(
         return bound(*args)
 
     monkeypatch.setattr(enclose, "deflated_bound", counted)
-    for delta, starts in ((1e-9, 1), (1e-14, 2)):
+    for delta, starts in ((1e-8, 1), (1e-14, 2)):
         runs.clear()
         norm = spectral_norm(att, tol=1e-3, delta=2 * delta)
         assert bool(norm.converged.all())

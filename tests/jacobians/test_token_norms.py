@@ -322,7 +322,7 @@ def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
                     (lower[at][:n] <= truth * (1 + ROUNDING)).all()
                     and (upper[at][:n] >= truth * (1 - ROUNDING)).all()
                 )
-                assert torch.allclose(lower[at][:n], upper[at][:n], rtol=1e-8)
+                assert torch.allclose(lower[at][:n], upper[at][:n], rtol=1e-7)
                 assert not lower[at][n:].any()
                 assert not upper[at][n:].any()
 

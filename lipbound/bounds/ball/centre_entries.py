@@ -26,7 +26,6 @@ from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import (
     block_norm,
     gamma,
-    matrix_norm,
     nonnegative_norm,
     upper_factor,
 )
@@ -177,7 +176,7 @@ class CentreErrors:
         own = gamma(att.tokens + att.x.shape[2] + 8 * (att.d + att.d_v) + 100)
         value, key, v_error, k_error = (_row_maximum(t) for t in (e.v, e.k, e.v_error, e.k_error))
         query, p = e.q[0], e.weights[0].masked_fill(e.weights[0] > 0.5, torch.inf)
-        slope_q, slope_k = _slope(att.w_q, e.q_slope), _slope(att.w_k, e.k_slope)
+        slope_q, slope_k = _row_maximum(e.q_slope), _row_maximum(e.k_slope)
         q_off, k_off = _row_maximum(e.q_slope_error), _row_maximum(e.k_slope_error)
         self.scores, self.p = 2 * e.score[0][..., None], 2 * p[..., None]
         output = (p + own) * value + v_error
@@ -196,12 +195,6 @@ class CentreErrors:
 
 def _row_maximum(t: Tensor) -> Tensor:
     return t[0].amax(-1, keepdim=True)  # (heads, 1)
-
-
-def _slope(w: Tensor, t: Tensor) -> Tensor:
-    """Frobenius norms of the maps of tokens, (heads, 1), which rounding is relative to."""
-    ratio = torch.linalg.matrix_norm(w) / matrix_norm(w).clamp_min(1e-300)
-    return _row_maximum(t) * ratio.clamp_min(1.0)[:, None]
 
 
 class VariantBallCentre(BallCentre):

@@ -17,7 +17,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import ordinary, unit_scales
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.devices import Room, require
-from lipbound.jacobians.rounding import Moments, distance, tensor_error
+from lipbound.jacobians.rounding import distance, mixing, tensor_error
 from lipbound.linalg.matrix_norms import (
     block_norm,
     gamma,
@@ -106,12 +106,10 @@ class Sample(NamedTuple):
         one, e = self.layer, _of_sample(self.errors, 0)
         with torch.no_grad():
             p = one.p[0]
-            value, key = ((p @ (t**2)[..., None])[..., 0] for t in (e.v, e.k))
-            rows = Moments.of(value, key, 1.0, p.amax(-1), p.sum(-2))
             sizes = sizes_of_values(one, e.v_slope.amax(-1))
             hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes
             gated = "gate" in one.variants
-            off = tensor_error(one)[0] if gated else distance(e, rows, one.scale)
+            off = tensor_error(one)[0] if gated else distance(e, mixing(p.sum(-2)), one.scale)
             error = (off + hidden) * (1 + 1e-6) * reach
         total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
         return torch.where(self.exact & ~total.isnan(), total, torch.inf)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rounding import spectral, tensor_errors
+from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.head import HeadOperator
@@ -82,8 +82,7 @@ class LayerTensors:
             _token_maps(to, part[op.head], columns.pop(0) if to.extra else None, part.shape[-1])
             for to, part in zip((op.to_q, op.to_k, op.to_v), w, strict=True)
         ]
-        slopes = (c * e.q_slope, att.w_q), (c * e.k_slope, att.w_k), (e.v_slope, att.w_v)
-        sizes = [SLOPE * slope * _spread(part)[:, None] for slope, part in slopes]
+        sizes = [SLOPE * slope for slope in (c * e.q_slope, c * e.k_slope, e.v_slope)]
         if not op.to_v.steps:
             own = torch.linalg.matrix_norm(w[2]) * (1 + 1e-6)
             sizes[2] = own[op.head].view(att.samples, att.heads, 1).expand(e.v.shape)
@@ -229,11 +228,6 @@ class LayerTensors:
         qk = (q_g[:, place][..., None] * (own_a_g[..., None, :] @ d_h)).mT
         lines = [vv, vk, vq], [kv, kk, kq], [qv, qk, c_h.mT @ d_g]
         return torch.cat([torch.cat(line, -1) for line in lines], -2)
-
-
-def _spread(w: Tensor) -> Tensor:
-    """Upper values of Frobenius over spectral norms of projections (heads, D, d), (heads,)."""
-    return torch.linalg.matrix_norm(w) / spectral(w).clamp_min(1e-300) * (1 + 1e-4)
 
 
 def _token_maps(to: TokenMap, w: Tensor, extra: Tensor | None, d: int) -> Tensor:
