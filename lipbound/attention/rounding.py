@@ -175,9 +175,9 @@ def _constants(att: Attention, reach: Tensor) -> Tensor:
     Only where its probability does not vanish; broadcasts to rows.
     """
     largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
-    if att.mask is not None:
-        mask = four_axes(att.mask).double()
-        alive = mask.amax(-1, keepdim=True) - VANISHED - 2 * reach.amax()
-        largest = mask.abs().masked_fill((mask <= BLOCKED) | (mask < alive), 0.0).amax(-1)
+    if (mask := att.scoring.level_mask) is not None:
+        mask = four_axes(mask).double()
+        alive = mask >= mask.amax(-1, keepdim=True) - VANISHED - 2 * reach.amax()
+        largest = mask.abs().masked_fill(~alive | (mask <= BLOCKED), 0.0).amax(-1)
     extra = att.scoring.extra_scores
     return largest if extra is None else largest + extra.double().abs().amax(-1)[:, None]
