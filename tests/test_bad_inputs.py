@@ -54,7 +54,7 @@ MODELS = {
     "compare {mess}/unknown-type": "has model type `mystery` but ",
     "compare {mess}/odd-heads": "is not a multiple of the number of attention heads",
     "compare {mess}/other-shapes --max-length 12": "its weights have other shapes than "
-    "its config.json says",
+    "its configuration says",
     "compare {mess}/truncated --max-length 12": "/truncated/model.safetensors is cut off, "
     "damaged or no safetensors file (",
     "compare {mess}/no-bytes --max-length 12": "/no-bytes/model.safetensors is empty",

@@ -5,6 +5,7 @@ Quantised weights are turned back into floating-point numbers, or refused by nam
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -26,6 +27,8 @@ from lipbound.models.weight_files import TensorRef, gguf_read_once, matters
 
 AFTERWARDS = ("bitsandbytes", "higgs")
 """Methods whose models transformers turns back once they are loaded (``model.dequantize()``)."""
+LAYERS = 1000
+"""Number of layers that nobody doubts, be they stored once for all (ALBERT) or each."""
 INSTEAD = "give the checkpoint that was quantized"
 
 
@@ -48,6 +51,11 @@ def load_folder(
         CheckpointError: files that transformers cannot load, weights that do not fill the
             architecture or are not finite. LipboundError for a GGUF file larger than the memory.
     """
+    if sys.flags.optimize > 1:
+        raise CheckpointError(
+            "transformers reads docstrings when it builds a model, and python -OO (or "
+            "PYTHONOPTIMIZE=2) leaves them out; run without it"
+        )
     file = None if gguf is None else folder / gguf
     notes = adapters.notes_beside(name, folder, options.adapter, alone=file is None)
     if file is None and not (folder / "config.json").is_file():
@@ -62,6 +70,7 @@ def load_folder(
             how = weight_files.check_gguf(name, file)
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    check_layers(config, name, folder, file)
     options.look(name, config)
     files, unread = ([file], []) if file else weight_files.files(folder)
     notes += unread
@@ -146,6 +155,28 @@ def _load_whole(
             f"{how} quantized, {unused[0]} among them; {INSTEAD}"
         )
     return model
+
+
+def check_layers(config: PreTrainedConfig, name: str, folder: Path, gguf: Path | None) -> None:
+    """Refuse more layers than weights can fill, which would be built for hours.
+
+    Args:
+        config: of the checkpoint.
+        name: what the user called it.
+        folder: with its files of weights.
+        gguf: the file that has them, if it is one.
+
+    Raises:
+        CheckpointError: the configuration says so.
+    """
+    counts = [getattr(one, "num_hidden_layers", 0) for one in (config, *vars(config).values())]
+    most = max(count for count in counts if isinstance(count, int))
+    if most <= LAYERS:
+        return
+    there = len(weight_files.gguf_reader(gguf).tensors if gguf else _stored(folder))
+    if most > there:
+        said = f"the configuration of {name} says {most} layers"
+        raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
 
 
 def check_filled(report: dict[str, Any], name: str) -> None:
