@@ -22,7 +22,7 @@ from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import altered, settings_altered
+from lipbound.runs.dataset import altered, reworded, settings_altered
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
 from lipbound.runs.store import run_of
@@ -323,7 +323,7 @@ def verify(
 
 def _own_faults(ds: xr.Dataset) -> list[str]:
     """Sentences on settings and audit that a run records and that do not hold."""
-    faults = []
+    faults = [what] if (what := reworded(ds)) else []
     if settings_altered(ds):
         faults.append("the run's settings (attributes) are not those recorded (checksum)")
     # as text, since NaN differs from itself

@@ -1,5 +1,5 @@
-"""Ctrl-C or SIGTERM at any moment, a full disk, two processes on one run: one line each, nothing lost, and the
-same run in the end."""
+"""Ctrl-C or SIGTERM at any moment, a full disk, two processes on one run: one line each, nothing
+lost, and the same run in the end."""
 
 import functools
 import os
