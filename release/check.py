@@ -204,6 +204,14 @@ def check_installed(programs: Path, folder: Path) -> None:
     print(f"works where it is installed: {said.strip().splitlines()[-2].strip()}")
 
 
+def check_types(programs: Path, folder: Path) -> None:
+    """What users write is typed, as mypy reads it in an environment with the wheel."""
+    install(programs, "constraints.txt", "mypy")
+    uses = ROOT / "checks" / "typical_uses.py"
+    strict = ("-m", "mypy", "--strict", "--config-file", os.devnull)
+    print(f"types: {run(programs / 'python', *strict, uses, cwd=folder).strip()}")
+
+
 def main() -> None:
     """All checks, one after the other."""
     check_versions()
@@ -215,6 +223,7 @@ def main() -> None:
         for constraints in ("constraints-min.txt", "constraints.txt"):
             programs = environment(folder / f"environment-{constraints}", constraints, wheel)
             check_installed(programs, folder / f"empty-{constraints}")
+        check_types(programs, folder)
         install(programs, "constraints.txt", "pytest", "pytest-xdist", "hypothesis", "mpmath")
         with tarfile.open(source) as archive:
             archive.extractall(folder, filter="data")

@@ -420,7 +420,7 @@ def gguf_reader(file: str | Path) -> Any:
 def _read_gguf(file: Path, stamp: tuple[int, int]) -> Any:
     from gguf.gguf_reader import GGUFReader
 
-    class Reader(GGUFReader):  # type: ignore[misc]
+    class HeldReader(GGUFReader):  # type: ignore[misc]
         """A reader that holds what a file announces against its size before it goes there."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **order: Any) -> Any:
@@ -431,7 +431,7 @@ def _read_gguf(file: Path, stamp: tuple[int, int]) -> Any:
 
     before = f"{file} is cut off, damaged or no GGUF file of a known version ("
     with explained(CheckpointError, before, "); fetch it again"):
-        reader = Reader(file)
+        reader = HeldReader(file)
         if inside := [one.name for one in reader.tensors if one.data_offset < reader.data_offset]:
             raise ValueError(f"the place of {inside[0]} is before those of all weights")
         return reader

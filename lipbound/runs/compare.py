@@ -33,7 +33,7 @@ from lipbound.runs.store import load as load_run
 from lipbound.schema import EXTRAS, Extent, RunInfo, norm_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from lipbound.models.checkpoint import AnyModel
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
 """What a run says about its checkpoint, under the same names."""
@@ -41,7 +41,7 @@ OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration"
 
 @in_own_modes
 def compare(
-    model: str | Path | PreTrainedModel,
+    model: AnyModel,
     data: Any = None,
     *,
     inputs: Any = None,

@@ -25,7 +25,7 @@ from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import altered, reworded, settings_altered
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
-from lipbound.runs.store import run_of
+from lipbound.runs.store import Run, run_of
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in
@@ -251,7 +251,7 @@ class Verification:
 
 
 def verify(
-    ds: xr.Dataset,
+    ds: Run,
     *,
     places: int = 4,
     seed: int = 0,
