@@ -196,6 +196,7 @@ def check_installed(programs: Path, folder: Path) -> None:
     for command in (
         ["--help"],
         ["--version"],
+        ["compare", "builtin:vit", "--samples", "1"],
         ["compare", "builtin:gpt2", "--samples", "1", "--max-length", "64"],
     ):
         said = run(programs / "lipbound", *command, cwd=folder)

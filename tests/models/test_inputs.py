@@ -1,4 +1,3 @@
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -6,6 +5,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import skimage
 import torch
 import transformers as tf
 from PIL import Image
@@ -102,11 +102,17 @@ def test_image_sources_agree(vit: Checkpoint, tmp_path: Path) -> None:
     )
 
 
-def test_default_photographs(vit: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepare(vit).samples == 8
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputsError, match=r"pip install 'lipbound\[demo\]'"):
-        prepare(vit)
+def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_them() -> None:
+    """Numbers that were published on the large ones are those on the small ones."""
+    checkpoint = load_checkpoint("builtin:vit")
+    images, described = READERS["image"].default()
+    assert described == "photographs from scikit-image"
+    assert sum(image.stat().st_size for image in images) < 5e5
+    folder = Path(skimage.__file__).parent / "data"
+    large = [next(folder.glob(f"{image.stem}.*")) for image in images]
+    found, expected = prepare(checkpoint), prepare(checkpoint, large)
+    assert found.samples == 8
+    assert torch.equal(found.batch["pixel_values"], expected.batch["pixel_values"])
 
 
 def test_ready_inputs(bert: Checkpoint, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Images as model inputs: files, folders, tables, and the photographs that are the default."""
 
-import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
@@ -27,10 +26,12 @@ PROCESSING = {
 }
 """Settings of image processors that go into a run's provenance, and the step that each is of."""
 PHOTOGRAPHS = (
-    "astronaut.png chelsea.png coffee.png motorcycle_left.png rocket.jpg camera.png coins.png "
+    "astronaut.png chelsea.png coffee.png motorcycle_left.png rocket.png camera.png coins.png "
     "grass.png"
 )
-"""Files of scikit-image that are the default images."""
+"""The default images, which were reduced from those of scikit-image (benchmarks/photographs.py)."""
+DEFAULT = Path(__file__).parent.parent / "builtin" / "photographs"
+"""The folder that they are in."""
 SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
 TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
 FULL = 65535
@@ -79,19 +80,8 @@ class ImageReader(Reader):
         return Inputs(tensors, selection.described(where), _processing(processor), notes)
 
     def default(self) -> tuple[list[Path], str]:
-        """Return the paths of `PHOTOGRAPHS`, and their description.
-
-        Raises:
-            InputsError: scikit-image is not installed.
-        """
-        spec = importlib.util.find_spec("skimage")
-        if spec is None or not spec.submodule_search_locations:
-            raise InputsError(
-                "the default photographs come with scikit-image, which is not installed; pip "
-                "install 'lipbound[demo]', or give data"
-            )
-        folder = Path(spec.submodule_search_locations[0]) / "data"
-        return [folder / name for name in PHOTOGRAPHS.split()], "photographs from scikit-image"
+        """Return the paths of `PHOTOGRAPHS`, and their description."""
+        return [DEFAULT / name for name in PHOTOGRAPHS.split()], "photographs from scikit-image"
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[Path]:
         """Return the path of an image file.
