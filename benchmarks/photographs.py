@@ -15,7 +15,11 @@ from PIL import Image
 
 from lipbound.models.readers.images import PHOTOGRAPHS
 
-OUT = Path(__file__).parents[1] / "lipbound" / "models" / "builtin" / "photographs"
+FILES = (
+    *("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "rocket.jpg"),
+    *("camera.png", "coins.png", "grass.png"),
+)
+"""Of scikit-image, in the order in which they are samples."""
 SIDE, SEEN = 224, (32, 32)
 BILINEAR = Image.Resampling.BILINEAR
 
@@ -41,11 +45,11 @@ def reduced(photograph: Image.Image) -> Image.Image:
 
 
 def main() -> None:
-    OUT.mkdir(exist_ok=True)
-    for name in PHOTOGRAPHS.split():
-        large = next((Path(skimage.__file__).parent / "data").glob(f"{Path(name).stem}.*"))
-        reduced(Image.open(large)).save(OUT / name, optimize=True)
-        print(name, (OUT / name).stat().st_size)
+    for number, name in enumerate(FILES, 1):
+        large = Image.open(Path(skimage.__file__).parent / "data" / name)
+        small = PHOTOGRAPHS / f"{number}-{Path(name).stem.removesuffix('_left')}.png"
+        reduced(large).save(small, optimize=True)
+        print(small, small.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -208,10 +208,8 @@ def _shards(index: Path) -> list[Path]:
         raise CheckpointError(f"{index} is no index of weights, or an empty one; fetch it again")
     files = sorted(map(Path, {str(name) for name in named.values()}))
     if out := [file for file in files if file.is_absolute() or ".." in file.parts]:
-        raise CheckpointError(
-            f"{index} leads out of its folder, to {shown(str(out[0]))}, which is not read; put the "
-            "weights beside it, or save the model again with save_pretrained"
-        )
+        what = f"{index} leads out of its folder, to {shown(str(out[0]))}, which is not read"
+        raise CheckpointError(f"{what}; put the weights beside it, or save the model again")
     return [index.parent / file for file in files]
 
 
@@ -363,11 +361,9 @@ def check_gguf(name: str, file: Path) -> str:
         )
     import gguf
 
-    reader = gguf_reader(file)
+    reader = gguf_of(file)
     if "general.architecture" not in reader.fields or not reader.tensors:
-        raise CheckpointError(
-            f"{name} is a GGUF file without a model: no architecture or no tensors"
-        )
+        raise CheckpointError(f"{name} is a GGUF file without a model: no architecture or tensors")
     split, kind = (reader.fields.get(key) for key in ("split.count", "general.file_type"))
     if split is not None and split.contents() > 1:
         raise CheckpointError(
@@ -400,10 +396,7 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
             import gguf
             from transformers import modeling_gguf_pytorch_utils as reader
 
-            names, read = (
-                lru_cache(gguf.get_tensor_name_map),
-                lambda path, mode="r": gguf_reader(path),
-            )
+            names, read = lru_cache(gguf.get_tensor_name_map), lambda path, mode="r": gguf_of(path)
             stack.enter_context(changed("GGUFReader", read, gguf))
             stack.enter_context(changed("get_tensor_name_map", names, gguf))
             if not os.environ.get(VERBOSE):
@@ -411,7 +404,7 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
         yield
 
 
-def gguf_reader(file: str | Path) -> Any:
+def gguf_of(file: str | Path) -> Any:
     """Return ``gguf.GGUFReader`` of a file; the last one is kept while its file does not change."""
     return _read_gguf(Path(file).resolve(), _stamp(Path(file)))
 

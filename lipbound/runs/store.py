@@ -35,6 +35,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Run = xr.Dataset | str | Path
 """A run as users hand it over: itself, or its path."""
+OfRun = Callable[Concatenate[xr.Dataset, P], R]
+TakesRun = Callable[Concatenate[Run, P], R]
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
 ALONG = dict.fromkeys(schema.LAYER_WORDS, "layer") | {"length": "sample"}
@@ -233,9 +235,7 @@ def read(path: Path) -> xr.Dataset:
     return _with_attributes(ds, _from_netcdf) if netcdf else ds
 
 
-def takes_run(
-    function: Callable[Concatenate[xr.Dataset, P], R],
-) -> Callable[Concatenate[Run, P], R]:
+def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
     """Let a function whose first argument is a run also take its path, and parts of it.
 
     The axes of such parts may be gone, as after ``ds.isel(layer=0)``.
@@ -245,20 +245,16 @@ def takes_run(
     def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(run_of(ds), *args, **kwargs)
 
-    return cast("Callable[Concatenate[Run, P], R]", taking)
+    return cast("TakesRun[P, R]", taking)
 
 
-def takes_diff(
-    of_diff: Callable[..., Any],
-) -> Callable[[Callable[Concatenate[xr.Dataset, P], R]], Callable[Concatenate[Run, P], R]]:
+def takes_diff(of_diff: Callable[..., Any]) -> Callable[[OfRun[P, R]], TakesRun[P, R]]:
     """Let a function on a run hand diffs of two runs, and their paths, over to another one.
 
     Options that the other one does not take are refused where they are given.
     """
 
-    def of_run(
-        function: Callable[Concatenate[xr.Dataset, P], R],
-    ) -> Callable[Concatenate[Run, P], R]:
+    def of_run(function: OfRun[P, R]) -> TakesRun[P, R]:
         known = inspect.signature(function)
 
         @wraps(function)
@@ -276,7 +272,7 @@ def takes_diff(
                     )
             return of_diff(diff_of(given), **{k: value for k, value in asked if k in taken})
 
-        return cast("Callable[Concatenate[Run, P], R]", taking)
+        return cast("TakesRun[P, R]", taking)
 
     return of_run
 

@@ -114,6 +114,8 @@ def test_the_file_that_is_wrong_is_named(harm: str, weights: str, tmp_path: Path
 @BOTH
 def test_a_shard_that_is_not_there_is_named(weights: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "other").mkdir()
+    load_checkpoint(tmp_path / "other" / "..", weights=weights)  # however the folder is reached
     (tmp_path / SHARD).unlink()
     with pytest.raises(CheckpointError, match=f"{SHARD} is named by the checkpoint and not there"):
         load_checkpoint(tmp_path, weights=weights)

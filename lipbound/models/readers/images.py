@@ -25,13 +25,8 @@ PROCESSING = {
     "image_std": "do_normalize",
 }
 """Settings of image processors that go into a run's provenance, and the step that each is of."""
-PHOTOGRAPHS = (
-    "astronaut.png chelsea.png coffee.png motorcycle_left.png rocket.png camera.png coins.png "
-    "grass.png"
-)
-"""The default images, which were reduced from those of scikit-image (benchmarks/photographs.py)."""
-DEFAULT = Path(__file__).parent.parent / "builtin" / "photographs"
-"""The folder that they are in."""
+PHOTOGRAPHS = Path(__file__).parent.parent / "builtin" / "photographs"
+"""Folder of the default images, reduced from those of scikit-image (benchmarks/photographs.py)."""
 SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
 TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
 FULL = 65535
@@ -80,8 +75,8 @@ class ImageReader(Reader):
         return Inputs(tensors, selection.described(where), _processing(processor), notes)
 
     def default(self) -> tuple[list[Path], str]:
-        """Return the paths of `PHOTOGRAPHS`, and their description."""
-        return [DEFAULT / name for name in PHOTOGRAPHS.split()], "photographs from scikit-image"
+        """Return the paths of the images in `PHOTOGRAPHS`, and their description."""
+        return sorted(PHOTOGRAPHS.glob("*.png")), "photographs from scikit-image"
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[Path]:
         """Return the path of an image file.

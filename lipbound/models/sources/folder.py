@@ -6,7 +6,7 @@ Quantised weights are turned back into floating-point numbers, or refused by nam
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.sources import adapters
 from lipbound.models.sources.loaded_model import check_finite, check_floating
-from lipbound.models.weight_files import TensorRef, gguf_read_once, matters
+from lipbound.models.weight_files import TensorRef, gguf_of, gguf_read_once, matters
 
 AFTERWARDS = ("bitsandbytes", "higgs")
 """Methods whose models transformers turns back once they are loaded (``model.dequantize()``)."""
@@ -52,10 +52,8 @@ def load_folder(
             architecture or are not finite. LipboundError for a GGUF file larger than the memory.
     """
     if sys.flags.optimize > 1:
-        raise CheckpointError(
-            "transformers reads docstrings when it builds a model, and python -OO (or "
-            "PYTHONOPTIMIZE=2) leaves them out; run without it"
-        )
+        said = "transformers reads docstrings, which python -OO (PYTHONOPTIMIZE=2) leaves out"
+        raise CheckpointError(f"{said}; run without it")
     file = None if gguf is None else folder / gguf
     notes = adapters.notes_beside(name, folder, options.adapter, alone=file is None)
     if file is None and not (folder / "config.json").is_file():
@@ -70,7 +68,7 @@ def load_folder(
             how = weight_files.check_gguf(name, file)
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
-    check_layers(config, name, folder, file)
+    check_layers(config, name, lambda: gguf_of(file).tensors if file else _stored(folder))
     options.look(name, config)
     files, unread = ([file], []) if file else weight_files.files(folder)
     notes += unread
@@ -157,24 +155,20 @@ def _load_whole(
     return model
 
 
-def check_layers(config: PreTrainedConfig, name: str, folder: Path, gguf: Path | None) -> None:
+def check_layers(config: PreTrainedConfig, name: str, stored: Callable[[], Sized]) -> None:
     """Refuse more layers than weights can fill, which would be built for hours.
 
     Args:
         config: of the checkpoint.
         name: what the user called it.
-        folder: with its files of weights.
-        gguf: the file that has them, if it is one.
+        stored: finds the tensors of its files of weights.
 
     Raises:
         CheckpointError: the configuration says so.
     """
     counts = [getattr(one, "num_hidden_layers", 0) for one in (config, *vars(config).values())]
     most = max(count for count in counts if isinstance(count, int))
-    if most <= LAYERS:
-        return
-    there = len(weight_files.gguf_reader(gguf).tensors if gguf else _stored(folder))
-    if most > there:
+    if most > LAYERS and most > (there := len(stored())):
         said = f"the configuration of {name} says {most} layers"
         raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
 
