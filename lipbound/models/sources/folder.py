@@ -6,7 +6,7 @@ Quantised weights are turned back into floating-point numbers, or refused by nam
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -155,7 +155,9 @@ def _load_whole(
     return model
 
 
-def check_layers(config: PreTrainedConfig, name: str, stored: Callable[[], Sized]) -> None:
+def check_layers(
+    config: PreTrainedConfig, name: str, stored: Callable[[], Collection[Any]]
+) -> None:
     """Refuse more layers than weights can fill, which would be built for hours.
 
     Args:
