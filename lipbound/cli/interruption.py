@@ -47,8 +47,7 @@ def watch() -> None:
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.unraisablehook = _told_otherwise
     reader, writer = os.pipe()
     if hasattr(os, "set_blocking"):  # absent on Windows before Python 3.12; a pipe may block there

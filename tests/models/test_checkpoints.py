@@ -280,5 +280,7 @@ def test_without_docstrings_it_is_python_that_is_named(monkeypatch: pytest.Monke
     """Under -OO transformers fails on each of its models, whole as the checkpoint may be."""
     flags = SimpleNamespace(flags=SimpleNamespace(optimize=2))
     monkeypatch.setattr("lipbound.models.sources.folder.sys", flags)
-    with pytest.raises(CheckpointError, match=r"^transformers reads docstrings .* run without it$"):
+    with pytest.raises(
+        CheckpointError, match=r"^transformers needs its docstrings; run python without -OO$"
+    ):
         load_checkpoint("builtin:gpt2")

@@ -6,7 +6,7 @@ Quantised weights are turned back into floating-point numbers, or refused by nam
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -52,8 +52,7 @@ def load_folder(
             architecture or are not finite. LipboundError for a GGUF file larger than the memory.
     """
     if sys.flags.optimize > 1:
-        said = "transformers reads docstrings, which python -OO (PYTHONOPTIMIZE=2) leaves out"
-        raise CheckpointError(f"{said}; run without it")
+        raise CheckpointError("transformers needs its docstrings; run python without -OO")
     file = None if gguf is None else folder / gguf
     notes = adapters.notes_beside(name, folder, options.adapter, alone=file is None)
     if file is None and not (folder / "config.json").is_file():
@@ -68,7 +67,11 @@ def load_folder(
             how = weight_files.check_gguf(name, file)
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
-    check_layers(config, name, lambda: gguf_of(file).tensors if file else _stored(folder))
+    counts = [getattr(one, "num_hidden_layers", 0) for one in (config, *vars(config).values())]
+    most = max(count for count in counts if isinstance(count, int))  # would be built for hours
+    if most > LAYERS and most > (there := len(gguf_of(file).tensors if file else _stored(folder))):
+        said = f"the configuration of {name} says {most} layers"
+        raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
     options.look(name, config)
     files, unread = ([file], []) if file else weight_files.files(folder)
     notes += unread
@@ -153,26 +156,6 @@ def _load_whole(
             f"{how} quantized, {unused[0]} among them; {INSTEAD}"
         )
     return model
-
-
-def check_layers(
-    config: PreTrainedConfig, name: str, stored: Callable[[], Collection[Any]]
-) -> None:
-    """Refuse more layers than weights can fill, which would be built for hours.
-
-    Args:
-        config: of the checkpoint.
-        name: what the user called it.
-        stored: finds the tensors of its files of weights.
-
-    Raises:
-        CheckpointError: the configuration says so.
-    """
-    counts = [getattr(one, "num_hidden_layers", 0) for one in (config, *vars(config).values())]
-    most = max(count for count in counts if isinstance(count, int))
-    if most > LAYERS and most > (there := len(stored())):
-        said = f"the configuration of {name} says {most} layers"
-        raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
 
 
 def check_filled(report: dict[str, Any], name: str) -> None:
