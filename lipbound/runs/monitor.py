@@ -27,6 +27,7 @@ from lipbound.errors import (
     tell,
     whole,
 )
+from lipbound.formatting import counted
 from lipbound.models.inputs import prepare
 from lipbound.models.sources.loaded_model import bare_module, in_dtype, in_training
 from lipbound.models.training.watch import uncompiled
@@ -173,6 +174,14 @@ class Monitor:
         self._info: RunInfo | None = None
         target = None if _other_process() else config.target  # one process writes
         self._store = None if target is None else self._stored(target)
+
+    def __repr__(self) -> str:
+        due = f"every {self._every} steps" if self._at is None else f"steps {sorted(self._at)}"
+        samples, layers = self._sources.inputs.samples, len(self._plan.layers)
+        return (
+            f"Monitor({type(self._model).__name__}, {counted(samples, 'sample')}, "
+            f"{counted(layers, 'layer')}, {due}; measured: {len(self._slices)})"
+        )
 
     @in_own_modes
     @torch.no_grad()
