@@ -46,20 +46,22 @@ class Signs:
         self._bar.advance(self._task, steps)
 
     def _lines(self) -> None:
+        """Speak for the last one that is open, at one pace."""
         while not self._ended.wait(EVERY):
-            if not self._bar.live.is_started and self._open[-1:] == [self]:
-                (task,) = self._bar.tasks
-                said = f" {task.completed:g} of {task.total:g}" if task.total else ""
-                for text, seconds in (
-                    (", {}", task.elapsed),
-                    (", about {} left", task.time_remaining),
-                ):
-                    said += text.format(timedelta(seconds=round(seconds))) if seconds else ""
-                print(task.description + said, file=sys.stderr, flush=True)
+            for one in self._open[-1:]:
+                if one._show and not one._bar.live.is_started:
+                    print(one._line(), file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        (task,) = self._bar.tasks
+        said = f" {task.completed:g} of {task.total:g}" if task.total else ""
+        for text, seconds in ((", {}", task.elapsed), (", about {} left", task.time_remaining)):
+            said += text.format(timedelta(seconds=round(seconds))) if seconds else ""
+        return task.description + said
 
     def __enter__(self) -> Self:
         self._open.append(self)
-        if self._show:
+        if self._open == [self]:
             threading.Thread(target=self._lines, daemon=True).start()
         return self
 
