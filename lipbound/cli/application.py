@@ -279,8 +279,7 @@ def loading() -> Iterator[None]:
     from lipbound.signs import Signs
 
     with Signs("loading", show=not state["quiet"]) as signs, _importing():
-        if "lipbound.runs.compare" not in sys.modules:
-            signs.say("loading PyTorch and transformers")
+        signs.say("loading PyTorch and transformers")
         yield
     if not gc.get_freeze_count():  # what was measured since may be garbage one day
         gc.freeze()

@@ -46,13 +46,12 @@ class Norm:
     right: Tensor | None = None
 
     @property
-    def asked(self) -> bool:
-        """Whether upper ends were asked for; without, ``error`` is an estimate, and finite."""
+    def _asked(self) -> bool:
+        """Whether there are upper ends; without, ``error`` is an estimate, and finite."""
         return bool(self.upper.isfinite().any() or self.error.isinf().all())
 
     def __repr__(self) -> str:
-        shown = {one.name: getattr(self, one.name) for one in fields(self)}
-        shown |= {} if self.asked else {"upper": NOT_ASKED}
+        shown = vars(self) | ({} if self._asked else {"upper": NOT_ASKED})
         return f"Norm({', '.join(f'{name}={t}' for name, t in shown.items() if t is not None)})"
 
     def _repr_html_(self) -> str:
@@ -62,7 +61,7 @@ class Norm:
         rows = []
         for at in np.ndindex(*self.lower.shape):
             ends = [number(float(end[at]), 6) for end in (self.lower, self.upper)]
-            ends[1] = ends[1] if self.asked else NOT_ASKED
+            ends[1:] = ends[1:] if self._asked else [NOT_ASKED]
             rows.append(
                 [*map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))]
             )

@@ -123,17 +123,11 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     each = (projections_of(name, module) for name, module in model.named_modules())
     found = [one for one in each if one is not None]
     if not found:
-        for module in model.modules():
-            if _maps(module) is not None:
-                raise CaptureError(
-                    f"{type(module).__name__} does not say its number of heads "
-                    f"({', '.join(HEADS)}), as modules with rotary positions or shared keys do "
-                    "not; penalties on weights or layers do not cover it, JaSMin does"
-                )
         known = ", ".join("/".join(names) for names in SEPARATE)
         raise CaptureError(
-            f"{type(model).__name__} has no attention modules with a number of heads "
-            f"({', '.join(HEADS)}) and projections called {known} or {', '.join(FUSED)}"
+            f"{type(model).__name__} has no attention modules that say their number of heads "
+            f"({', '.join(HEADS)}), which those with rotary positions or shared keys do not, "
+            f"beside projections called {known} or {', '.join(FUSED)}; JaSMin needs neither"
         )
     return found
 
