@@ -5,6 +5,7 @@ import torch
 from support.layers import random_attention
 from support.models import AFFINE, build
 from support.runs import made_up
+from torch import nn
 
 import lipbound as lb
 from lipbound.errors import CaptureError
@@ -57,6 +58,29 @@ def test_upper_ends_that_nobody_asked_for_are_no_failure(method: str) -> None:
 @pytest.mark.parametrize("module", [lb.plots, lb.tables, lb.regularizers, lb.bounds])
 def test_modules_list_what_is_public(module: object) -> None:
     assert dir(module) == sorted(module.__all__)  # type: ignore[attr-defined]
+
+
+class Gated(nn.Module):
+    """A whole model that is attention, whose values depend on all tokens: no closed form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0).transpose(2, 3)
+        gated = v * torch.sigmoid(v.mean(-2, keepdim=True))
+        out = nn.functional.scaled_dot_product_attention(q, k, gated)
+        return out.transpose(1, 2).flatten(-2)
+
+
+def test_a_model_that_is_a_layer_is_called_the_model() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(
+        lb.Notice, match=r"layers such as the model itself \(Gated\) are measured by"
+    ):
+        (layer,) = lb.capture(Gated().eval(), torch.randn(1, 5, 8))
+    assert isinstance(layer, lb.ModuleAttention)
 
 
 def test_what_penalties_do_not_cover_is_said_as_it_is() -> None:
