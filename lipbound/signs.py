@@ -32,6 +32,7 @@ class Signs:
         console = Console(stderr=True, force_jupyter=False)
         # kernels of notebooks ask for colours as terminals do
         off = not show or console.is_dumb_terminal or not console.file.isatty()
+        console.quiet = off  # rich before 14 ends a line where nothing was shown
         self._bar = Progress(*columns, console=console, transient=True, disable=off)
         self._task, self._show = self._bar.add_task(text, total=None), show
         self._ended, self.quit = threading.Event(), self._bar.stop

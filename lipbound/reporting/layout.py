@@ -20,10 +20,10 @@ from lipbound.formatting import escape_markdown, html_table, plain
 if TYPE_CHECKING:
     import pandas as pd
 
-LEAST = 15
-"""Characters in a line that a table is folded to, or more."""
 NARROW = 12
 """Characters that a column of words keeps at least; a longer word is broken there."""
+LEAST = 15
+"""Characters in a line that a table is folded to, or more."""
 
 
 @dataclass(frozen=True, repr=False)
