@@ -1,7 +1,7 @@
 """Heads that are known by the module that computes them, and no closed form."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -34,6 +34,7 @@ class ModuleAttention:
         perturbed: "input" of self-attention, the "queries" or the "memory" of cross-attention.
         windows: how many of the samples belong to one sample of the model.
         reason: why there is no closed form, in words.
+        ways: by map, the way in which products with its Jacobian were found to be right.
     """
 
     stream: Tensor
@@ -48,6 +49,7 @@ class ModuleAttention:
     windows: int = 1
     reason: str = ""
     chosen: tuple[slice, slice] = (slice(None), slice(None))
+    ways: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
