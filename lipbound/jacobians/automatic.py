@@ -66,6 +66,7 @@ class AutomaticJacobian(JacobianOperator):
         """
         ways, whys = (self._twice, self._in_forward_mode, self._assembled), dict[str, None]()
         for i in [known[map]] if map in known else range(len(ways)):
+            self._batched = True
             try:
                 push = ways[i]()
                 why = "" if map in known else self._disagreement(push)
