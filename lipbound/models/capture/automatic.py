@@ -6,6 +6,7 @@ these inputs; what its output projection is given is cut out of the pass as the 
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, probe_output, relative_error
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.follower import Heads
-from lipbound.models.capture.streams import Padding, owner_of
+from lipbound.models.capture.streams import Owner, Padding, owner_of
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 
@@ -79,14 +80,29 @@ def through_module(
     w_o = None
     if call.projection is not None and whole.shape[-1] == out[0, 0].numel():
         with suppress(CaptureError):  # maps that need it say that there is none
-            w_o = probe_output(call, call.projection, out)
+            flat = probe_output(call, call.projection, whole.detach()[..., None, :])
+            assert flat is not None
+            rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
+            w_o = arrange(rows).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
     attention = ModuleAttention(
         tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
+    attention = replace(attention, details=_details(owner, whole, heads))
     return attention, error, owner.run.name
+
+
+def _details(owner: Owner, cut: Tensor, heads: Heads) -> tuple[str, ...]:
+    """Return what there is to say of the outputs of heads."""
+    found = []
+    same = (t.detach().nan_to_num().flatten().sort().values for t in (cut, heads.raw))
+    if cut.numel() == heads.raw.numel() and not torch.equal(*same):
+        found.append("what is done to the outputs of heads before their projection is part of them")
+    if owner.detaches:
+        found.append("what the code detaches moves, as it does in a closed form")
+    return tuple(found)
 
 
 def _error(call: Call, cut: Tensor, heads: Heads) -> float:
@@ -110,24 +126,53 @@ def _error(call: Call, cut: Tensor, heads: Heads) -> float:
 
 
 def _arrangement(call: Call, cut: Tensor, heads: Heads) -> Callable[[Tensor], Tensor]:
-    """Return a function from cuts to (..., heads, d_v).
+    """Return a function from cuts to (..., heads, d_v), each made of the outputs of one head.
 
     Raises:
         CaptureError: the heads cannot be told apart.
     """
-    d_v, raw, axis = heads.width, heads.raw, heads.head_axis
-    if cut.shape[-1] == d_v and axis is not None and cut.ndim >= 4:
+    raw, axis, width = heads.raw, heads.head_axis, heads.width
+    if cut.shape[-1] == width and axis is not None and cut.ndim >= 4:
         places = [axis] if cut.shape == raw.shape else [cut.ndim - 2, 1]
         place = next((i for i in places if cut.shape[i] == raw.shape[axis]), None)
         if place is not None:
             return lambda t: t.movedim(place, -2)
-    if cut.shape[-1] % d_v and cut.shape[-1] % raw.shape[-2] == 0:
-        d_v = raw.shape[-2]  # channels attend to channels
-    if cut.shape[-1] % d_v:
+    if cut.shape[-1] % width and cut.shape[-1] % raw.shape[-2] == 0:
+        width = raw.shape[-2]  # channels attend to channels
+    if cut.shape[-1] % width:
         raise call.unsupported(
-            f"hands on outputs of heads ({d_v} wide) in a tensor of width {cut.shape[-1]}"
+            f"hands on outputs of heads ({width} wide) in a tensor of width {cut.shape[-1]}"
         )
-    return lambda t: t.unflatten(-1, (-1, d_v))
+
+    def one_by_one(t: Tensor) -> Tensor:
+        return t.unflatten(-1, (-1, width))
+
+    def interleaved(t: Tensor) -> Tensor:
+        return t.unflatten(-1, (width, -1)).mT
+
+    own = max(0.5, _own_share(one_by_one(cut), raw, axis))  # less is chance
+    return interleaved if _own_share(interleaved(cut), raw, axis) > own + 1e-9 else one_by_one
+
+
+def _own_share(out: Tensor, raw: Tensor, axis: int | None) -> float:
+    """Return which part of what outputs (..., heads, d_v) are made of belongs to their own heads.
+
+    Args:
+        out: made of ``raw``.
+        raw: outputs as they were computed.
+        axis: of ``raw`` that counts heads; None where samples and heads share the first.
+    """
+    count, weights = out.shape[-2], torch.linspace(1, 2, out.shape[-1]).to(out)
+    if len(raw) % count if axis is None else raw.shape[axis] != count:
+        return 0.0
+    inside = total = 0.0
+    for h, one in enumerate(out.unbind(-2)):
+        made = (one.nan_to_num() * weights).sum()
+        (grad,) = torch.autograd.grad(made, raw, retain_graph=True, materialize_grads=True)
+        grad = grad.unflatten(0, (-1, count)) if axis is None else grad
+        inside += float(grad.select(1 if axis is None else axis, h).square().sum())
+        total += float(grad.square().sum())
+    return inside / max(total, torch.finfo(torch.float64).tiny)
 
 
 def _by_sample(out: Tensor, axis: int, count: int) -> Tensor:

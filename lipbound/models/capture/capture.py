@@ -246,6 +246,7 @@ class Capturer:
                 f"layers such as {call.name} ({kind}) are measured by automatic differentiation, "
                 f"rounding not enclosed, and have no bounds: {why}"
                 + (f"; they are functions of what {other} is given" if other else "")
+                + "".join(f"; {said}" for said in attention.details)
             )
         return LayerCapture(i, name, attention, error, attention.windows)
 
