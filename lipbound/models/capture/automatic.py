@@ -37,30 +37,35 @@ def through_module(
     Raises:
         CaptureError: the module cannot be run by itself, or does not reproduce the pass.
     """
-    owner, streams = owner_of(call)
+    owner, streams = owner_of(call, stream)
     error = _error(call, *owner())
     if stream not in streams.named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(streams.named))
     if stream not in streams.named:
         raise call.unsupported(f"depends on no stream of {stream}")
     tensors, joint = streams.named[stream], streams.joint
-    tokens = tensors[0].detach().double()
-    same = [t for t in tensors[1:] if t.shape == tokens.shape and not joint]
-    offsets = [(t, t.detach().double() - tokens) for t in same]
-    if joint:
-        tokens = torch.cat([t.detach().double() for t in tensors], 1)
+    along = 1 if joint else -1  # keys and values of two tensors have the same tokens
+    try:
+        tokens = torch.cat([t.detach().double() for t in tensors], along)
+    except RuntimeError as error:
+        raise call.unsupported("makes keys and values of tensors of two layouts") from error
 
     def cut(x: Tensor) -> tuple[Tensor, Heads]:
-        changed = [(tensors[0], x), *((t, x + offset) for t, offset in offsets)]
-        if joint:
-            parts = x.split([t.shape[1] for t in tensors], 1)
-            changed = list(zip(tensors, parts, strict=True))
-        return owner(changed)
+        parts = x.split([t.shape[along] for t in tensors], along)
+        return owner(list(zip(tensors, parts, strict=True)))
 
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
         arrange = _arrangement(call, whole, heads)
+        if stream != MEMORY and _as_returned(heads, arrange(whole), x):
+            inner, head_axis = cut, heads.head_axis or 0
+
+            def cut(x: Tensor) -> tuple[Tensor, Heads]:
+                heads = inner(x)[1]
+                return heads.raw, heads
+
+            whole, arrange = heads.raw, lambda t: t.movedim(head_axis, -2)
         made = (heads.k if stream == MEMORY else heads.q)[0]
         axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
 
@@ -90,15 +95,17 @@ def through_module(
     attention = ModuleAttention(
         tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
-    attention = replace(attention, details=_details(owner, whole, heads))
+    attention = replace(attention, details=_details(call, owner, whole, heads))
     return attention, error, owner.run.name
 
 
-def _details(owner: Owner, cut: Tensor, heads: Heads) -> tuple[str, ...]:
+def _details(call: Call, owner: Owner, cut: Tensor, heads: Heads) -> tuple[str, ...]:
     """Return what there is to say of the outputs of heads."""
     found = []
     same = (t.detach().nan_to_num().flatten().sort().values for t in (cut, heads.raw))
-    if cut.numel() == heads.raw.numel() and not torch.equal(*same):
+    if cut is heads.raw and call.changed:
+        found.append("outputs of heads are those that attention returns")
+    elif cut.numel() == heads.raw.numel() and not torch.equal(*same):
         found.append("what is done to the outputs of heads before their projection is part of them")
     if owner.detaches:
         found.append("what the code detaches moves, as it does in a closed form")
@@ -152,6 +159,17 @@ def _arrangement(call: Call, cut: Tensor, heads: Heads) -> Callable[[Tensor], Te
 
     own = max(0.5, _own_share(one_by_one(cut), raw, axis))  # less is chance
     return interleaved if _own_share(interleaved(cut), raw, axis) > own + 1e-9 else one_by_one
+
+
+def _as_returned(heads: Heads, out: Tensor, x: Tensor) -> bool:
+    """Return whether outputs (..., heads, d_v) of tokens are heads only as attention returns them.
+
+    A projection of groups of heads is given these as if they were tokens.
+    """
+    raw, axis, rows = heads.raw, heads.head_axis, x[..., 0].numel()
+    if axis is None or raw.ndim != 4 or out[..., 0, 0].numel() == rows:
+        return False
+    return raw.numel() == rows * raw.shape[axis] * heads.width
 
 
 def _own_share(out: Tensor, raw: Tensor, axis: int | None) -> float:
