@@ -1,7 +1,7 @@
 """Heads that are known by the module that computes them, and no closed form."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -35,7 +35,6 @@ class ModuleAttention:
         windows: how many of the samples belong to one sample of the model.
         reason: why there is no closed form, in words.
         details: what else there is to say of its outputs and streams, in words.
-        ways: by map, the way in which products with its Jacobian were found to be right.
     """
 
     stream: Tensor
@@ -51,7 +50,6 @@ class ModuleAttention:
     reason: str = ""
     chosen: tuple[slice, slice] = (slice(None), slice(None))
     details: tuple[str, ...] = ()
-    ways: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (

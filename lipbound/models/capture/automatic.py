@@ -57,22 +57,14 @@ def through_module(
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = _arrangement(call, whole, heads)
-        if stream != MEMORY and _as_returned(heads, arrange(whole), x):
-            inner, head_axis = cut, heads.head_axis or 0
-
-            def cut(x: Tensor) -> tuple[Tensor, Heads]:
-                heads = inner(x)[1]
-                return heads.raw, heads
-
-            whole, arrange = heads.raw, lambda t: t.movedim(head_axis, -2)
+        arrange = _arrangement(call, whole, heads, None if stream == MEMORY else x)
         made = (heads.k if stream == MEMORY else heads.q)[0]
-        axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
+        axis, count, place = _samples(call, x, arrange(whole, heads), made, call.samples)
 
     def function(x: Tensor) -> Tensor:
-        return _by_sample(arrange(cut(x)[0]), place, count)
+        return _by_sample(arrange(*cut(x)), place, count)
 
-    out = _by_sample(arrange(whole.detach()), place, count)
+    out = _by_sample(arrange(whole, heads).detach(), place, count)
     width = tokens[..., 0].numel() // count
     valid_out = (padding.of_keys if stream == INPUT else padding.of_queries)(
         call, count, out.shape[1]
@@ -88,28 +80,26 @@ def through_module(
             flat = probe_output(call, call.projection, whole.detach()[..., None, :])
             assert flat is not None
             rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
-            w_o = arrange(rows).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
+            w_o = arrange(rows, heads).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
     attention = ModuleAttention(
         tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
-    attention = replace(attention, details=_details(call, owner, whole, heads))
+    attention = replace(attention, details=_details(call, owner, out, heads))
     return attention, error, owner.run.name
 
 
-def _details(call: Call, owner: Owner, cut: Tensor, heads: Heads) -> tuple[str, ...]:
-    """Return what there is to say of the outputs of heads."""
+def _details(call: Call, owner: Owner, out: Tensor, heads: Heads) -> tuple[str, ...]:
+    """Return what there is to say of the outputs of heads, in words."""
     found = []
-    same = (t.detach().nan_to_num().flatten().sort().values for t in (cut, heads.raw))
-    if cut is heads.raw and call.changed:
-        found.append("outputs of heads are those that attention returns")
-    elif cut.numel() == heads.raw.numel() and not torch.equal(*same):
-        found.append("what is done to the outputs of heads before their projection is part of them")
-    if owner.detaches:
-        found.append("what the code detaches moves, as it does in a closed form")
-    return tuple(found)
+    own, mine = (t.detach().nan_to_num().flatten().sort().values for t in (heads.raw, out))
+    if not torch.equal(own, mine) and len(own) == len(mine):
+        found = ["what is done to the outputs of heads before their projection is part of them"]
+    elif call.changed:
+        found = ["outputs of heads are those that attention returns"]
+    return (*found, *["what the code detaches moves as well"] * owner.detaches)
 
 
 def _error(call: Call, cut: Tensor, heads: Heads) -> float:
@@ -132,8 +122,16 @@ def _error(call: Call, cut: Tensor, heads: Heads) -> float:
     return error
 
 
-def _arrangement(call: Call, cut: Tensor, heads: Heads) -> Callable[[Tensor], Tensor]:
-    """Return a function from cuts to (..., heads, d_v), each made of the outputs of one head.
+def _arrangement(
+    call: Call, cut: Tensor, heads: Heads, x: Tensor | None
+) -> Callable[[Tensor, Heads], Tensor]:
+    """Return a function from cuts and heads to (..., heads, d_v), each made of one head's outputs.
+
+    Args:
+        call: of the layer.
+        cut: made of ``x``.
+        heads: made of ``x``.
+        x: the tokens that outputs belong to, where they are known.
 
     Raises:
         CaptureError: the heads cannot be told apart.
@@ -143,7 +141,12 @@ def _arrangement(call: Call, cut: Tensor, heads: Heads) -> Callable[[Tensor], Te
         places = [axis] if cut.shape == raw.shape else [cut.ndim - 2, 1]
         place = next((i for i in places if cut.shape[i] == raw.shape[axis]), None)
         if place is not None:
-            return lambda t: t.movedim(place, -2)
+            return lambda t, _: t.movedim(place, -2)
+    rows = 0 if x is None else x[..., 0].numel()  # groups of heads may be projected apart
+    if axis is not None and raw.ndim == 4 and cut[..., 0].numel() != rows:
+        whole = raw.numel() == rows * raw.shape[axis] * width
+        if whole and cut.numel() == raw.numel():
+            return lambda _, heads: heads.raw.movedim(axis, -2)
     if cut.shape[-1] % width and cut.shape[-1] % raw.shape[-2] == 0:
         width = raw.shape[-2]  # channels attend to channels
     if cut.shape[-1] % width:
@@ -151,25 +154,15 @@ def _arrangement(call: Call, cut: Tensor, heads: Heads) -> Callable[[Tensor], Te
             f"hands on outputs of heads ({width} wide) in a tensor of width {cut.shape[-1]}"
         )
 
-    def one_by_one(t: Tensor) -> Tensor:
+    def one_by_one(t: Tensor, _: Heads) -> Tensor:
         return t.unflatten(-1, (-1, width))
 
-    def interleaved(t: Tensor) -> Tensor:
+    def interleaved(t: Tensor, _: Heads) -> Tensor:
         return t.unflatten(-1, (width, -1)).mT
 
-    own = max(0.5, _own_share(one_by_one(cut), raw, axis))  # less is chance
-    return interleaved if _own_share(interleaved(cut), raw, axis) > own + 1e-9 else one_by_one
-
-
-def _as_returned(heads: Heads, out: Tensor, x: Tensor) -> bool:
-    """Return whether outputs (..., heads, d_v) of tokens are heads only as attention returns them.
-
-    A projection of groups of heads is given these as if they were tokens.
-    """
-    raw, axis, rows = heads.raw, heads.head_axis, x[..., 0].numel()
-    if axis is None or raw.ndim != 4 or out[..., 0, 0].numel() == rows:
-        return False
-    return raw.numel() == rows * raw.shape[axis] * heads.width
+    own = max(0.5, _own_share(one_by_one(cut, heads), raw, axis))  # less is chance
+    share = _own_share(interleaved(cut, heads), raw, axis)
+    return interleaved if share > own + 1e-9 else one_by_one
 
 
 def _own_share(out: Tensor, raw: Tensor, axis: int | None) -> float:

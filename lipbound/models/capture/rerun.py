@@ -37,7 +37,7 @@ class Stopped(Exception):
     """The end of a pass at the point that is looked for, with what was found there."""
 
 
-DETACHED = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)
+DETACHED = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 class WithoutCasts(TorchFunctionMode):

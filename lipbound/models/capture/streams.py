@@ -148,16 +148,16 @@ def owner_of(call: Call, stream: str = INPUT) -> tuple[Owner, Streams]:
         except CaptureError as error:
             refused = refused or error
             continue
-        named = streams.named
-        if found is None and named:
-            found = owner, streams
-            if not {QUERIES, MEMORY} <= set(named):
-                break
-        elif named:
+        if not (named := streams.named):
+            continue
+        if found:
             inside = [t.shape for t in named.get(INPUT, ())] == [memory[0].shape]
             one = named.get(MEMORY, ()) if several and streams.apart else ()
             outside = len(one) == 1 and any(one[0] is t for t in memory)
             return (owner, streams) if outside or (inside and not position) else found
+        found = owner, streams
+        if not {QUERIES, MEMORY} <= set(named):
+            break
     if found:
         return found
     raise refused or call.unsupported("has no floating-point input that its attention depends on")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -132,13 +133,15 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
     swapped: list[tuple[Any, str, Any]] = [(sys.modules[__name__], "_handler", function)]
     swapped += [(F, SDPA.__name__, fused), (F, MULTIHEAD.__name__, multihead)]
     swapped += [(owner, name, partial(_adapted, fused, adapt)) for owner, name, adapt in OTHERS]
-    # what is computed anew in a backward pass is not seen again
-    swapped += [(checkpoint, "CheckpointFunction", _AtOnce)]
+    # code runs once, also where a backward pass would run it again
+    once = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
+    swapped += [(checkpoint, "CheckpointFunction", once)]
     swapped += [(checkpoint, "_checkpoint_without_reentrant_generator", lambda *_, **__: (yield))]
     if flex := sys.modules.get("torch.nn.attention.flex_attention"):
-        new = {"flex_attention_hop": partial(_flexible, flex, fused), "_validate_device": _accepted}
-        new |= {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
-        swapped += [(flex, name, value) for name, value in new.items() if hasattr(flex, name)]
+        adapted = partial(_adapted, fused, partial(_flexible, flex))
+        new = ("flex_attention_hop", adapted), ("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        both = (*new, ("_validate_device", lambda *_: None))  # of gradients on the CPU
+        swapped += [(flex, name, value) for name, value in both if hasattr(flex, name)]
     with ExitStack() as afterwards:
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             afterwards.enter_context(torch.compiler.set_stance("force_eager"))
@@ -150,58 +153,36 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
         yield
 
 
-def _accepted(*args: Any) -> None:
-    """Accept gradients of flex_attention on any device."""
-
-
-class _AtOnce:
-    """Runs what torch's checkpoint is given, in the place of a function that runs it twice."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
+def _adapted(function: Callable[..., Tensor], adapt: Any, *args: Any, **kwargs: Any) -> Any:
+    given, back = adapt(*args, **kwargs)
+    return back(function(**given))
 
 
 def _flexible(
-    flex: Any,
-    fused: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    modify: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    *others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what torch's flex_attention does, but for statistics: by hand where it bends scores."""
+    flex: Any, q: Tensor, k: Tensor, v: Tensor, modify: Any, block_mask: Any, scale: float, *_: Any
+) -> tuple[dict[str, Any], Callable[[Tensor], Any]]:
+    """Adapt flex_attention, without its statistics.
+
+    Raises:
+        CaptureError: it does more to scores than add to them.
+    """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     places = [torch.arange(n, device=q.device) for n in (*q.shape[:3], k.shape[2])]
-    heads, one = q.shape[1], flex._vmap_for_bhqkv(modify, prefix=(0,))
-
-    def modified(scores: Tensor) -> Tensor:
-        with TransformGetItemToIndex():
-            made: Tensor = one(scores, *places)
-        return made
-
     probe = torch.randn([len(i) for i in places], generator=torch.Generator().manual_seed(0)).to(q)
-    bias, made = modified(torch.zeros_like(probe)), modified(probe)
     with TransformGetItemToIndex():
+        added = flex._vmap_for_bhqkv(modify, prefix=(0,))
+        bias, made = (added(z, *places) for z in (torch.zeros_like(probe), probe))
         seen = flex._vmap_for_bhqkv(block_mask[-1], prefix=())(*places) & (bias > -torch.inf)
-    if torch.allclose((made - bias)[seen], probe[seen], rtol=1e-3, atol=1e-3):
-        mask = seen if not bool(bias[seen].any()) else bias.masked_fill(~seen, -torch.inf)
-        out = fused(q, k, v, mask, scale=scale, enable_gqa=heads != k.shape[1])
-    else:
-        k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
-        scores = q @ k.mT * scale
-        scores = scores + (modified(scores) - scores)  # a sum is followed
-        out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
-    return out, *(q.new_empty(0) for _ in range(2))
-
-
-def _adapted(function: Callable[..., Tensor], adapt: Adapter, *args: Any, **kwargs: Any) -> Tensor:
-    given, back = adapt(*args, **kwargs)
-    return back(function(**given))
+    if not torch.allclose((made - bias)[seen], probe[seen], rtol=1e-3, atol=1e-3):
+        raise CaptureError(
+            "flex_attention is measured where its score_mod adds to scores, and this one does more "
+            "to them; write it as products and a softmax"
+        )
+    mask = bias.masked_fill(~seen, -torch.inf) if bool(bias[seen].any()) else seen
+    given = {"query": q, "key": k, "value": v, "attn_mask": mask, "scale": scale}
+    empty = q.new_empty(0)
+    return given | {"enable_gqa": q.shape[1] != k.shape[1]}, lambda out: (out, empty, empty)
 
 
 def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor | None:
