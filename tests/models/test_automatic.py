@@ -134,6 +134,34 @@ def test_derivatives_that_are_lost_or_missing_are_had_in_another_way(case: str) 
     torch.testing.assert_close(measured(att, map="layer"), whole, rtol=1e-8, atol=0)
 
 
+class Depthwise(Layer):
+    """Tokens of pictures pass a convolution and a normalisation over channels, as CvT has them."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda layer, x, q, k, v: joined(sdpa(q, k, v)))
+        self.conv, self.channels = nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.BatchNorm2d(12)
+        nn.init.normal_(self.channels.running_mean)
+
+    def before(self, x: Tensor, made: Made | None = None) -> Tensor:
+        x = self.conv(x.transpose(1, 2).unflatten(-1, (2, 4)))
+        return super().before(self.channels(x).flatten(2).transpose(1, 2), made)
+
+
+def test_gradients_of_one_picture_with_channels_last() -> None:
+    """torch 2.13 takes them for another layout; differences tell."""
+    layer, x = build(Depthwise).double(), torch.cat([X, Z], 1)[:, :8]
+    (att,) = lb.capture(layer, {"x": x})
+
+    def heads(x: Tensor) -> Tensor:
+        return layer.before(x)[0].unflatten(-1, (3, 4))
+
+    steps = 1e-6 * torch.eye(96).view(96, 1, 8, 12).double()
+    with torch.no_grad():
+        columns = torch.stack([(heads(x + h) - heads(x - h)) / 2e-6 for h in steps], -1)
+    expected = torch.linalg.matrix_norm(columns.movedim(1, 0).flatten(1, 2), 2)
+    torch.testing.assert_close(measured(att), expected, rtol=1e-7, atol=0)
+
+
 def test_what_is_no_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     straight = build(partial(Layer, partial(sine, Rounded.apply))).double()
     with pytest.raises(lb.errors.AttentionError, match=r"does not give the derivative .* off"):

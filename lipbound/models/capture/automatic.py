@@ -87,11 +87,11 @@ def through_module(
     attention = ModuleAttention(
         tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
-    attention = replace(attention, details=_details(call, owner, out, heads))
+    attention = replace(attention, details=_details(call, owner, out, heads, streams.held))
     return attention, error, owner.run.name
 
 
-def _details(call: Call, owner: Owner, out: Tensor, heads: Heads) -> tuple[str, ...]:
+def _details(call: Call, owner: Owner, out: Tensor, heads: Heads, held: bool) -> tuple[str, ...]:
     """Return what there is to say of the outputs of heads, in words."""
     found = []
     own, mine = (t.detach().nan_to_num().flatten().sort().values for t in (heads.raw, out))
@@ -99,6 +99,7 @@ def _details(call: Call, owner: Owner, out: Tensor, heads: Heads) -> tuple[str, 
         found = ["what is done to the outputs of heads before their projection is part of them"]
     elif call.changed:
         found = ["outputs of heads are those that attention returns"]
+    found += ["other tensors that queries, keys or values are made of are held"] * held
     return (*found, *["what the code detaches moves as well"] * owner.detaches)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -71,6 +72,8 @@ class WithoutCasts(TorchFunctionMode):
             if func in DETACHED:
                 self.detached |= first.requires_grad
                 return first
+            if func is F.batch_norm and first.ndim > 3:  # torch's gradients of one sample are wrong
+                return func(first.flatten(2), *args[1:], **kwargs).view(first.shape)
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
                 return first
             args = tuple(torch.float64 if _is_narrow(value) else value for value in args)

@@ -72,26 +72,29 @@ class Streams:
         joint: whether the input is several tensors of which queries, keys and values all have some
             (image and text together).
         apart: whether no input is made into queries and into keys or values both.
+        held: whether something is also made of tensors that are in no stream.
     """
 
     named: dict[str, list[Tensor]]
     joint: bool
     apart: bool
+    held: bool
 
 
 def _streams(owner: Owner) -> Streams:
     leaves = [t.detach().double().requires_grad_() for t in owner.inputs]
     with torch.enable_grad():
         heads = owner(list(zip(owner.inputs, leaves, strict=True)))[1]
-        sides = [_sources(side, leaves) for side in (heads.q, heads.k, (heads.v,))]
-    q, k, v = ([owner.inputs[i] for i in side] for side in sides)
+        made = [_sources(side, leaves) for side in (heads.q, heads.k, (heads.v,))]
+    q, k, v = ([owner.inputs[i] for i in side] for side in made)
 
     def among(t: Tensor, others: Collection[Tensor]) -> bool:
         return any(t is other for other in others)
 
     beside = tree_leaves([v for name, v in owner.run.kwargs.items() if _is_side_input(name)])
     tokens = [t for t in q if not among(t, beside)]
-    whole = [t for t in tokens if among(t, k) and among(t, v)]
+    sides = [side for side in (k, v) if side]  # keys may be constant
+    whole = [t for t in tokens if sides and all(among(t, side) for side in sides)]
     joint = [t for t in whole if t.ndim == 3 and t.shape[-1] == whole[0].shape[-1]]
     others = [t for t in v if among(t, k)] or list({id(t): t for t in (*v, *k)}.values())
     memory = [t for t in others if not among(t, q) and not among(t, beside)]
@@ -104,7 +107,10 @@ def _streams(owner: Owner) -> Streams:
         found = {INPUT: whole[:1]}
     elif any(among(t, owner.run.learned) for t in queries[:1]):
         found = {MEMORY: memory}
-    return Streams({n: t for n, t in found.items() if t}, len(joint) > 1, apart)
+    named = {n: t for n, t in found.items() if t}
+    streams = [t for tensors in named.values() for t in tensors]
+    held = any(not among(t, streams) for t in (*tokens, *memory))
+    return Streams(named, len(joint) > 1, apart, held)
 
 
 def _sources(side: Sequence[Tensor], leaves: list[Tensor]) -> list[int]:
@@ -154,7 +160,12 @@ def owner_of(call: Call, stream: str = INPUT) -> tuple[Owner, Streams]:
             inside = [t.shape for t in named.get(INPUT, ())] == [memory[0].shape]
             one = named.get(MEMORY, ()) if several and streams.apart else ()
             outside = len(one) == 1 and any(one[0] is t for t in memory)
-            return (owner, streams) if outside or (inside and not position) else found
+            if outside or (inside and not position):
+                return owner, streams
+            known = {id(t) for tensors in found[1].named.values() for t in tensors}
+            if not {id(t) for tensors in named.values() for t in tensors} <= known:
+                break
+            continue  # it hands its tensors on
         found = owner, streams
         if not {QUERIES, MEMORY} <= set(named):
             break
