@@ -167,24 +167,21 @@ def _arrangement(
 
 
 def _own_share(out: Tensor, raw: Tensor, axis: int | None) -> float:
-    """Return which part of what outputs (..., heads, d_v) are made of belongs to their own heads.
+    """Return which part of what the first of the heads is made of belongs to it.
 
     Args:
-        out: made of ``raw``.
+        out: outputs (..., heads, d_v), made of ``raw``.
         raw: outputs as they were computed.
         axis: of ``raw`` that counts heads; None where samples and heads share the first.
     """
-    count, weights = out.shape[-2], torch.linspace(1, 2, out.shape[-1]).to(out)
+    count = out.shape[-2]
     if len(raw) % count if axis is None else raw.shape[axis] != count:
         return 0.0
-    inside = total = 0.0
-    for h, one in enumerate(out.unbind(-2)):
-        made = (one.nan_to_num() * weights).sum()
-        (grad,) = torch.autograd.grad(made, raw, retain_graph=True, materialize_grads=True)
-        grad = grad.unflatten(0, (-1, count)) if axis is None else grad
-        inside += float(grad.select(1 if axis is None else axis, h).square().sum())
-        total += float(grad.square().sum())
-    return inside / max(total, torch.finfo(torch.float64).tiny)
+    made = (out[..., 0, :].nan_to_num() * torch.linspace(1, 2, out.shape[-1]).to(out)).sum()
+    (grad,) = torch.autograd.grad(made, raw, retain_graph=True, materialize_grads=True)
+    grad = grad.unflatten(0, (-1, count)) if axis is None else grad
+    inside = grad.select(1 if axis is None else axis, 0)
+    return float(inside.square().sum() / grad.square().sum())
 
 
 def _by_sample(out: Tensor, axis: int, count: int) -> Tensor:
