@@ -50,24 +50,50 @@ def _tensor_error(att: Attention) -> Tensor:
     return roundoff(att, head_jacobian(att)).tensors.view(att.samples, att.heads)
 
 
-def mixing(columns: Tensor) -> Tensor:
-    """Return upper values of the norms of P, (..., heads), from its computed column sums.
+class Mixing(NamedTuple):
+    """Upper values about P, (..., heads) each.
 
-    They are (..., heads, N); rows sum to at most one, so that the norm is at most the root of the
-    largest.
+    Attributes:
+        norm: at least the norm of P: rows sum to at most one, so that it is at most the root of the
+            largest column sum.
+        spread: the largest root of what a row's largest entry leaves of one.
+        root: of the number of rows or keys.
     """
-    return (columns.amax(-1) * MARGIN).sqrt()
+
+    norm: Tensor
+    spread: Tensor
+    root: float
+
+    @staticmethod
+    def of(columns: Tensor, largest: Tensor, real: Tensor | None) -> "Mixing":
+        """From computed column sums (..., heads, keys) and largest entries (..., heads, rows).
+
+        Rows that are padding, where ``real`` (..., 1, rows) is False, do not count.
+        """
+        n = max(columns.shape[-1], largest.shape[-1])
+        rest = (1 - largest).clamp_min(0) + (n + 8) * UNIT
+        rest = rest if real is None else rest.masked_fill(~real, 0.0)
+        norm, spread = ((t.amax(-1) * MARGIN).sqrt() for t in (columns, rest))
+        return Mixing(norm, spread, n**0.5)
+
+    @property
+    def anything(self) -> "Mixing":
+        """What holds for any P."""
+        return Mixing(torch.full_like(self.norm, self.root), torch.ones_like(self.norm), self.root)
 
 
 class Sizes(NamedTuple):
     """Upper values about the tensors that J is a product of, (..., heads) each.
 
     Attributes:
-        off: of :math:`v_j - o_i`. key, query: the longest centred key, the longest query.
+        off: of sums of P_ij |v_j - o_i| over any row. reach: of the norm of the matrix of these
+            terms.
+        key, query: the longest centred key, the longest query.
         w_q, w_k, w_v: the largest derivatives of a token's query, key and value.
     """
 
     off: Tensor
+    reach: Tensor
     key: Tensor
     query: Tensor
     w_q: Tensor
@@ -75,29 +101,30 @@ class Sizes(NamedTuple):
     w_v: Tensor
 
     @staticmethod
-    def of(e: TensorErrors) -> "Sizes":
+    def of(e: TensorErrors, mix: Mixing) -> "Sizes":
         """Sizes of the computed tensors."""
-        lengths = (2 * e.v, e.k, e.q, e.q_slope, e.k_slope, e.v_slope)
-        return Sizes(*(t.amax(-1) for t in lengths))
+        value, *rest = (t.amax(-1) for t in (e.v, e.k, e.q, e.q_slope, e.k_slope, e.v_slope))
+        near = torch.minimum(mix.root * mix.spread, mix.norm)
+        return Sizes(2 * value * mix.spread.clamp_max(1), 2 * value * near, *rest)
 
-    def through(self, mix: Tensor | float, scale: float) -> tuple[Tensor, Tensor]:
+    def through(self, mix: Mixing, scale: float) -> tuple[Tensor, Tensor]:
         """Return what passes through scores, and through values: norms of both parts of J.
 
-        With ``mix`` at least the norm of P. They are norms of absolute values, too.
+        They are norms of absolute values, too.
         """
-        paths = self.key * self.w_q + self.query * self.w_k * mix
-        return abs(scale) * self.off * paths, mix * self.w_v
+        paths = self.off * self.key * self.w_q + self.reach * self.query * self.w_k
+        return abs(scale) * paths, mix.norm * self.w_v
 
-    def plus(self, e: TensorErrors) -> "Sizes":
+    def plus(self, e: TensorErrors, mix: Mixing) -> "Sizes":
         """Return sizes of the exact tensors: these, and what rounding may have moved them by."""
-        sums = 2 * (e.k.shape[-1] + 8) * UNIT
-        output = (e.p.amax(-1) + sums) * e.v.amax(-1)  # how far outputs are off
+        sums = 2 * (e.k.shape[-1] + 8) * UNIT * e.v.amax(-1)
+        off = 2 * e.v_error.amax(-1) + e.p.amax(-1) * self.off + sums  # of v_j, and of o_i
         errors = (e.k_error, e.q_error, e.q_slope_error, e.k_slope_error, e.v_slope_error)
-        more = [2 * e.v_error.amax(-1) + output, *(t.amax(-1) for t in errors)]
+        more = [off, off * mix.norm, *(t.amax(-1) for t in errors)]
         return Sizes(*(size + error for size, error in zip(self, more, strict=True)))
 
 
-def distance(e: TensorErrors, mix: Tensor, scale: float) -> Tensor:
+def distance(e: TensorErrors, mix: Mixing, scale: float) -> Tensor:
     r"""Upper values of :math:`\|J - \hat J\|`, with variants or without, (..., heads).
 
     Lemma 70 (docs/theory/rounding.md): the parts of J are products, so that a change of their
@@ -106,23 +133,23 @@ def distance(e: TensorErrors, mix: Tensor, scale: float) -> Tensor:
 
     Args:
         e: errors of the tensors, (..., heads, N).
-        mix: upper values of the norms of P, (..., heads).
+        mix: about P.
         scale: of the scores.
 
     Returns:
         The upper values.
     """
-    computed = Sizes.of(e)
-    exact = computed.plus(e)
+    computed = Sizes.of(e, mix)
+    exact = computed.plus(e, mix)
     before, after = computed.through(mix, scale), exact.through(mix, scale)
     weights, p = e.weights.amax(-1), e.p.amax(-1)
     changed = (1 + weights) * after[0] - before[0] + (1 + p) * after[1] - before[1]
     rounded = 16 * UNIT * ((1 + weights) * after[0] + (1 + p) * after[1])  # of the difference
-    most = max(e.q.shape[-1], e.k.shape[-1]) ** 0.5
-    anything = exact._replace(off=2 * (e.v + e.v_error).amax(-1))
-    whatever = 2 * sum(anything.through(most, scale), start=torch.zeros_like(mix))
+    length, most = 2 * (e.v + e.v_error).amax(-1), mix.anything
+    whatever = exact._replace(off=length, reach=length * most.norm).through(most, scale)
     known = torch.isfinite(e.score).all(-1)  # a variant may not say what it does to scores
-    return torch.where(known, torch.minimum(_upper(changed + rounded), _upper(whatever)), torch.inf)
+    least = torch.minimum(_upper(changed + rounded), _upper(2 * (whatever[0] + whatever[1])))
+    return torch.where(known, least, torch.inf)
 
 
 @torch.no_grad()
@@ -156,10 +183,15 @@ def roundoff(
             slope = folding.weights[:, None] if alone.side == "v" else torch.zeros_like(slope)
         v_error, v_slope_error = e.v_error + moved, e.v_slope_error + slope
         e = replace(e, v_error=v_error, v_slope_error=v_slope_error)
-    mix = mixing(op.transposed_average(torch.ones_like(op.o[..., :1])).view(e.v.shape))
-    sizes = Sizes.of(e)
-    size, most = (sum(sizes.through(m, att.scale), start=0 * mix) for m in (mix, n**0.5))
-    tensors = distance(e, mix, att.scale) + op.rows.loss * size + SMALLEST * most
+    columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(e.v.shape)
+    real = None if att.valid_rows is None else att.valid_rows[:, None]
+    mix = Mixing.of(columns, op.largest().view(e.q.shape), real)
+    # products take v_j and o_i one by one, whose difference may be small
+    apart = mix._replace(spread=torch.ones_like(mix.spread))
+    size = sum(Sizes.of(e, apart).through(mix, att.scale), start=torch.zeros_like(mix.norm))
+    most = Sizes.of(e, mix.anything).through(mix.anything, att.scale)
+    vanished = SMALLEST * (most[0] + most[1])
+    tensors = distance(e, mix, att.scale) + op.rows.loss * size + vanished
     # roundings that a product of entries sees: over tokens, coordinates and widths
     steps = n + max(2 * att.d, att.d_v) + 2 * att.d + att.d_v + 40
     if not op.turned_alone:
@@ -286,9 +318,12 @@ def folding_slack(folded: Attention, folding: Folding) -> Tensor:
     v, v_slope = (t * MARGIN for t in _moved(folded, folding))
     keys = folded.valid_keys
     v = v if keys is None else v.masked_fill(~keys[:, None], 0.0)
-    exact = Sizes.of(e).plus(e)
-    exact = exact._replace(off=2 * v.amax(-1), w_v=v_slope.amax(-1))
-    through = exact.through(max(folded.rows, folded.keys) ** 0.5, folded.scale)
+    root = torch.full_like(v.amax(-1), max(folded.rows, folded.keys) ** 0.5)
+    mix = Mixing(root, torch.ones_like(root), float(root.flatten()[0]))
+    length = 2 * v.amax(-1)
+    exact = Sizes.of(e, mix).plus(e, mix)
+    exact = exact._replace(off=length, reach=length * root, w_v=v_slope.amax(-1))
+    through = exact.through(mix, folded.scale)
     stated = torch.isfinite(e.score).all(-1)
     return torch.where(stated, _upper(through[0] + through[1]), torch.inf)
 

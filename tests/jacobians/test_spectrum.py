@@ -51,7 +51,7 @@ def check(att: Attention, map: str = "head") -> None:
             n = len(values) if map != "head_out" else len(values) * att.d_v // att.w_o.shape[2]
             smallest = float(values[n - 1] / values[0])
             value = float(condition[place])
-            if smallest > 1e-7 or value < torch.inf:
+            if smallest > 1e-6 or value < torch.inf:
                 assert value == pytest.approx(1 / smallest, rel=0.02)
 
 

@@ -17,7 +17,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import ordinary, unit_scales
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.devices import Room, require
-from lipbound.jacobians.rounding import distance, mixing, tensor_error
+from lipbound.jacobians.rounding import Mixing, distance, tensor_error
 from lipbound.linalg.matrix_norms import (
     block_norm,
     gamma,
@@ -108,8 +108,8 @@ class Sample(NamedTuple):
             p = one.p[0]
             sizes = sizes_of_values(one, e.v_slope.amax(-1))
             hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes
-            gated = "gate" in one.variants
-            off = tensor_error(one)[0] if gated else distance(e, mixing(p.sum(-2)), one.scale)
+            mix, gated = Mixing.of(p.sum(-2), p.amax(-1), one.valid_rows), "gate" in one.variants
+            off = tensor_error(one)[0] if gated else distance(e, mix, one.scale)
             error = (off + hidden) * (1 + 1e-6) * reach
         total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
         return torch.where(self.exact & ~total.isnan(), total, torch.inf)
