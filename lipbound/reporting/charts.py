@@ -14,7 +14,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, check_made, choice, shown, whole
-from lipbound.formatting import counted, joined, number, plain
+from lipbound.formatting import counted, joined, number, plain, span
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
 from lipbound.runs.store import load, no_run, run_of, takes_run
@@ -85,10 +85,9 @@ def by_layer(
     """Draw exact norms against layers, of several runs in one figure, and bounds beside them.
 
     A bound on another map has the exact norm of its own map beside it. Each value is reduced over
-    samples and heads; bands are bootstrap intervals over samples (see
-    `lipbound.reporting.statistics.interval`), which a run of one sample has not, as is said below
-    the axis. Bounds that lie many decades beyond all others leave the axis; the same note names
-    them with the range of bound / exact.
+    samples and heads; bands are intervals over samples, or of few samples their range (see
+    `lipbound.reporting.statistics.spread`), as is said below the axis. Bounds that lie many decades
+    beyond all others leave the axis; the same note names them with the range of bound / exact.
 
     Args:
         runs: a run, or several of one map and norm; Datasets or paths.
@@ -187,7 +186,7 @@ def _line(
     dims = [str(dim) for dim in values.dims if dim != "layer"]
     x, middle = values["layer"].values, statistics.reduce_samples(values, reduce, dims)
     axes.plot(x, np.where(np.isfinite(middle), middle, np.nan), label=label, **style)
-    lower, upper = (end.values for end in statistics.interval(values, reduce, dims))
+    lower, upper = (end.values for end in statistics.spread(values, reduce, dims))
     known = np.isfinite(lower) & np.isfinite(upper)
     band: Any = {"color": style["color"], "alpha": 0.2, "lw": 0}
     axes.fill_between(x, lower, upper, where=known.tolist(), **band)
@@ -200,7 +199,7 @@ def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
         return "no ratio: no positive exact norm"
     least, most = _ends(values)
     if not boxed:
-        return f"beyond: {statistics.span(least, most)}"
+        return f"beyond: {span(least, most)}"
     down = [f"down to {least}"] * bool(ends[0] < 10**low)
     return ", ".join(down + [f"up to {most}"] * bool(ends[1] > 10**high))
 

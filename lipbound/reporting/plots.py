@@ -54,7 +54,7 @@ def diff_heatmaps(
 ) -> Figure:
     """Draw exact norms of both runs on one scale, and their ratio on one centred on 1.
 
-    Dots mark heads whose bootstrap interval over samples contains 1.
+    Dots mark heads whose interval over samples, or range of few samples, contains 1.
 
     Args:
         ds: a diff.
@@ -117,10 +117,12 @@ def diff_caption(
     table = diff_table(ds, bounds=[], labels=labels)
     row = table.shown.iloc[0].to_dict()
     of_all = f"{_over(names)} over everything: {row[_over(names)]} (geometric mean"
-    likely = statistics.LIKELY
-    of_all += f", {likely} over samples {row[likely]})" if likely in row else ")"
+    likely = statistics.spread_title(statistics.samples_of(ds["ratio"]))
+    words = f"{likely.removesuffix(' over samples')} over samples"
+    of_all += f", {words} {row.get(likely, '')})" if likely in row else ")"
     marked = bool(_undecided(ds["ratio"], how).any())
-    dots = f" Dots: the {likely} of the cell contains 1." * marked
+    of_cells = statistics.spread_title(statistics.samples_of(ds["ratio"]), how)
+    dots = f" Dots: the {of_cells} of the cell contains 1." * marked
     said = [table.meaning[likely]] if likely in row else []
     notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in [*said, *table.notes])
     return plain(
@@ -150,10 +152,10 @@ def _ratio_scale(grid: np.ndarray, words: str) -> sheets.Scale:
 
 
 def _undecided(ratio: xr.DataArray, how: str | float) -> np.ndarray:
-    """Cells whose bootstrap interval contains 1, (layer, head); none for whole layers."""
-    if statistics.across(ratio) == "sample":
+    """Cells whose interval or range contains 1, (layer, head); none for whole layers."""
+    if statistics.across(ratio) == "sample" or statistics.samples_of(ratio) < 2:
         return np.zeros((ratio.sizes["layer"], ratio.sizes["sample"]), dtype=bool)
-    lower, upper = (end.transpose("layer", "head") for end in statistics.interval(ratio, how))
+    lower, upper = (end.transpose("layer", "head") for end in statistics.spread(ratio, how))
     return ((lower <= 1) & (upper >= 1)).values
 
 
@@ -335,10 +337,10 @@ def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
     titles = {name: [label_of(ds, name)] for name in names}
     for name, entry in audit(ds).items():
         if name in titles:
-            mean = statistics.geomean(statistics.ratio(ds, name))
+            ends = [statistics.geomean(statistics.quantity(ds, name, end)) for end in (0, 1)]
             of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
-            known = f"{enclosed(mean, statistics.width(ds, name), -1, most=3)} \u00d7 {of}"
-            below = known if np.isfinite(mean) else NO_RATIO[bool(np.isnan(mean))]
+            known = f"{enclosed(*ends, most=3)} \u00d7 {of}"
+            below = known if np.isfinite(ends[1]) else NO_RATIO[bool(np.isnan(ends[1]))]
             titles[name] = [titles[name][0] + mark(entry), below]
     return titles
 
