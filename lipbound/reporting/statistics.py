@@ -93,7 +93,7 @@ def interval(
     inner = [dim for dim in values.dims if dim in dims and dim != "sample"]
     with np.errstate(all="ignore"):
         parts: xr.DataArray = xr.apply_ufunc(np.log, values) if how == "geomean" else values
-        totals, counts = parts.sum(inner), parts.notnull().sum(inner)
+        totals, counts = parts.fillna(0).sum(inner, skipna=False), parts.notnull().sum(inner)
         samples, places = (counts > 0).sum("sample"), counts.sum("sample")
         mean = totals.sum("sample") / places
         # of a ratio of sums, since samples may have different numbers of values
@@ -197,8 +197,8 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     """Per bound: bound / exact over samples, layers and heads, and the audit.
 
     Columns ``label``; ``geomean, min, max`` of bound / ``exact``; ``geomean_lower``, the geometric
-    mean against ``exact_upper``: the true one lies between the two (NaN for estimates without upper
-    ends); ``interval_lower, interval_upper``, the interval of the geometric mean (see `interval`;
+    mean against ``exact_upper``: the true one lies between the two (see `quantity`; NaN for
+    estimates without upper ends); ``interval_lower, interval_upper``, the interval of the geometric mean (see `interval`;
     NaN for few samples); ``sample_min, sample_max``, smallest and largest geometric mean of single
     samples; ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held,
     ``violations`` where it is below the exact norm (of its own map: L2 attention for ``kim``).
@@ -207,8 +207,8 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     check_numbers(ds)
     names, counts, rows = bounds_there(ds), audit(ds), []
     for name in names:
-        upper = geomean(ratio(ds, name, upper=True)) if has_upper(ds, name) else float("nan")
-        row = {"label": ds[name].attrs["label"], "geomean_lower": upper}
+        lower = geomean(quantity(ds, name, 0)) if has_upper(ds, name) else float("nan")
+        row = {"label": ds[name].attrs["label"], "geomean_lower": lower}
         rows.append(row | spread_of(ds, name) | counts[name])
     # pandas leaves out the middle where there is no room
     columns = [*SPREAD, *INTERVAL, "geomean_lower", "label", *AUDITED]
