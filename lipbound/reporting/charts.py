@@ -137,7 +137,7 @@ def by_layer(
     texts = ["\n".join(styles.lines_of(text, room, points)) for text in words]
     above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
     axes.legend(named, texts, fontsize="x-small", ncols=1 + (max(map(len, words)) <= 24), **above)
-    notes = _layer_notes(found, names, ratios, kept)
+    notes = _layer_notes(found, names, ratios, kept, reduce)
     over = f"{statistics.reduction_name(reduce)} over samples and heads"
     notes.insert(
         0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
@@ -155,11 +155,17 @@ def _within_ten(axes: Axes, low: float, high: float) -> None:
 
 
 def _layer_notes(
-    runs: list[xr.Dataset], names: list[str], ratios: dict[str, np.ndarray], kept: list[str]
+    runs: list[xr.Dataset],
+    names: list[str],
+    ratios: dict[str, np.ndarray],
+    kept: list[str],
+    reduce: str | float,
 ) -> list[str]:
     """Sentences below the axis of `by_layer`: what is not drawn, and why."""
     counts, notes = [int(with_exact(ds).sum()) for ds in runs], list[str]()
     one = [title for title, count in zip(names, counts, strict=True) if count < 2]
+    if bands := {statistics.spread_title(count, reduce): None for count in counts if count > 1}:
+        notes.append(f"bands: {joined(list(bands))}")
     if one:
         notes.append(f"{joined(one)}: one sample, no interval")
     for title, count, ds in zip(names, counts, runs, strict=True):

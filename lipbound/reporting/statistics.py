@@ -109,14 +109,15 @@ def interval(
 def spread(
     values: xr.DataArray, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """Find the `interval` where there is one, else the range over single samples.
+    """Find the `interval` of so many samples as have one, else the range over single samples.
 
-    Arguments as in `interval`; `spread_title` says which it is.
+    Arguments as in `interval`; `spread_title` says which it is; NaN of one sample.
     """
-    inner = [str(dim) for dim in values.dims if dim in dims and dim != "sample"]
-    single = reduce_samples(values, how, inner) if inner else values
-    if spread_title(samples_of(values), how) == LIKELY:
+    samples = samples_of(values)
+    if spread_title(samples, how) == LIKELY:
         return interval(values, how, dims)
+    inner = [str(dim) for dim in values.dims if dim in dims and dim != "sample"]
+    single = (reduce_samples(values, how, inner) if inner else values).where(samples > 1)
     return single.min("sample"), single.max("sample")
 
 
@@ -198,10 +199,11 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
 
     Columns ``label``; ``geomean, min, max`` of bound / ``exact``; ``geomean_lower``, the geometric
     mean against ``exact_upper``: the true one lies between the two (see `quantity`; NaN for
-    estimates without upper ends); ``interval_lower, interval_upper``, the interval of the geometric mean (see `interval`;
-    NaN for few samples); ``sample_min, sample_max``, smallest and largest geometric mean of single
-    samples; ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held,
-    ``violations`` where it is below the exact norm (of its own map: L2 attention for ``kim``).
+    estimates without upper ends); ``interval_lower, interval_upper``, the interval of the geometric
+    mean (see `interval`; NaN for few samples); ``sample_min, sample_max``, smallest and largest
+    geometric mean of single samples; ``violations, compared, sound``: ``sound`` counts where the
+    bound's assumptions held, ``violations`` where it is below the exact norm (of its own map: L2
+    attention for ``kim``).
     Heads whose exact norm is zero have no ratio.
     """
     check_numbers(ds)

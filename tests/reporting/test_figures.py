@@ -233,6 +233,7 @@ def test_several_runs_against_layers() -> None:
             )
     note = " ".join(axes.get_xlabel().split())
     assert "geometric mean over samples and heads" in note
+    assert "bands: range over samples" in note
     assert "beyond the axis: Castin 3.5, mean field, 2.0e302 to \u221e x exact" in note
     one = plots.by_layer(first.isel(sample=[1]), bounds=["lipbound"], reduce="max")
     assert "all-MiniLM-L6-v2: one sample, no interval" in " ".join(one.get_xlabel().split())

@@ -19,6 +19,7 @@ from lipbound.reporting.statistics import (
     spread_words,
 )
 
+
 def drawn(samples: int, spread: float = 0.5) -> xr.DataArray:
     values = np.exp(np.random.default_rng(3).normal(scale=spread, size=(samples, 3, 4)))
     return xr.DataArray(values, dims=("sample", "layer", "head"))
@@ -58,7 +59,7 @@ def test_samples_of_fewer_heads_weigh_less() -> None:
 @pytest.mark.parametrize("samples", [5, 8, 20, 50])
 @pytest.mark.parametrize("shape", ["normal", "heavy", "heads"])
 def test_intervals_cover_what_they_are_of(samples: int, shape: str) -> None:
-    """Geometric means of 4,000 sets of samples of a known distribution: in 93 % of cases or more."""
+    """Geometric means of 4,000 sets of samples of a known distribution: in 93 % of them or more."""
     rng, dims = np.random.default_rng(samples), ("sample", "layer")
     logs = {
         "normal": lambda: rng.normal(size=(samples, 4000)),
