@@ -148,7 +148,9 @@ def _rows(cells: Mapping[str, Mapping[str, xr.DataArray]]) -> pd.DataFrame:
 
 def _places(cells: Mapping[str, xr.DataArray], levels: list[str]) -> pd.DataFrame:
     """Numbers by layer, or by layer and head, as a table, a row for every place."""
-    return xr.Dataset(cells).reset_coords(drop=True).to_dataframe(levels)
+    # without the names of modules, which the two models may not share
+    bare = {name: values.reset_coords(drop=True) for name, values in cells.items()}
+    return xr.Dataset(bare).to_dataframe(levels)
 
 
 def _bounds(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
