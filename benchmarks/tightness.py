@@ -22,7 +22,7 @@ from lipbound.devices import versions
 from lipbound.schema import NORMS
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "builtin:minilm": {"samples": 2},
+    "builtin:minilm": {"samples": 8},
     "builtin:gpt2": {"samples": 2},
     "builtin:vit": {"samples": 2},
     "builtin:llama": {"samples": 2},

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, check_made, choice, shown, whole
-from lipbound.formatting import counted, joined, number, plain, span
+from lipbound.formatting import counted, directed, joined, plain, span
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
 from lipbound.runs.store import load, no_run, run_of, takes_run
@@ -211,8 +211,9 @@ def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
 
 
 def _ends(values: np.ndarray) -> list[str]:
-    """Smallest and largest value in words."""
-    return [number(end, 2).replace("inf", "\u221e") for end in statistics.ends(values)]
+    """Smallest and largest value in words, rounded outwards."""
+    ends = enumerate(statistics.ends(values))
+    return [directed(end, 2, up).replace("inf", "\u221e") for up, end in ends]
 
 
 def ball_curve(

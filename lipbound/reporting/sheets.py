@@ -447,7 +447,8 @@ def one_panel(
 def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
     """The range of the values of a panel that lies beyond its colour scale."""
     if side := scale.beyond(grid):
-        ends = dict.fromkeys(f"{end:.1f}" for end in statistics.ends(grid))
+        low, high = statistics.ends(grid)
+        ends = dict.fromkeys(f"{end / 10:.1f}" for end in (np.floor(10 * low), np.ceil(10 * high)))
         said = " to ".join(ends).replace("inf", "\u221e").replace("-", "\u2212")
         at: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": "black"}
         axes.text(0.5, 0.5, f"{side} the scale:\n{said}", **at)

@@ -18,7 +18,7 @@ from lipbound.runs.dataset import check_whole, damage
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
 WHOLE_LAYERS = "select what both have, or measure whole layers (map='layer')"
-LAYOUT = {"layer": "name those that both have (layers=)", "head": WHOLE_LAYERS}
+LAYOUT = {"layer": "select what both have (layers=)", "head": WHOLE_LAYERS}
 LAYOUT |= dict.fromkeys(("kind", "stream"), "name layers of one kind (layers=)")
 """Coordinates on layers and heads that both runs have alike, and what to do where they differ."""
 GIVEN = "GivenLayers"

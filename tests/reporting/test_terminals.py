@@ -171,7 +171,7 @@ def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.Capture
     bare = ds.assign_attrs(bounds=[])
     show(bare)
     out = " ".join(capsys.readouterr().out.split())
-    assert "exact norms: 24 (3 layers x 4 heads, 2 samples), from 0 to 3.75;" in out
+    assert "exact norms: 24 (3 layers x 4 heads, 2 samples), from 0 to 3.76;" in out
     assert "the tolerance asked for, 0.001, was not reached by 1 of 24, enclosed to 0.0041" in out
 
 

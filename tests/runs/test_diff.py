@@ -12,15 +12,17 @@ import xarray as xr
 from matplotlib.figure import Figure
 from support.commands import call
 from support.layers import random_attention
+from support.models import AFFINE, TEXT, build, inputs_for
 from support.oracles import dense_norms, jacobians
 from support.runs import OPTIONS, TEXTS
-from transformers import BertModel
+from transformers import BertConfig, BertModel
 
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
 from lipbound.errors import AlteredRunError, LipboundError, Notice, StoreError
 from lipbound.models.given_layers import GivenLayers
+from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.sheets import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
 from lipbound.runs.dataset import damage
@@ -213,6 +215,67 @@ def test_two_checkpoints_on_the_same_inputs(
     dates = [lb.load(tmp_path / f"diff-{side}.zarr").attrs["date"] for side in "ab"]
     again = lb.diff(bert, tuned, TEXTS, out=out, resume=True, progress=False, **RUN_OPTIONS)
     assert [run.attrs["date"] for run in sides(again)] == dates
+
+
+def test_two_models_of_one_layout_whose_modules_have_other_names(tmp_path: Path) -> None:
+    """Layers are compared by their numbers, in tables, figures and pages."""
+    models = [build(AFFINE[name]).eval() for name in ("gpt2", "opt")]
+    inputs = inputs_for(models[0])
+    found = lb.diff(*models, inputs=inputs, bounds=["lipbound"], progress=False)
+    runs = [lb.compare(model, inputs=inputs, bounds=[], progress=False) for model in models]
+    assert runs[0]["layer_name"].values.tolist() != runs[1]["layer_name"].values.tolist()
+    wanted = (runs[1]["exact"] / runs[0]["exact"]).reset_coords(drop=True)
+    xr.testing.assert_allclose(found["ratio"].reset_coords(drop=True), wanted, rtol=1e-12)
+    for by, axes in (("layer", ["sample", "head"]), ("head", ["sample"])):
+        assert tables.render(found, by=by)
+        rows = tables.table_of(found, by).numbers["ratio"]
+        means = np.exp(np.log(wanted).mean(axes)).values
+        np.testing.assert_allclose(rows, means.ravel(), rtol=1e-12)
+    assert plots.heatmaps(found)
+    lb.report(found, tmp_path / "diff.html", details=False)
+
+
+def test_other_layouts_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = BertModel(BertConfig(**TEXT | {"num_hidden_layers": 1})).eval()
+    wide = BertModel(BertConfig(**TEXT | {"num_attention_heads": 2})).eval()
+    model = build(AFFINE["bert"])
+    inputs = inputs_for(model)
+    whole = lb.diff(model, wide, inputs=inputs, map="layer", bounds=[], progress=False)
+    assert dict(whole["ratio"].sizes) == {"sample": 2, "layer": 2}
+    part = lb.diff(model, few, inputs=inputs, layers=[0], bounds=[], progress=False)
+    assert part["ratio"].sizes["layer"] == 1
+    monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
+    for other, message in (
+        (few, r"layer is \[0, 1\] in a and \[0\] in b; select what both have \(layers=\)"),
+        (wide, r"head is \[0, 1, 2, 3\] in a and \[0, 1\] in b; .*whole layers \(map='layer'\)"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            lb.diff(model, other, inputs=inputs, progress=False)
+
+
+def test_the_same_tokens_are_the_same_however_they_are_given(bert: Path) -> None:
+    """With a mask that masks nothing or without it, as text, as numbers or as ready inputs."""
+    ids = load_checkpoint(str(bert)).tokenizer()(TEXTS[:1], return_tensors="pt")["input_ids"]
+    given = (
+        {"data": TEXTS[:1]},
+        {"data": ids[0].tolist()},
+        {"inputs": {"input_ids": ids}},
+        {"inputs": {"input_ids": ids.int(), "attention_mask": torch.ones_like(ids).bool()}},
+    )
+    runs = [lb.compare(bert, bounds=[], progress=False, **one) for one in given]
+    assert len({run.attrs["data_fingerprint"] for run in runs}) == 1
+    for run in runs[1:]:
+        assert (lb.diff(runs[0], run)["ratio"] == 1).all()
+    with pytest.raises(LipboundError, match="data and inputs are both given"):
+        lb.diff(bert, bert, TEXTS, inputs={"input_ids": ids})
+    padded = torch.nn.functional.pad(ids, (0, 2))
+    mask = (torch.arange(padded.shape[1]) < ids.shape[1]).long()[None]
+    masked = {"input_ids": padded, "attention_mask": mask}
+    other = lb.compare(bert, inputs=masked, bounds=[], progress=False)
+    with pytest.raises(StoreError, match=r"data is '1 given texts?' in a and 'ready model inputs'"):
+        lb.diff(runs[0], other)
 
 
 def test_other_inputs_are_found_before_anything_is_measured(
