@@ -315,9 +315,10 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
     from lipbound.reporting.layout import text_table
     from lipbound.reporting.statistics import ends, quantity
 
-    made, told = tables.table_of(ds), [] if told is None else told
-    fresh = [note for note in made.notes if note not in told]
-    told += fresh
+    made = tables.table_of(ds)
+    fresh = [note for note in made.notes if note not in (told or ())]
+    if told is not None:
+        told += fresh
     typer.echo(text_table(replace(made, notes=fresh), columns()))
     exact = ds["exact"].values[ds["exact"].notnull().values]
     extent = ""

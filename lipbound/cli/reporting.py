@@ -138,7 +138,8 @@ def cite(
 
     Args:
         run: A run saved by `lipbound compare --out`.
-        format: bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.
+        format: bib (entries, the paragraph as a comment), or the paragraph alone: latex, natbib
+            (latex with citep), text.
         label: NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be
             given several times.
         step: Of a run over steps of training: which one; the last by default.

@@ -30,6 +30,7 @@ def ratios(
     *,
     bounds: Iterable[str] | None = None,
     ax: Axes | None = None,
+    path: str | Path | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Axes:
     """Draw bound / exact of every head and sample, a box per bound, on a logarithmic axis.
@@ -42,7 +43,7 @@ def ratios(
     Args:
         ds: a run.
         bounds: which, from top to bottom; all of the run by default.
-        ax: where to draw; a new figure by default.
+        ax: where to draw; a new figure by default. path: where to write the figure.
         labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
             "data".
 
@@ -71,7 +72,7 @@ def ratios(
     axes.axvline(1, color="0.5", lw=0.8, ls=":")
     axes.set(xscale="log", xlabel="bound / exact")
     axes.set(xlim=(10.0**low, 10.0**high), ylim=(len(names) + 0.5, 0.5))
-    return axes
+    return styles.written(axes, path)
 
 
 def by_layer(
@@ -81,6 +82,7 @@ def by_layer(
     bounds: Iterable[str] = (),
     reduce: str | float = "geomean",
     ax: Axes | None = None,
+    path: str | Path | None = None,
 ) -> Axes:
     """Draw exact norms against layers, of several runs in one figure, and bounds beside them.
 
@@ -94,23 +96,14 @@ def by_layer(
         labels: names of the runs, by their models by default.
         bounds: names of bounds that all of the runs have.
         reduce: as in `lipbound.reporting.statistics.reduce_samples`.
-        ax: where to draw; a new figure by default.
+        ax: where to draw; a new figure by default. path: where to write the figure.
 
     Raises:
         LipboundError: no run, runs of several maps or norms, another number of labels, a bound that
             a run has not, an unknown reduction.
     """
     several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
-    found = [relabelled(run_of(run)) for run in several]
-    names = told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
-    if not found:
-        raise LipboundError("no run was given; give at least one Dataset or saved run")
-    if len(names) != len(found):
-        raise LipboundError(f"{len(names)} labels were given for {len(found)} runs; give one each")
-    for word in ALIKE:
-        if len({ds.attrs[word] for ds in found}) > 1:
-            said = " and ".join(sorted({str(ds.attrs[word]) for ds in found}))
-            raise LipboundError(f"runs of {word} {said} share no axis; give runs of one {word}")
+    found, names = together(several, labels, "axis")
     chosen = list(dict.fromkeys([bounds] if isinstance(bounds, str) else bounds))
     for ds in found:
         statistics.present(ds, chosen)
@@ -144,7 +137,28 @@ def by_layer(
     )
     lines = [line for note in notes for line in styles.lines_of(plain(note), room, points)]
     axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
-    return axes
+    return styles.written(axes, path)
+
+
+def together(
+    runs: Sequence[Any], labels: Sequence[str] | None, what: str
+) -> tuple[list[xr.Dataset], list[str]]:
+    """Several runs that share an axis or a scale, and names of them, by their models by default.
+
+    Raises:
+        LipboundError: no run, another number of labels, runs of several maps or norms.
+    """
+    found = [relabelled(run_of(run)) for run in runs]
+    names = told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
+    if not found:
+        raise LipboundError("no run was given; give at least one Dataset or saved run")
+    if len(names) != len(found):
+        raise LipboundError(f"{len(names)} labels were given for {len(found)} runs; give one each")
+    for word in ALIKE:
+        if len({ds.attrs[word] for ds in found}) > 1:
+            said = " and ".join(sorted({str(ds.attrs[word]) for ds in found}))
+            raise LipboundError(f"runs of {word} {said} share no {what}; give runs of one {word}")
+    return found, names
 
 
 def _within_ten(axes: Axes, low: float, high: float) -> None:
@@ -284,7 +298,7 @@ def over_steps(
     width: str | float = "column",
     font_size: float | None = None,
     labels: Mapping[str, str] | None = None,
-) -> Figure:
+) -> Axes:
     """Draw a quantity over the steps of a training, a line for every layer.
 
     Norms and bounds are on a logarithmic axis. With ``path``, the caption is written beside it.
@@ -335,7 +349,7 @@ def over_steps(
             said = f"{statistics.reduction_name(how)}{means}, " if means else ""
             words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
             styles.write(figure, Path(path), styles.caption_files(Path(path), plain(words)))
-    return figure
+    return axes
 
 
 ENDS: dict[str, Any] = {

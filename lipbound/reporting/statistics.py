@@ -67,11 +67,10 @@ def reduce_samples(
 def interval(
     values: xr.DataArray, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """Find the interval over samples of a mean that `reduce_samples` gives.
+    """Find the interval over samples of a geometric mean, as `reduce_samples` gives it.
 
-    It is Student's t of the means of single samples: of their logarithms for geometric means, and
-    on a logarithmic scale for arithmetic ones. It takes samples as independent draws from a
-    population, whose mean lies in the interval with the probability `LEVEL`.
+    It is Student's t of the mean logarithms of single samples. It takes samples as independent
+    draws from a population, whose mean lies in the interval with the probability `LEVEL`.
 
     Args:
         values: to reduce, with the dimension "sample"; samples without any value do not count.
@@ -79,21 +78,21 @@ def interval(
         dims: the same, "sample" among them.
 
     Returns:
-        Lower and upper ends, without these dimensions; NaN for other reductions than means, where
-        fewer than `FEW` samples have values, and where one is zero or infinite.
+        Lower and upper ends, without these dimensions; NaN for other reductions, where fewer than
+        `FEW` samples have values, and where one is zero or infinite.
 
     Raises:
         UnknownNameError: an unknown reduction.
     """
     empty = reduce_samples(values, how, dims) * np.nan
-    if how not in MEANS:
+    if how != "geomean":
         return empty, empty
     from scipy.special import stdtrit  # its import takes longer than most tables
 
     inner = [dim for dim in values.dims if dim in dims and dim != "sample"]
     with np.errstate(all="ignore"):
-        parts: xr.DataArray = xr.apply_ufunc(np.log, values) if how == "geomean" else values
-        totals, counts = parts.fillna(0).sum(inner, skipna=False), parts.notnull().sum(inner)
+        logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+        totals, counts = logs.fillna(0).sum(inner, skipna=False), logs.notnull().sum(inner)
         samples, places = (counts > 0).sum("sample"), counts.sum("sample")
         mean = totals.sum("sample") / places
         # of a ratio of sums, since samples may have different numbers of values
@@ -101,9 +100,7 @@ def interval(
         few = samples < FEW
         reach = np.sqrt(off * samples / (samples - 1).where(~few)) / places
         reach = reach * stdtrit(samples.where(~few, FEW) - 1, (1 + LEVEL) / 2)
-        if how == "geomean":
-            return np.exp(mean - reach), np.exp(mean + reach)
-        return mean * np.exp(-reach / mean), mean * np.exp(reach / mean)
+        return np.exp(mean - reach), np.exp(mean + reach)
 
 
 def spread(
@@ -128,7 +125,7 @@ def samples_of(values: xr.DataArray) -> int:
 
 def spread_title(samples: int, how: str | float = "geomean") -> str:
     """Title of what `spread` gives of so many samples."""
-    return LIKELY if samples >= FEW and how in MEANS else RANGE
+    return LIKELY if samples >= FEW and how == "geomean" else RANGE
 
 
 def spread_words(samples: int, how: str | float = "geomean", mean: str = "") -> str:
@@ -177,8 +174,8 @@ SPREAD = ("geomean", "min", "max", "sample_min", "sample_max")
 means of single samples."""
 INTERVAL = ("interval_lower", "interval_upper")
 """Columns with the ends of `interval`."""
-LEVEL, FEW, MEANS = 0.95, 5, ("geomean", "mean")
-"""Level of intervals, the least number of samples that have one, and reductions that have one."""
+LEVEL, FEW = 0.95, 5
+"""Level of intervals, and the least number of samples that have one."""
 LIKELY, RANGE = f"{LEVEL:.0%} interval", "range over samples"
 """Titles of their columns, and of those of the range of single samples."""
 AUDITED = ("violations", "compared", "sound")
@@ -481,6 +478,11 @@ def quantity(ds: xr.Dataset, name: str, end: int | None = None) -> xr.DataArray:
         return found
     holds = ds[sound(name)].transpose(*exact.dims).values
     return found.where(~holds | (found.values >= 1), np.minimum(1, _over(ds[name], exact, exact)))
+
+
+def mean_ends(ds: xr.Dataset, name: str) -> tuple[float, float]:
+    """Enclosure of the geometric mean of `quantity`."""
+    return geomean(quantity(ds, name, 0)), geomean(quantity(ds, name, 1))
 
 
 def cell_widths(ds: xr.Dataset, name: str, reduce: str | float) -> xr.DataArray:

@@ -187,11 +187,11 @@ def extra_notes(ds: xr.Dataset) -> list[str]:
     for name in filter(ds.variables.__contains__, EXTRAS.values()):
         both = [statistics.quantity(ds, name, end) for end in (0, 1)]
         dims = list(map(str, ds[name].dims))
-        middle = [float(statistics.reduce_samples(one, "median", dims)) for one in both]
-        known = supported(*middle)
+        start, end = (float(statistics.reduce_samples(one, "median", dims)) for one in both)
+        known = supported(start, end)
         low = directed(statistics.ends(both[0])[0], known, False)
         high = directed(statistics.ends(both[1])[1], known, True)
-        said = f"median {enclosed(*middle)}{texts.over(ds)}, from {low} to {high}"
+        said = f"median {enclosed(start, end)}{texts.over(ds)}, from {low} to {high}"
         said = said.replace("inf", "infinity") * (name in extras)
         words = ", ".join(filter(None, [said, texts.extra_known(ds, name)]))
         notes.append(f"{texts.extra_title(ds, name)}: {words}")

@@ -24,6 +24,8 @@ OPTIONS = tuple(
     field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume")
 )
 """Other keys of a sweep file; a sweep itself decides where runs are saved, and resumes them."""
+USUAL = {key: getattr(RunConfig, key) for key in (*AXES, *OPTIONS) if key != "model"}
+"""Defaults of all keys that have one."""
 LISTS = ("layers", "bounds", "extras")
 """Options whose single values may be lists; a list of lists are several of them."""
 PAIRS = "pairs"
@@ -63,7 +65,7 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
             raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
-        merged = {key: getattr(RunConfig, key, None) for key in AXES} | merged
+        merged = USUAL | merged
         several = [_values(key, value) for key, value in merged.items()]
         if empty := [key for key, values in zip(merged, several, strict=True) if not values]:
             raise LipboundError(f"{path} has an empty list of {empty[0]}; give a value at least")
@@ -80,21 +82,13 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
 
 def _values(key: str, value: Any) -> list[Any]:
     """Values of a key of a sweep: those of a list, or one."""
-    several = isinstance(value, list)
-    if key in LISTS:
-        several = several and any(isinstance(one, list) for one in value)
-    return value if several else [value]
+    one = not isinstance(value, list) or (key in LISTS and list not in map(type, value))
+    return [value] if one else value
 
 
 def _varying(every: Sequence[Mapping[str, Any]]) -> list[str]:
     """Options that are not the same in all runs."""
-    values = {key: [_option(one, key) for one in every] for key in OPTIONS}
-    return [key for key, those in values.items() if any(one != those[0] for one in those)]
-
-
-def _option(arguments: Mapping[str, Any], key: str) -> Any:
-    """An option of a run, or its default."""
-    return arguments.get(key, getattr(RunConfig, key, None))
+    return [key for key in OPTIONS if any(one[key] != every[0][key] for one in every)]
 
 
 def sweep(
@@ -141,7 +135,7 @@ def rows(
     for name, arguments in planned.items():
         store = folder / f"{name}.zarr"
         row = {"run": store.name, **{key: arguments[key] for key in AXES}}
-        row |= {_column(key): _option(arguments, key) for key in varying}
+        row |= {f"asked_{key}" if key in NUMBERS else key: arguments[key] for key in varying}
         try:
             config = RunConfig(**arguments, out=store, resume=True)
             row |= {"status": "kept" if store.exists() else "done", "error": ""}
@@ -197,16 +191,11 @@ def _why(error: Exception) -> str:
     return what if mark is None else f"line {mark.line + 1}, {what}"
 
 
-def _column(option: str) -> str:
-    """Title of an option in the index."""
-    return f"asked_{option}" if option in NUMBERS else option
-
-
 def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
     """Name the store of a run."""
     model, data, length = (arguments[key] for key in AXES)
     parts = [str(model), "default" if data is None else Path(str(data)).stem, str(length)]
-    parts += [f"{key}_{_option(arguments, key)}"[:60] for key in varying]
+    parts += [f"{key}_{arguments[key]}"[:60] for key in varying]
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)
 
 

@@ -241,9 +241,7 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
             "head": list(shown.columns),
             "rows": [[name, *row] for name, row in shown.T.items()],
         },
-        "exact": enclosed(
-            *(statistics.geomean(statistics.quantity(ds, "exact", end)) for end in (0, 1))
-        ),
+        "exact": enclosed(*statistics.mean_ends(ds, "exact")),
         "notes": [*made.remarks(), *made.notes],
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),
