@@ -169,9 +169,9 @@ def reduction_name(how: str | float) -> str:
 
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
-SPREAD = ("geomean", "min", "max", "sample_min", "sample_max")
-"""Columns about the spread of values: their geometric mean and ends, and the ends of the geometric
-means of single samples."""
+SPREAD = ("geomean", "sample_min", "sample_max", "min", "max")
+"""Columns about the spread of values: their geometric mean, the ends of the geometric means of
+single samples, and their own."""
 INTERVAL = ("interval_lower", "interval_upper")
 """Columns with the ends of `interval`."""
 LEVEL, FEW = 0.95, 5
@@ -209,8 +209,8 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
         lower = geomean(quantity(ds, name, 0)) if has_upper(ds, name) else float("nan")
         row = {"label": ds[name].attrs["label"], "geomean_lower": lower}
         rows.append(row | spread_of(ds, name) | counts[name])
-    # pandas leaves out the middle where there is no room
-    columns = [*SPREAD, *INTERVAL, "geomean_lower", "label", *AUDITED]
+    # of which pandas shows the first two and the last two where there is no room
+    columns = ["geomean", *AUDITED, "label", "geomean_lower", *INTERVAL, *SPREAD[1:]]
     return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
 
 
@@ -223,7 +223,7 @@ def spread_of(ds: xr.Dataset, name: str, end: int | None = None) -> dict[str, fl
     """Columns `SPREAD` and `INTERVAL` of `quantity`; NaN where there are no values."""
     values = quantity(ds, name, end)
     single = [geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
-    found = (geomean(values), *ends(values), *ends(np.array(single)))
+    found = (geomean(values), *ends(np.array(single)), *ends(values))
     limits = map(float, interval(values, "geomean", list(map(str, values.dims))))
     return dict(zip((*SPREAD, *INTERVAL), (*found, *limits), strict=True))
 

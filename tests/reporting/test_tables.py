@@ -73,6 +73,13 @@ def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, wh
         assert width * x > 10.0 ** (np.floor(np.log10(x)) - count) * (1 - 1e-9)
 
 
+def test_printed_summaries_have_the_range_and_the_audit(ds: xr.Dataset) -> None:
+    """In 80 characters, where pandas leaves out columns in the middle."""
+    with pd.option_context("display.width", 80, "display.max_columns", 0):
+        head = str(tables.summary(ds)).splitlines()[0].split()
+    assert [*head[:2], *head[-2:]] == ["geomean", "violations", "min", "max"]
+
+
 def ends_of(cell: str) -> tuple[float, float]:
     """Both ends of a cell, alike where it is one number."""
     ends = [float(end.replace(",", "").replace("n/a", "nan")) for end in cell.split(" to ")]
