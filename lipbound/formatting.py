@@ -37,26 +37,23 @@ FORMULA = re.compile(
 """Formulas with commands that statements use; latex2mathml lets others pass, links for instance."""
 
 
-def digits(x: float, width: float, most: int = 4) -> int:
-    """Count the significant digits of a number that its enclosure supports, at least one.
+def digits(low: float, high: float, most: int = 4) -> int:
+    """Count the significant digits of its middle that an enclosure supports, at least one.
 
     Rounded to them, the last one is off by at most one unit.
 
     Args:
-        x: the middle of the enclosure.
-        width: its relative width: the true number is at most ``width * x / 2`` away.
-        most: at most so many.
+        low, high: the ends of the enclosure. most: at most so many.
 
-    Returns:
-        The number of digits.
-
-    >>> digits(1.35, 9e-4), digits(9.5, 9e-4), digits(9.5, 0.2), digits(9.5, 0)
-    (3, 3, 1, 4)
+    >>> digits(1.3494, 1.3506), digits(9.45, 9.55), digits(9.0, 10.0), digits(9.5, 9.5)
+    (3, 2, 1, 4)
     """
-    if not (math.isfinite(x) and x > 0 and width > 0):
+    middle, wide = (float(low) + float(high)) / 2, float(high) - float(low)
+    if not wide > 0 or not middle > 0:
         return most
-    mantissa = x / 10 ** math.floor(math.log10(x))
-    return max(1, min(most, math.floor(1 - math.log10(width * mantissa))))
+    if not math.isfinite(middle):
+        return 1
+    return max(1, min(most, math.floor(1 - math.log10(wide) + math.floor(math.log10(middle)))))
 
 
 def number(x: float, digits: int = 3) -> str:
@@ -84,16 +81,8 @@ def enclosed(low: float, high: float, most: int = 4) -> str:
     >>> enclosed(1.35, 1.351), enclosed(1.226, 1.454), enclosed(3.0, math.inf), enclosed(0, 0)
     ('1.35', '1.2 to 1.5', '3.0 to inf', '0')
     """
-    known = supported(low, high, most)
+    known = digits(low, high, most)
     return number((low + high) / 2, known) if known > 1 else outwards(low, high, 2)
-
-
-def supported(low: float, high: float, most: int = 4) -> int:
-    """Count the digits of its middle that an enclosure supports, as `digits` does; one at least."""
-    middle = (float(low) + float(high)) / 2
-    if low == high or math.isnan(middle):
-        return most
-    return digits(middle, (high - low) / middle, most) if math.isfinite(middle) else 1
 
 
 def outwards(low: float, high: float, digits: int) -> str:

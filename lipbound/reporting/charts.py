@@ -130,7 +130,10 @@ def by_layer(
     texts = ["\n".join(styles.lines_of(text, room, points)) for text in words]
     above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
     axes.legend(named, texts, fontsize="x-small", ncols=1 + (max(map(len, words)) <= 24), **above)
-    notes = _layer_notes(found, names, ratios, kept, reduce)
+    notes = _layer_notes(found, names, ratios, kept)
+    counts = [n for n in (statistics.samples_of(ds["exact"]) for ds in found) if n > 1]
+    bands = dict.fromkeys(statistics.spread_title(n, reduce) for n in counts)
+    notes[:0] = [f"bands: {' or '.join(bands)}"] * bool(bands)
     over = f"{statistics.reduction_name(reduce)} over samples and heads"
     notes.insert(
         0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
@@ -169,17 +172,11 @@ def _within_ten(axes: Axes, low: float, high: float) -> None:
 
 
 def _layer_notes(
-    runs: list[xr.Dataset],
-    names: list[str],
-    ratios: dict[str, np.ndarray],
-    kept: list[str],
-    reduce: str | float,
+    runs: list[xr.Dataset], names: list[str], ratios: dict[str, np.ndarray], kept: list[str]
 ) -> list[str]:
     """Sentences below the axis of `by_layer`: what is not drawn, and why."""
     counts, notes = [int(with_exact(ds).sum()) for ds in runs], list[str]()
     one = [title for title, count in zip(names, counts, strict=True) if count < 2]
-    if bands := {statistics.spread_title(count, reduce): None for count in counts if count > 1}:
-        notes.append(f"bands: {joined(list(bands))}")
     if one:
         notes.append(f"{joined(one)}: one sample, no interval")
     for title, count, ds in zip(names, counts, runs, strict=True):
@@ -226,8 +223,8 @@ def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
 
 def _ends(values: np.ndarray) -> list[str]:
     """Smallest and largest value in words, rounded outwards."""
-    ends = enumerate(statistics.ends(values))
-    return [directed(end, 2, up).replace("inf", "\u221e") for up, end in ends]
+    low, high = statistics.ends(values)
+    return [end.replace("inf", "\u221e") for end in (directed(low, 2, 0), directed(high, 2, 1))]
 
 
 def ball_curve(

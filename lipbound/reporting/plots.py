@@ -12,15 +12,8 @@ from matplotlib.figure import Figure
 from lipbound.bounds.audit import audit
 from lipbound.errors import PaperError, UnknownNameError, choice, nearest, tell
 from lipbound.formatting import enclosed, joined, plain
-from lipbound.reporting import sheets, statistics
-from lipbound.reporting.charts import (
-    ball_curve,
-    by_layer,
-    over_steps,
-    ratios,
-    together,
-    token_profile,
-)
+from lipbound.reporting import charts, sheets, statistics
+from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
 from lipbound.reporting.diff_tables import change, diff_table, side_names
 from lipbound.reporting.labels import (
     extra_title,
@@ -129,12 +122,11 @@ def diff_caption(
     table = diff_table(ds, bounds=[], labels=labels)
     row = table.shown.iloc[0].to_dict()
     of_all = f"{_over(names)} over everything: {row[_over(names)]} (geometric mean"
-    likely = statistics.spread_title(statistics.samples_of(ds["ratio"]))
-    words = f"{likely.removesuffix(' over samples')} over samples"
-    of_all += f", {words} {row.get(likely, '')})" if likely in row else ")"
+    samples = statistics.samples_of(ds["ratio"])
+    likely = statistics.spread_title(samples)
+    of_all += f", {likely} {row[likely]})" if likely in row else ")"
     marked = bool(_undecided(ds["ratio"], how).any())
-    of_cells = statistics.spread_title(statistics.samples_of(ds["ratio"]), how)
-    dots = f" Dots: the {of_cells} of the cell contains 1." * marked
+    dots = f" Dots: the {statistics.spread_title(samples, how)} of the cell contains 1." * marked
     said = [table.meaning[likely]] if likely in row else []
     notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in [*said, *table.notes])
     return plain(
@@ -313,21 +305,20 @@ def _of_several(
     given: Sequence[Any],
     bounds: Iterable[str] | None,
     reduce: str | float | None,
-    limits: tuple[float, float] | None,
+    limits: sheets.Limits,
     over: str | None,
     labels: Any,
-) -> tuple[dict[str, xr.Dataset], dict[str, np.ndarray], list[sheets.Scale], dict[str, Any], str]:
+) -> tuple[dict[str, xr.Dataset], sheets.Grids, list[sheets.Scale], dict[str, Any], str]:
     """Runs, values, colour scale and titles of the panels of several runs, and their caption."""
-    found, names = together(given, labels, "colour scale")
+    found, names = charts.together(given, labels, "colour scale")
     how, runs, titles = _reduction(reduce, over), {}, {}
-    grids: dict[str, np.ndarray] = {}
+    grids: sheets.Grids = {}
     for k, (ds, name) in enumerate(zip(found, names, strict=True)):
         of = statistics.compared(ds, bounds) if over else statistics.panels(ds, bounds or ())
-        for one, (label, *below) in _titles(ds, of).items():
-            title = name if len(of) == 1 else f"{name}: {label}"
-            runs[f"{k} {one}"], titles[f"{k} {one}"] = ds, [title, *below]
-        own = sheets.log10(ds, of, how, over)
-        grids |= {f"{k} {one}": grid for one, grid in own.items()}
+        own, called = sheets.log10(ds, of, how, over), _titles(ds, of)
+        for one, (label, *below) in called.items():
+            key, title = f"{k} {one}", name if len(of) == 1 else f"{name}: {label}"
+            runs[key], grids[key], titles[key] = ds, own[one], [title, *below]
     bar = sheets.scale_of(list(grids), grids, sheets.RATIO if over else sheets.QUANTITY, limits)
     each = _over_samples(found[0], ", each the ", how)
     pairs = zip(names, map(run_caption, found), strict=True)

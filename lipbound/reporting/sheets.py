@@ -26,6 +26,10 @@ from lipbound.schema import bounds_there, compared_with
 
 QUANTITY, RATIO = "log10 of the local Lipschitz constant", "log10 of bound / exact"
 """Labels of colour bars: of norms and bounds themselves, and of their ratios."""
+Grids = dict[str, np.ndarray]
+"""log10 of the values of panels, by name."""
+Limits = tuple[float, float] | None
+"""Ends of a colour scale, log10; None for those of its values."""
 OVER = ("exact",)
 """Variables that the values of panels may be divided by."""
 COLORMAP = "cividis"
@@ -112,12 +116,7 @@ def log10(
         return {name: np.log10(panel(values, reduce).values) for name, values in shown.items()}
 
 
-def scales(
-    ds: xr.Dataset,
-    grids: dict[str, np.ndarray],
-    how: str,
-    limits: tuple[float, float] | None = None,
-) -> list[Scale]:
+def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> list[Scale]:
     """The colour bars of a figure, in the order in which their panels stand.
 
     Extras have a bar each, whatever the way.
@@ -173,12 +172,7 @@ def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
     return compared_with(ds, name) == "exact" and above <= NEAR
 
 
-def scale_of(
-    names: Sequence[str],
-    grids: dict[str, np.ndarray],
-    words: str,
-    limits: tuple[float, float] | None = None,
-) -> Scale:
+def scale_of(names: Sequence[str], grids: Grids, words: str, limits: Limits = None) -> Scale:
     """A colour bar of some panels, from end to end of their values or between limits.
 
     Raises:
@@ -350,12 +344,10 @@ def figure_of(
     settings, inches, points = styles.look(paper.style, paper.width, paper.font_size)
     columns = None if paper.columns is None else whole("columns", paper.columns, least=1)
     counts = [len(grids)] if own_bars else [len(bar.names) for bar in bars]
-    shapes = [(ds.sizes["layer"], ds.sizes[across(ds)]) for ds in runs.values()]
-    layers, heads = (max(sizes) for sizes in zip(*shapes, strict=True))
+    shape = [max(sizes) for sizes in zip(*(grid.shape for grid in grids.values()), strict=True)]
     with matplotlib.rc_context(settings):
-        wanted = Sheet(
-            counts, layers, heads, inches, points, own_bars, words if paper.caption else ""
-        )
+        drawn = words if paper.caption else ""
+        wanted = Sheet(counts, shape[0], shape[1], inches, points, own_bars, drawn)
         usual = paper.font_size is None and paper.style is None
         sheet, abreast = arrange(wanted, columns, shrink=usual)
         with matplotlib.rc_context({"font.size": sheet.points}):
@@ -398,9 +390,8 @@ def _draw(
             label, *below = titles[name]
             title = [*styles.folded(label, sheet.side(across), sheet.points), *below]
             axes.set_title("\n".join(title), fontsize=sheet.points, pad=3, parse_math=False)
-            left, lowest = k % across == 0, k + across >= len(panels)
-            ends: Any = {"left": left or not alike, "lowest": lowest or not alike}
-            _number_axes(axes, runs[name], **ends, room=high / sheet.line)
+            left, lowest = k % across == 0 or not alike, k + across >= len(panels) or not alike
+            _number_axes(axes, runs[name], left=left, lowest=lowest, room=high / sheet.line)
             if sheet.own_bars:
                 bar = figure.colorbar(picture, ax=axes, extend=scale.extend(grids), aspect=20)
                 bar.ax.tick_params(labelsize=sheet.points - 1, width=0.5)

@@ -9,7 +9,7 @@ import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
-from lipbound.formatting import supported
+from lipbound.formatting import digits
 from lipbound.reporting.labels import check_numbers
 from lipbound.runs.pair import sides
 from lipbound.runs.store import takes_run
@@ -143,7 +143,7 @@ def spread_words(samples: int, how: str | float = "geomean", mean: str = "") -> 
 
 def digits_of_ends(low: float, high: float) -> int:
     """Digits of ranges beside a mean: no more than it has, which stands between them."""
-    return max(2, min(3, supported(low, high)))
+    return max(2, min(3, digits(low, high)))
 
 
 def across(ds: xr.Dataset | xr.DataArray) -> str:
@@ -431,22 +431,9 @@ def _together(medians: dict[str, float], start: float, gap: float) -> list[str]:
 
 
 @takes_run
-def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
-    """Bound / exact, of the bound's own map, where that is positive.
-
-    With ``upper``, against the upper end, at the same places.
-    """
-    exact = ds[compared_with(ds, name)]
-    return _over(ds[name], exact, ds["exact_upper"] if upper else exact)
-
-
-def _over(bound: xr.DataArray, exact: xr.DataArray, norms: xr.DataArray) -> xr.DataArray:
-    """A bound over ends of exact norms, where these are positive."""
-    known, values = exact.values, bound.transpose(*exact.dims).values
-    of = norms.transpose(*exact.dims).values
-    with np.errstate(all="ignore"):
-        quotient = np.where(np.isfinite(known) & (known > 0), values / of, np.nan)
-    return xr.DataArray(quotient, coords=exact.coords, dims=exact.dims)
+def ratio(ds: xr.Dataset, name: str) -> xr.DataArray:
+    """Bound / exact, of the bound's own map, where that is positive."""
+    return quantity(ds, name)
 
 
 def has_upper(ds: xr.Dataset, name: str) -> bool:
@@ -473,11 +460,14 @@ def quantity(ds: xr.Dataset, name: str, end: int | None = None) -> xr.DataArray:
         norms[1] = ds["exact_upper"]
     if name == "exact":
         return exact if end is None else norms[end]
-    found = _over(ds[name], exact, exact if end is None else norms[1 - end])
-    if end != 0:
-        return found
-    holds = ds[sound(name)].transpose(*exact.dims).values
-    return found.where(~holds | (found.values >= 1), np.minimum(1, _over(ds[name], exact, exact)))
+    known = np.isfinite(exact) & (exact > 0)
+    with np.errstate(all="ignore"):
+        found = (ds[name] / exact).where(known).transpose(*exact.dims)
+        if end is not None:
+            least = found.clip(max=1).where(ds[sound(name)], 0.0) if end == 0 else found
+            other = found * (exact / norms[1 - end])
+            found = least.where(~(other > least), other).where(found.notnull())
+    return found.drop_attrs()
 
 
 def mean_ends(ds: xr.Dataset, name: str) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, choice
-from lipbound.formatting import counted, directed, enclosed, outwards, supported
+from lipbound.formatting import counted, digits, directed, enclosed, outwards
 from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
@@ -188,7 +188,7 @@ def extra_notes(ds: xr.Dataset) -> list[str]:
         both = [statistics.quantity(ds, name, end) for end in (0, 1)]
         dims = list(map(str, ds[name].dims))
         start, end = (float(statistics.reduce_samples(one, "median", dims)) for one in both)
-        known = supported(start, end)
+        known = digits(start, end)
         low = directed(statistics.ends(both[0])[0], known, False)
         high = directed(statistics.ends(both[1])[1], known, True)
         said = f"median {enclosed(start, end)}{texts.over(ds)}, from {low} to {high}"

@@ -56,7 +56,7 @@ def hostile(ds: xr.Dataset) -> xr.Dataset:
 def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, where: float) -> None:
     """The true value, anywhere in x (1 -+ width / 2), is at most one unit of the last digit away
     from what is shown; one more digit need not be."""
-    count = digits(x, width)
+    count = digits(x * (1 - width / 2), x * (1 + width / 2))
     text = number(x, count).replace(",", "")
     mantissa, _, exponent = text.partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
