@@ -373,7 +373,7 @@ def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
 
 def test_every_format_is_offered(ds: xr.Dataset) -> None:
     assert tables.FORMATS == ("text", "markdown", "latex", "csv")
-    assert citations.CITATION_FORMATS == ("bib", "latex", "text")
+    assert citations.CITATION_FORMATS == ("bib", "latex", "natbib", "text")
     for format in citations.CITATION_FORMATS:
         assert citations.cite(ds, format).removeprefix("% ").startswith("Local Lipschitz constants")
         assert ("@misc" in citations.cite(ds, format)) == (format == "bib")
