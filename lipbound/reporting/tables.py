@@ -176,7 +176,8 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
         called = {"bound": row["label"] + texts.mark(counts[str(name)]), "name": str(name)}
         verdict = {BELOW: f"{row['violations']}/{row['compared']}"}
         verdict[HOLDS] = texts.holds(row["sound"], row["compared"])
-        rows.append(called | _spread_words(ds, str(name)) | verdict)
+        said = _spread_words(ds, str(name))
+        rows.append(called | {MEAN: said[MEAN]} | verdict | said)  # what is needed first, first
     shown, head = pd.DataFrame(rows, index=numbers.index), f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
