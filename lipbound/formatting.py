@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -36,26 +37,23 @@ FORMULA = re.compile(
 """Formulas with commands that statements use; latex2mathml lets others pass, links for instance."""
 
 
-def digits(x: float, width: float, most: int = 4) -> int:
-    """Count the significant digits of a number that its enclosure supports, at least one.
+def digits(low: float, high: float, most: int = 4) -> int:
+    """Count the significant digits of its middle that an enclosure supports, at least one.
 
     Rounded to them, the last one is off by at most one unit.
 
     Args:
-        x: the middle of the enclosure.
-        width: its relative width: the true number is at most ``width * x / 2`` away.
-        most: at most so many.
+        low, high: the ends of the enclosure. most: at most so many.
 
-    Returns:
-        The number of digits.
-
-    >>> digits(1.35, 9e-4), digits(9.5, 9e-4), digits(9.5, 0.2), digits(9.5, 0)
-    (3, 3, 1, 4)
+    >>> digits(1.3494, 1.3506), digits(9.45, 9.55), digits(9.0, 10.0), digits(9.5, 9.5)
+    (3, 2, 1, 4)
     """
-    if not (math.isfinite(x) and x > 0 and width > 0):
+    middle, wide = (float(low) + float(high)) / 2, float(high) - float(low)
+    if not wide > 0 or not middle > 0:
         return most
-    mantissa = x / 10 ** math.floor(math.log10(x))
-    return max(1, min(most, math.floor(1 - math.log10(width * mantissa))))
+    if not math.isfinite(middle):
+        return 1
+    return max(1, min(most, math.floor(1 - math.log10(wide) + math.floor(math.log10(middle)))))
 
 
 def number(x: float, digits: int = 3) -> str:
@@ -75,25 +73,46 @@ def number(x: float, digits: int = 3) -> str:
     return re.sub(r"e([+-])0*", lambda m: "e" + m[1].replace("+", ""), f"{x:.{digits - 1}e}")
 
 
-def enclosed(x: float, width: float, side: int = 0, most: int = 4) -> str:
-    """Return the middle of an enclosure to the digits that it supports.
+def enclosed(low: float, high: float, most: int = 4) -> str:
+    """Return the middle of an enclosure to the digits that it supports, at most so many.
 
-    Args:
-        x: its lower end (``side`` 1), its upper end (-1) or its middle (0).
-        width: its relative width; NaN for none, and ten where it has no end.
-        side: which of them ``x`` is.
-        most: at most so many digits.
+    Where it supports less than two, both ends, as `outwards` writes them.
 
-    Returns:
-        The number as `number` writes it.
-
-    >>> enclosed(1.35, 1e-3, 1), enclosed(1.35, 0.2, -1), enclosed(3.0, math.inf, 1)
-    ('1.35', '1', '20')
+    >>> enclosed(1.35, 1.351), enclosed(1.226, 1.454), enclosed(3.0, math.inf), enclosed(0, 0)
+    ('1.35', '1.2 to 1.5', '3.0 to inf', '0')
     """
-    x, wide = float(x), 0.0 if math.isnan(width) else 10.0 if math.isinf(width) else float(width)
-    lower = x / (1 + wide) if side < 0 else x
-    middle = lower * (1 + wide / 2) if side else x
-    return number(middle, digits(middle, wide, most))
+    known = digits(low, high, most)
+    return number((low + high) / 2, known) if known > 1 else outwards(low, high, 2)
+
+
+def outwards(low: float, high: float, digits: int) -> str:
+    """Return both ends of a range to some digits, the lower one rounded down, the upper one up.
+
+    One where they are alike. What twelve digits do not tell apart from a shorter number is that
+    number: logarithms differ in the last digits from one processor to another.
+
+    >>> outwards(5.601, 8.31, 1), outwards(2.0, 2.0, 2), outwards(0.3, math.inf, 2)
+    ('5 to 9', '2.0', '0.30 to inf')
+    """
+    return span(*(directed(end, digits, up) for up, end in enumerate((low, high))))
+
+
+def directed(x: float, digits: int, up: bool | int) -> str:
+    """Return a number to some digits, rounded down or up, as `outwards` does.
+
+    >>> directed(1.2621, 3, False), directed(1.2621, 3, True), directed(9.96, 2, True)
+    ('1.26', '1.27', '10')
+    """
+    if not math.isfinite(x) or x == 0:
+        return number(x)
+    exact = Decimal(f"{x:.12g}")
+    unit = Decimal(1).scaleb(exact.adjusted() + 1 - digits)
+    return number(float(exact.quantize(unit, ROUND_CEILING if up else ROUND_FLOOR)), digits)
+
+
+def span(low: str, high: str) -> str:
+    """Two ends in words; one where they print alike."""
+    return low if low == high else f"{low} to {high}"
 
 
 def small(x: float) -> str:

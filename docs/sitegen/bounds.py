@@ -71,7 +71,7 @@ def shown_ratio(value: float | None) -> str:
         return "infinite"
     if value < 1000:
         return f"{value:.3g}"
-    return f"{value:,.0f}" if value < 1e7 else f"{value:.1e}"
+    return f"{value:,.0f}" if value < 1e7 else f"{value:.2e}"
 
 
 def over_ball(bound: Bound) -> str:

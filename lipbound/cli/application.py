@@ -17,6 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -302,19 +303,29 @@ def echo_folded(text: str) -> None:
         typer.echo(indent + line)
 
 
-def show(ds: xr.Dataset) -> None:
-    """Print a run's summary as a table, the extent of its exact norms, and the audit's verdict."""
+def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
+    """Print a run's summary as a table, the extent of its exact norms, and the audit's verdict.
+
+    ``told`` are notes that were printed before, and are not again; the table's are added to it.
+    """
     from lipbound.bounds.audit import audit
-    from lipbound.formatting import counted, number, small
+    from lipbound.formatting import counted, outwards, small
     from lipbound.reporting import tables
     from lipbound.reporting.labels import places, reached
+    from lipbound.reporting.layout import text_table
+    from lipbound.reporting.statistics import ends, quantity
 
-    typer.echo(tables.render(ds, width=columns()))
+    made = tables.table_of(ds)
+    fresh = [note for note in made.notes if note not in (told or ())]
+    if told is not None:
+        told += fresh
+    typer.echo(text_table(replace(made, notes=fresh), columns()))
     exact = ds["exact"].values[ds["exact"].notnull().values]
     extent = ""
     if exact.size:
-        least, most = number(float(exact.min())), number(float(exact.max()))
-        extent = f", {least}" if least == most else f", from {least} to {most}"
+        least, most = ends(quantity(ds, "exact", 0))[0], ends(quantity(ds, "exact", 1))[1]
+        said = outwards(least, most, 3)
+        extent = f", from {said}" if " to " in said else f", {said}"
     error = small(float(f"{ds.attrs['capture_error']:.1e}"))
     samples = counted(Contents.of(ds).exact_samples, "sample")
     echo_folded(

@@ -152,8 +152,10 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
     with cluster(scheduler) as client:
         progress = not state["quiet"]
         ds = sheltered(lambda: diff_runs(a, b, **given, client=client, progress=progress))
-    for table in (tables.table_of(ds), replace(tables.table_of(ds, "layer"), caption="")):
-        typer.echo(text_table(table, columns()))  # the caption of both once
+    # what both have in common once
+    below = replace(tables.table_of(ds, "layer"), caption="", notes=[], meaning={})
+    for table in (tables.table_of(ds), below):
+        typer.echo(text_table(table, columns()))
     if out is not None:
         typer.echo(
             f"saved {out}; draw it with: lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf"

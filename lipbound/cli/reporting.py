@@ -95,9 +95,9 @@ def table(
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head.
 
     Where a line has no room for all columns, words fold. Then a table per bound lacks, in this
-    order, names, "assumptions hold", "below exact" (marks and notes say these), "range over
-    samples", the bootstrap interval, min and max, and says so; a table per layer or head goes on
-    below. Numbers stay whole; csv has everything.
+    order, max, min, "range over samples", the interval, names, "assumptions hold" and "below exact"
+    (marks and notes say the last two), and says so; a table per layer or head goes on below.
+    Numbers stay whole; csv has everything.
 
     Args:
         run: A run saved by `lipbound compare --out`.
@@ -138,7 +138,8 @@ def cite(
 
     Args:
         run: A run saved by `lipbound compare --out`.
-        format: bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.
+        format: bib (entries, the paragraph as a comment), or the paragraph alone: latex, natbib
+            (latex with citep), text.
         label: NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be
             given several times.
         step: Of a run over steps of training: which one; the last by default.

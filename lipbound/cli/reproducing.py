@@ -68,12 +68,13 @@ def demo(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None:
     check_folder_name("out", out, "holds three runs and their figures")
     check_target(out)
     interruption.keeps(lambda: f"runs that were finished are kept in {out}")
+    told: list[str] = []
     for model in DEMO:
         name = model.removeprefix("builtin:")
         ds = measured(
             RunConfig(model, samples=samples, out=out / f"{name}.zarr"), progress=not state["quiet"]
         )
-        show(ds)
+        show(ds, told)
         for kind in ("pdf", "png"):
             heatmaps(ds, out / f"{name}.{kind}")
         typer.echo(f"saved {out / name}.zarr, drew {out / name}.pdf and .png\n")

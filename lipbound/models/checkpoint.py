@@ -238,6 +238,10 @@ class Checkpoint:
             )
 
 
+ASSUMED = {"attention_mask": 1, "token_type_ids": 0}
+"""What models take these inputs to be where they are not given."""
+
+
 @dataclass
 class Inputs:
     """A batch for a model's forward pass, with where it came from.
@@ -267,10 +271,17 @@ class Inputs:
 
     @property
     def fingerprint(self) -> str:
-        """Hash over names and values of the tensors, "sha256:...", the same on every machine."""
+        """Hash over names and values of the tensors, "sha256:...", the same on every machine.
+
+        Of those that say no more than a model assumes without them, a mask without padding and
+        types of tokens that are all 0, there is none in it.
+        """
         digest = hashlib.sha256()
         for name, value in (*sorted(self.batch.items()), *sorted(self.options.items())):
+            if name in ASSUMED and bool((torch.as_tensor(value) == ASSUMED[name]).all()):
+                continue
             if isinstance(value, Tensor):
+                value = value if value.is_floating_point() else value.long()
                 digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
                 digest.update(value.contiguous().cpu().numpy().tobytes())
             else:

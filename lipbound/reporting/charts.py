@@ -14,7 +14,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, check_made, choice, shown, whole
-from lipbound.formatting import counted, joined, number, plain
+from lipbound.formatting import counted, directed, joined, plain, span
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
 from lipbound.runs.store import load, no_run, run_of, takes_run
@@ -30,6 +30,7 @@ def ratios(
     *,
     bounds: Iterable[str] | None = None,
     ax: Axes | None = None,
+    path: str | Path | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Axes:
     """Draw bound / exact of every head and sample, a box per bound, on a logarithmic axis.
@@ -42,7 +43,7 @@ def ratios(
     Args:
         ds: a run.
         bounds: which, from top to bottom; all of the run by default.
-        ax: where to draw; a new figure by default.
+        ax: where to draw; a new figure by default. path: where to write the figure.
         labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
             "data".
 
@@ -71,7 +72,7 @@ def ratios(
     axes.axvline(1, color="0.5", lw=0.8, ls=":")
     axes.set(xscale="log", xlabel="bound / exact")
     axes.set(xlim=(10.0**low, 10.0**high), ylim=(len(names) + 0.5, 0.5))
-    return axes
+    return styles.written(axes, path)
 
 
 def by_layer(
@@ -81,37 +82,28 @@ def by_layer(
     bounds: Iterable[str] = (),
     reduce: str | float = "geomean",
     ax: Axes | None = None,
+    path: str | Path | None = None,
 ) -> Axes:
     """Draw exact norms against layers, of several runs in one figure, and bounds beside them.
 
     A bound on another map has the exact norm of its own map beside it. Each value is reduced over
-    samples and heads; bands are bootstrap intervals over samples (see
-    `lipbound.reporting.statistics.interval`), which a run of one sample has not, as is said below
-    the axis. Bounds that lie many decades beyond all others leave the axis; the same note names
-    them with the range of bound / exact.
+    samples and heads; bands are intervals over samples, or of few samples their range (see
+    `lipbound.reporting.statistics.spread`), as is said below the axis. Bounds that lie many decades
+    beyond all others leave the axis; the same note names them with the range of bound / exact.
 
     Args:
         runs: a run, or several of one map and norm; Datasets or paths.
         labels: names of the runs, by their models by default.
         bounds: names of bounds that all of the runs have.
         reduce: as in `lipbound.reporting.statistics.reduce_samples`.
-        ax: where to draw; a new figure by default.
+        ax: where to draw; a new figure by default. path: where to write the figure.
 
     Raises:
         LipboundError: no run, runs of several maps or norms, another number of labels, a bound that
             a run has not, an unknown reduction.
     """
     several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
-    found = [relabelled(run_of(run)) for run in several]
-    names = told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
-    if not found:
-        raise LipboundError("no run was given; give at least one Dataset or saved run")
-    if len(names) != len(found):
-        raise LipboundError(f"{len(names)} labels were given for {len(found)} runs; give one each")
-    for word in ALIKE:
-        if len({ds.attrs[word] for ds in found}) > 1:
-            said = " and ".join(sorted({str(ds.attrs[word]) for ds in found}))
-            raise LipboundError(f"runs of {word} {said} share no axis; give runs of one {word}")
+    found, names = together(several, labels, "axis")
     chosen = list(dict.fromkeys([bounds] if isinstance(bounds, str) else bounds))
     for ds in found:
         statistics.present(ds, chosen)
@@ -139,13 +131,37 @@ def by_layer(
     above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
     axes.legend(named, texts, fontsize="x-small", ncols=1 + (max(map(len, words)) <= 24), **above)
     notes = _layer_notes(found, names, ratios, kept)
+    counts = [n for n in (statistics.samples_of(ds["exact"]) for ds in found) if n > 1]
+    bands = dict.fromkeys(statistics.spread_title(n, reduce) for n in counts)
+    notes[:0] = [f"bands: {' or '.join(bands)}"] * bool(bands)
     over = f"{statistics.reduction_name(reduce)} over samples and heads"
     notes.insert(
         0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
     )
     lines = [line for note in notes for line in styles.lines_of(plain(note), room, points)]
     axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
-    return axes
+    return styles.written(axes, path)
+
+
+def together(
+    runs: Sequence[Any], labels: Sequence[str] | None, what: str
+) -> tuple[list[xr.Dataset], list[str]]:
+    """Several runs that share an axis or a scale, and names of them, by their models by default.
+
+    Raises:
+        LipboundError: no run, another number of labels, runs of several maps or norms.
+    """
+    found = [relabelled(run_of(run)) for run in runs]
+    names = told_apart(map(model_name, found)) if labels is None else list(map(plain, labels))
+    if not found:
+        raise LipboundError("no run was given; give at least one Dataset or saved run")
+    if len(names) != len(found):
+        raise LipboundError(f"{len(names)} labels were given for {len(found)} runs; give one each")
+    for word in ALIKE:
+        if len({ds.attrs[word] for ds in found}) > 1:
+            said = " and ".join(sorted({str(ds.attrs[word]) for ds in found}))
+            raise LipboundError(f"runs of {word} {said} share no {what}; give runs of one {word}")
+    return found, names
 
 
 def _within_ten(axes: Axes, low: float, high: float) -> None:
@@ -187,7 +203,7 @@ def _line(
     dims = [str(dim) for dim in values.dims if dim != "layer"]
     x, middle = values["layer"].values, statistics.reduce_samples(values, reduce, dims)
     axes.plot(x, np.where(np.isfinite(middle), middle, np.nan), label=label, **style)
-    lower, upper = (end.values for end in statistics.interval(values, reduce, dims))
+    lower, upper = (end.values for end in statistics.spread(values, reduce, dims))
     known = np.isfinite(lower) & np.isfinite(upper)
     band: Any = {"color": style["color"], "alpha": 0.2, "lw": 0}
     axes.fill_between(x, lower, upper, where=known.tolist(), **band)
@@ -200,14 +216,15 @@ def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
         return "no ratio: no positive exact norm"
     least, most = _ends(values)
     if not boxed:
-        return f"beyond: {statistics.span(least, most)}"
+        return f"beyond: {span(least, most)}"
     down = [f"down to {least}"] * bool(ends[0] < 10**low)
     return ", ".join(down + [f"up to {most}"] * bool(ends[1] > 10**high))
 
 
 def _ends(values: np.ndarray) -> list[str]:
-    """Smallest and largest value in words."""
-    return [number(end, 2).replace("inf", "\u221e") for end in statistics.ends(values)]
+    """Smallest and largest value in words, rounded outwards."""
+    low, high = statistics.ends(values)
+    return [end.replace("inf", "\u221e") for end in (directed(low, 2, 0), directed(high, 2, 1))]
 
 
 def ball_curve(
@@ -278,7 +295,7 @@ def over_steps(
     width: str | float = "column",
     font_size: float | None = None,
     labels: Mapping[str, str] | None = None,
-) -> Figure:
+) -> Axes:
     """Draw a quantity over the steps of a training, a line for every layer.
 
     Norms and bounds are on a logarithmic axis. With ``path``, the caption is written beside it.
@@ -329,7 +346,7 @@ def over_steps(
             said = f"{statistics.reduction_name(how)}{means}, " if means else ""
             words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
             styles.write(figure, Path(path), styles.caption_files(Path(path), plain(words)))
-    return figure
+    return axes
 
 
 ENDS: dict[str, Any] = {

@@ -27,7 +27,9 @@ from lipbound.schema import (
     origins,
 )
 
-PARAGRAPH_FORMATS = ("latex", "text")
+COMMANDS = {"latex": "cite", "natbib": "citep"}
+"""Commands of LaTeX that cite, by format."""
+PARAGRAPH_FORMATS = (*COMMANDS, "text")
 CITATION_FORMATS = ("bib", *PARAGRAPH_FORMATS)
 
 
@@ -46,8 +48,8 @@ def bibtex(ds: xr.Dataset) -> str:
 def cite(ds: xr.Dataset, format: str = "bib", *, labels: Mapping[str, str] | None = None) -> str:
     """Text to put into a paper: citations and a methods paragraph.
 
-    "bib" gives the entries with the `methods` paragraph in comments; "latex" and "text" give the
-    paragraph alone.
+    "bib" gives the entries with the `methods` paragraph in comments; "latex", "natbib" and "text"
+    give the paragraph alone.
 
     Args:
         ds: a run. format: of what is written.
@@ -74,8 +76,8 @@ def methods(
 
     Args:
         ds: a run.
-        format: "latex" (foreign text escaped, ``\cite`` with the keys of `bibtex`) or "text"
-            (author and year).
+        format: "latex" (foreign text escaped, ``\cite`` with the keys of `bibtex`), "natbib" (the
+            same with ``\citep``) or "text" (author and year).
         labels: as in `cite`.
 
     Raises:
@@ -91,7 +93,7 @@ def methods(
         return text
     text = typeset(text)
     for key in keys(ds):
-        text = text.replace(_cited(key), f"\\cite{{{key}}}")
+        text = text.replace(_cited(key), f"\\{COMMANDS[format]}{{{key}}}")
     return text
 
 

@@ -1,6 +1,6 @@
 """Tables, captions and facts of a diff of two runs, A and B: how much larger or smaller B is."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.errors import LipboundError, UnknownNameError, choice, nearest
-from lipbound.formatting import enclosed, plain, small
+from lipbound.formatting import directed, enclosed, outwards, plain, small
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import checkpoint_words, exact_words, over, setting_words
 from lipbound.reporting.layout import Table
@@ -68,19 +68,30 @@ def change(ds: xr.Dataset, name: str = "exact") -> dict[str, xr.DataArray]:
     return {side: one.where(known) for side, one in values.items()} | found
 
 
+def _ends(ds: xr.Dataset, name: str, end: int) -> dict[str, xr.DataArray]:
+    """Lower (0) or upper (1) ends of the enclosures of values of both runs and of their ratio."""
+    parts = change(ds, name)
+    if name != "exact":
+        return {key: parts[key] for key in (*SIDES, "ratio")}
+    known = parts["ratio"].notnull()
+    both = [[statistics.quantity(run, name, k).where(known) for k in (0, 1)] for run in sides(ds)]
+    of_ratio = both[1][end] / both[0][1 - end]
+    return {"a": both[0][end], "b": both[1][end], "ratio": parts.get(ENDS[end], of_ratio)}
+
+
 def reduced(parts: Mapping[str, xr.DataArray], dims: list[str]) -> dict[str, xr.DataArray]:
     """Columns of a table of a diff: `change`, reduced over some dimensions.
 
     Returns:
-        Geometric means ``a``, ``b`` and ``ratio``, and of its ends; the bootstrap interval of the
-        ratio; its ``min`` and ``max``; ``compared`` places, and `COUNTS` of them; NaN where there
-        are no ends.
+        Geometric means ``a``, ``b`` and ``ratio``, and of its ends; the interval of the ratio, or
+        its range over samples (see `lipbound.reporting.statistics.spread`); its ``min`` and
+        ``max``; ``compared`` places, and `COUNTS` of them; NaN where there are no ends.
     """
     reduce = statistics.reduce_samples
     found = {name: reduce(values, "geomean", dims) for name, values in parts.items()}
     ratio = parts["ratio"]
     found |= {name: found["ratio"] * np.nan for name in ENDS if name not in parts}
-    found |= zip(statistics.INTERVAL, statistics.interval(ratio, "geomean", dims), strict=True)
+    found |= zip(statistics.INTERVAL, statistics.spread(ratio, "geomean", dims), strict=True)
     found |= {"min": ratio.min(dims), "max": ratio.max(dims)}
     sure = dict.fromkeys(COUNTS, found["ratio"] * np.nan)
     if ENDS[0] in parts:
@@ -117,15 +128,16 @@ def diff_table(
     if by == "bound":
         names = ["exact", *_bounds(ds, bounds)]
         numbers = _rows({name: reduced(change(ds, name), inner) for name in names})
-        wide = _rows({name: _widths(ds, name, inner) for name in names})
+        ends = [_rows({name: reduced(_ends(ds, name, k), inner) for name in names}) for k in (0, 1)]
         titles = [plain(str(ds[f"{name}_a"].attrs["label"])) for name in names]
         shown = pd.DataFrame({"quantity": titles}, numbers.index)
     else:
         numbers = _places(reduced(change(ds), inner), levels)
         numbers = numbers.loc[numbers["compared"] > 0]
-        wide = _places(_widths(ds, "exact", inner), levels).loc[numbers.index]
+        ends = [_places(reduced(_ends(ds, "exact", k), inner), levels) for k in (0, 1)]
+        ends = [one.loc[numbers.index] for one in ends]
         shown = numbers.index.to_frame().astype(str)
-    return _written(ds, numbers, shown, wide, by, labels)
+    return _written(ds, numbers, shown, ends, by, labels)
 
 
 def _rows(cells: Mapping[str, Mapping[str, xr.DataArray]]) -> pd.DataFrame:
@@ -136,7 +148,9 @@ def _rows(cells: Mapping[str, Mapping[str, xr.DataArray]]) -> pd.DataFrame:
 
 def _places(cells: Mapping[str, xr.DataArray], levels: list[str]) -> pd.DataFrame:
     """Numbers by layer, or by layer and head, as a table, a row for every place."""
-    return xr.Dataset(cells).reset_coords(drop=True).to_dataframe(levels)
+    # without the names of modules, which the two models may not share
+    bare = {name: values.reset_coords(drop=True) for name, values in cells.items()}
+    return xr.Dataset(bare).to_dataframe(levels)
 
 
 def _bounds(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
@@ -151,52 +165,38 @@ def _bounds(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
     return names
 
 
-def _widths(ds: xr.Dataset, name: str, dims: list[str]) -> dict[str, Any]:
-    """Relative widths of the enclosures of the columns of a row: of means, and of single ratios."""
-    parts = change(ds, name)
-    if name != "exact":
-        return dict.fromkeys(("a", "b", "ratio", "single"), xr.DataArray(0.0))
-    known = {}
-    for side, run in zip(SIDES, sides(ds), strict=True):
-        wide = xr.full_like(run["exact"], float(run.attrs["tol"]))
-        if "exact_upper" in run:
-            wide = run["exact_upper"] / run["exact"] - 1
-        known[side] = wide.where(parts["ratio"].notnull())
-    known["ratio"] = (1 + known["a"]) * (1 + known["b"]) - 1
-    found = {key: one.mean(dims).fillna(0.0) for key, one in known.items()}
-    return found | {"single": known["ratio"].max(dims).fillna(0.0)}
-
-
 def _written(
     ds: xr.Dataset,
     numbers: pd.DataFrame,
     shown: pd.DataFrame,
-    wide: pd.DataFrame,
+    ends: Sequence[pd.DataFrame],
     by: str,
     labels: Mapping[str, str] | None,
 ) -> Table:
     """Numbers as a table, each to the digits that its enclosure supports."""
     first, second = side_names(labels).values()
 
-    def column(name: str, side: int, of: str = "") -> list[str]:
-        times = 1 if side else 2  # a ratio of lower ends stands anywhere in its enclosure
-        pairs = zip(numbers[name], wide[of or name], strict=True)
-        return [enclosed(value, times * width, side) for value, width in pairs]
+    low, high = ends
+
+    def column(name: str) -> list[str]:
+        return list(map(enclosed, low[name], high[name]))
 
     keys = list(shown.columns)
-    shown[first], shown[second] = column("a", 1), column("b", 1)
-    shown[ratio := f"{second} / {first}"] = column("ratio", 0)
-    low, high = (column(end, 0, "single") for end in statistics.INTERVAL)
-    shown[statistics.LIKELY] = list(map(statistics.span, low, high))
-    shown["min"], shown["max"] = column("min", 0, "single"), column("max", 0, "single")
+    samples = statistics.samples_of(ds["ratio"])
+    spread = statistics.spread_title(samples)
+    known = list(map(statistics.digits_of_ends, low["ratio"], high["ratio"]))
+    shown[first], shown[second] = column("a"), column("b")
+    shown[ratio := f"{second} / {first}"] = column("ratio")
+    least, most = statistics.INTERVAL
+    if samples > 1:
+        shown[spread] = list(map(outwards, low[least], high[most], known))
+    shown["min"] = [directed(*one, up=False) for one in zip(low["min"], known, strict=True)]
+    shown["max"] = [directed(*one, up=True) for one in zip(high["max"], known, strict=True)]
     sure = bool(numbers[COUNTS[0]].notna().any())
     for name in COUNTS if sure else ():
         pairs = zip(numbers[name], numbers["compared"], strict=True)
         shown[name] = ["n/a" if np.isnan(n) else f"{n:.0f} of {of}" for n, of in pairs]
-    samples = int(ds["ratio"].notnull().any([d for d in ds["ratio"].dims if d != "sample"]).sum())
-    if samples < 2:
-        shown = shown.drop(columns=statistics.LIKELY)
-    said = statistics.interval_words(samples)
+    said = statistics.spread_words(samples)
     axes = [axis for axis in ("sample", "layer", "head") if by == "bound" or axis not in keys]
     means = over(sides(ds)[0], axes)
     decided = f"smaller, larger: where {second} is so whatever the norms in their enclosures are"
@@ -210,7 +210,7 @@ def _written(
         notes=[said] * (samples == 1) + diff_notes(ds),
         keys=tuple(keys),
         spare=SPARE,
-        meaning={statistics.LIKELY: said} | dict.fromkeys(["smaller"] if sure else [], decided),
+        meaning={spread: said} | dict.fromkeys(["smaller"] if sure else [], decided),
     )
 
 
@@ -236,6 +236,7 @@ def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
     dims = [str(dim) for dim in ds["ratio"].dims]
     whole = {name: value.item() for name, value in reduced(parts, dims).items()}
     a, b = sides(ds)
+    spread = statistics.spread_title(statistics.samples_of(ds["ratio"]))
     return {
         "kind": "diff of two runs",
         "a": checkpoint_words(a),
@@ -243,8 +244,8 @@ def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
         "measured": setting_words(a),
         "measured in b": "alike" if setting_words(a) == setting_words(b) else setting_words(b),
         "b / a": whole["ratio"],
-        f"{statistics.LIKELY} from": whole[statistics.INTERVAL[0]],
-        f"{statistics.LIKELY} to": whole[statistics.INTERVAL[1]],
+        f"{spread} from": whole[statistics.INTERVAL[0]],
+        f"{spread} to": whole[statistics.INTERVAL[1]],
         "b / a from": whole["min"],
         "b / a to": whole["max"],
         "compared": whole["compared"],

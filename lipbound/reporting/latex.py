@@ -161,10 +161,10 @@ def _tabular(table: Table, widths: Mapping[str, float], measure: Callable[[str],
 def _numbers(text: str) -> str:
     """A cell of numbers, by siunitx."""
     parts = []
-    for token in text.split(" "):
+    for token in re.split("([ /])", text):
         known = f"\\num{{{token.replace(',', '')}}}" if NUMBER.fullmatch(token) else typeset(token)
         parts.append(WORDS.get(token, known))
-    return " ".join(parts).replace(" -- ", "--")
+    return "".join(parts).replace(" -- ", "--")
 
 
 def extent(text: str) -> float:

@@ -20,7 +20,7 @@ from lipbound.formatting import escape_markdown, html_table, plain
 if TYPE_CHECKING:
     import pandas as pd
 
-NARROW = 12
+NARROW = 13
 """Characters that a column of words keeps at least; a longer word is broken there."""
 LEAST = 15
 """Characters in a line that a table is folded to, or more."""
@@ -147,7 +147,7 @@ def fit(
 def _width(table: Table, title: str, narrow: float, measure: Callable[[str], float]) -> float:
     """Width of the cells of a column, and of its title, folded where it is longer."""
     widest = max(map(measure, table.shown[title]), default=0.0)
-    if title in table.words:
+    if title == table.shown.columns[0]:
         return max(widest, measure(title))
     longest = max(min(narrow, measure(word)) for word in unbroken(title))
     heading = max(longest, min(measure(title), 2 * narrow / 3))
@@ -193,7 +193,7 @@ def text_table(table: Table, width: str | float | None = None) -> str:
             f"width is {width!r}; that of text is a number of characters, at least {LEAST}"
         )
     table, (room, narrow) = table.plain(), (width, NARROW) if width else (math.inf, math.inf)
-    blocks, left_out = fit(table, room, gap=2, narrow=narrow, optional=4)
+    blocks, left_out = fit(table, room, gap=2, narrow=narrow, optional=0)
     lines = [line for text in (table.caption, table.head) for line in hanging(text, width, "")]
     for block in blocks:
         lines += ["", *_block(table, {title: int(wide) for title, wide in block.items()})]

@@ -1,7 +1,8 @@
 """Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from lipbound.bounds.audit import audit
 from lipbound.errors import PaperError, UnknownNameError, choice, nearest, tell
 from lipbound.formatting import enclosed, joined, plain
-from lipbound.reporting import sheets, statistics
+from lipbound.reporting import charts, sheets, statistics
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
 from lipbound.reporting.diff_tables import change, diff_table, side_names
 from lipbound.reporting.labels import (
@@ -26,7 +27,7 @@ from lipbound.reporting.labels import over as over_axes
 from lipbound.reporting.sheets import COLORMAP
 from lipbound.reporting.statistics import reduce_samples, shared_scale
 from lipbound.runs.pair import sides
-from lipbound.runs.store import takes_diff, takes_run
+from lipbound.runs.store import run_of, takes_diff, takes_run
 from lipbound.schema import EXTRAS, bounds_there, compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
@@ -59,7 +60,7 @@ def diff_heatmaps(
 ) -> Figure:
     """Draw exact norms of both runs on one scale, and their ratio on one centred on 1.
 
-    Dots mark heads whose bootstrap interval over samples contains 1.
+    Dots mark heads whose interval over samples, or range of few samples, contains 1.
 
     Args:
         ds: a diff.
@@ -83,7 +84,7 @@ def diff_heatmaps(
     row = diff_table(ds, bounds=[], labels=labels).shown.iloc[0]
     titles["ratio"] = [f"{_over(names)}: {row[_over(names)]}"]
     return sheets.figure_of(
-        ds,
+        dict.fromkeys(grids, ds),
         grids,
         bars,
         titles,
@@ -99,14 +100,18 @@ def diff_heatmap(
     ds: xr.Dataset,
     *,
     ax: Axes | None = None,
+    path: str | Path | None = None,
     reduce: str | float | None = None,
+    colorbar: bool = True,
+    title: str | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Axes:
-    """Draw the ratio of two runs alone, in axes of yours; arguments as in `diff_heatmaps`."""
+    """Draw the ratio of two runs alone; arguments as in `heatmap` and `diff_heatmaps`."""
     how = "geomean" if reduce is None else reduce
-    grids, title = {"ratio": _grids(ds, how)["ratio"]}, _over(side_names(labels))
-    words = title + _over_samples(ds, ", ", how)
-    return sheets.one_panel(ds, grids, _ratio_scale(grids["ratio"], words), title, words, ax)
+    grids, name = {"ratio": _grids(ds, how)["ratio"]}, _over(side_names(labels))
+    words = name + _over_samples(ds, ", ", how)
+    scale, above = _ratio_scale(grids["ratio"], words), name if title is None else title
+    return sheets.one_panel(ds, grids, scale, above, words, ax, path, colorbar)
 
 
 def diff_caption(
@@ -122,10 +127,11 @@ def diff_caption(
     table = diff_table(ds, bounds=[], labels=labels)
     row = table.shown.iloc[0].to_dict()
     of_all = f"{_over(names)} over everything: {row[_over(names)]} (geometric mean"
-    likely = statistics.LIKELY
-    of_all += f", {likely} over samples {row[likely]})" if likely in row else ")"
+    samples = statistics.samples_of(ds["ratio"])
+    likely = statistics.spread_title(samples)
+    of_all += f", {likely} {row[likely]})" if likely in row else ")"
     marked = bool(_undecided(ds["ratio"], how).any())
-    dots = f" Dots: the {likely} of the cell contains 1." * marked
+    dots = f" Dots: the {statistics.spread_title(samples, how)} of the cell contains 1." * marked
     said = [table.meaning[likely]] if likely in row else []
     notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in [*said, *table.notes])
     return plain(
@@ -155,23 +161,23 @@ def _ratio_scale(grid: np.ndarray, words: str) -> sheets.Scale:
 
 
 def _undecided(ratio: xr.DataArray, how: str | float) -> np.ndarray:
-    """Cells whose bootstrap interval contains 1, (layer, head); none for whole layers."""
-    if statistics.across(ratio) == "sample":
+    """Cells whose interval or range contains 1, (layer, head); none for whole layers."""
+    if statistics.across(ratio) == "sample" or statistics.samples_of(ratio) < 2:
         return np.zeros((ratio.sizes["layer"], ratio.sizes["sample"]), dtype=bool)
-    lower, upper = (end.transpose("layer", "head") for end in statistics.interval(ratio, how))
+    lower, upper = (end.transpose("layer", "head") for end in statistics.spread(ratio, how))
     return ((lower <= 1) & (upper >= 1)).values
 
 
 @takes_diff(diff_heatmaps)
-@takes_run
 def heatmaps(
-    ds: xr.Dataset,
+    ds: Any,
     path: str | Path | None = None,
     *,
     bounds: Iterable[str] | None = None,
     over: str | None = None,
     reduce: str | float | None = None,
     scale: str = "rows",
+    limits: tuple[float, float] | None = None,
     width: str | float = "page",
     columns: int | None = None,
     font_size: float | None = None,
@@ -189,10 +195,12 @@ def heatmaps(
     and ``NAME.caption.tex`` (``\input`` that in a figure).
 
     Of a diff of two runs, their exact norms and the ratio are drawn (see
-    `lipbound.reporting.plots.diff_heatmaps`).
+    `lipbound.reporting.plots.diff_heatmaps`); of a list of runs, such as several checkpoints for a
+    paper, the exact norm of each, and bounds that are asked for, all on one colour scale.
 
     Args:
-        ds: a run, from `lipbound.compare` or `lipbound.load`; or a diff, from `lipbound.diff`.
+        ds: a run, from `lipbound.compare` or `lipbound.load`, or a list of runs of one map and
+            norm; or a diff, from `lipbound.diff`.
         path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are
             reproducible.
         bounds: which bounds and extras, in this order, as a list or separated by commas; all of the
@@ -205,6 +213,8 @@ def heatmaps(
         scale: "rows" (the exact norm and bounds within a factor of ten of it come first, on a
             colour scale of their own), "shared" (one scale) or "panel" (a scale each). Panels far
             beyond a scale are drawn in the colour beyond it, and say their range.
+        limits: ends of one colour scale for all panels (each its own with "panel"), log10: figures
+            with the same limits can be compared.
         width: "page", "column", "slide", or inches.
         columns: panels in a row; as few as fit on the paper by default. font_size: points; 7, and
             12 on a slide, by default, and less where many panels would become too flat.
@@ -212,22 +222,27 @@ def heatmaps(
             widths of "page" and "column".
         caption: draw the caption into the picture too.
         labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
-            "data".
+            "data"; of a list of runs a list of names of their models.
 
     Returns:
-        A matplotlib Figure that is not registered with pyplot.
+        A matplotlib Figure that is not registered with pyplot; ``.axes`` are its panels and bars.
 
     Raises:
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the
             paper; a file that cannot be written.
     """
-    ds, own = relabelled(ds, labels), statistics.extras(ds)
     paper, each = sheets.Paper(width, columns, font_size, style, caption), scale == "panel"
+    if isinstance(ds, list | tuple):
+        runs, grids, bars, titles, words = _of_several(ds, bounds, reduce, limits, over, labels)
+        return sheets.figure_of(runs, grids, bars, titles, words, path, paper)
+    ds = relabelled(run_of(ds), labels)
+    own = statistics.extras(ds)
 
     def drawn(bounds: Iterable[str] | None) -> Figure:
-        grids, bars, how = _panels(ds, bounds, reduce, scale, over)
+        grids, bars, how = _panels(ds, bounds, reduce, scale, over, limits)
         titles, words = _titles(ds, grids), _caption(ds, bars, how, scale)
-        return sheets.figure_of(ds, grids, bars, titles, words, path, paper, own_bars=each)
+        runs = dict.fromkeys(grids, ds)
+        return sheets.figure_of(runs, grids, bars, titles, words, path, paper, own_bars=each)
 
     try:
         return drawn(bounds)
@@ -248,8 +263,11 @@ def heatmap(
     *,
     over: str | None = None,
     ax: Axes | None = None,
+    path: str | Path | None = None,
     reduce: str | float | None = None,
     limits: tuple[float, float] | None = None,
+    colorbar: bool = True,
+    title: str | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Axes:
     """One panel of `heatmaps` with a colour scale beside it, in axes of yours.
@@ -260,8 +278,11 @@ def heatmap(
             these ``extras``.
         over: "exact": bound / exact, as in `heatmaps`.
         ax: where to draw; a new figure by default (``.figure`` of what is returned).
+        path: where to write the figure.
         reduce, labels: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by
             default.
+        colorbar: False for panels that share one of yours (``.images[0]`` of what is returned).
+        title: in place of the label.
 
     Returns:
         The axes; the layout and the font are the caller's.
@@ -278,12 +299,36 @@ def heatmap(
         what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
     grids = sheets.log10(ds, [wanted], reduce, over)
-    (shown,) = sheets.scales(ds, grids, "panel")
-    if limits is not None:
-        shown = sheets.Scale((wanted,), *limits)
+    (shown,) = sheets.scales(ds, grids, "panel", limits)
     words = sheets.RATIO if over else "log10"
     words += _over_samples(ds, ", ", reduce)
-    return sheets.one_panel(ds, grids, shown, label_of(ds, wanted), words, ax)
+    above = label_of(ds, wanted) if title is None else title
+    return sheets.one_panel(ds, grids, shown, above, words, ax, path, colorbar)
+
+
+def _of_several(
+    given: Sequence[Any],
+    bounds: Iterable[str] | None,
+    reduce: str | float | None,
+    limits: sheets.Limits,
+    over: str | None,
+    labels: Any,
+) -> tuple[dict[str, xr.Dataset], sheets.Grids, list[sheets.Scale], dict[str, Any], str]:
+    """Runs, values, colour scale and titles of the panels of several runs, and their caption."""
+    found, names = charts.together(given, labels, "colour scale")
+    how, runs, titles = _reduction(reduce, over), {}, {}
+    grids: sheets.Grids = {}
+    for k, (ds, name) in enumerate(zip(found, names, strict=True)):
+        of = statistics.compared(ds, bounds) if over else statistics.panels(ds, bounds or ())
+        own, called = sheets.log10(ds, of, how, over), _titles(ds, of)
+        for one, (label, *below) in called.items():
+            key, title = f"{k} {one}", name if len(of) == 1 else f"{name}: {label}"
+            runs[key], grids[key], titles[key] = ds, own[one], [title, *below]
+    bar = sheets.scale_of(list(grids), grids, sheets.RATIO if over else sheets.QUANTITY, limits)
+    each = _over_samples(found[0], ", each the ", how)
+    pairs = zip(names, map(run_caption, found), strict=True)
+    told = " ".join(f"{name}: {words}." if labels else f"{words}." for name, words in pairs)
+    return runs, grids, [bar], titles, plain(f"{bar.quantity}{each}, on one scale. {told}")
 
 
 def _extra(ds: xr.Dataset, name: str) -> str:
@@ -318,6 +363,7 @@ def _panels(
     reduce: str | float | None,
     scale: str,
     over: str | None,
+    limits: tuple[float, float] | None = None,
 ) -> tuple[dict[str, np.ndarray], list[sheets.Scale], str | float]:
     """Values of the panels, log10, their colour scales, and how they are reduced."""
     reduce = _reduction(reduce, over)
@@ -332,7 +378,7 @@ def _panels(
         own = [_extra(ds, name) for name in chosen if name in EXTRAS]
         names = [*statistics.panels(ds, [one for one in chosen if one not in EXTRAS]), *own]
     grids = sheets.log10(ds, names, reduce, over)
-    return grids, sheets.scales(ds, grids, scale), reduce
+    return grids, sheets.scales(ds, grids, scale, limits), reduce
 
 
 def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
@@ -340,10 +386,10 @@ def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
     titles = {name: [label_of(ds, name)] for name in names}
     for name, entry in audit(ds).items():
         if name in titles:
-            mean = statistics.geomean(statistics.ratio(ds, name))
+            ends = statistics.mean_ends(ds, name)
             of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
-            known = f"{enclosed(mean, statistics.width(ds, name), -1, most=3)} \u00d7 {of}"
-            below = known if np.isfinite(mean) else NO_RATIO[bool(np.isnan(mean))]
+            known = f"{enclosed(*ends, most=3)} \u00d7 {of}"
+            below = known if np.isfinite(ends[1]) else NO_RATIO[bool(np.isnan(ends[1]))]
             titles[name] = [titles[name][0] + mark(entry), below]
     return titles
 

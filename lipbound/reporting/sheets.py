@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from lipbound.errors import PaperError, choice, whole
+from lipbound.errors import LipboundError, PaperError, choice, flag, shown, whole
 from lipbound.formatting import counted
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import extra_title
@@ -26,6 +26,10 @@ from lipbound.schema import bounds_there, compared_with
 
 QUANTITY, RATIO = "log10 of the local Lipschitz constant", "log10 of bound / exact"
 """Labels of colour bars: of norms and bounds themselves, and of their ratios."""
+Grids = dict[str, np.ndarray]
+"""log10 of the values of panels, by name."""
+Limits = tuple[float, float] | None
+"""Ends of a colour scale, log10; None for those of its values."""
 OVER = ("exact",)
 """Variables that the values of panels may be divided by."""
 COLORMAP = "cividis"
@@ -34,8 +38,8 @@ NEAR_COLORMAP = "viridis"
 SCALES = ("rows", "shared", "panel")
 DIVERGING = "RdBu_r"
 """Colours of ratios of two runs: blue below one, red above."""
-STEPS = (1.001, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2, 4, 10, 100, 1e4, 1e8, 1e16, 1e32)
-"""Ratios that are numbered on a diverging bar."""
+STEPS, FACTORS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2), (2, 10, 100, 1e4, 1e8, 1e16)
+"""Distances of the ratios that are numbered on a diverging bar, and from two on their quotients."""
 NEAR = 1.0
 """Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the
 exact norm."""
@@ -64,10 +68,14 @@ class Scale:
         """Number a diverging bar by ratios, one in its middle, rather than by logarithms."""
         if self.colors != DIVERGING:
             return
-        step = max((one for one in STEPS if 2 * math.log10(one) <= self.high), default=STEPS[0])
-        above = [one for one in (step, step**2) if one > 1 and math.log10(one) <= self.high]
-        ratios = [1.0, *above, *(1 / one for one in above)]
-        bar.set_ticks([math.log10(one) for one in ratios], labels=[f"{one:.4g}" for one in ratios])
+        factor = max((one for one in FACTORS if 2 * math.log10(one) <= self.high), default=2)
+        ratios = [float(factor) ** k for k in (-2, -1, 0, 1, 2)]
+        if self.high < math.log10(2):
+            step = max((one for one in STEPS if math.log10(1 + 2 * one) <= self.high), default=0)
+            ratios = [1 + step * k for k in (-2, -1, 0, 1, 2)]
+        shown = {math.log10(one): f"{one:.4g}" for one in ratios}
+        shown = {at: words for at, words in shown.items() if self.low <= at <= self.high}
+        bar.set_ticks(list(shown), labels=list(shown.values()))
 
     @property
     def norm(self) -> Normalize:
@@ -108,7 +116,7 @@ def log10(
         return {name: np.log10(panel(values, reduce).values) for name, values in shown.items()}
 
 
-def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale]:
+def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> list[Scale]:
     """The colour bars of a figure, in the order in which their panels stand.
 
     Extras have a bar each, whatever the way.
@@ -119,29 +127,31 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
             among them they are of ratios to it.
         how: "rows" (the exact norm and what is near it on a bar of their own, before the others),
             "shared" (one bar) or "panel" (a bar each).
+        limits: ends of the bars, log10, of one bar in place of "rows"; of those of extras, where
+            these are alone.
 
     Raises:
         UnknownNameError: another way.
     """
     choice("scale", how, SCALES)
     others = [name for name in grids if name in extras(ds)]
-    own = [_scale([name], grids, f"log10 of the {extra_title(ds, name)}") for name in others]
     names = [name for name in grids if name not in others]
+    ends = None if names else limits
+    own = [scale_of([one], grids, f"log10 of the {extra_title(ds, one)}", ends) for one in others]
     if not names:
         return own
     words = QUANTITY if "exact" in grids else RATIO
     if how == "panel":
-        return [*(_scale([name], grids, words) for name in names), *own]
+        return [*(scale_of([name], grids, words, limits) for name in names), *own]
     close = [name for name in names if _near(ds, grids, name)]
     far = [name for name in names if name not in close]
-    if how == "shared" or not far or not close:
-        return [_scale(names, grids, words), *own]
+    if how == "shared" or limits or not far or not close:
+        return [scale_of(names, grids, words, limits), *own]
     # The exact norm of another map has bounds of its own map beside it and would take up colours
     # that all others need.
     measured = [name for name in far if name in bounds_there(ds)] or far
-    ends = shared_scale({name: grids[name] for name in measured})
-    near = _scale(close, grids, words, NEAR_COLORMAP)
-    return [near, Scale(tuple(far), *ends, COLORMAP, words), *own]
+    rest = replace(scale_of(measured, grids, words), names=tuple(far))
+    return [replace(scale_of(close, grids, words), colors=NEAR_COLORMAP), rest, *own]
 
 
 def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
@@ -162,11 +172,24 @@ def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
     return compared_with(ds, name) == "exact" and above <= NEAR
 
 
-def _scale(
-    names: Sequence[str], grids: dict[str, np.ndarray], words: str, colors: str = COLORMAP
-) -> Scale:
-    ends = shared_scale({name: grids[name] for name in names})
-    return Scale(tuple(names), *ends, colors, words)
+def scale_of(names: Sequence[str], grids: Grids, words: str, limits: Limits = None) -> Scale:
+    """A colour bar of some panels, from end to end of their values or between limits.
+
+    Raises:
+        LipboundError: limits that are no two numbers, the lower one first.
+    """
+    low, high = shared_scale({name: grids[name] for name in names})
+    if limits is not None:
+        try:
+            low, high = map(float, limits)
+        except (TypeError, ValueError):
+            low = high = math.nan
+        if not -math.inf < low < high < math.inf:
+            raise LipboundError(
+                f"limits is {shown(limits)}; give log10 of both ends of the colour scale, the "
+                "lower one first, such as (0, 2)"
+            )
+    return Scale(tuple(names), low, high, COLORMAP, words)
 
 
 def _median(grid: np.ndarray) -> float:
@@ -294,7 +317,7 @@ class Paper(NamedTuple):
 
 
 def figure_of(
-    ds: xr.Dataset,
+    runs: Mapping[str, xr.Dataset],
     grids: dict[str, np.ndarray],
     bars: list[Scale],
     titles: Mapping[str, Sequence[str]],
@@ -308,7 +331,7 @@ def figure_of(
     """Draw panels on a sheet of their own, and write it with its caption.
 
     Args:
-        ds: a run or a diff, for the numbers of its layers and heads.
+        runs: the run or diff of each panel, for the numbers of its layers and heads.
         grids: log10 of the values of each panel.
         bars: the colour bars, with their panels in order.
         titles: of the panels: a label, which is folded, and lines below it.
@@ -321,20 +344,21 @@ def figure_of(
     settings, inches, points = styles.look(paper.style, paper.width, paper.font_size)
     columns = None if paper.columns is None else whole("columns", paper.columns, least=1)
     counts = [len(grids)] if own_bars else [len(bar.names) for bar in bars]
-    shape = (ds.sizes["layer"], ds.sizes[statistics.across(ds)])
+    shape = [max(sizes) for sizes in zip(*(grid.shape for grid in grids.values()), strict=True)]
     with matplotlib.rc_context(settings):
-        wanted = Sheet(counts, *shape, inches, points, own_bars, words if paper.caption else "")
+        drawn = words if paper.caption else ""
+        wanted = Sheet(counts, shape[0], shape[1], inches, points, own_bars, drawn)
         usual = paper.font_size is None and paper.style is None
-        sheet, across = arrange(wanted, columns, shrink=usual)
+        sheet, abreast = arrange(wanted, columns, shrink=usual)
         with matplotlib.rc_context({"font.size": sheet.points}):
-            figure = _draw(ds, grids, bars, sheet, across, titles, dots or {})
+            figure = _draw(runs, grids, bars, sheet, abreast, titles, dots or {})
             if path is not None:
                 styles.write(figure, Path(path), styles.caption_files(Path(path), words))
     return figure
 
 
 def _draw(
-    ds: xr.Dataset,
+    runs: Mapping[str, xr.Dataset],
     grids: dict[str, np.ndarray],
     bars: list[Scale],
     sheet: Sheet,
@@ -351,6 +375,7 @@ def _draw(
     pad = 0.4 * sheet.line
     figure = styles.Drawing(figsize=size, layout=ConstrainedLayoutEngine(h_pad=pad, w_pad=pad))
     places = figure.subplots(rows, across, squeeze=False)
+    alike = len({grid.shape for grid in grids.values()}) == 1
     sections = [bars] if sheet.own_bars else [[bar] for bar in bars]
     for section in sections:
         panels = [(name, scale) for scale in section for name in scale.names]
@@ -365,17 +390,19 @@ def _draw(
             label, *below = titles[name]
             title = [*styles.folded(label, sheet.side(across), sheet.points), *below]
             axes.set_title("\n".join(title), fontsize=sheet.points, pad=3, parse_math=False)
-            lowest = k + across >= len(panels)
-            _number_axes(axes, ds, left=k % across == 0, lowest=lowest, room=high / sheet.line)
+            left, lowest = k % across == 0 or not alike, k + across >= len(panels) or not alike
+            _number_axes(axes, runs[name], left=left, lowest=lowest, room=high / sheet.line)
             if sheet.own_bars:
                 bar = figure.colorbar(picture, ax=axes, extend=scale.extend(grids), aspect=20)
                 bar.ax.tick_params(labelsize=sheet.points - 1, width=0.5)
+                short = scale.quantity.partition(" of ")[0]  # below: beside is the next panel
+                bar.ax.set_xlabel(short, fontsize=sheet.points - 1, labelpad=2, parse_math=False)
                 scale.mark(bar)
         for axes in block[len(panels) :]:
             axes.set_visible(False)
         if not sheet.own_bars:
-            ends = section[0].extend(grids)
-            bar = _bar(figure, picture, block.tolist(), sheet, across, ends, section[0].quantity)
+            of = section[0]
+            _bar(figure, picture, block.tolist(), sheet, across, of.extend(grids), of.quantity)
     if sheet.caption:
         small: Any = {"fontsize": sheet.points - 0.5, "linespacing": 1.3, "parse_math": False}
         figure.supxlabel(sheet.words, **small)
@@ -426,6 +453,8 @@ def one_panel(
     title: str,
     words: str,
     ax: Axes | None,
+    path: str | Path | None,
+    colorbar: bool,
 ) -> Axes:
     """Draw a panel with its colour bar, labelled in words, in axes given or of a new figure."""
     (name,) = scale.names
@@ -436,18 +465,19 @@ def one_panel(
     axes.set_title(title, parse_math=False)
     axes.set(xlabel=across(ds), ylabel="layer")
     number_ticks(axes, ds)
-    location, aspect = ("bottom", 35) if below else ("right", 20)
-    ends = scale.extend(grids)
-    bar = axes.figure.colorbar(picture, ax=axes, extend=ends, location=location, aspect=aspect)
-    bar.set_label(words)
-    scale.mark(bar)
-    return axes
+    if flag("colorbar", colorbar):
+        at: Any = {"location": "bottom", "aspect": 35} if below else {"aspect": 20}
+        bar = axes.figure.colorbar(picture, ax=axes, extend=scale.extend(grids), **at)
+        bar.set_label(words)
+        scale.mark(bar)
+    return styles.written(axes, path)
 
 
 def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
     """The range of the values of a panel that lies beyond its colour scale."""
     if side := scale.beyond(grid):
-        ends = dict.fromkeys(f"{end:.1f}" for end in statistics.ends(grid))
+        low, high = statistics.ends(grid)
+        ends = dict.fromkeys(f"{end / 10:.1f}" for end in (np.floor(10 * low), np.ceil(10 * high)))
         said = " to ".join(ends).replace("inf", "\u221e").replace("-", "\u2212")
         at: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": "black"}
         axes.text(0.5, 0.5, f"{side} the scale:\n{said}", **at)

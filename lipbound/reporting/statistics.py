@@ -9,10 +9,11 @@ import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
+from lipbound.formatting import digits
 from lipbound.reporting.labels import check_numbers
 from lipbound.runs.pair import sides
 from lipbound.runs.store import takes_run
-from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff, norm_of
+from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff, norm_of, sound
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
 
@@ -66,85 +67,83 @@ def reduce_samples(
 def interval(
     values: xr.DataArray, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """Find the bootstrap interval over samples of what `reduce_samples` gives.
+    """Find the interval over samples of a geometric mean, as `reduce_samples` gives it.
 
-    Samples are drawn again, with replacement, as many as there are: `RESAMPLES` times, the same
-    draws for all places. The ends are percentiles of what their reductions are, to hold with the
-    probability `LEVEL`. That treats samples as independent draws from a population; of few samples
-    the interval is too narrow.
+    It is Student's t of the mean logarithms of single samples. It takes samples as independent
+    draws from a population, whose mean lies in the interval with the probability `LEVEL`.
 
     Args:
-        values: to reduce, with the dimension "sample"; samples without any value are not drawn.
+        values: to reduce, with the dimension "sample"; samples without any value do not count.
         how: as in `reduce_samples`.
-        dims: the same, "sample" among them; other dimensions are reduced within every resample.
+        dims: the same, "sample" among them.
 
     Returns:
-        Lower and upper ends, without these dimensions; NaN where fewer than two samples have
-        values, or a resample has none.
+        Lower and upper ends, without these dimensions; NaN for other reductions, where fewer than
+        `FEW` samples have values, and where one is zero or infinite.
 
     Raises:
         UnknownNameError: an unknown reduction.
     """
-    there = values.notnull().any([dim for dim in values.dims if dim != "sample"])
-    values = values.isel(sample=np.flatnonzero(there.values))
     empty = reduce_samples(values, how, dims) * np.nan
-    if values.sizes["sample"] < 2:
+    if how != "geomean":
         return empty, empty
-    from scipy.stats import bootstrap  # its import takes longer than most tables
+    from scipy.special import stdtrit  # its import takes longer than most tables
 
+    inner = [dim for dim in values.dims if dim in dims and dim != "sample"]
+    with np.errstate(all="ignore"):
+        logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+        totals, counts = logs.fillna(0).sum(inner, skipna=False), logs.notnull().sum(inner)
+        samples, places = (counts > 0).sum("sample"), counts.sum("sample")
+        mean = totals.sum("sample") / places
+        # of a ratio of sums, since samples may have different numbers of values
+        off = ((totals - mean * counts) ** 2).sum("sample", skipna=False)
+        few = samples < FEW
+        reach = np.sqrt(off * samples / (samples - 1).where(~few)) / places
+        reach = reach * stdtrit(samples.where(~few, FEW) - 1, (1 + LEVEL) / 2)
+        return np.exp(mean - reach), np.exp(mean + reach)
+
+
+def spread(
+    values: xr.DataArray, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
+) -> tuple[xr.DataArray, xr.DataArray]:
+    """Find the `interval` of so many samples as have one, else the range over single samples.
+
+    Arguments as in `interval`; `spread_title` says which it is; NaN of one sample.
+    """
+    samples = samples_of(values)
+    if spread_title(samples, how) == LIKELY:
+        return interval(values, how, dims)
     inner = [str(dim) for dim in values.dims if dim in dims and dim != "sample"]
-    order = [*inner, *empty.dims, "sample"]
-    numbers = values.transpose(*order).values
-    numbers = numbers.reshape(-1, *numbers.shape[len(inner) :])  # (inner, ..., samples)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
-        drawn = bootstrap(
-            tuple(_totals(numbers, how)),
-            lambda *parts, axis: _of_totals(parts, how),
-            paired=True,
-            vectorized=True,
-            axis=-1,
-            n_resamples=RESAMPLES,
-            batch=max(1, int(4e6 / numbers.size)),
-            method="percentile",
-            rng=np.random.default_rng(SEED),
-        ).bootstrap_distribution
-        # percentiles that are values of resamples, so that infinite ones have them
-        tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
-        ends = np.quantile(drawn, tails, axis=-1, method="inverted_cdf")
-    lower, upper = (empty.copy(data=end) for end in ends)
-    return lower, upper
+    single = (reduce_samples(values, how, inner) if inner else values).where(samples > 1)
+    return single.min("sample"), single.max("sample")
 
 
-def _totals(numbers: np.ndarray, how: str | float) -> Iterable[np.ndarray]:
-    """Return each sample's part in a reduction, (..., samples) each: sum and count for means."""
-    if how not in ("mean", "geomean"):
-        return numbers
-    logs = np.log(numbers) if how == "geomean" else numbers
-    return np.nansum(logs, axis=0), (~np.isnan(numbers)).sum(axis=0).astype(float)
+def samples_of(values: xr.DataArray) -> int:
+    """Count the samples that have any value."""
+    return int(values.notnull().any([dim for dim in values.dims if dim != "sample"]).sum())
 
 
-def _of_totals(parts: Sequence[np.ndarray], how: str | float) -> np.ndarray:
-    """Reduce the last axis of `_totals`."""
-    if how in ("mean", "geomean"):
-        total, count = (part.sum(-1) for part in parts)
-        return np.exp(total / count) if how == "geomean" else np.asarray(total / count)
-    stacked = np.stack(parts, axis=-1)
-    names = [f"axis {k}" for k in range(stacked.ndim)]
-    return reduce_samples(xr.DataArray(stacked, dims=names), how, names[-2:]).values
+def spread_title(samples: int, how: str | float = "geomean") -> str:
+    """Title of what `spread` gives of so many samples."""
+    return LIKELY if samples >= FEW and how == "geomean" else RANGE
 
 
-def interval_words(samples: int) -> str:
-    """Say what the intervals over so many samples are, or why there are none."""
+def spread_words(samples: int, how: str | float = "geomean", mean: str = "") -> str:
+    """Say what the column of `spread_title` is, or why there is none.
+
+    Args:
+        samples: how many have values. how: the reduction. mean: what a single sample has, in words.
+    """
     if samples < 2:
         return "one sample: no interval over samples" if samples else ""
-    few = ", too narrow with so few" if samples < FEW else ""
-    return f"{LIKELY}: percentile bootstrap over {samples} samples{few}"
+    if spread_title(samples, how) == LIKELY:
+        return f"{LIKELY}: Student's t over {samples} samples, on logarithms"
+    return f"{RANGE}: smallest to largest {mean or reduction_name(how)} of a single sample"
 
 
-def span(low: str, high: str) -> str:
-    """Two ends in words; one where they print alike."""
-    return low if low == high else f"{low} to {high}"
+def digits_of_ends(low: float, high: float) -> int:
+    """Digits of ranges beside a mean: no more than it has, which stands between them."""
+    return max(2, min(3, digits(low, high)))
 
 
 def across(ds: xr.Dataset | xr.DataArray) -> str:
@@ -170,17 +169,15 @@ def reduction_name(how: str | float) -> str:
 
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
-SPREAD = ("geomean", "min", "max", "sample_min", "sample_max")
-"""Columns about the spread of values: their geometric mean and ends, and the ends of the geometric
-means of single samples."""
+SPREAD = ("geomean", "sample_min", "sample_max", "min", "max")
+"""Columns about the spread of values: their geometric mean, the ends of the geometric means of
+single samples, and their own."""
 INTERVAL = ("interval_lower", "interval_upper")
 """Columns with the ends of `interval`."""
-LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
-"""Level of bootstrap intervals, how many resamples they are from, and the seed of these."""
-LIKELY = f"{LEVEL:.0%} interval"
-"""Title of their columns."""
-FEW = 20
-"""Samples below which bootstrap intervals are noticeably too narrow."""
+LEVEL, FEW = 0.95, 5
+"""Level of intervals, and the least number of samples that have one."""
+LIKELY, RANGE = f"{LEVEL:.0%} interval", "range over samples"
+"""Titles of their columns, and of those of the range of single samples."""
 AUDITED = ("violations", "compared", "sound")
 """Columns that count places of the audit."""
 EXTRA_WIDTHS = {EXTRAS["frobenius"]: 2e-6, EXTRAS["condition"]: 0.04}
@@ -198,32 +195,35 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     """Per bound: bound / exact over samples, layers and heads, and the audit.
 
     Columns ``label``; ``geomean, min, max`` of bound / ``exact``; ``geomean_lower``, the geometric
-    mean against ``exact_upper``: the true one lies between the two (NaN for estimates without upper
-    ends); ``interval_lower, interval_upper``, the bootstrap interval of the geometric mean (see
-    `interval`); ``sample_min, sample_max``, smallest and largest geometric mean of single samples;
-    ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held,
-    ``violations`` where it is below the exact norm (of its own map: L2 attention for ``kim``).
+    mean against ``exact_upper``: the true one lies between the two (see `quantity`; NaN for
+    estimates without upper ends); ``interval_lower, interval_upper``, the interval of the geometric
+    mean (see `interval`; NaN for few samples); ``sample_min, sample_max``, smallest and largest
+    geometric mean of single samples; ``violations, compared, sound``: ``sound`` counts where the
+    bound's assumptions held, ``violations`` where it is below the exact norm (of its own map: L2
+    attention for ``kim``).
     Heads whose exact norm is zero have no ratio.
     """
     check_numbers(ds)
     names, counts, rows = bounds_there(ds), audit(ds), []
     for name in names:
-        upper = geomean(ratio(ds, name, upper=True)) if has_upper(ds, name) else float("nan")
-        row = {"label": ds[name].attrs["label"], "geomean_lower": upper}
-        rows.append(row | _spread(ratio(ds, name)) | counts[name])
-    columns = ["label", *SPREAD[:3], "geomean_lower", *INTERVAL, *SPREAD[3:], *AUDITED]
+        lower = geomean(quantity(ds, name, 0)) if has_upper(ds, name) else float("nan")
+        row = {"label": ds[name].attrs["label"], "geomean_lower": lower}
+        rows.append(row | spread_of(ds, name) | counts[name])
+    # of which pandas shows the first two and the last two where there is no room
+    columns = ["geomean", *AUDITED, "label", "geomean_lower", *INTERVAL, *SPREAD[1:]]
     return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
 
 
 def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
     """Columns `SPREAD` and `INTERVAL` of all exact norms, in one row."""
-    return pd.DataFrame([_spread(ds["exact"])], index=pd.Index(["exact"], name="norm"))
+    return pd.DataFrame([spread_of(ds, "exact")], index=pd.Index(["exact"], name="norm"))
 
 
-def _spread(values: xr.DataArray) -> dict[str, float]:
-    """Columns `SPREAD` and `INTERVAL` of values with samples; NaN where there are none."""
+def spread_of(ds: xr.Dataset, name: str, end: int | None = None) -> dict[str, float]:
+    """Columns `SPREAD` and `INTERVAL` of `quantity`; NaN where there are no values."""
+    values = quantity(ds, name, end)
     single = [geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
-    found = (geomean(values), *ends(values), *ends(np.array(single)))
+    found = (geomean(values), *ends(np.array(single)), *ends(values))
     limits = map(float, interval(values, "geomean", list(map(str, values.dims))))
     return dict(zip((*SPREAD, *INTERVAL), (*found, *limits), strict=True))
 
@@ -281,19 +281,33 @@ def breakdown(
             "the run is about whole layers and has no heads; ask for a table by layer"
         )
     check_numbers(ds)
-    names, levels = present(ds, bounds), ["layer", "head"][: ROWS.index(by)]
-    inner = [str(dim) for dim in ds["exact"].dims if dim not in ("sample", *levels)]
-    single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
-    shown = {name: ds[name] for name in ("exact", "exact_upper") if name in ds}
-    order = [*shown, *INTERVAL, "sample_min", "sample_max", *extras(ds), *names]
-    shown |= {name: ds[name] for name in extras(ds)}
-    shown |= {name: ratio(ds, name) if values == "ratio" else ds[name] for name in names}
-    cells = {name: reduce_samples(one, reduce, ["sample", *inner]) for name, one in shown.items()}
-    cells |= {"sample_min": single.min("sample"), "sample_max": single.max("sample")}
-    cells |= zip(INTERVAL, interval(ds["exact"], reduce, ["sample", *inner]), strict=True)
-    table = pd.DataFrame({name: cells[name].transpose(*levels).to_series() for name in order})
+    names = present(ds, bounds)
+    table = cells(ds, by, names, reduce, values)
     # layers of fewer heads have empty places
     return table.loc[~table[["exact", *names]].isna().all(axis=1)]
+
+
+def cells(
+    ds: xr.Dataset,
+    by: str,
+    names: Sequence[str],
+    reduce: str | float,
+    values: str,
+    end: int | None = None,
+) -> pd.DataFrame:
+    """`breakdown` of all places: of values, or of the lower or upper ends of their enclosures."""
+    levels = ["layer", "head"][: ROWS.index(by)]
+    exact = quantity(ds, "exact", end)
+    inner = [str(dim) for dim in exact.dims if dim not in ("sample", *levels)]
+    single = reduce_samples(exact, reduce, inner) if inner else exact
+    shown = {"exact": exact} | {one: ds[one] for one in ("exact_upper",) if one in ds}
+    order = [*shown, *INTERVAL, "sample_min", "sample_max", *extras(ds), *names]
+    shown |= {name: quantity(ds, name, end) for name in extras(ds)}
+    shown |= {name: quantity(ds, name, end) if values == "ratio" else ds[name] for name in names}
+    found = {name: reduce_samples(one, reduce, ["sample", *inner]) for name, one in shown.items()}
+    found |= {"sample_min": single.min("sample"), "sample_max": single.max("sample")}
+    found |= zip(INTERVAL, interval(exact, reduce, ["sample", *inner]), strict=True)
+    return pd.DataFrame({name: found[name].transpose(*levels).to_series() for name in order})
 
 
 def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
@@ -417,29 +431,9 @@ def _together(medians: dict[str, float], start: float, gap: float) -> list[str]:
 
 
 @takes_run
-def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
-    """Logarithm of upper over lower end of a bound's exact norms, by sample, layer, head.
-
-    The exact norms are those that a bound (or "exact" itself) is compared with.
-
-    Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm.
-    """
-    of = "exact" if name == "exact" else compared_with(ds, name)
-    slack, lower = allowance(of), ds[of]
-    upper = ds["exact_upper"] if has_upper(ds, name) else ds[of] * (1 + float(ds.attrs["tol"]))
-    with np.errstate(all="ignore"):
-        width: xr.DataArray = xr.apply_ufunc(np.log, upper / lower.where(lower > 0, 0.0)) + slack
-    return width.where(ds[of] > 0)
-
-
-@takes_run
-def width(ds: xr.Dataset, name: str) -> float:
-    """Relative width of the enclosure of the geometric mean of a bound's ratios.
-
-    Or of exact norms; over everything.
-    """
-    known = _known(widths(ds, name))
-    return float(np.expm1(known.mean())) if known.size else 0.0
+def ratio(ds: xr.Dataset, name: str) -> xr.DataArray:
+    """Bound / exact, of the bound's own map, where that is positive."""
+    return quantity(ds, name)
 
 
 def has_upper(ds: xr.Dataset, name: str) -> bool:
@@ -447,42 +441,42 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
     return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
 
 
-@takes_run
-def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
-    """Bound / exact, of the bound's own map, where that is positive.
-
-    With ``upper``, against the upper end, at the same places.
-    """
-    exact = ds[compared_with(ds, name)]
-    known, values = exact.values, ds[name].transpose(*exact.dims).values
-    of = ds["exact_upper"].transpose(*exact.dims).values if upper else known
-    with np.errstate(all="ignore"):
-        quotient = np.where(np.isfinite(known) & (known > 0), values / of, np.nan)
-    return xr.DataArray(quotient, coords=exact.coords, dims=exact.dims)
-
-
-def cell_widths(ds: xr.Dataset, name: str, reduce: str | float, levels: list[str]) -> xr.DataArray:
-    """Relative widths of the enclosures of values that `reduce_samples` gives.
-
-    The mean logarithm for geometric means, else the largest.
+def quantity(ds: xr.Dataset, name: str, end: int | None = None) -> xr.DataArray:
+    """Values that tables are of, or an end of their enclosures, at every place.
 
     Args:
-        ds: a run. name: of a bound, or "exact". reduce: as in `reduce_samples`.
-        levels: the dimensions that are left.
+        ds: a run.
+        name: "exact" or one of `extras`, or of a bound, whose ratio to the exact norm is meant.
+        end: None for the values, 0 for lower ends, 1 for upper ones. Estimates without an upper end
+            count as if they were ``tol`` wide. Where the assumptions of a bound hold, its ratio is
+            not below one, unless it is so against the lower end of the norm.
     """
-    wide, how = widths(ds, name), "mean" if reduce == "geomean" else "max"
-    inner = [str(dim) for dim in wide.dims if dim not in levels]
-    cells = reduce_samples(wide, how, inner).transpose(*levels)
-    found: xr.DataArray = xr.apply_ufunc(np.expm1, cells)
-    return found
+    if name in EXTRA_WIDTHS:
+        return ds[name] * (1 if end is None else 1 + (end - 0.5) * EXTRA_WIDTHS[name])
+    of = "exact" if name == "exact" else compared_with(ds, name)
+    exact = ds[of]
+    norms = [exact * (1 - allowance(of)), exact * (1 + float(ds.attrs["tol"]))]
+    if has_upper(ds, name):
+        norms[1] = ds["exact_upper"]
+    if name == "exact":
+        return exact if end is None else norms[end]
+    known = np.isfinite(exact) & (exact > 0)
+    with np.errstate(all="ignore"):
+        found = (ds[name] / exact).where(known).transpose(*exact.dims)
+        if end is not None:
+            least = found.clip(max=1).where(ds[sound(name)], 0.0) if end == 0 else found
+            other = found * (exact / norms[1 - end])
+            found = least.where(~(other > least), other).where(found.notnull())
+    return found.drop_attrs()
 
 
-def spread_widths(ds: xr.Dataset, name: str) -> dict[str, float]:
-    """Relative widths of the enclosures of a row of `summary`: of `SPREAD` and `INTERVAL`."""
-    columns, wide, quotient = (*SPREAD, *INTERVAL), widths(ds, name).values, ratio(ds, name).values
-    if np.isnan(quotient).all():
-        return dict.fromkeys(columns, 0.0)
-    lowest, highest = wide.flat[np.nanargmin(quotient)], wide.flat[np.nanargmax(quotient)]
-    widest = max(np.nanmean(one) for one in wide if not np.isnan(one).all())
-    found = (np.nanmean(wide), lowest, highest, *[widest] * 4)
-    return {column: float(np.expm1(value)) for column, value in zip(columns, found, strict=True)}
+def mean_ends(ds: xr.Dataset, name: str) -> tuple[float, float]:
+    """Enclosure of the geometric mean of `quantity`."""
+    return geomean(quantity(ds, name, 0)), geomean(quantity(ds, name, 1))
+
+
+def cell_widths(ds: xr.Dataset, name: str, reduce: str | float) -> xr.DataArray:
+    """Relative widths of the enclosures of the values of a panel of a heatmap."""
+    low, high = (panel(quantity(ds, name, end), reduce) for end in (0, 1))
+    with np.errstate(all="ignore"):
+        return high / low - 1

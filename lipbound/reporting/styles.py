@@ -176,6 +176,14 @@ def given_or_new(axes: Axes | None, inches: tuple[float, float]) -> Axes:
     return axes or Drawing(figsize=inches, layout="constrained").add_subplot()
 
 
+def written(axes: Axes, path: str | Path | None) -> Axes:
+    """Axes, after their figure was written to a file, where one is given."""
+    figure: Any = axes.figure
+    if path is not None:
+        write(figure, Path(path))
+    return axes
+
+
 def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) -> None:
     """Write a figure to a file; the same figure gives the same file.
 

@@ -6,13 +6,12 @@ They are written as text, Markdown, LaTeX or CSV.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit
+from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, choice
-from lipbound.formatting import counted, enclosed
+from lipbound.formatting import counted, digits, directed, enclosed, outwards
 from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
@@ -21,23 +20,12 @@ from lipbound.reporting.labels import footnotes, left_out
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
-from lipbound.reporting.statistics import (
-    LIKELY,
-    ROWS,
-    breakdown,
-    panels,
-    ratio,
-    span,
-    summary,
-    width,
-    widths,
-)
+from lipbound.reporting.statistics import LIKELY, RANGE, ROWS, breakdown, panels, ratio, summary
 from lipbound.runs.store import Run, takes_diff, takes_run
 from lipbound.schema import EXTRAS, Contents, bounds_there, with_exact
 
 __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
-__all__ += ["width", "widths"]
 
 
 def __dir__() -> list[str]:
@@ -52,15 +40,15 @@ WRITERS: dict[str, Callable[..., str]] = {
 }
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
-MEAN, RANGE = "geom. mean", "range over samples"
+MEAN = "geom. mean"
 SPANS = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
 """Columns of two ends in words, and those of their ends in numbers."""
 HOLDS, BELOW = "assumptions hold", "below exact"
 WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
-SPARE = ("name", HOLDS, BELOW, RANGE, LIKELY, "min", "max")
-"""Columns of a table by bound that are left out where there is no room, the first one first: marks
-and notes say what the second and the third do."""
+SPARE = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
+"""Columns of a table by bound that are left out where there is no room, the first one first; of the
+two on samples the second one is left."""
 
 
 def render(
@@ -78,15 +66,16 @@ def render(
 
     "text", "markdown", "latex" (booktabs, siunitx) or "csv" (full precision).
 
-    What does not fit the width is folded between words; then a table by bound lacks columns, in the
-    order of `SPARE`, which is said, and a table by layer or head goes on below. Numbers stay whole.
+    Where a line has no room, a table by bound lacks columns, in the order of `SPARE`, which is
+    said, and words fold; a table by layer or head goes on below. Numbers stay whole.
 
     ``width`` is that of "text" in characters (as much as it takes by default), or of "latex":
     "column" (the default, 215 pt, which fits everywhere), "page" (345 pt), "slide" (307 pt, in
     parts of 14 rows), or points.
 
     Numbers are the middles of their enclosures, to the digits that these support (four at most):
-    the last one is off by at most one unit. Enclosures are those of the exact norms.
+    the last one is off by at most one unit; where less than two are known, both ends stand there.
+    Ends of ranges are rounded outwards. Enclosures are those of the exact norms.
 
     ``labels`` says what to call bounds, by name ("exact" and "exact_l2" among them), and "model"
     and "data".
@@ -153,24 +142,28 @@ def _table(
     head: str,
     bounds: list[str] | None,
     keys: Sequence[str],
+    reduce: str | float = "geomean",
     mean: str = "geometric mean",
     spare: tuple[str, ...] = SPARE,
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
-    samples = int(with_exact(ds).sum())
+    samples, notes = int(with_exact(ds).sum()), [*extra_notes(ds), *footnotes(ds, bounds)]
+    likely = statistics.spread_words(samples, reduce)
     if samples <= 1:
-        shown = shown.drop(columns=[RANGE, LIKELY])
-    likely = statistics.interval_words(samples)
+        shown, notes = shown.drop(columns=[RANGE, LIKELY]), [*filter(None, [likely]), *notes]
+    elif statistics.spread_title(samples, reduce) == RANGE:
+        shown = shown.drop(columns=LIKELY)
+    of_range = f"{RANGE}: smallest to largest {mean} of a single sample"
     return Table(
         numbers,
         shown,
         words=WORDS,
         head=head,
         caption=caption(ds),
-        notes=[*[likely] * (samples == 1), *extra_notes(ds), *footnotes(ds, bounds)],
+        notes=notes,
         keys=tuple(keys),
         spare=spare,
-        meaning={LIKELY: likely, RANGE: f"{RANGE}: smallest to largest {mean} of a single sample"},
+        meaning={LIKELY: likely, RANGE: of_range},
     )
 
 
@@ -178,10 +171,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     """`summary`, ready to be written; of no bounds, what the exact norms are."""
     if not (bounds_there(ds) if chosen is None else chosen):
         numbers = statistics.exact_summary(ds)
-        widest = float(np.expm1(np.nanmax(widths(ds), initial=0.0)))
-        wide = dict.fromkeys((*statistics.SPREAD, *statistics.INTERVAL), widest)
-        wide["geomean"] = width(ds, "exact")
-        words = {"norm": ds["exact"].attrs["label"]} | _spread_words(numbers.loc["exact"], wide, 1)
+        words = {"norm": ds["exact"].attrs["label"]} | _spread_words(ds, "exact")
         shown = pd.DataFrame(words, index=numbers.index)
         head = f"exact norm{texts.over(ds)}"
         return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["norm"])
@@ -189,9 +179,10 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     numbers = numbers if chosen is None else numbers.loc[chosen]
     for name, row in numbers.iterrows():
         called = {"bound": row["label"] + texts.mark(counts[str(name)]), "name": str(name)}
-        said = _spread_words(row, statistics.spread_widths(ds, str(name)), -1)
-        below = {BELOW: f"{row['violations']} of {row['compared']}"}
-        rows.append(called | said | below | {HOLDS: texts.holds(row["sound"], row["compared"])})
+        verdict = {BELOW: f"{row['violations']}/{row['compared']}"}
+        verdict[HOLDS] = texts.holds(row["sound"], row["compared"])
+        said = _spread_words(ds, str(name))
+        rows.append(called | {MEAN: said[MEAN]} | verdict | said)  # what is needed first, first
     shown, head = pd.DataFrame(rows, index=numbers.index), f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
@@ -200,13 +191,14 @@ def extra_notes(ds: xr.Dataset) -> list[str]:
     """A sentence on each extra of a run: its median and its range, and where it is not known."""
     notes, extras = [], statistics.extras(ds)
     for name in filter(ds.variables.__contains__, EXTRAS.values()):
-        wide, values = statistics.EXTRA_WIDTHS[name], ds[name]
-        middle = statistics.reduce_samples(values, "median", list(map(str, values.dims)))
-        median, low, high = (
-            "infinity" if np.isinf(one) else enclosed(one, wide)
-            for one in (float(middle), *statistics.ends(values))
-        )
-        said = f"median {median}{texts.over(ds)}, from {low} to {high}" * (name in extras)
+        both = [statistics.quantity(ds, name, end) for end in (0, 1)]
+        dims = list(map(str, ds[name].dims))
+        start, end = (float(statistics.reduce_samples(one, "median", dims)) for one in both)
+        known = digits(start, end)
+        low = directed(statistics.ends(both[0])[0], known, False)
+        high = directed(statistics.ends(both[1])[1], known, True)
+        said = f"median {enclosed(start, end)}{texts.over(ds)}, from {low} to {high}"
+        said = said.replace("inf", "infinity") * (name in extras)
         words = ", ".join(filter(None, [said, texts.extra_known(ds, name)]))
         notes.append(f"{texts.extra_title(ds, name)}: {words}")
     return notes
@@ -217,11 +209,17 @@ def readable(ds: xr.Dataset) -> pd.DataFrame:
     return table_of(ds).shown
 
 
-def _spread_words(row: pd.Series, wide: Mapping[str, float], side: int) -> dict[str, str]:
-    """Columns of words on the spread of values, whose enclosures are so wide."""
-    said = {column: enclosed(row[column], wide[column], side) for column in wide}
-    spans = {title: span(*(said[end] for end in ends)) for title, ends in SPANS.items()}
-    return {MEAN: said["geomean"]} | spans | {"min": said["min"], "max": said["max"]}
+def _spread_words(ds: xr.Dataset, name: str) -> dict[str, str]:
+    """Columns of words on the spread of a quantity: its mean, and ends that are rounded outwards.
+
+    The ends have no more digits than the mean, so that rounding leaves it between them.
+    """
+    low, high = (statistics.spread_of(ds, name, end) for end in (0, 1))
+    known = statistics.digits_of_ends(low["geomean"], high["geomean"])
+    said = {MEAN: enclosed(low["geomean"], high["geomean"])}
+    said |= {title: outwards(low[a], high[b], known) for title, (a, b) in SPANS.items()}
+    ends = {"min": directed(low["min"], known, False), "max": directed(high["max"], known, True)}
+    return said | ends
 
 
 def _said_of_cells(
@@ -247,29 +245,26 @@ def _by_place(
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts, names = audit(ds), statistics.present(ds, chosen)
+    low, high = (
+        statistics.cells(ds, by, names, reduce, values, end).loc[table.index] for end in (0, 1)
+    )
 
-    def column(name: str, side: int, of: str = "", wide: float = np.nan) -> list[str]:
-        """A column with the widths of the enclosures of a variable, or all so wide."""
-        widths = np.full(len(table), wide)
-        if of:
-            cells = statistics.cell_widths(ds, of, reduce, list(table.index.names))
-            widths = cells.to_series().reindex(table.index).to_numpy()
-        return [enclosed(x, w, side) for x, w in zip(table[name], widths, strict=True)]
+    def column(name: str) -> list[str]:
+        return list(map(enclosed, low[name], high[name]))
 
     shown = table.index.to_frame().astype(str)
-    shown["exact"] = column("exact", 1, "exact")
-    for title, ends in SPANS.items():
-        shown[title] = list(map(span, *(column(end, 1, "exact") for end in ends)))
+    shown["exact"] = column("exact")
+    known = list(map(statistics.digits_of_ends, low["exact"], high["exact"]))
+    for title, (a, b) in SPANS.items():
+        shown[title] = list(map(outwards, low[a], high[b], known))
     for name in statistics.extras(ds):
-        shown[texts.extra_title(ds, name)] = column(name, 0, wide=statistics.EXTRA_WIDTHS[name])
+        shown[texts.extra_title(ds, name)] = column(name)
     titles = {*shown.columns}
     for name in names:
         title = texts.label_of(ds, name)
         title = f"{title} ({name})" if title in titles else title
         titles.add(title)
-        ratios = values == "ratio"
-        cells = column(name, -1, name) if ratios else column(name, 0, wide=allowance())
-        shown[title + texts.mark(counts[name])] = cells
+        shown[title + texts.mark(counts[name])] = column(name)
     heads = by == "layer" and "head" in ds.dims
     return _table(
         ds,
@@ -278,6 +273,7 @@ def _by_place(
         head=_said_of_cells(ds, names, by, values, reduce),
         bounds=names,
         keys=table.index.names,
+        reduce=reduce,
         mean=f"{statistics.reduction_name(reduce)} over heads" if heads else "exact norm",
         spare=(),
     )

@@ -157,10 +157,19 @@ def compare(
     """
     given = dict(locals())
     del given["client"], given["progress"], given["inputs"]
+    given["data"] = one_of(data, inputs)
+    return run(RunConfig(**given), client=client, progress=flag("progress", progress))
+
+
+def one_of(data: Any, inputs: Any) -> Any:
+    """What is given, data or ready inputs.
+
+    Raises:
+        LipboundError: both are.
+    """
     if inputs is not None and data is not None:
         raise LipboundError("data and inputs are both given; inputs are ready data, so give one")
-    given["data"] = data if inputs is None else inputs
-    return run(RunConfig(**given), client=client, progress=flag("progress", progress))
+    return data if inputs is None else inputs
 
 
 @in_own_modes

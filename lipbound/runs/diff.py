@@ -21,10 +21,12 @@ from lipbound.errors import (
     shown,
     tell,
 )
-from lipbound.runs.compare import run
+from lipbound.models.checkpoint import Inputs
+from lipbound.runs.compare import one_of, run
 from lipbound.runs.config import RunConfig, check_run_name
-from lipbound.runs.pair import paired, refuse_inputs
-from lipbound.runs.plan import open_sources
+from lipbound.runs.measure import layers_at
+from lipbound.runs.pair import paired, refuse_inputs, refuse_layout
+from lipbound.runs.plan import norms_shape, open_sources
 from lipbound.runs.store import check_target, run_of, save
 
 OF_B = ("revision", "gguf_file", "adapter")
@@ -38,6 +40,7 @@ def diff(
     b: Any,
     data: Any = None,
     *,
+    inputs: Any = None,
     out: str | Path | None = None,
     resume: bool = False,
     client: Any = None,
@@ -53,7 +56,8 @@ def diff(
     Args:
         a: a run of `lipbound.compare` or its path; or a checkpoint, as `lipbound.compare` takes it.
         b: another of the same kind.
-        data: of two checkpoints: what both are measured on.
+        data: of two checkpoints: what both are measured on. inputs: in place of data, ready inputs,
+            as in `lipbound.compare`.
         out: where to save the diff, a Zarr store that must not exist yet. Runs of two checkpoints
             are saved beside it: ``diff.zarr`` has ``diff-a.zarr`` and ``diff-b.zarr``.
         resume: of two checkpoints: take up their unfinished runs, and keep finished ones.
@@ -79,6 +83,7 @@ def diff(
     if unknown := options.keys() - OPTIONS:
         name = min(unknown)
         raise UnknownNameError(f"{name} is no option of a diff; {nearest(name, OPTIONS)}")
+    data = one_of(data, inputs)
     stored = [_is_run(one) for one in (a, b)]
     check_run_name(out)
     target = None if out is None else check_target(out)
@@ -128,20 +133,33 @@ def _configs(
     return first, second
 
 
+def _looked_at(config: RunConfig) -> tuple[Inputs, dict[str, list[Any]]]:
+    """Inputs of a run, and coordinates of its layers as the first sample shows them."""
+    sources = open_sources(config, resolve_device(config.device))
+    layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
+    layout: dict[str, list[Any]] = {"layer": [one.index for one in layers]}
+    layout["head"] = list(range(norms_shape(layers, config.map)[1]))
+    for name in ("kind", "stream"):
+        layout[name] = [getattr(one, name) for one in layers]
+    return sources.inputs, layout
+
+
 def _measured(
     configs: tuple[RunConfig, RunConfig], client: Any, progress: bool
 ) -> list[xr.Dataset]:
-    """Measure two checkpoints; what they are measured on is compared before.
+    """Measure two checkpoints; what they are measured on, and their layers, are compared before.
 
     Raises:
-        StoreError: the same data become other inputs of the one than of the other.
+        StoreError: the same data become other inputs of the one than of the other, or they have
+            other numbers of layers or heads, or layers of other kinds.
     """
     first, second = configs
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)  # they are told when the runs are made
-        inputs = [open_sources(one, resolve_device(one.device)).inputs for one in configs]
-    one, other = inputs
-    refuse_inputs(one.fingerprint == other.fingerprint, one.description, other.description)
+        one, other = map(_looked_at, configs)
+    alike = one[0].fingerprint == other[0].fingerprint
+    refuse_inputs(alike, one[0].description, other[0].description)
+    refuse_layout(one[1], other[1])
     runs = [run(first, client=client, progress=progress)]
     try:
         runs.append(run(second, client=client, progress=progress))

@@ -5,6 +5,7 @@ A diff keeps all of both runs, so that each can be had again, checked by its own
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ from lipbound.runs.dataset import check_whole, damage
 
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
+WHOLE_LAYERS = "select what both have, or measure whole layers (map='layer')"
+LAYOUT = {"layer": "select what both have (layers=)", "head": WHOLE_LAYERS}
+LAYOUT |= dict.fromkeys(("kind", "stream"), "name layers of one kind (layers=)")
+"""Coordinates on layers and heads that both runs have alike, and what to do where they differ."""
 GIVEN = "GivenLayers"
 """Architecture of runs on layers, whose inputs have no fingerprint."""
 RATIOS = {
@@ -136,8 +141,7 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     for name in schema.ALIKE:
         refuse(name, a.attrs[name], b.attrs[name], "measure both alike")
     refuse_inputs(_inputs(a) == _inputs(b), a.attrs["data"], b.attrs["data"])
-    for name in ("layer", "head", "length", "kind", "stream"):
-        refuse(name, _listed(a, name), _listed(b, name), "select what both have")
+    refuse_layout(*({name: _listed(run, name) for name in (*LAYOUT, "length")} for run in (a, b)))
     notes = [
         f"{name} is {shown(a.attrs.get(name))} in a and {shown(b.attrs.get(name))} in b"
         for name in schema.TOLD
@@ -159,6 +163,12 @@ def refuse(name: str, of_a: Any, of_b: Any, advice: str) -> None:
         raise StoreError(
             f"a and b cannot be compared: {name} is {in_a} in a and {in_b} in b; {advice}"
         )
+
+
+def refuse_layout(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
+    """Refuse layers and heads that are not alike, by the coordinates of a run."""
+    for name in of_a:
+        refuse(name, of_a[name], of_b[name], LAYOUT.get(name, "select what both have"))
 
 
 def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:

@@ -3,7 +3,7 @@
 import csv
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ OPTIONS = tuple(
     field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume")
 )
 """Other keys of a sweep file; a sweep itself decides where runs are saved, and resumes them."""
+USUAL = {key: getattr(RunConfig, key) for key in (*AXES, *OPTIONS) if key != "model"}
+"""Defaults of all keys that have one."""
+LISTS = ("layers", "bounds", "extras")
+"""Options whose single values may be lists; a list of lists are several of them."""
 PAIRS = "pairs"
-FIELDS = ("run", *AXES, "status", "error")
 NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
 """Columns of the index about exact norms; `<name>_ratio` and `<name>_violations` follow."""
 
@@ -33,11 +36,11 @@ NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_m
 def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
     """Read the runs that a sweep file asks for: arguments of `lipbound.compare` by their names.
 
-    The file is YAML: ``model``, ``data`` and ``max_length`` are values or lists of them, every
-    combination of which is a run; all other keys (`OPTIONS`) are arguments of `lipbound.compare`
-    that hold for every run. Where not every combination is wanted, ``pairs`` is a list of mappings
-    of the same keys, one for each model with its data; what a pair does not say, or says otherwise,
-    is as it stands beside.
+    The file is YAML: ``model``, ``data``, ``max_length`` and all other keys (`OPTIONS`), which are
+    arguments of `lipbound.compare`, are values or lists of them, every combination of which is a
+    run. Where not every combination is wanted, ``pairs`` is a list of mappings of the same keys,
+    one for each model with its data; what a pair does not say, or says otherwise, is as it stands
+    beside. Options that are not the same in all runs are part of their names.
 
     Raises:
         LipboundError: the file cannot be read, is not such a mapping, or has a key that is not
@@ -54,7 +57,7 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
         what = f"{path} has pairs that are no list of mappings"
         raise LipboundError(f"{what} such as '- {{model: builtin:gpt2, data: words.txt}}'")
     known = (*AXES, *OPTIONS)
-    runs: dict[str, dict[str, Any]] = {}
+    every = []
     for pair in pairs:
         merged = content | pair
         if unknown := [key for key in merged if key not in known]:
@@ -62,16 +65,30 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
             raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
-        options = {key: value for key, value in merged.items() if key in OPTIONS}
-        values = [merged.get(key, getattr(RunConfig, key, None)) for key in AXES]
-        several = [one if isinstance(one, list) else [one] for one in values]
-        for chosen in itertools.product(*several):
-            base = name = _name(*chosen)
-            count = itertools.count(2)
-            while name in runs:
-                name = f"{base}-{next(count)}"
-            runs[name] = dict(zip(AXES, chosen, strict=True)) | options
+        merged = USUAL | merged
+        several = [_values(key, value) for key, value in merged.items()]
+        if empty := [key for key, values in zip(merged, several, strict=True) if not values]:
+            raise LipboundError(f"{path} has an empty list of {empty[0]}; give a value at least")
+        every += [dict(zip(merged, one, strict=True)) for one in itertools.product(*several)]
+    runs: dict[str, dict[str, Any]] = {}
+    for arguments in every:
+        base = name = _name(arguments, _varying(every))
+        count = itertools.count(2)
+        while name in runs:
+            name = f"{base}-{next(count)}"
+        runs[name] = arguments
     return runs
+
+
+def _values(key: str, value: Any) -> list[Any]:
+    """Values of a key of a sweep: those of a list, or one."""
+    one = not isinstance(value, list) or (key in LISTS and list not in map(type, value))
+    return [value] if one else value
+
+
+def _varying(every: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Options that are not the same in all runs."""
+    return [key for key in OPTIONS if any(one[key] != every[0][key] for one in every)]
 
 
 def sweep(
@@ -88,8 +105,9 @@ def sweep(
         progress: as in `lipbound.compare`.
 
     Returns:
-        The rows of the index: run, model, data, max_length, status ("done", "kept" where it was
-        finished before, or "failed"), error, and the numbers of `numbers`.
+        The rows of the index: run, model, data, max_length, options that are not the same in all
+        runs (``asked_samples`` and ``asked_layers`` beside what there was), status ("done", "kept"
+        where it was finished before, or "failed"), error, and the numbers of `numbers`.
 
     Raises:
         LipboundError: the file cannot be read, or the folder cannot be written.
@@ -107,6 +125,7 @@ def rows(
     """
     check_folder_name("out", out, "holds all runs of the sweep and their index.csv")
     planned = planned_runs(path)
+    varying = _varying(list(planned.values()))
     folder = Path(out).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,6 +135,7 @@ def rows(
     for name, arguments in planned.items():
         store = folder / f"{name}.zarr"
         row = {"run": store.name, **{key: arguments[key] for key in AXES}}
+        row |= {f"asked_{key}" if key in NUMBERS else key: arguments[key] for key in varying}
         try:
             config = RunConfig(**arguments, out=store, resume=True)
             row |= {"status": "kept" if store.exists() else "done", "error": ""}
@@ -171,15 +191,19 @@ def _why(error: Exception) -> str:
     return what if mark is None else f"line {mark.line + 1}, {what}"
 
 
-def _name(model: Any, data: Any, length: Any) -> str:
+def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
     """Name the store of a run."""
+    model, data, length = (arguments[key] for key in AXES)
     parts = [str(model), "default" if data is None else Path(str(data)).stem, str(length)]
+    parts += [f"{key}_{arguments[key]}"[:60] for key in varying]
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)
 
 
 def _index(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the index, whole or not at all; it has the bounds of all of its runs."""
-    names = dict.fromkeys([*FIELDS, *NUMBERS, *(key for row in rows for key in row)])
+    first = list(rows[0])
+    fields = first[: first.index("error") + 1]
+    names = dict.fromkeys([*fields, *NUMBERS, *(key for row in rows for key in row)])
     try:
         with replacing(path) as (new,), new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names)

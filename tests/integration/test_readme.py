@@ -87,6 +87,7 @@ def test_generated_parts_are_up_to_date() -> None:
     assert all(f"| `{name}` |" in README for name in bounds.names(None))
     assert readme.figure() in README
     assert (ROOT / readme.FIGURE).exists()
+    assert readme.caption().strip("*") in (ROOT / "docs" / "index.md").read_text()
 
 
 def test_the_readme_is_short() -> None:

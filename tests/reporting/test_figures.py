@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from support.runs import made_up
 
@@ -204,6 +205,64 @@ def test_ratios_to_the_exact_norm_as_colours(ds: xr.Dataset, tmp_path: Path) -> 
         plots.heatmap(ds.assign_attrs(bounds=[]), over="exact")
 
 
+def test_several_runs_on_one_colour_scale(ds: xr.Dataset, tmp_path: Path) -> None:
+    """Panels are log10 of their runs' values, read off one bar, whatever their sizes are."""
+    runs = [ds, ds.isel(layer=[0], head=slice(3)), ds.isel(layer=[1])]
+    figure = plots.heatmaps(runs, tmp_path / "all.png", labels=["a", "b", "c"], reduce="max")
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels] == ["a", "b", "c"]
+    values = [np.log10(run["exact"].max("sample")) for run in runs]
+    for axes, wanted in zip(panels, values, strict=True):
+        np.testing.assert_allclose(axes.images[0].get_array(), wanted)
+        limits = axes.images[0].norm.vmin, axes.images[0].norm.vmax
+        np.testing.assert_allclose(limits, (values[0].min(), values[0].max()))
+    assert len(figure.axes) == 4  # one bar
+    words = (tmp_path / "all.caption.txt").read_text()
+    assert "each the maximum over samples, on one scale. a: " in words
+    assert "; map: one attention head" in words.partition(" c: ")[2]
+    figure = plots.heatmaps(runs, bounds=["yudin"], limits=(-1, 2), style=None)
+    panels = [axes for axes in figure.axes if axes.images and axes.get_title()]
+    assert len(panels) == 6
+    assert {(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels} == {(-1, 2)}
+    ratios = plots.heatmaps(runs[:2], bounds="yudin", over="exact").axes[1].images[0].get_array()
+    wanted = np.log(ds["yudin"] / ds["exact"]).mean("sample") / np.log(10)
+    np.testing.assert_allclose(ratios, wanted[:1, :3])
+    one = plots.heatmaps(ds, bounds=["yudin"], limits=(-1, 2))
+    assert {(a.images[0].norm.vmin, a.images[0].norm.vmax) for a in one.axes if a.get_title()} == {
+        (-1, 2)
+    }
+    for given, options, message in (
+        ([], {}, "no run was given"),
+        ([ds, None], {}, "a run is wanted, not None"),
+        ([ds, ds.assign_attrs(map="layer")], {}, "head and layer share no colour scale"),
+        ([ds, ds], {"labels": ["a"]}, "1 labels were given for 2 runs"),
+        ([ds], {"bounds": ["frobenius"]}, "frobenius"),
+        *((ds, {"limits": bad}, "limits is .*; give log10 of both ends") for bad in (3, (1, 0))),
+        ([ds], {"limits": "ab"}, "limits is 'ab'; give log10 of both ends"),
+    ):
+        with pytest.raises(LipboundError, match=message):
+            plots.heatmaps(given, **options)
+
+
+def test_every_plot_writes_a_file_and_returns_what_it_drew(ds: xr.Dataset, tmp_path: Path) -> None:
+    """Axes where there is one panel; a figure may be put together of panels without bars."""
+    for name, plot in {
+        "heatmap": plots.heatmap,
+        "ratios": plots.ratios,
+        "layers": plots.by_layer,
+    }.items():
+        axes = plot(ds, path=tmp_path / f"{name}.svg")
+        assert isinstance(axes, Axes)
+        assert axes in axes.figure.axes
+        assert (tmp_path / f"{name}.svg").stat().st_size > 1000
+    alone = plots.heatmap(ds, "yudin", colorbar=False, title="")
+    assert (len(alone.figure.axes), alone.get_title()) == (1, "")
+    with_bar = plots.heatmap(ds, "yudin", title="mine")
+    assert (len(with_bar.figure.axes), with_bar.get_title()) == (2, "mine")
+    with pytest.raises(LipboundError, match="colorbar is 'no'"):
+        plots.heatmap(ds, colorbar="no")  # type: ignore[arg-type]
+
+
 def test_several_runs_against_layers() -> None:
     """Lines are reduced values, bands their intervals; what is far off is named, not drawn."""
     first, second = made_up(), made_up()
@@ -233,6 +292,7 @@ def test_several_runs_against_layers() -> None:
             )
     note = " ".join(axes.get_xlabel().split())
     assert "geometric mean over samples and heads" in note
+    assert "bands: range over samples" in note
     assert "beyond the axis: Castin 3.5, mean field, 2.0e302 to \u221e x exact" in note
     one = plots.by_layer(first.isel(sample=[1]), bounds=["lipbound"], reduce="max")
     assert "all-MiniLM-L6-v2: one sample, no interval" in " ".join(one.get_xlabel().split())

@@ -38,8 +38,7 @@ def ds(path: Path) -> xr.Dataset:
 
 def test_lines_are_the_numbers_of_layers(ds: xr.Dataset, tmp_path: Path) -> None:
     for name, how in (("exact", "geomean"), ("largest_logit", "max"), ("entropy", "mean")):
-        figure = lb.plots.over_steps(ds, name, tmp_path / f"{name}.svg")
-        (axes,) = figure.axes
+        axes = lb.plots.over_steps(ds, name, tmp_path / f"{name}.svg")
         for layer, line in enumerate(axes.lines):
             values = ds[name].sel(layer=layer).transpose("step", ...).values.reshape(3, -1)
             own = np.exp(np.log(values).mean(1)) if how == "geomean" else getattr(values, how)(1)
@@ -63,11 +62,11 @@ def test_a_figure_over_steps_needs_steps(ds: xr.Dataset, gpt2_run: xr.Dataset) -
 def test_ticks_are_steps_and_numbers_in_full(ds: xr.Dataset) -> None:
     """Of one step there is one tick; of what hardly changes no offset stands apart."""
     flat = ds.assign(entropy=2.548 + 1e-6 * ds["entropy"])
-    (axes,) = lb.plots.over_steps(flat, "entropy").axes
+    axes = lb.plots.over_steps(flat, "entropy")
     assert [tick for tick in axes.get_xticks() if 0 <= tick <= 10] == [0, 2, 4, 6, 8, 10]
     axes.figure.canvas.draw()
     assert axes.yaxis.get_major_formatter().get_offset() == ""
-    (axes,) = lb.plots.over_steps(ds.isel(step=[1])).axes
+    axes = lb.plots.over_steps(ds.isel(step=[1]))
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [5]
 

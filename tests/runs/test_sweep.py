@@ -89,7 +89,42 @@ def test_pairs(tmp_path: Path) -> None:
         (name, arguments["max_length"], arguments["samples"])
         for name, arguments in planned_runs(file).items()
     ]
-    assert found == [("a-x-7", 7, 5), ("a-x-8", 8, 5), ("b-y-6", 6, 2), ("c-y-6", 6, 2)]
+    assert found == [
+        ("a-x-7-samples_5", 7, 5),
+        ("a-x-8-samples_5", 8, 5),
+        ("b-y-6-samples_2", 6, 2),
+        ("c-y-6-samples_2", 6, 2),
+    ]
+
+
+def test_every_option_may_be_a_list(bert: Path, tmp_path: Path) -> None:
+    """A run for each, which is said in its name and has a column in the index; what is the same in
+    all runs has neither."""
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        f"model: {bert}\ndata: the ferry in a clock\nmax_length: 5\nbounds: [yudin]\nseed: [0, 1]\n"
+        "layers: [[0], [0, 1]]\nsamples: 1\ndtype: float64\n"
+    )
+    list(sweep(file, tmp_path / "runs", progress=False))
+    rows = list(csv.DictReader((tmp_path / "runs" / "index.csv").open()))
+    assert list(rows[0])[:8] == [
+        *("run", "model", "data", "max_length", "asked_layers", "seed", "status", "error")
+    ]
+    assert "dtype" not in rows[0]
+    found = [(row["run"].rpartition("-5-")[2], row["seed"], row["asked_layers"]) for row in rows]
+    assert found == [
+        ("layers_0-seed_0.zarr", "0", "[0]"),
+        ("layers_0_1-seed_0.zarr", "0", "[0, 1]"),
+        ("layers_0-seed_1.zarr", "1", "[0]"),
+        ("layers_0_1-seed_1.zarr", "1", "[0, 1]"),
+    ]
+    for row, seed, layers in zip(rows, (0, 0, 1, 1), (1, 2, 1, 2), strict=True):
+        ds = store.load(tmp_path / "runs" / row["run"])
+        assert (ds.attrs["seed"], ds.sizes["layer"]) == (seed, layers)
+        assert row["layers"] == str(layers)
+    file.write_text("model: m\nseed: []\n")
+    with pytest.raises(LipboundError, match="empty list of seed; give a value at least"):
+        planned_runs(file)
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
-    """A run of 2 samples that nobody computed: the same on every machine, with every mark, infinite
+def made_up(*, samples: int = 2, layers: int = 3, heads: int = 4) -> xr.Dataset:
+    """A run that nobody computed: the same on every machine, with every mark, infinite
     ratios and an exact norm of zero."""
-    shape = (2, layers, heads)
+    shape = (samples, layers, heads)
     steps = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     exact = 2.0 + 0.25 * (steps % 7) + 0.125 * (steps % 3)
     exact[0, 0, 0] = 0.0
@@ -105,6 +105,7 @@ def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
     }
     tables["yudin_nobias_sound"][0] = False
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
-    ds = dataset(tables, list(FACTORS), found, np.array([32, 30]))
-    made = Extent(2, 2, list(range(layers)), heads, layers)
-    return sealed(ds, RunInfo(**SETTINGS, bounds=list(FACTORS), made=made))
+    ds = dataset(tables, list(FACTORS), found, 32 - 2 * np.arange(samples))
+    made = Extent(samples, samples, list(range(layers)), heads, layers)
+    counts = {"samples": samples, "exact_samples": samples}
+    return sealed(ds, RunInfo(**SETTINGS | counts, bounds=list(FACTORS), made=made))

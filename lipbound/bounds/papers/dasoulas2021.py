@@ -57,7 +57,7 @@ def _queries(att: Attention) -> Upper:
 
 @bound(
     "dasoulas",
-    label="Dasoulas 2021 (rec.)",
+    label="Dasoulas 2021, reconstructed",
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = "
     "max_i |x_i|, a = scale W_K b_Q",

@@ -242,7 +242,7 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
             "head": list(shown.columns),
             "rows": [[name, *row] for name, row in shown.T.items()],
         },
-        "exact": enclosed(statistics.geomean(ds["exact"]), statistics.width(ds, "exact"), 1),
+        "exact": enclosed(*statistics.mean_ends(ds, "exact")),
         "notes": [*made.remarks(), *made.notes],
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),
@@ -275,8 +275,7 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
         "extras": {name: statistics.EXTRA_WIDTHS[name] for name in statistics.extras(ds)},
         "scales": [asdict(scale) for scale in colours],
         "widths": {
-            exact: statistics.cell_widths(ds, one, reduce, levels).values
-            for exact, one in examples.items()
+            exact: statistics.cell_widths(ds, one, reduce).values for exact, one in examples.items()
         },
         "grids": {name: grid(ds[name]) for name in panels},
         "ratios": {name: grid(ratio) for name, ratio in ratios.items()},
