@@ -4,7 +4,6 @@ Affine maps are read off what it makes of them: here the projection of head outp
 those of queries, keys and values in `lipbound.models.capture.probing`.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
@@ -22,6 +21,7 @@ from lipbound.models.capture.seeing.follower import Follower, Heads
 from lipbound.models.capture.seeing.interface import RAISED
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
+from lipbound.models.unmoved import copied_cache, unmoved
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.
@@ -111,7 +111,7 @@ class ModuleCopy:
         given = self.run.args, {**self.run.kwargs, **named}
         args, kwargs = tree_map(partial(_exchanged, replaced), given)
         try:
-            with follower, WithoutCasts():
+            with unmoved(self.module), follower, WithoutCasts():
                 return self.module(*args, **kwargs)
         except Stopped as end:
             return end
@@ -134,7 +134,7 @@ def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
     if id(value) in replaced:
         return replaced[id(value)]
     if isinstance(value, Cache):
-        return None if not value.get_seq_length() else copy.deepcopy(value)
+        return copied_cache(value, Tensor.clone) if value.get_seq_length() else None
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     if isinstance(value, Tensor) and value.is_complex():

@@ -21,6 +21,7 @@ from transformers.masking_utils import eager_mask
 from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.quiet import changed, first_line, quiet
 from lipbound.models.sources.loaded_model import named_inputs
+from lipbound.models.unmoved import unmoved
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -255,7 +256,8 @@ def computing(model: nn.Module) -> Iterator[None]:
 def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = False) -> bool:
     """Run a model once, without a cache where it would keep one unless ``cache``.
 
-    Random numbers that it draws are the same every time, and the user's own stay as they are.
+    Random numbers that it draws are the same every time, and the user's own stay as they are, as
+    does what the model keeps from pass to pass.
 
     Returns:
         Whether it drew some.
@@ -267,7 +269,7 @@ def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = Fal
     if known and "logits_to_keep" in takes and not any("labels" in name for name in inputs):
         extra["logits_to_keep"] = 1  # nobody reads them, and a vocabulary is wide
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
-    with computing(model), torch.random.fork_rng([*devices]):
+    with computing(model), torch.random.fork_rng([*devices]), unmoved(model, inputs):
         before = torch.manual_seed(0).get_state()
         model(**{**inputs, **extra})
         return not torch.equal(before, torch.get_rng_state())

@@ -1,9 +1,8 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
-import copy
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from lipbound.errors import CaptureError
 from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun, listed
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
 from lipbound.models.capture.seeing.interface import forward
+from lipbound.models.unmoved import copied_cache
 
 OUTER = 4
 """Modules around a call that are kept, the innermost included."""
@@ -192,7 +192,10 @@ class Recorder(Follower):
     ) -> None:
         """Run before a module of that name, as a hook."""
         args, kwargs = by_name(module, args, kwargs)
-        kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
+        kwargs = {
+            key: copied_cache(value) if isinstance(value, Cache) else value  # the pass adds to it
+            for key, value in kwargs.items()
+        }
         self.running.append(ModuleRun(module, name, args, kwargs))
         call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
         if call is not None and call.formed and _same(args[0], call.out):
@@ -247,23 +250,6 @@ def record(
             "torch.manual_seed(0)"
         )
     return recorder.calls, notes
-
-
-def _as_it_is(value: Any) -> Any:
-    """Return a copy of a cache, to which the pass will add; its tensors are shared."""
-    if not isinstance(value, Cache):
-        return value
-    return copy.deepcopy(value, {id(t): t for t in _tensors_in(value)})
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
-    elif isinstance(value, dict) or hasattr(value, "__dict__"):
-        yield from _tensors_in([*(value if isinstance(value, dict) else vars(value)).values()])
 
 
 def _is_linear(module: nn.Module) -> bool:
