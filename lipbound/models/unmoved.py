@@ -4,6 +4,8 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -29,8 +31,8 @@ def unmoved(module: nn.Module, given: Mapping[str, Any] | None = None) -> Iterat
     # stand-ins of ours keep what they are given, to be read afterwards
     parts = [m for m in module.modules() if not type(m).__module__.startswith("lipbound.")]
     owns = [{k: v for k, v in vars(m).items() if not _is_torchs(k)} for m in parts]
-    before = [
-        (one, one.detach().clone() if isinstance(one, Tensor) else copy.copy(one))
+    before: list[tuple[Any, Any]] = [
+        (one, one.detach().clone() if isinstance(one, Tensor) else _contents(one))
         for one in _inside([given, *map(dict, owns)]).values()
     ]
     versions = [t._version if isinstance(t, Tensor) else 0 for t, _ in before]
@@ -43,8 +45,12 @@ def unmoved(module: nn.Module, given: Mapping[str, Any] | None = None) -> Iterat
             vars(part).update(own)
         for (one, old), version in zip(before, versions, strict=True):
             if isinstance(one, list | dict | set | deque):
+                now = _contents(one)
+                if len(now) == len(old) and all(map(is_, now, old)):
+                    continue
                 one.clear()
-                (one.extend if isinstance(one, list | deque) else one.update)(old)
+                fill = one.extend if isinstance(one, list | deque) else one.update
+                fill(zip(old[::2], old[1::2], strict=True) if isinstance(one, dict) else old)
             elif isinstance(one, Tensor) and one._version != version:
                 with torch.no_grad():
                     one.copy_(old)
@@ -54,6 +60,11 @@ def copied_cache(value: Any, made: Callable[[Tensor], Tensor] = Tensor.detach) -
     """Return a copy of a cache, to which a pass adds, with what is made of its tensors."""
     tensors = [t for t in _inside(value).values() if isinstance(t, Tensor)]
     return copy.deepcopy(value, {id(t): made(t.detach()) for t in tensors})
+
+
+def _contents(one: Any) -> list[Any]:
+    """Return what is in a list or a set, or keys and values in turn."""
+    return [*chain(*one.items())] if isinstance(one, dict) else [*one]
 
 
 def _is_torchs(name: str) -> bool:
