@@ -214,7 +214,7 @@ def _outermost(model: nn.Module) -> list[PreTrainedModel]:
 def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
     """Start rotary tables anew that grow with the longest text seen (dynamic NTK)."""
     for module in model.modules():
-        names = list(vars(module) | module._buffers)
+        names = [*vars(module), *(name for name, _ in module.named_buffers(recurse=False))]
         for prefix in [n.removesuffix(ORIGINAL) for n in names if n.endswith(ORIGINAL)]:
             table, longest = prefix + "inv_freq", prefix + "max_seq_len_cached"
             for name in (table, longest):

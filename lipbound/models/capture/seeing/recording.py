@@ -373,6 +373,8 @@ def by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with all but the first by name, however they were passed."""
+    if isinstance(module, torch.jit.ScriptModule):  # which has no signature
+        return args, kwargs
     parameters = inspect.signature(module.forward).parameters.values()
     named = [p.name for p in list(parameters)[: len(args)] if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) < 2 or len(named) < len(args):
