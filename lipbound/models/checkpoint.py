@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
-POSITIONS = "position_ids"
+MASK, POSITIONS = "attention_mask", "position_ids"
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
 COMPANIONS = {

@@ -19,6 +19,7 @@ from transformers import AutoModel, PreTrainedModel
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, shown, tell
 from lipbound.models.checkpoint import (
+    MASK,
     POSITIONS,
     Checkpoint,
     Inputs,
@@ -245,6 +246,7 @@ def ready_inputs(
     if wrong or not given or len({len(t) for t in given.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
         raise InputsError(f"ready inputs must be named {SAMPLES}; given are {shapes or 'none'}")
+    names = names if known or not names else {*names, MASK}  # others may make it of their tokens
     tensors = {name: t for name, t in given.items() if not names or name in names}
     if not tensors:
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")

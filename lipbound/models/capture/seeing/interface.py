@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError
+from lipbound.models.checkpoint import MASK
 from lipbound.models.quiet import changed, first_line, quiet
 from lipbound.models.sources.loaded_model import named_inputs
 from lipbound.models.unmoved import unmoved
@@ -253,6 +254,12 @@ def computing(model: nn.Module) -> Iterator[None]:
         raise CaptureError(f"{type(model).__name__} {why}") from error
 
 
+def takes_mask(model: nn.Module) -> bool:
+    """Return whether a model is given the mask of its tokens; others make it of the tokens."""
+    takes = inspect.signature(model.forward).parameters.values()
+    return any(p.name == MASK or p.kind is p.VAR_KEYWORD for p in takes)
+
+
 def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = False) -> bool:
     """Run a model once, without a cache where it would keep one unless ``cache``.
 
@@ -263,6 +270,7 @@ def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = Fal
         Whether it drew some.
     """
     takes = inspect.signature(model.forward).parameters
+    inputs = {name: t for name, t in inputs.items() if name != MASK or takes_mask(model)}
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in takes and not cache else {}
     # another package's model may leave out more than logits
     known = str(getattr(model.forward, "__module__", "")).startswith("transformers.")

@@ -23,7 +23,8 @@ from lipbound.models.capture.seeing.follower import (
     Scores,
     in_heads,
 )
-from lipbound.models.capture.seeing.interface import RAISED, forward
+from lipbound.models.capture.seeing.interface import RAISED, forward, takes_mask
+from lipbound.models.checkpoint import MASK
 from lipbound.models.unmoved import copied_cache
 
 OUTER = 4
@@ -182,6 +183,7 @@ class Recorder(Follower):
     def __init__(self, samples: int, adds: bool):
         super().__init__(adds)
         self._samples, self.unseen = samples, AttentionFinder(self)
+        self.mask: Tensor | None = None
         self._made: dict[int, Call] = {}
         self.running: list[ModuleRun] = []
         self.calls: list[Call] = []
@@ -271,7 +273,7 @@ class Recorder(Follower):
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
         inside = next(models, None)
-        mask = None if inside is None else inside.kwargs.get("attention_mask")
+        mask = self.mask if inside is None else inside.kwargs.get(MASK)
         return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def enter(
@@ -314,6 +316,7 @@ def record(
     # tokens of all samples may be packed together
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
     recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True))
+    recorder.mask = None if takes_mask(model) else inputs.get(MASK)
     with ExitStack() as afterwards:
         for name, module in model.named_modules():
             enter = partial(recorder.enter, name)
