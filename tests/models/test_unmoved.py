@@ -1,6 +1,8 @@
 """Modules that keep something from pass to pass: measured as they stand, and left as they were."""
 
 import copy
+import logging
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from support.oracles import jacobians
 from torch import Tensor, nn
 
 import lipbound as lb
+from lipbound.errors import CaptureError
 
 X = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -116,3 +119,17 @@ def test_a_cache_that_is_given_does_not_grow() -> None:
     exact = torch.linalg.matrix_norm(parts.movedim(1, 0).reshape(4, 36, -1), 2)
     mine = lb.spectral_norm(layers[0], tol=1e-7).lower[0]
     torch.testing.assert_close(mine, exact.to(mine), rtol=1e-5, atol=0)
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    """Loggers are one object however they are copied, and some things cannot be copied at all."""
+    module = InBuffers().eval()
+    module.log, module.other = logging.getLogger("lipbound.tests"), lambda: None
+    module.log.handlers_before, module.pair = [1], (torch.zeros(2), module.seen)
+    before = dict(vars(module))
+    lb.capture(module, X)
+    assert all(vars(module)[name] is value for name, value in before.items())
+    assert (module.log.handlers_before, module.seen) == ([1], [])
+    module.lock = threading.Lock()
+    with pytest.raises(CaptureError, match="InBuffers cannot be copied, to be run apart: cannot p"):
+        lb.capture(module, X)

@@ -21,7 +21,7 @@ from lipbound.models.capture.seeing.follower import Follower, Heads
 from lipbound.models.capture.seeing.interface import RAISED
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
-from lipbound.models.unmoved import copied_cache, unmoved
+from lipbound.models.unmoved import copied_state, unmoved
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.
@@ -134,7 +134,7 @@ def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
     if id(value) in replaced:
         return replaced[id(value)]
     if isinstance(value, Cache):
-        return copied_cache(value, Tensor.clone) if value.get_seq_length() else None
+        return copied_state(value) if value.get_seq_length() else None
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     if isinstance(value, Tensor) and value.is_complex():

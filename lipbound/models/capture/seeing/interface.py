@@ -22,7 +22,7 @@ from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.checkpoint import MASK
 from lipbound.models.quiet import changed, first_line, quiet
 from lipbound.models.sources.loaded_model import named_inputs
-from lipbound.models.unmoved import unmoved
+from lipbound.models.unmoved import copied_state, unmoved
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -277,7 +277,7 @@ def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = Fal
     if known and "logits_to_keep" in takes and not any("labels" in name for name in inputs):
         extra["logits_to_keep"] = 1  # nobody reads them, and a vocabulary is wide
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
-    with computing(model), torch.random.fork_rng([*devices]), unmoved(model, inputs):
+    with computing(model), torch.random.fork_rng([*devices]), unmoved(model):
         before = torch.manual_seed(0).get_state()
-        model(**{**inputs, **extra})
+        model(**{**copied_state(inputs), **extra})
         return not torch.equal(before, torch.get_rng_state())

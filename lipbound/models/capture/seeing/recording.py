@@ -1,17 +1,14 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
 import inspect
-import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
@@ -23,21 +20,13 @@ from lipbound.models.capture.seeing.follower import (
     Scores,
     in_heads,
 )
-from lipbound.models.capture.seeing.interface import RAISED, forward, takes_mask
+from lipbound.models.capture.seeing.interface import forward, takes_mask
+from lipbound.models.capture.seeing.left_out import AttentionFinder, layers_left_out
 from lipbound.models.checkpoint import MASK
-from lipbound.models.unmoved import copied_cache
+from lipbound.models.unmoved import copied_state
 
 OUTER = 4
 """Modules around a call that are kept, the innermost included."""
-TORCHS = ("aten", "prims", "torchvision")
-"""Packages whose operations are known."""
-FUSED_ATTENTION = re.compile(
-    "_?scaled_dot_product|_native_multi_head_attention|_transformer_encoder_layer|_fused_sdp|"
-    "_flash_attention|_efficient_attention"
-)
-"""Beginnings of the names of torch's operations that are attention by themselves."""
-NAMED = 4
-"""Number of modules that a sentence names."""
 WAYS = (
     "Softmax attention can be given by its tensors, as lipbound.Attention; any function has a norm "
     "by lipbound.linalg.operator_norm.operator_norm; closed=False needs attention that is seen, too"
@@ -45,130 +34,17 @@ WAYS = (
 """What to try where none is seen."""
 
 
-class AttentionFinder(TorchDispatchMode):
-    """The modules that weigh tokens in a way that is not followed.
-
-    These are products of tokens that weigh others without a softmax of torch's, a softmax over
-    tokens of something else, torch's own attention where no function of Python calls it, and
-    operations of other packages on three tensors that may be queries, keys and values.
-
-    Args:
-        recorder: of the pass, which knows what runs and what is seen.
-
-    Attributes:
-        found: runs of modules, by what was found in them, with what must not be freed meanwhile.
-        sampling: runs of modules that take values at places between tokens (deformable attention).
-    """
-
-    def __init__(self, recorder: "Recorder") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[Any, tuple[ModuleRun, Any]] = {}
-        self.sampling: list[ModuleRun] = []
-        self._recorder = recorder
-
-    def add(self, key: Any = None, held: Any = None) -> None:
-        """Note the innermost module that runs and has parameters."""
-        running = self._recorder.running
-        own = (run for run in reversed(running) if any(True for _ in run.module.parameters()))
-        run = next(own, running[-1])
-        self.found[key or run.name] = run, held
-
-    def names(self) -> str:
-        """Return the number of modules, and names and types of some."""
-        runs = {run.name: run.module for run, _ in self.found.values()}
-        found = [f"{name or 'the model itself'} ({type(m).__name__})" for name, m in runs.items()]
-        return f"{len(found)} module{'s' * (len(found) > 1)}: {listed(found, NAMED)}"
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, running = func(*args, **(kwargs or {})), self._recorder.running
-        if self._recorder.is_paused or not running:
-            return out
-        package, _, operation = func._schema.name.rpartition("::")
-        compiled = isinstance(running[-1].module, torch.jit.ScriptModule)
-        like = [t.shape for t in args if isinstance(t, Tensor) and t.ndim > 2]
-        qkv = len(like) > 2 and len({(len(shape), shape[-1]) for shape in like[:3]}) == 1
-        inside = compiled and operation == "_softmax" and out.ndim > 2
-        self.sampling += running[-1:] if operation.startswith("grid_sampler") else []
-        if FUSED_ATTENTION.match(operation) or inside or (package not in TORCHS and qkv):
-            self.add()
-        return out
-
-
-def _mixing(model: nn.Module, inputs: Mapping[str, Any], layers: Collection[nn.Module]) -> int:
-    """Return how many layers mix tokens, or may do so."""
-    found: set[nn.Module] = set()
-    inside: list[nn.Module] = []
-
-    def enter(layer: nn.Module, module: nn.Module, *given: Any) -> None:
-        inside.append(module)
-        if len(inside) == 1 and not _keeps_apart(module, given):
-            found.add(layer)
-
-    def leave(*_: Any) -> None:
-        inside.pop()
-
-    with ExitStack() as hooks:
-        for layer, module in [(one, module) for one in layers for module in one.modules()]:
-            entering = module.register_forward_pre_hook(partial(enter, layer), with_kwargs=True)
-            hooks.enter_context(entering)
-            hooks.enter_context(module.register_forward_hook(leave))
-        forward(model, inputs)
-    return len(found)
-
-
-def _keeps_apart(module: nn.Module, given: Any) -> bool:
-    """Return whether a module makes the same of all tokens but the first if that one changes.
-
-    False where it cannot be told, since it is given no tokens (samples, ..., D).
-    """
-    x = next((t for t in tree_leaves(given) if _is_floating(t) and t.ndim > 2), None)
-    if x is None:
-        return False
-    first = (slice(None), *(0 for _ in x.shape[1:-1]))
-    moved = x.clone()
-    moved[first] = x[first].flip(-1)
-    try:
-        for one, other in zip(
-            *(
-                [t for t in tree_leaves(module.forward(*args, **kwargs)) if _is_floating(t)]
-                for args, kwargs in (given, tree_map(lambda t: moved if t is x else t, given))
-            ),
-            strict=True,
-        ):
-            other[first] = one[first]
-            if not torch.allclose(one, other, 1e-4, 1e-5):
-                return False
-    except RAISED:
-        return False
-    return True
-
-
 def _notes(
     model: nn.Module, inputs: Mapping[str, Any], calls: Collection[Call], unseen: AttentionFinder
 ) -> list[str]:
     """Return sentences on attention that was not seen, or is not what it seems."""
-    said, captured = [], {call.name for call in calls}
+    said = []
     if unseen.found:
         said.append(
             "attention of an unknown make cannot be captured and is left out, in "
             f"{unseen.names()} of {type(model).__name__}"
         )
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    for name, module in lists.items():
-        if any(name.startswith(f"{outer}.") for outer in lists):  # parts of one layer
-            continue
-        starts = [f"{name}.{i}." for i in range(len(module))]
-        others = [
-            layer
-            for layer, start in zip(module, starts, strict=True)
-            if not any(f"{one}.".startswith(start) for one in captured)
-        ]
-        if 0 < len(others) < len(module) and (mixing := _mixing(model, inputs, others)):
-            said.append(
-                f"softmax attention was found in {len(module) - len(others)} of {len(module)} "
-                f"layers in {name}; the others that mix tokens ({mixing}) do it in another way, "
-                "and are left out"
-            )
+    said += layers_left_out(model, inputs, {call.name for call in calls})
     if adding := [call.name for call in calls if call.adds]:
         said.append(
             "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
@@ -182,7 +58,7 @@ class Recorder(Follower):
 
     def __init__(self, samples: int, adds: bool):
         super().__init__(adds)
-        self._samples, self.unseen = samples, AttentionFinder(self)
+        self._samples, self.unseen = samples, AttentionFinder(self, samples)
         self.mask: Tensor | None = None
         self._made: dict[int, Call] = {}
         self.running: list[ModuleRun] = []
@@ -255,20 +131,13 @@ class Recorder(Follower):
             call.consumer = call.projection if call.gated else None
 
     def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None = None) -> Scores | None:
-        """Note the module, if tokens are summed up, and not each by itself."""
-        counts = set().union(*(_counts(run, self._samples) for run in self.running[-OUTER:]))
-        terms, axes = by.extent if made is None else made.extent
-        each = counts.intersection(axes) or counts.intersection(n // self._samples for n in axes)
-        state = isinstance(by, Scores) and not counts.intersection(by.sides)  # keys by values
-        others = not each or any(run is self.running[-1] for run in self.unseen.sampling)
-        if terms in counts or (state and by.extent[0] in counts) or (terms > 1 and others):
-            self.unseen.add(None if made is None else _place(made), made)
+        """Note what may be attention that is not followed."""
+        self.unseen.weighed(by, made)
         return made
 
     def normalised(self, scores: Scores) -> None:
-        """Forget products that are scores after all."""
-        for place in zip(map(id, scores.left), map(id, scores.right), strict=True):
-            self.unseen.found.pop(place, None)
+        """Note that it is."""
+        self.unseen.absolve(scores)
 
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
@@ -282,7 +151,7 @@ class Recorder(Follower):
         """Run before a module of that name, as a hook."""
         args, kwargs = by_name(module, args, kwargs)
         kwargs = {
-            key: copied_cache(value) if isinstance(value, Cache) else value  # the pass adds to it
+            key: copied_state(value) if isinstance(value, Cache) else value  # the pass adds to it
             for key, value in kwargs.items()
         }
         self.running.append(ModuleRun(module, name, args, kwargs))
@@ -340,27 +209,6 @@ def record(
             "torch.manual_seed(0)"
         )
     return recorder.calls, notes
-
-
-def _place(made: Scores) -> tuple[int, int]:
-    return id(made.left[0]), id(made.right[0])
-
-
-def _counts(run: ModuleRun, samples: int) -> set[int]:
-    """Return what may be numbers of tokens of a module's inputs, whichever axes count them."""
-    found: set[int] = set()
-    for t in tree_leaves((run.args, run.kwargs)):
-        ids = isinstance(t, Tensor) and t.shape[:1] == (samples,) and t.ndim == 2
-        if ids or (_is_floating(t) and t.ndim > 1):
-            axes = tuple(t.shape) if t.is_floating_point() else (*t.shape, 1)
-            axes = axes[1:] if axes[0] == samples else axes
-            # pictures have channels first or last
-            found |= {prod(axes[:-1]), prod(axes[1:]) if t.ndim > 3 else 0}
-    return found - {0, 1}
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_linear(module: nn.Module) -> bool:
