@@ -117,15 +117,11 @@ def layers_left_out(
     """Yield a sentence for each list of layers of which some attend and others mix tokens."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for name, module in lists.items():
-        starts = {f"{name}.{i}.": layer for i, layer in enumerate(module)}
-        others = [
-            layer
-            for start, layer in starts.items()
-            if not any(f"{one}.".startswith(start) for one in captured)
-        ]
+        inside = [one.removeprefix(f"{name}.") for one in captured if one.startswith(f"{name}.")]
+        attending = {one.partition(".")[0] for one in inside}
+        others = [layer for i, layer in enumerate(module) if str(i) not in attending]
         within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
-        count = 0 if within or len(others) == len(module) else _mixing(model, inputs, others)
-        if count:
+        if attending and not within and (count := _mixing(model, inputs, others)):
             yield (
                 f"softmax attention was found in {len(module) - len(others)} of {len(module)} "
                 f"layers in {name}; the others that mix tokens ({count}) do it in another way, "
@@ -148,8 +144,8 @@ def _mixing(model: nn.Module, inputs: Mapping[str, Any], layers: Collection[nn.M
 
     with ExitStack() as hooks:
         for layer, module in [(one, module) for one in layers for module in one.modules()]:
-            entering = module.register_forward_pre_hook(partial(enter, layer), with_kwargs=True)
-            hooks.enter_context(entering)
+            before = partial(enter, layer)
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(leave))
         if layers:
             forward(model, inputs)
@@ -166,17 +162,14 @@ def _keeps_apart(module: nn.Module, given: Any) -> bool:
         return False
     first, moved = (slice(None), *(0 for _ in x.shape[1:-1])), x.clone()
     moved[first] = x[first].flip(-1)
-
-    def others(args: Any, kwargs: Any) -> Iterator[Tensor]:
-        for t in filter(_is_floating, tree_leaves(module.forward(*args, **kwargs))):
-            t = t.clone()
-            t[first] = 0
-            yield t
-
-    changed = tree_map(lambda t: moved if t is x else t, given)
+    made = []
     try:
-        pairs = zip(others(*given), others(*changed), strict=True)
-        return all(torch.allclose(one, other, 1e-4, 1e-5) for one, other in pairs)
+        for args, kwargs in (given, tree_map(lambda t: moved if t is x else t, given)):
+            outputs = filter(_is_floating, tree_leaves(module.forward(*args, **kwargs)))
+            made.append([t.clone() for t in outputs])
+            for t in made[-1]:
+                t[first] = 0
+        return all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip(*made, strict=True))
     except RAISED:
         return False
 

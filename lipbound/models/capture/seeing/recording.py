@@ -150,10 +150,8 @@ class Recorder(Follower):
     ) -> None:
         """Run before a module of that name, as a hook."""
         args, kwargs = by_name(module, args, kwargs)
-        kwargs = {
-            key: copied_state(value) if isinstance(value, Cache) else value  # the pass adds to it
-            for key, value in kwargs.items()
-        }
+        caches = {key: v for key, v in kwargs.items() if isinstance(v, Cache)}
+        kwargs = kwargs | copied_state(caches)  # the pass adds to those that are given
         self.running.append(ModuleRun(module, name, args, kwargs))
         call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
         if call is not None and call.formed and _same(args[0], call.out):
