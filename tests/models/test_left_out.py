@@ -241,3 +241,14 @@ def test_the_ways_that_a_refusal_names_are_there() -> None:
     whole = operator_norm(AutogradJacobian(model.heads, x), tol=1e-9).lower[0]
     both = torch.linalg.matrix_norm(exact.flatten(0, 1), 2)
     torch.testing.assert_close(whole, both, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 16), (2, 8, 16), (8, 8, 16), (3, 16, 16), (2, 2, 16)])
+@pytest.mark.parametrize("made", [sigmoid, linear, kernel, additive], ids=lambda f: f.__name__)
+def test_numbers_that_are_the_same_hide_nothing(
+    made: Callable[..., Tensor], shape: tuple[int, int, int]
+) -> None:
+    """As many tokens as coordinates, samples or heads."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(lb.Notice, match=r"unknown make .* in 1 module: parts.1 \(Heads\) of Model"):
+        assert len(lb.capture(Model(plain, lambda: Heads(made)).eval(), x)) == 1

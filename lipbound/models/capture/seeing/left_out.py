@@ -70,7 +70,8 @@ class AttentionFinder(TorchDispatchMode):
         terms, axes = by.extent if made is None else made.extent
         each = counts.intersection(axes) or counts.intersection(n // self._samples for n in axes)
         apart = bool(each) and id(running[-1]) not in self.sampling
-        state = isinstance(by, Scores) and not counts.intersection(by.sides)  # keys by values
+        # keys by values, by which queries are multiplied then, together with others perhaps
+        state = isinstance(by, Scores) and (terms == 1 or not counts.intersection(by.sides))
         if terms in counts or (state and by.extent[0] in counts) or (terms > 1 and not apart):
             self.add(made)
 
