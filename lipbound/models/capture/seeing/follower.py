@@ -277,7 +277,7 @@ class Follower(TorchFunctionMode):
     def _kind_of(
         self, func: Any, args: Any, given: list[Tensor], kinds: list[Kind], out: Tensor
     ) -> Kind | None:
-        if func in PRODUCTS:
+        if func in PRODUCTS and len(given) > 1:
             equation = next((a for a in args if isinstance(a, str)), None)
             return self._product(given, out, equation)
         scores = [*dict.fromkeys(k for k in kinds if isinstance(k, Scores))]
@@ -289,7 +289,7 @@ class Follower(TorchFunctionMode):
             return FollowedSoftmax(scores[0] if scores else None, given[0], extent)
         if not kinds:
             return None
-        if func in PROJECTIONS:
+        if func in PROJECTIONS | PRODUCTS:
             return _by_weights(kinds[0], given[0], out)
         heads = next((k for k in kinds if isinstance(k, Heads)), None)
         if heads is not None:
@@ -315,9 +315,7 @@ class Follower(TorchFunctionMode):
 
     def _product(self, given: list[Tensor], out: Tensor, equation: str | None) -> Kind | None:
         """Return the kind of a product: scores, or outputs of heads."""
-        if len(given) == 1:
-            return _by_weights(self.kind(given[0]), given[0], out)
-        if len(given) < 2 or min(t.ndim for t in given[-2:]) < 2:
+        if min(t.ndim for t in given[-2:]) < 2:
             return None
         left, right = given[-2:]  # baddbmm has what is added first
         letters = _letters(equation or MATMUL, left.ndim, right.ndim)
