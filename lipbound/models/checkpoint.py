@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
+MASK, POSITIONS = "attention_mask", "position_ids"
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
 COMPANIONS = {
@@ -252,6 +253,8 @@ class Inputs:
         preprocessing: what made the tensors out of the data, in words.
         notes: sentences on what is not as it was asked for, such as fewer samples.
         options: settings of the forward pass for all samples alike, True or False, or tensors.
+        has_axes: whether the model takes positions (time, height and width, samples, N), which are
+            samples first here.
     """
 
     batch: dict[str, Tensor]
@@ -259,6 +262,7 @@ class Inputs:
     preprocessing: str = "none: ready model inputs"
     notes: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
+    has_axes: bool = False
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self.batch.items())
@@ -291,6 +295,8 @@ class Inputs:
     def block(self, start: int, stop: int, device: str) -> dict[str, Any]:
         """Return samples start...stop-1, on a device, and the options."""
         tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
+        if self.has_axes:
+            tensors[POSITIONS] = tensors[POSITIONS].transpose(0, 1)
         return tensors | {
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in self.options.items()

@@ -19,6 +19,8 @@ from transformers import AutoModel, PreTrainedModel
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, shown, tell
 from lipbound.models.checkpoint import (
+    MASK,
+    POSITIONS,
     Checkpoint,
     Inputs,
     declared_positions,
@@ -234,6 +236,9 @@ def ready_inputs(
     samples = next((len(t) for t in given.values() if t.ndim > 1), 0)
     if known and main in given:  # patches of one sample may be packed
         samples = len(given[main]) if given[main].ndim else 0
+    turned = known and given.get(POSITIONS, torch.zeros(0)).shape[1:-1] == (samples,)
+    if turned:
+        given[POSITIONS] = given[POSITIONS].transpose(0, 1)
     if not known or samples == 1:
         apart = [name for name, t in given.items() if not t.ndim or len(t) > samples > 0]
         shared = {name: given.pop(name) for name in sorted(apart)}
@@ -241,6 +246,7 @@ def ready_inputs(
     if wrong or not given or len({len(t) for t in given.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
         raise InputsError(f"ready inputs must be named {SAMPLES}; given are {shapes or 'none'}")
+    names = names if known or not names else {*names, MASK}  # others may make it of their tokens
     tensors = {name: t for name, t in given.items() if not names or name in names}
     if not tensors:
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")
@@ -262,7 +268,8 @@ def ready_inputs(
         for name, t in shared.items()
     ]
     described = selection.described(description)
-    return Inputs(selection.drawn(tensors), described, notes=notes, options=options | shared)
+    found = Inputs(selection.drawn(tensors), described, notes=notes, options=options | shared)
+    return replace(found, has_axes=turned)
 
 
 def _read_tensors(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tensor], str]:

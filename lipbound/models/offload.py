@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from lipbound.errors import CaptureError
+from lipbound.models.quiet import explained
 from lipbound.models.weight_files import TensorRef, contents, renames
 
 OTHER_FORM = (
@@ -152,8 +154,13 @@ def resident(module: nn.Module) -> Iterator[None]:
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """Return a deep copy with its weights in memory and no tie to a disk, where these are."""
-    with resident(module):
+    """Return a deep copy with its weights in memory and no tie to a disk, where these are.
+
+    Raises:
+        CaptureError: it cannot be copied.
+    """
+    kind = type(module).__name__
+    with resident(module), explained(CaptureError, f"{kind} cannot be copied, to be run apart: "):
         copied = copy.deepcopy(module)
     for part in copied.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):

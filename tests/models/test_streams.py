@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers as tf
 from support.models import AFFINE, GPT2, IDS, IMAGE, LLAMA, MODERN, TEXT, build, inputs_for
-from torch import Tensor
+from support.oracles import oracle
+from torch import Tensor, nn
 
 import lipbound as lb
 from lipbound.errors import CaptureError, Notice
@@ -335,3 +336,49 @@ def test_nan_of_the_model_is_called_its_own() -> None:
         r"model's own eager pass$",
     ):
         capture(broken, {"input_ids": NINE})
+
+
+class Scored(nn.Module):
+    """Two heads, whose scores are what they are where a tensor is 0, else hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        out = (q @ k.mT / 8**0.5 + hidden).softmax(-1) @ v
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+class OwnMask(nn.Module):
+    """Takes tokens alone, and hides those that are 1, or does not."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.attend, self.hides = nn.Embedding(20, 16), Scored(), hides
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.zeros(tokens.shape).masked_fill((tokens == 1) & self.hides, -torch.inf)
+        x = self.embed(tokens)
+        return self.attend(x, hidden.to(x)[:, None, None])
+
+
+def test_padding_that_a_model_finds_by_itself_is_said_by_a_mask_that_it_does_not_take() -> None:
+    model = OwnMask(hides=True).eval()
+    tokens = torch.tensor([[0, 5, 6, 7, 8, 9, 2], [0, 5, 6, 7, 2, 1, 1]])
+    batch = {"tokens": tokens, "attention_mask": (tokens != 1).long()}
+    (alone,) = capture(model, tokens[1:, :5])
+    exact = oracle(alone)[0]
+    with pytest.warns(Notice, match="say so by 0 in an attention_mask .*need not take"):
+        (padded,) = capture(model, tokens)
+    assert padded.lengths.tolist() == [7, 7]
+    (layer,) = silent(model, batch)
+    assert layer.lengths.tolist() == [7, 5]
+    ds = lb.compare(model, batch, bounds=[], tol=1e-6, progress=False)
+    for mine in (lb.spectral_norm(layer, tol=1e-6).lower[1], torch.tensor(ds.exact[1, 0].values)):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=0)
+    with pytest.warns(Notice, match="marks as padding are attended to, and are measured as tokens"):
+        (layer,) = capture(OwnMask(hides=False).eval(), batch)
+    assert layer.lengths.tolist() == [7, 7]

@@ -142,7 +142,8 @@ def about_padding(calls: Collection[Call]) -> list[str]:
             attended += [call.name] if bool(((given == 0) & ~hidden).any()) else []
     unmarked = (
         "no query may attend to some tokens, which are measured as tokens nevertheless; if they "
-        "are padding, say so by 0 in an attention_mask of (samples, tokens)"
+        "are padding, say so by 0 in an attention_mask of (samples, tokens) among the inputs, "
+        "which a model that finds its padding by itself need not take"
     )
     seen = (
         "tokens that attention_mask marks as padding are attended to, and are measured as tokens, "

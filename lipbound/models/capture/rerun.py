@@ -4,7 +4,6 @@ Affine maps are read off what it makes of them: here the projection of head outp
 those of queries, keys and values in `lipbound.models.capture.probing`.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
@@ -23,6 +22,7 @@ from lipbound.models.capture.seeing.follower import Follower, Heads
 from lipbound.models.capture.seeing.interface import RAISED
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
+from lipbound.models.unmoved import copied_state, unmoved
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.
@@ -132,7 +132,7 @@ class ModuleCopy:
         args, kwargs = tree_map(partial(_exchanged, replaced), given)
         casts = WithoutCasts()
         try:
-            with follower, casts:
+            with unmoved(self.module), follower, casts:
                 return self.module(*args, **kwargs)
         except Stopped as end:
             return end
@@ -157,7 +157,7 @@ def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
     if id(value) in replaced:
         return replaced[id(value)]
     if isinstance(value, Cache):
-        return None if not value.get_seq_length() else copy.deepcopy(value)
+        return copied_state(value) if value.get_seq_length() else None
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     if isinstance(value, Tensor) and value.is_complex():

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipbound.errors import CaptureError
@@ -38,6 +40,13 @@ class _UpToProjection(Follower):
             raise Stopped(x)
 
 
+class ThroughPython(TorchDispatchMode):
+    """Lets operations of scripted functions (torch.jit.script) be followed as all others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class Owner(ModuleCopy):
     """A module in float64, run again with other tokens up to one of its calls of attention."""
 
@@ -51,7 +60,9 @@ class Owner(ModuleCopy):
             CaptureError: it cannot be run by itself, or computes no such attention.
         """
         follower = _UpToProjection(self.position, self.call.adds)
-        end = self.again(follower, changed)
+        way: Any = ThroughPython if self.call.way == BY_HAND else nullcontext
+        with way():
+            end = self.again(follower, changed)
         if len(follower.found) <= self.position:
             raise self.call.unsupported("computes no attention when it is run by itself")
         heads = follower.found[self.position]

@@ -13,7 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Pipeline, PreTrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
@@ -102,6 +104,9 @@ def unwrapped(given: object) -> tuple[object, list[str]]:
 
     Returns:
         What is inside, and sentences on what was left out on the way.
+
+    Raises:
+        CaptureError: that is a traced program.
     """
     notes: list[str] = []
     for _ in range(DEPTH):
@@ -110,6 +115,14 @@ def unwrapped(given: object) -> tuple[object, list[str]]:
             break
         notes += [note] if note else []
         given = inner
+    traced = isinstance(graph := getattr(given, "graph", None), fx.Graph) and any(
+        isinstance(node.target, OpOverload) for node in graph.nodes
+    )
+    if traced or isinstance(given, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"the {type(given).__name__} is a traced program (torch.jit, torch.export), in whose "
+            "operations no attention can be seen; give the module that it was made of"
+        )
     return given, notes + _adapters(given)
 
 
@@ -304,7 +317,7 @@ def check_floating(model: nn.Module, name: str) -> None:
     Raises:
         CheckpointError: quantised layers, whole numbers, or weights that were never loaded.
     """
-    for key, value in model.state_dict(keep_vars=True).items():
+    for key, value in (*model.state_dict(keep_vars=True).items(), *model.named_parameters()):
         packed, weight = _packed(key, value), isinstance(value, nn.Parameter)
         if packed or (weight and (not value.is_floating_point() or value.dtype.itemsize == 1)):
             kind = "quantized" if packed else str(value.dtype).removeprefix("torch.")
@@ -322,12 +335,14 @@ def check_floating(model: nn.Module, name: str) -> None:
 def _packed(key: str, value: object) -> bool:
     """Return whether an entry of a state dict holds packed weights of a quantised layer.
 
-    That is one of torch's int8 layers, GPTQ, AWQ, compressed-tensors or HQQ.
+    That is one of torch's int8 layers, GPTQ, AWQ, compressed-tensors, HQQ, quanto or torchao.
     """
     if not isinstance(value, torch.Tensor):
         return "packed" in key and value is not None
     named = key.rpartition(".")[2] in PACKED
-    return value.is_quantized or (named and not value.is_floating_point())
+    any_one: Any = value  # tensors made of others, but for those of several devices
+    other = is_traceable_wrapper_subclass(any_one) and type(any_one).__name__ != "DTensor"
+    return value.is_quantized or other or (named and not value.is_floating_point())
 
 
 def config_sha256(config: PreTrainedConfig) -> str:

@@ -105,6 +105,7 @@ class ProbabilityCollector:
         passes: how often modules were entered since they first called attention.
         layers: numbers of layers, by module and pass.
         last: the first call of each layer, and its place in ``found``.
+        ran: whether a model ran.
     """
 
     modules: frozenset[int]
@@ -118,6 +119,7 @@ class ProbabilityCollector:
     passes: dict[int, int] = field(default_factory=dict)
     layers: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, tuple[TrainingCall, int]] = field(default_factory=dict)
+    ran: bool = False
 
     def layer(self, module: nn.Module) -> int:
         """Return the number of the layer that calls; called twice in one pass, it is one layer."""
@@ -316,6 +318,12 @@ def watching(
             yield watch
         finally:
             _watches.remove(watch)
+    if watch.ran and not watch.layers:
+        raise CaptureError(
+            f"{type(inner).__name__} ran, and none of its attention goes through transformers' "
+            "attention interface, so its probabilities are not seen; run it outside with "
+            "attn_implementation='eager' and output_attentions=True, and take its attentions"
+        )
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
     if missing and watch.layers:
         raise CaptureError(
@@ -336,6 +344,7 @@ def _hooked(
     """Yield while a watch knows which token stream is computed, and what modules are given."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watch.ran = True
         watch.streams.append(by_name(module, args, kwargs)[1].get("attention_mask"))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:

@@ -7,6 +7,7 @@ scores is probabilities; the product of probabilities with another tensor is the
 What happens to a tensor of one of these kinds element by element leaves its kind.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,9 @@ MATMUL = "...ij,...jk->...ik"
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
+Extent = tuple[int, tuple[int, ...]]
+
+
 @dataclass(eq=False)
 class Scores:
     """Products of queries and keys, and what was made of them element by element.
@@ -45,11 +49,15 @@ class Scores:
         left: first factors of the products that were added up, as they were multiplied.
         right: second factors of the same.
         factors: queries (..., N, d) and keys (..., M, d) of the product, where it is one of these.
+        extent: number of terms of each sum of the product, and axes that both factors share.
+        sides: numbers of rows and of columns of the product.
     """
 
     left: tuple[Tensor, ...]
     right: tuple[Tensor, ...]
     factors: tuple[Tensor, Tensor] | None = None
+    extent: Extent = (0, ())
+    sides: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -57,12 +65,14 @@ class FollowedSoftmax:
     """The softmax of scores, and what was made of it element by element.
 
     Attributes:
-        scores: what the softmax is of.
+        scores: what the softmax is of; None for anything else.
         values: the scores as the softmax was given them.
+        extent: as of `Scores`, if it is of no scores.
     """
 
-    scores: Scores
+    scores: Scores | None
     values: Tensor
+    extent: Extent = (0, ())
 
 
 @dataclass(eq=False)
@@ -147,6 +157,21 @@ class Follower(TorchFunctionMode):
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Act on outputs of heads, or what was made of them, that meet weights."""
 
+    def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None = None) -> Kind | None:
+        """Act on tensors that are weighed with products, or with a softmax of no scores.
+
+        Args:
+            by: the weights.
+            made: the product, which may turn out to be scores; None before a sum.
+
+        Returns:
+            The kind of what is made.
+        """
+        return made
+
+    def normalised(self, scores: Scores) -> None:
+        """Act on a softmax of scores."""
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Yield while nothing is followed."""
@@ -217,6 +242,8 @@ class Follower(TorchFunctionMode):
 
     def _done(self, heads: Heads, out: Tensor, head_axis: int) -> None:
         heads.raw, heads.width, heads.head_axis = out, out.shape[-1], head_axis
+        if isinstance(added := self.kind(heads.mask), Scores):
+            self.normalised(added)
         self._follow(out, heads)
         self.computed(heads)
 
@@ -238,7 +265,7 @@ class Follower(TorchFunctionMode):
         if written and not isinstance(kinds[0], Heads):
             self._follow(args[0], _mixed(kinds[0]))
         if isinstance(out, Tensor) and out.is_floating_point():
-            found = self._kind_of(func, args, given, kinds, out)
+            found = self._kind_of(func, (*args, *kwargs.values()), given, kinds, out)
             if tensors and not given and func not in PROJECTIONS | PRODUCTS:
                 found = Weights()
             if found is not None:
@@ -253,20 +280,27 @@ class Follower(TorchFunctionMode):
         if func in PRODUCTS and len(given) > 1:
             equation = next((a for a in args if isinstance(a, str)), None)
             return self._product(given, out, equation)
+        scores = [*dict.fromkeys(k for k in kinds if isinstance(k, Scores))]
+        if func in SOFTMAX and given:
+            for one in scores[:1]:
+                self.normalised(one)
+            terms = out.shape[next((a for a in args if isinstance(a, int)), -1)] if out.ndim else 1
+            extent = terms, tuple(out.shape)
+            return FollowedSoftmax(scores[0] if scores else None, given[0], extent)
         if not kinds:
             return None
-        if func in PROJECTIONS | PRODUCTS:  # heads that are mixed by weights
-            alike = out.shape == given[0].shape and not isinstance(kinds[0], Heads)
-            return _mixed(kinds[0]) if alike else None
-        scores = [*dict.fromkeys(k for k in kinds if isinstance(k, Scores))]
-        if func in SOFTMAX:
-            return FollowedSoftmax(scores[0], given[0]) if scores else None
+        if func in PROJECTIONS | PRODUCTS:
+            return _by_weights(kinds[0], given[0], out)
         heads = next((k for k in kinds if isinstance(k, Heads)), None)
         if heads is not None:
             return heads if out.numel() == heads.raw.numel() or func in PARTS else None
-        probabilities = next((k for k in kinds if isinstance(k, FollowedSoftmax)), None)
-        if probabilities is not None:
-            return probabilities if out.numel() >= probabilities.values.numel() else None
+        softmaxes = [k for k in kinds if isinstance(k, FollowedSoftmax)]
+        followed = [k for k in softmaxes if k.scores is not None]
+        if followed or (softmaxes and not scores):
+            of, size = (followed or softmaxes)[0], (followed or softmaxes)[0].values.numel()
+            if out.numel() < size:
+                return replace(of, scores=None) if followed else None
+            return of if followed or out.numel() == size else self.weighed(of)
         largest = max(t.numel() for t in given if isinstance(self.kind(t), Scores))
         if out.numel() < largest:
             return _sum(scores[:1]) if func in PARTS else None
@@ -286,14 +320,26 @@ class Follower(TorchFunctionMode):
         left, right = given[-2:]  # baddbmm has what is added first
         letters = _letters(equation or MATMUL, left.ndim, right.ndim)
         for p, v, turned in ((left, right, False), (right, left, True)):
-            if isinstance(kind := self.kind(p), FollowedSoftmax):
+            if isinstance(kind := self.kind(p), FollowedSoftmax) and kind.scores is not None:
                 of_p, of_v, result = letters
                 return _heads(kind, v, out, (of_v, of_p, result) if turned else letters)
         if any(isinstance(self.kind(t), Heads) for t in (left, right)):
             return None
         found = Scores((left,), (right,), _queries_and_keys(left, right, letters))
+        found.extent, found.sides = _extent(left, right, letters), tuple(out.shape[-2:])
+        for weights in map(self.kind, (left, right)):
+            if isinstance(weights, Scores | FollowedSoftmax):
+                self.weighed(weights, found)
         added = [k for t in given[:-2] if isinstance(k := self.kind(t), Scores)]
         return _sum([found, *added]) if added else found
+
+
+def _extent(left: Tensor, right: Tensor, letters: Letters) -> Extent:
+    """Return the number of terms of each sum of a product, and the axes that both factors share."""
+    sizes = dict(zip(letters[1], right.shape, strict=False))
+    sizes |= {x: n for x, n in zip(letters[0], left.shape, strict=False) if n > 1 or x not in sizes}
+    summed = [n for x, n in sizes.items() if x not in letters[2]]
+    return math.prod(summed), tuple(n for x, n in sizes.items() if all(x in y for y in letters))
 
 
 def _sum(scores: Iterable[Scores]) -> Scores:
@@ -302,10 +348,19 @@ def _sum(scores: Iterable[Scores]) -> Scores:
     return Scores(tuple(chain(*left)), tuple(chain(*right)))
 
 
+def _by_weights(kind: Kind | None, given: Tensor, out: Tensor) -> Kind | None:
+    """Return what scores, or probabilities, still are where weights mix their heads."""
+    scores = kind.scores if isinstance(kind, FollowedSoftmax) else kind
+    if out.shape != given.shape or not isinstance(scores, Scores) or kind is None:
+        return None
+    # where rows and columns are axes of it still
+    return _mixed(kind) if all(n in given.shape for n in scores.sides) else None
+
+
 def _mixed(kind: Kind) -> Kind:
     """Return the kind of scores, or of probabilities, of heads that are mixed."""
     if isinstance(kind, FollowedSoftmax):
-        return FollowedSoftmax(_sum([kind.scores]), kind.values)
+        return replace(kind, scores=None if kind.scores is None else _sum([kind.scores]))
     return _sum([kind]) if isinstance(kind, Scores) else kind
 
 
@@ -348,6 +403,7 @@ def _queries_and_keys(
 def _heads(kind: FollowedSoftmax, v: Tensor, out: Tensor, letters: Letters) -> Heads:
     """Return the heads of a product of probabilities with values."""
     of_p, of_v, result = letters
+    assert kind.scores is not None
     heads = Heads(BY_HAND, kind.scores.left, kind.scores.right, v, scores=kind.values)
     heads.raw, heads.width = out, out.shape[-1]
     batch, row, column = of_p[:-2], of_p[-2:-1], of_p[-1:]

@@ -21,8 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError
+from lipbound.models.checkpoint import MASK
 from lipbound.models.quiet import changed, first_line, quiet
 from lipbound.models.sources.loaded_model import named_inputs
+from lipbound.models.unmoved import copied_state, unmoved
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -253,7 +255,7 @@ def _outermost(model: nn.Module) -> list[PreTrainedModel]:
 def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
     """Start rotary tables anew that grow with the longest text seen (dynamic NTK)."""
     for module in model.modules():
-        names = list(vars(module) | module._buffers)
+        names = [*vars(module), *(name for name, _ in module.named_buffers(recurse=False))]
         for prefix in [n.removesuffix(ORIGINAL) for n in names if n.endswith(ORIGINAL)]:
             table, longest = prefix + "inv_freq", prefix + "max_seq_len_cached"
             for name in (table, longest):
@@ -292,22 +294,30 @@ def computing(model: nn.Module) -> Iterator[None]:
         raise CaptureError(f"{type(model).__name__} {why}") from error
 
 
+def takes_mask(model: nn.Module) -> bool:
+    """Return whether a model is given the mask of its tokens; others make it of the tokens."""
+    takes = inspect.signature(model.forward).parameters.values()
+    return any(p.name == MASK or p.kind is p.VAR_KEYWORD for p in takes)
+
+
 def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = False) -> bool:
     """Run a model once, without a cache where it would keep one unless ``cache``.
 
-    Random numbers that it draws are the same every time, and the user's own stay as they are.
+    Random numbers that it draws are the same every time, and the user's own stay as they are, as
+    does what the model keeps from pass to pass.
 
     Returns:
         Whether it drew some.
     """
     takes = inspect.signature(model.forward).parameters
+    inputs = {name: t for name, t in inputs.items() if name != MASK or takes_mask(model)}
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in takes and not cache else {}
     # another package's model may leave out more than logits
     known = str(getattr(model.forward, "__module__", "")).startswith("transformers.")
     if known and "logits_to_keep" in takes and not any("labels" in name for name in inputs):
         extra["logits_to_keep"] = 1  # nobody reads them, and a vocabulary is wide
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
-    with computing(model), torch.random.fork_rng([*devices]):
+    with computing(model), torch.random.fork_rng([*devices]), unmoved(model):
         before = torch.manual_seed(0).get_state()
-        model(**{**inputs, **extra})
+        model(**{**copied_state(inputs), **extra})
         return not torch.equal(before, torch.get_rng_state())

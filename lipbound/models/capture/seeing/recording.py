@@ -1,99 +1,50 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
-import copy
 import inspect
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
 from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun, listed
-from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
-from lipbound.models.capture.seeing.interface import forward
+from lipbound.models.capture.seeing.follower import (
+    FollowedSoftmax,
+    Follower,
+    Heads,
+    Scores,
+    in_heads,
+)
+from lipbound.models.capture.seeing.interface import forward, takes_mask
+from lipbound.models.capture.seeing.left_out import AttentionFinder, layers_left_out
+from lipbound.models.checkpoint import MASK
+from lipbound.models.unmoved import copied_state
 
 OUTER = 4
 """Modules around a call that are kept, the innermost included."""
-SOFTMAX = ("_softmax", "_safe_softmax")
-FUSED_ATTENTION = re.compile(
-    "_?scaled_dot_product|_native_multi_head_attention|_transformer_encoder_layer|_fused_sdp|"
-    "_flash_attention|_efficient_attention"
+WAYS = (
+    "Softmax attention can be given by its tensors, as lipbound.Attention; any function has a norm "
+    "by lipbound.linalg.operator_norm.operator_norm; closed=False needs attention that is seen, too"
 )
-"""Beginnings of the names of torch's operations that are attention by themselves."""
-DEEP = 3
-"""Largest number of modules from one of attention to its softmax, with it."""
-NAMED = 4
-"""Number of modules that a sentence names."""
+"""What to try where none is seen."""
 
 
-class AttentionFinder(TorchDispatchMode):
-    """The modules that compute attention: a softmax, or torch's own attention.
-
-    Routers of experts and mixtures of residual streams have a softmax, too: a module counts if the
-    name of its class says that it is attention.
-
-    Args:
-        recorder: of the pass, which knows what runs and what is seen.
-
-    Attributes:
-        found: modules by name.
-    """
-
-    def __init__(self, recorder: "Recorder") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[str, nn.Module] = {}
-        self._recorder = recorder
-
-    def names(self, captured: Collection[str]) -> str:
-        """Return names and types of some of the modules found, but for captured ones."""
-        found = [
-            f"{name or 'the model itself'} ({type(module).__name__})"
-            for name, module in self.found.items()
-            if name not in captured
-        ]
-        return listed(found, NAMED)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, running = func(*args, **(kwargs or {})), self._recorder.running
-        if self._recorder.is_paused or not running:
-            return out
-        operation = func._schema.name.rpartition("::")[2]
-        near = reversed(running[-DEEP:])
-        owner = next((run for run in near if "att" in type(run.module).__name__.lower()), None)
-        if FUSED_ATTENTION.match(operation):
-            owner = owner or running[-1]
-        elif operation not in SOFTMAX or out.ndim < 3:
-            return out
-        if owner is not None:
-            self.found[owner.name] = owner.module
-        return out
-
-
-def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -> list[str]:
+def _notes(
+    model: nn.Module, inputs: Mapping[str, Any], calls: Collection[Call], unseen: AttentionFinder
+) -> list[str]:
     """Return sentences on attention that was not seen, or is not what it seems."""
-    said, captured = [], {call.name for call in calls}
-    if left_out := unseen.names(captured):
+    said = []
+    if unseen.found:
         said.append(
             "attention of an unknown make cannot be captured and is left out, in "
-            f"{left_out} of {type(model).__name__}"
+            f"{unseen.names()} of {type(model).__name__}"
         )
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    for name, module in lists.items():
-        within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
-        starts = [f"{name}.{i}." for i in range(len(module))]
-        count = sum(any(f"{one}.".startswith(start) for one in captured) for start in starts)
-        if not within and 0 < count < len(module):
-            said.append(
-                f"softmax attention was found in {count} of {len(module)} layers in {name}; the "
-                "others mix tokens in another way, or not at all, and are left out"
-            )
+    said += layers_left_out(model, inputs, {call.name for call in calls})
     if adding := [call.name for call in calls if call.adds]:
         said.append(
             "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
@@ -107,7 +58,8 @@ class Recorder(Follower):
 
     def __init__(self, samples: int, adds: bool):
         super().__init__(adds)
-        self._samples, self.unseen = samples, AttentionFinder(self)
+        self._samples, self.unseen = samples, AttentionFinder(self, samples)
+        self.mask: Tensor | None = None
         self._made: dict[int, Call] = {}
         self.running: list[ModuleRun] = []
         self.calls: list[Call] = []
@@ -127,9 +79,6 @@ class Recorder(Follower):
         run, out = runs[-1], heads.raw
         if heads.way == FUSED:
             out = out.transpose(-3, -2)
-        if heads.way == BY_HAND:
-            for near in self.running[-OUTER:]:  # its attention was seen after all
-                self.unseen.found.pop(near.name, None)
         q, k = heads.q[0], heads.k[0]
         call = Call(run, q, k, heads.v, heads.mask, heads.scale, heads.extras, out, heads.raw)
         call.way, call.scores, call.samples = heads.way, heads.scores, self._samples
@@ -181,10 +130,19 @@ class Recorder(Follower):
             call.gated = call.way != BY_HAND and signed
             call.consumer = call.projection if call.gated else None
 
+    def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None = None) -> Scores | None:
+        """Note what may be attention that is not followed."""
+        self.unseen.weighed(by, made)
+        return made
+
+    def normalised(self, scores: Scores) -> None:
+        """Note that it is."""
+        self.unseen.absolve(scores)
+
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
         inside = next(models, None)
-        mask = None if inside is None else inside.kwargs.get("attention_mask")
+        mask = self.mask if inside is None else inside.kwargs.get(MASK)
         return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def enter(
@@ -192,7 +150,8 @@ class Recorder(Follower):
     ) -> None:
         """Run before a module of that name, as a hook."""
         args, kwargs = by_name(module, args, kwargs)
-        kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
+        caches = {key: v for key, v in kwargs.items() if isinstance(v, Cache)}
+        kwargs = kwargs | copied_state(caches)  # the pass adds to those that are given
         self.running.append(ModuleRun(module, name, args, kwargs))
         call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
         if call is not None and call.formed and _same(args[0], call.out):
@@ -224,6 +183,7 @@ def record(
     # tokens of all samples may be packed together
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
     recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True))
+    recorder.mask = None if takes_mask(model) else inputs.get(MASK)
     with ExitStack() as afterwards:
         for name, module in model.named_modules():
             enter = partial(recorder.enter, name)
@@ -234,36 +194,19 @@ def record(
     if not recorder.calls:
         own = "it seems to have no attention layers"
         if recorder.unseen.found:
-            own = f"its attention is of an unknown make, in {recorder.unseen.names([])}"
+            own = f"its attention is of an unknown make, in {recorder.unseen.names()}"
         raise CaptureError(
             f"{type(model).__name__} has no attention that can be captured: its forward pass "
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
-            f"and multiplies no softmax of products of its tokens with others ({own})"
+            f"and multiplies no softmax of products of its tokens with others ({own}). {WAYS}"
         )
-    notes = _notes(model, recorder.calls, recorder.unseen)
+    notes = _notes(model, inputs, recorder.calls, recorder.unseen)
     if drew:
         notes.append(
             "the model draws random numbers in its forward pass; it is measured at those of "
             "torch.manual_seed(0)"
         )
     return recorder.calls, notes
-
-
-def _as_it_is(value: Any) -> Any:
-    """Return a copy of a cache, to which the pass will add; its tensors are shared."""
-    if not isinstance(value, Cache):
-        return value
-    return copy.deepcopy(value, {id(t): t for t in _tensors_in(value)})
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
-    elif isinstance(value, dict) or hasattr(value, "__dict__"):
-        yield from _tensors_in([*(value if isinstance(value, dict) else vars(value)).values()])
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -279,6 +222,8 @@ def by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with all but the first by name, however they were passed."""
+    if isinstance(module, torch.jit.ScriptModule):  # which has no signature
+        return args, kwargs
     parameters = inspect.signature(module.forward).parameters.values()
     named = [p.name for p in list(parameters)[: len(args)] if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) < 2 or len(named) < len(args):

@@ -1,0 +1,254 @@
+"""What mixes tokens and is no softmax attention is named, by what it does; nothing else is."""
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lipbound as lb
+from lipbound.linalg.operator_norm import operator_norm
+from lipbound.linalg.operators import AutogradJacobian
+
+X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Heads(nn.Module):
+    """Two heads, whose outputs a function makes of queries, keys and values."""
+
+    def __init__(self, made: Callable[["Heads", Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.mix, self.score = nn.Parameter(torch.randn(2, 2)), nn.Linear(8, 1)
+        self.made = made
+
+    def heads(self, x: Tensor) -> Tensor:
+        split = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.made(self, *split)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.heads(x).transpose(1, 2).flatten(2))
+
+
+def softmax(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def exp_and_sum(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = (q @ k.mT / 8**0.5).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def sigmoid(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhnm,bhmd->bhnd", (q @ k.mT - math.log(6)).sigmoid(), v)
+
+
+def linear(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+def kernel(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    state = torch.einsum("bhnd,bhne->bhde", k, v)
+    return torch.einsum("bhnd,bhde,bhn->bhne", q, state, 1 / (q * k.sum(-2, True)).sum(-1))
+
+
+def windows(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.unflatten(2, (2, 3)) for t in (q, k, v))
+    return ((q @ k.mT).relu() @ v).flatten(2, 3)
+
+
+def additive(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return h.score((q[:, :, :, None] + k[:, :, None]).tanh()).squeeze(-1).softmax(-1) @ v
+
+
+def part_of_softmax(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With a key that is nothing."""
+    return F.pad(q @ k.mT, (0, 1)).softmax(-1)[..., :-1] @ v
+
+
+def pooling(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (h.score(q.tanh()).softmax(2) * v).sum(2, keepdim=True).expand_as(v)
+
+
+LEFT_OUT = [exp_and_sum, sigmoid, linear, kernel, windows, additive, part_of_softmax, pooling]
+
+
+class Experts(nn.Module):
+    """Experts of each token, weighed by products or by a sum."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.router, self.how = nn.Linear(16, 4), how
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        p, made = self.router(x).softmax(-1), torch.stack([one(x) for one in self.experts], 2)
+        product = self.how == "product"
+        return torch.einsum("bne,bned->bnd", p, made) if product else (p[..., None] * made).sum(2)
+
+
+class Streams(nn.Module):
+    """Several streams of every token, mixed by matrices that each token makes, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(64, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = x[:, :, None].expand(-1, -1, 4, -1)
+        for one in self.maps:
+            matrices = one(streams.flatten(2)).unflatten(-1, (4, 4))
+            streams = matrices.sigmoid() @ (matrices.softmax(-1) @ streams)
+        return streams.mean(2)
+
+
+class Gated(nn.Module):
+    """A feed-forward part whose class has a misleading name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(self.norm(x)).chunk(2, -1)
+        return self.down(a * b.softmax(-1))
+
+
+class Convolution(nn.Module):
+    """Three tokens at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.mT).mT
+
+
+class Model(nn.Module):
+    """Some parts one after the other, in a list or not."""
+
+    def __init__(self, *parts: Callable[[], nn.Module], listed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made = [one() for one in parts]
+        self.parts = nn.ModuleList(made) if listed else nn.Sequential(*made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+def plain() -> Heads:
+    return Heads(softmax)
+
+
+def said(model: nn.Module) -> tuple[int, list[str]]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        layers = lb.capture(model.eval(), X)
+    return len(layers), [str(one.message) for one in found if one.category is lb.Notice]
+
+
+@pytest.mark.parametrize("made", LEFT_OUT, ids=lambda f: f.__name__)
+def test_attention_of_another_kind_is_named_with_its_count(made: Callable[..., Tensor]) -> None:
+    def other() -> Heads:
+        return Heads(made)
+
+    count, (note,) = said(Model(plain, other, other))
+    told = "is left out, in 2 modules: parts.1 (Heads), parts.2 (Heads) of Model"
+    assert (count, note.endswith(told)) == (1, True)
+    whole = "the model itself" if made is pooling else r"1 module: the model itself \(Heads\)"
+    with pytest.raises(lb.errors.CaptureError, match=f"is of an unknown make, in .*{whole}"):
+        lb.capture(Heads(made).eval(), X)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(
+    "other", [lambda: Experts("product"), lambda: Experts("sum"), Streams, Gated], ids=str
+)
+def test_nothing_is_said_of_what_keeps_tokens_apart(
+    other: Callable[[], nn.Module], listed: bool
+) -> None:
+    assert said(Model(plain, other, plain, other, listed=listed)) == (2, [])
+    alone = r"has no attention that .* \(it seems to have no attention layers\)"
+    with pytest.raises(lb.errors.CaptureError, match=alone):
+        lb.capture(Model(other).eval(), X)
+
+
+def test_of_a_list_of_layers_those_that_mix_tokens_are_counted() -> None:
+    count, notes = said(Model(plain, Gated, Convolution, Convolution, plain, listed=True))
+    told = (
+        "was found in 2 of 5 layers in parts; the others that mix tokens (2) do it in another way"
+    )
+    assert (count, len(notes), told in notes[0]) == (2, 1, True)
+    assert said(Model(plain, Convolution)) == (1, [])
+
+
+def talking(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("hg,bhnm->bgnm", h.mix, torch.einsum("bhnd,bhmd->bhnm", q, k))
+    return torch.einsum("hg,bhnm->bgnm", h.mix, scores.softmax(-1)) @ v
+
+
+@torch.jit.script
+def clamped(t: Tensor, most: float) -> Tensor:
+    return (t / most).tanh() * most
+
+
+def softclamped(h: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return clamped(q @ k.mT / 8**0.5, 3.0).softmax(-1) @ v
+
+
+@pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
+@pytest.mark.parametrize("made", [talking, softclamped])
+def test_heads_that_are_mixed_and_scores_that_are_clamped_are_measured(
+    made: Callable[..., Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model = Heads(made).eval()
+    (layer,) = lb.capture(model, X)
+    model, x = model.double(), X.double()
+    jacobians = [torch.func.jacrev(lambda t: model.heads(t)[0])(one[None]) for one in x]
+    exact = torch.linalg.matrix_norm(torch.stack(jacobians).reshape(2, 2, 48, 96), 2)
+    torch.testing.assert_close(lb.spectral_norm(layer, tol=1e-8).lower, exact, rtol=1e-6, atol=0)
+
+
+def test_the_ways_that_a_refusal_names_are_there() -> None:
+    """What it says of operator_norm and of Attention gives the right numbers."""
+    torch.manual_seed(0)
+    model, x = Heads(exp_and_sum).double().eval(), X[:1].double()
+    with pytest.raises(lb.errors.CaptureError) as refused:
+        lb.capture(model, x)
+    assert re.search(
+        r"lipbound\.Attention.*lipbound\.linalg\.operator_norm\.operator_norm.*closed=False needs",
+        str(refused.value),
+    )
+    exact = torch.func.jacrev(lambda t: model.heads(t)[0])(x).reshape(2, 48, 96)
+    w = [
+        f.weight.detach().mT.unflatten(1, (2, 8)).transpose(0, 1)
+        for f in (model.q, model.k, model.v)
+    ]
+    b = [f.bias.detach().view(2, 8) for f in (model.q, model.k, model.v)]
+    att = lb.Attention(x, *w, b_q=b[0], b_k=b[1], b_v=b[2])
+    mine = lb.spectral_norm(att, tol=1e-9).lower[0]
+    torch.testing.assert_close(mine, torch.linalg.matrix_norm(exact, 2), rtol=1e-7, atol=0)
+    whole = operator_norm(AutogradJacobian(model.heads, x), tol=1e-9).lower[0]
+    both = torch.linalg.matrix_norm(exact.flatten(0, 1), 2)
+    torch.testing.assert_close(whole, both, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 16), (2, 8, 16), (8, 8, 16), (3, 16, 16), (2, 2, 16)])
+@pytest.mark.parametrize("made", [sigmoid, linear, kernel, additive], ids=lambda f: f.__name__)
+def test_numbers_that_are_the_same_hide_nothing(
+    made: Callable[..., Tensor], shape: tuple[int, int, int]
+) -> None:
+    """As many tokens as coordinates, samples or heads."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(lb.Notice, match=r"unknown make .* in 1 module: parts.1 \(Heads\) of Model"):
+        assert len(lb.capture(Model(plain, lambda: Heads(made)).eval(), x)) == 1

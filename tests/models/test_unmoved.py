@@ -1,0 +1,135 @@
+"""Modules that keep something from pass to pass: measured as they stand, and left as they were."""
+
+import copy
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from support.models import LLAMA
+from support.oracles import jacobians
+from torch import Tensor, nn
+
+import lipbound as lb
+from lipbound.errors import CaptureError
+
+X = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Plain(nn.Module):
+    """Two heads; what classes that derive from it keep is made of its keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def heads(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, *self.kept(k, v))
+
+    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.heads(x).transpose(1, 2).flatten(2))
+
+
+class InAttribute(Plain):
+    """Appends to a pair of tensors."""
+
+    cache: tuple[Tensor, Tensor] | None = None
+
+    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.cache is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(self.cache, (k, v), strict=True))
+        self.cache = k.detach(), v.detach()
+        return k, v
+
+
+class InBuffers(Plain):
+    """Writes into buffers, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(1, 2, 40, 8))
+        self.register_buffer("values", torch.zeros(1, 2, 40, 8))
+        self.filled, self.seen = 0, []
+
+    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        start, self.filled = self.filled, self.filled + k.shape[2]
+        self.keys[:, :, start : self.filled] = k.detach()
+        self.values[:, :, start : self.filled] = v.detach()
+        self.seen.append(k.shape)
+        before = self.keys[:, :, :start].to(k), self.values[:, :, :start].to(v)
+        return torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
+
+
+class MovingMean(Plain):
+    """Takes away a mean that every pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def heads(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + 0.1 * x.mean((0, 1))
+        self.count += 1
+        return super().heads(x - self.mean)
+
+
+def state(module: nn.Module) -> dict[str, Any]:
+    buffers = {name: (id(t), t.clone()) for name, t in module.named_buffers()}
+    others = {name: copy.deepcopy(v) for name, v in vars(module).items() if name[0] != "_"}
+    return {"buffers": buffers, **others}
+
+
+@pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("kind", [InAttribute, InBuffers, MovingMean])
+def test_what_a_module_keeps_stays_as_it_was(kind: type[Plain], filled: bool) -> None:
+    module = kind().eval()
+    if filled:
+        with torch.no_grad():
+            module(X.flip(1))
+    before, double = state(module), copy.deepcopy(module).double()
+    (layer,) = lb.capture(module, X)
+    torch.testing.assert_close(state(module), before, rtol=0, atol=0)
+    jacobian = torch.func.jacrev(lambda x: copy.deepcopy(double).heads(x)[0])(X.double())
+    exact = torch.linalg.matrix_norm(jacobian.reshape(2, 40, 80), 2)
+    mine = lb.spectral_norm(layer, tol=1e-7).lower[0]
+    torch.testing.assert_close(mine, exact.to(mine), rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
+def test_a_cache_that_is_given_does_not_grow() -> None:
+    config = tf.LlamaConfig(**LLAMA)
+    torch.manual_seed(0)
+    model, cache = tf.LlamaModel(config).eval(), tf.DynamicCache(config=config)
+    ids = torch.arange(1, 12)[None]
+    model(ids[:, :5], past_key_values=cache)  # with gradients, as a user may leave them
+    layers = lb.capture(model, {"input_ids": ids[:, 5:], "past_key_values": cache})
+    assert cache.get_seq_length() == 5
+    whole = lb.capture(model, ids)[0]  # its first layer has the same tokens, which do not interact
+    parts = jacobians(whole, 0).unflatten(-1, (11, -1))[5:, :, :, 5:]
+    exact = torch.linalg.matrix_norm(parts.movedim(1, 0).reshape(4, 36, -1), 2)
+    mine = lb.spectral_norm(layers[0], tol=1e-7).lower[0]
+    torch.testing.assert_close(mine, exact.to(mine), rtol=1e-5, atol=0)
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    """Loggers are one object however they are copied, and some things cannot be copied at all."""
+    module = InBuffers().eval()
+    module.log, module.other = logging.getLogger("lipbound.tests"), lambda: None
+    module.log.handlers_before, module.pair = [1], (torch.zeros(2), module.seen)
+    before = dict(vars(module))
+    lb.capture(module, X)
+    assert all(vars(module)[name] is value for name, value in before.items())
+    assert (module.log.handlers_before, module.seen) == ([1], [])
+    module.lock = threading.Lock()
+    with pytest.raises(CaptureError, match="InBuffers cannot be copied, to be run apart: cannot p"):
+        lb.capture(module, X)
