@@ -4,7 +4,6 @@ The module whose inputs determine queries, keys and values is copied to float64 
 these inputs; what its output projection is given is cut out of the pass as the outputs of heads.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
+from lipbound.models.capture.arrangement import arrangement
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, probe_output, relative_error
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.follower import Heads
@@ -49,7 +49,7 @@ def through_module(
     if joint:
         tokens = torch.cat([t.detach().double() for t in tensors], 1)
 
-    def cut(x: Tensor) -> tuple[Tensor, Heads]:
+    def cut(x: Tensor) -> tuple[Tensor, list[Heads]]:
         changed = [(tensors[0], x), *((t, x + offset) for t, offset in offsets)]
         if joint:
             parts = x.split([t.shape[1] for t in tensors], 1)
@@ -59,14 +59,19 @@ def through_module(
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = _arrangement(call, whole, heads)
-        made = (heads.k if stream == MEMORY else heads.q)[0]
+        arrange = arrangement(call, whole, heads)
+        made = whole if len(heads) > 1 else (heads[0].k if stream == MEMORY else heads[0].q)[0]
         axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
 
-    def function(x: Tensor) -> Tensor:
-        return _by_sample(arrange(cut(x)[0]), place, count)
-
     out = _by_sample(arrange(whole.detach()), place, count)
+    # channels may stand before the tokens
+    rest, size = range(tokens.ndim - 1, 0, -1), tokens.numel() // (count * out.shape[1])
+    last = -1 if stream == MEMORY else next((i for i in rest if tokens.shape[i] == size), -1)
+    tokens = tokens.movedim(last, -1)
+
+    def function(x: Tensor) -> Tensor:
+        return _by_sample(arrange(cut(x.movedim(-1, last))[0]), place, count)
+
     width = tokens[..., 0].numel() // count
     valid_out = (padding.of_keys if stream == INPUT else padding.of_queries)(
         call, count, out.shape[1]
@@ -77,7 +82,7 @@ def through_module(
     if bool(real.isnan().any()):
         raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN")
     w_o = None
-    if call.projection is not None and whole.shape[-1] == out[0, 0].numel():
+    if call.projection is not None and torch.equal(arrange(whole).flatten(-2), whole):
         with suppress(CaptureError):  # maps that need it say that there is none
             w_o = probe_output(call, call.projection, out)
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
@@ -89,13 +94,13 @@ def through_module(
     return attention, error, owner.run.name
 
 
-def _error(call: Call, cut: Tensor, heads: Heads) -> float:
+def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
     """Return how far a pass is from the recorded one, at the output projection where it has one.
 
     Raises:
         CaptureError: too far.
     """
-    own, raw = call.raw, heads.raw
+    own, raw = call.raw, heads[0].raw
     if call.projected is not None and call.projected.shape == cut.shape:
         own, raw = call.projected, cut  # padding of blocks of tokens is cut off there
     if raw.shape != own.shape:
@@ -107,27 +112,6 @@ def _error(call: Call, cut: Tensor, heads: Heads) -> float:
             "a state, or draws random numbers"
         )
     return error
-
-
-def _arrangement(call: Call, cut: Tensor, heads: Heads) -> Callable[[Tensor], Tensor]:
-    """Return a function from cuts to (..., heads, d_v).
-
-    Raises:
-        CaptureError: the heads cannot be told apart.
-    """
-    d_v, raw, axis = heads.width, heads.raw, heads.head_axis
-    if cut.shape[-1] == d_v and axis is not None and cut.ndim >= 4:
-        places = [axis] if cut.shape == raw.shape else [cut.ndim - 2, 1]
-        place = next((i for i in places if cut.shape[i] == raw.shape[axis]), None)
-        if place is not None:
-            return lambda t: t.movedim(place, -2)
-    if cut.shape[-1] % d_v and cut.shape[-1] % raw.shape[-2] == 0:
-        d_v = raw.shape[-2]  # channels attend to channels
-    if cut.shape[-1] % d_v:
-        raise call.unsupported(
-            f"hands on outputs of heads ({d_v} wide) in a tensor of width {cut.shape[-1]}"
-        )
-    return lambda t: t.unflatten(-1, (-1, d_v))
 
 
 def _by_sample(out: Tensor, axis: int, count: int) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
 from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun, listed
-from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
+from lipbound.models.capture.seeing.follower import Follower, Form, Heads, in_heads
 from lipbound.models.capture.seeing.interface import forward
 
 OUTER = 4
@@ -94,6 +94,12 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -
                 f"softmax attention was found in {count} of {len(module)} layers in {name}; the "
                 "others mix tokens in another way, or not at all, and are left out"
             )
+    apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
+    said += [
+        f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in one run, "
+        "and each call that goes its own way is measured as a layer by itself"
+        for run, name in apart.items()
+    ]
     if adding := [call.name for call in calls if call.adds]:
         said.append(
             "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
@@ -150,18 +156,13 @@ class Recorder(Follower):
 
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Note the module that multiplies outputs of heads with its weights first."""
+        self._put_together(heads)
         call = self._made.pop(id(heads), None)
         if call is None:
             return
         module = self.running[-1].module
         call.projection, call.projected = module if _is_linear(module) else None, x
-        if call.way == BY_HAND and heads.form is not None and x.shape[-1] % heads.width == 0:
-            apart = x.shape[-1] == heads.width and heads.form[0].ndim == 4
-            count = heads.form[0].shape[1] if apart else x.shape[-1] // heads.width
-            forms = in_heads(heads, count)
-            if forms is not None:
-                call.q, call.k, call.v = forms[:3]
-                call.out, call.formed = forms[3].transpose(1, 2), True
+        self._give_form(call, x, heads)
         if not call.formed or call.consumer is not None:
             return
         if _same(x, call.out):
@@ -180,6 +181,47 @@ class Recorder(Follower):
             signed = bool(((flat == 0) | (flat.sign() == out.sign())).all() and (flat != 0).any())
             call.gated = call.way != BY_HAND and signed
             call.consumer = call.projection if call.gated else None
+
+    def _put_together(self, heads: Heads, run: ModuleRun | None = None) -> Call | None:
+        """Make one call of those whose outputs were put together, and return it.
+
+        They are of one run of a module, or of modules of one kind that run in another.
+
+        Args:
+            heads: with parts.
+            run: which they must have in common, if given.
+        """
+        calls = [call for part in heads.parts if (call := self._made.get(id(part)))]
+        if len(calls) < max(2, len(heads.parts)) or len({type(c.module) for c in calls}) > 1:
+            return None
+        first, places = calls[0], [dict(call.around) for call in calls]
+        first_around = [pair for pair in first.around if all(pair[0] in some for some in places)]
+        if not first_around or run not in (None, first_around[0][0]):
+            return None
+        first.around, (first.run, start) = first_around, first_around[0]
+        first.pieces = tuple(some[first.run] - start for some in places)
+        first.run.calls, first.formed = first.run.calls or len(calls), False
+        self.calls = [call for call in self.calls if all(call is not one for one in calls[1:])]
+        first.turn = sum(c.module is first.module for c in self.calls if c is not first)
+        self._made[id(heads)] = first
+        return first
+
+    def _give_form(self, call: Call, x: Tensor, heads: Heads) -> None:
+        """Bring a call to (samples, heads, tokens, width), best as outputs that are projected."""
+        count, axes = max(1, x.shape[-1] // heads.width), (1, 2, 0) if heads.parts else (None,)
+        for form in (Form(count, axis, turned) for turned in (False, True) for axis in axes):
+            if call.formed and _same(x, call.out):
+                return
+            q, k, v, out, added = in_heads(heads.calls, form) or (None,) * 5
+            if q is None or k is None or v is None or out is None:
+                continue
+            out = out.transpose(1, 2)
+            if _same(x, out) or not (call.formed or heads.parts):
+                call.q, call.k, call.v, call.out, call.form, call.formed = q, k, v, out, form, True
+                if call.way == FUSED:
+                    call.mask = added
+                elif heads.parts:
+                    call.scores = added
 
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
@@ -203,6 +245,9 @@ class Recorder(Follower):
         run = self.running.pop()
         if run.inside:
             run.returned = output[0] if isinstance(output, tuple) and output else output
+            heads = self.kind(run.returned)
+            if isinstance(heads, Heads) and (call := self._put_together(heads, run)):
+                self._give_form(call, run.returned, heads)
 
 
 def record(
