@@ -198,11 +198,11 @@ class Capturer:
             weights = self._probed(row, call)
             if weights.sums:
                 parts = score_parts(call, self._parts.get(row))
-                call.scale, call.mask, call.relative = parts
-                if isinstance(parts.scale, Tensor):  # a temperature for each head
-                    factor = parts.scale * call.q.shape[-1] ** 0.5
-                    call.q, call.scale = call.q * factor.to(call.q), None
-                    weights = weights.times(factor)
+                scale, call.mask, call.relative = parts
+                call.scale = None if isinstance(scale, Tensor) else scale
+                if isinstance(scale, Tensor):  # a temperature for each head
+                    factor = scale * call.q.shape[-1] ** 0.5
+                    call.q, weights = call.q * factor.to(call.q), weights.times(factor)
                 self._parts[row] = parts._replace(mask=None)
                 call.extras = {k: t for k, t in call.extras.items() if k != "position_bias"}
             attention = assemble(call, weights)

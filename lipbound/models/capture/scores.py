@@ -74,11 +74,8 @@ def score_parts(call: Call, known: ScoreParts | None = None) -> ScoreParts:
     hidden = (passes[0].scores <= HIDDEN) & (passes[1].scores <= HIDDEN)
     if (found := _parts(call, passes, hidden)) is not None:
         return found
-    if (
-        known is not None
-        and known.relative
-        and all(one.fits(call.q.shape[-2]) for one in known.relative)
-    ):
+    fits = [one.fits(call.q.shape[-2]) for one in ([] if known is None else known.relative)]
+    if known is not None and fits and all(fits):
         scaled = _times(known.relative, float(known.scale))
         if (found := _parts(call, [one.without(scaled) for one in passes], hidden)) is not None:
             return found._replace(relative=known.relative)
