@@ -40,7 +40,7 @@ class Stopped(Exception):
 class WithoutCasts(TorchFunctionMode):
     """Leave float64 tensors in float64 where a model's own code casts to a narrower dtype.
 
-    New tensors are in float64, too.
+    New tensors are in float64, too, and what is made of integers.
     """
 
     def __enter__(self) -> Self:
@@ -56,9 +56,9 @@ class WithoutCasts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         first = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(first, Tensor) and first.dtype == torch.float64:
+        if isinstance(first, Tensor) and first.dtype not in NARROW:
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-                return first
+                return first.double()
             args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
             kwargs |= {name: torch.float64 for name, value in kwargs.items() if _is_narrow(value)}
         return func(*args, **kwargs)
@@ -84,7 +84,9 @@ class ModuleCopy:
 
     def __init__(self, run: ModuleRun, call: Call, position: int = 0):
         self.run, self.call, self.position = run, call, position
-        self.module = plain_copy(run.module).to(call.q.device).double().requires_grad_(False)
+        self.module = self._copied(run.module)
+        # modules may be arguments, too, such as biases of relative positions
+        self._given = tree_map(self._copied, (run.args, run.kwargs))
         self.inputs: list[Tensor] = []
         self._first: dict[int, Tensor] = {}  # by its identity, the input that a tensor is
         for t in tree_leaves((run.args, run.kwargs)):
@@ -92,6 +94,11 @@ class ModuleCopy:
                 first = next((one for one in self.inputs if same_values(one, t)), t)
                 self._first[id(t)] = first
                 self.inputs += [t] if first is t else []
+
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, nn.Module):
+            return value
+        return plain_copy(value).to(self.call.q.device).double().requires_grad_(False)
 
     def again(
         self, follower: Follower, changed: Iterable[tuple[Tensor, Tensor]] = (), **named: Any
@@ -108,8 +115,8 @@ class ModuleCopy:
         """
         new = {id(self._first[id(old)]): new for old, new in changed}
         replaced = {key: new[id(t)] for key, t in self._first.items() if id(t) in new}
-        given = self.run.args, {**self.run.kwargs, **named}
-        args, kwargs = tree_map(partial(_exchanged, replaced), given)
+        args, kwargs = self._given
+        args, kwargs = tree_map(partial(_exchanged, replaced), (args, {**kwargs, **named}))
         try:
             with follower, WithoutCasts():
                 return self.module(*args, **kwargs)

@@ -148,7 +148,8 @@ def owner_of(call: Call) -> tuple[Owner, Streams]:
     found: list[tuple[Owner, Streams]] = []
     refused: CaptureError | None = None
     for level, (run, position) in enumerate(call.around):
-        if level and position:  # another attention stands between
+        others = position or (refused is not None and run.inside > len(call.pieces))
+        if level and others:  # another attention stands between, or in a stack of layers
             break
         try:
             owner = Owner(run, call, position)
