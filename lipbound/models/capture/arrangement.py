@@ -41,15 +41,17 @@ class _Moved:
         found = torch.zeros_like(self._cotangent)
         if pulled.requires_grad:
             (found,) = torch.autograd.grad(pulled, self._cotangent, tangent, retain_graph=True)
-        some = (found.movedim(axis, 0).flatten(1).any(1).nonzero() for axis in range(found.ndim))
-        return [frozenset(places.flatten().tolist()) for places in some]
+        return [_places(found, axis) for axis in range(found.ndim)]
 
 
-def arrangement(call: Call, cut: Tensor, calls: Sequence[Heads]) -> Callable[[Tensor], Tensor]:
+def arrangement(
+    call: Call, x: Tensor, cut: Tensor, calls: Sequence[Heads]
+) -> Callable[[Tensor], Tensor]:
     """Return a function from cuts to (..., heads, d_v).
 
     Args:
         call: of the layer, which errors name.
+        x: the stream of tokens that ``cut`` is a function of.
         cut: what its output projection is given, made of the outputs of ``calls`` with gradients.
         calls: what these outputs are put together from.
 
@@ -58,6 +60,7 @@ def arrangement(call: Call, cut: Tensor, calls: Sequence[Heads]) -> Callable[[Te
     """
     moved, last = _Moved(cut, calls), cut.ndim - 1
     calls, raw, head_axis = moved.calls, moved.calls[0].raw, moved.calls[0].head_axis
+    head_axis = None if head_axis is None or _of_other_tokens(x, calls[0]) else head_axis
     wide = [moved.by(i, one.width_axis, 0) for i, one in enumerate(calls)]
     sizes = zip(*wide, cut.shape, strict=True)
     share = [len(frozenset[int]().union(*each)) / n for *each, n in sizes]
@@ -103,7 +106,29 @@ def arrangement(call: Call, cut: Tensor, calls: Sequence[Heads]) -> Callable[[Te
 
 
 def _apart(some: Iterable[Places], size: int) -> bool:
-    """Return whether several places of an axis, each as many, are different ones, and all."""
+    """Return whether places of an axis, each as many, are different ones, but not one for all."""
     groups = {places for places in some if places}
     counts, every = [len(places) for places in groups], frozenset[int]().union(*groups)
-    return len(groups) > 1 and len({*counts}) == 1 and len(every) == size == sum(counts)
+    parts = len(groups) > 1 or len(every) < size
+    return parts and len({*counts}) == 1 and len(every) == sum(counts)
+
+
+def _of_other_tokens(x: Tensor, call: Heads) -> bool:
+    """Return whether what seem to be heads are made of other tokens each: windows, or samples."""
+    sides = (t for t in call.form[:2] if t is not None and t.requires_grad and t.ndim > 3)
+    t = next((t for t in sides if t.shape[-3] > 1), None)
+    if t is None:
+        return False
+    found = [torch.zeros(0)] * 2
+    for i in range(2):
+        one = t.select(-3, i).select(-2, 0).square().sum()
+        (found[i],) = torch.autograd.grad(one, x, retain_graph=True, materialize_grads=True)
+    first, second = ([_places(grad, axis) for axis in range(x.ndim)] for grad in found)
+    wide = max(range(x.ndim), key=lambda axis: len(first[axis]))
+    return any(a != b for i, (a, b) in enumerate(zip(first, second, strict=True)) if i != wide)
+
+
+def _places(t: Tensor, axis: int) -> Places:
+    """Return the places of an axis where a tensor is not zero."""
+    found = (t != 0).movedim(axis, 0).flatten(1).any(1).nonzero()
+    return frozenset(found.flatten().tolist())

@@ -59,8 +59,10 @@ def through_module(
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = arrangement(call, whole, heads)
-        made = whole if len(heads) > 1 else (heads[0].k if stream == MEMORY else heads[0].q)[0]
+        arrange = arrangement(call, x, whole, heads)
+        made = (heads[0].k if stream == MEMORY else heads[0].q)[0]
+        if len(heads) > 1 or (call.form is not None and call.form.turned):
+            made = whole  # samples stand elsewhere among these
         axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
 
     out = _by_sample(arrange(whole.detach()), place, count)
@@ -100,17 +102,20 @@ def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
     Raises:
         CaptureError: too far.
     """
-    own, raw = call.raw, heads[0].raw
+    pairs = [(call.raw, heads[0].raw)]
     if call.projected is not None and call.projected.shape == cut.shape:
-        own, raw = call.projected, cut  # padding of blocks of tokens is cut off there
-    if raw.shape != own.shape:
+        pairs = [(call.projected, cut), *pairs]  # padding of blocks of tokens is cut off there
+    pairs = [(own, raw) for own, raw in pairs if own.shape == raw.shape]
+    if not pairs:
         raise call.unsupported("computes other attention when it is run by itself")
-    own, raw = (t.double().nan_to_num() for t in (own, raw.detach()))
-    if not (error := relative_error(raw, own)) <= CAPTURE_TOLERANCE:
+    errors = [relative_error(*(t.detach().double().nan_to_num() for t in pair)) for pair in pairs]
+    if not (error := min(errors)) <= CAPTURE_TOLERANCE:
         raise call.unsupported(
             f"gives other outputs when it is run by itself (off by {error:.1e} relative): it keeps "
             "a state, or draws random numbers"
         )
+    if not errors[0] <= CAPTURE_TOLERANCE:  # more than the heads were given to it
+        call.projection = None
     return error
 
 

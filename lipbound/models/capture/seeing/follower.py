@@ -30,6 +30,8 @@ PROJECTIONS = {F.linear, torch.addmm, torch.mm, F.conv1d, F.conv2d, Tensor.addmm
 NORMALISATIONS = {F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.normalize}
 PARTS = {Tensor.__getitem__, Tensor.narrow, torch.narrow, Tensor.chunk, Tensor.split}
 """Functions that return a part of a tensor."""
+JOINS = {torch.cat, torch.concat, torch.concatenate}
+"""Functions that put tensors beside each other."""
 ELLIPSIS = "ABCDEFGH"
 """Indices that an ellipsis in an equation stands for."""
 MATMUL = "...ij,...jk->...ik"
@@ -296,7 +298,7 @@ class Follower(TorchFunctionMode):
         if func in SOFTMAX:
             return FollowedSoftmax(scores[0], given[0]) if scores else None
         if any(isinstance(k, Heads) for k in kinds):
-            heads = _together(kinds, out)
+            heads = _together(kinds, out, at_least=1 if func in JOINS else 2)
             sizes = {one.raw.numel() for one in (heads, *heads.parts)}
             return heads if out.numel() in sizes or func in PARTS else None
         probabilities = next((k for k in kinds if isinstance(k, FollowedSoftmax)), None)
