@@ -84,7 +84,8 @@ def arrangement(
             found[first[i]] = [[*map(frozenset.union, *pair)] for pair in pairs]
         return [*found.values()]
 
-    tried = [(head_axis or 0, width, len(calls)), (0, width, len(calls))]
+    axes = dict.fromkeys([head_axis or 0, *range(raw.ndim - 2)])
+    tried = [(axis, width, len(calls)) for axis in axes]
     # calls that are chunks of queries move other tokens
     tried += [(head_axis or 0, axis, 1) for axis in range(last, -1, -1) if several]
     for of_raw, axis, count in tried:
@@ -119,10 +120,11 @@ def _of_other_tokens(x: Tensor, call: Heads) -> bool:
     t = next((t for t in sides if t.shape[-3] > 1), None)
     if t is None:
         return False
-    found = [torch.zeros(0)] * 2
+    found: list[Tensor] = []
+    weights = torch.linspace(1, 2, t.shape[-1], dtype=t.dtype, device=t.device)
     for i in range(2):
-        one = t.select(-3, i).select(-2, 0).square().sum()
-        (found[i],) = torch.autograd.grad(one, x, retain_graph=True, materialize_grads=True)
+        one = (t.select(-3, i).select(-2, 0) * weights).sum()
+        found += torch.autograd.grad(one, x, retain_graph=True, materialize_grads=True)
     first, second = ([_places(grad, axis) for axis in range(x.ndim)] for grad in found)
     wide = max(range(x.ndim), key=lambda axis: len(first[axis]))
     return any(a != b for i, (a, b) in enumerate(zip(first, second, strict=True)) if i != wide)

@@ -152,6 +152,25 @@ def about_padding(calls: Collection[Call]) -> list[str]:
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
 
 
+def about_zeros(calls: Collection[Call]) -> list[str]:
+    """Return a sentence where layers are given tokens that are zero.
+
+    Args:
+        calls: of attention, with their padding.
+    """
+    found = []
+    for call in calls:
+        tokens = call.given
+        if call.valid_keys is None and isinstance(tokens, Tensor) and tokens.ndim > 2:
+            zeros = int((tokens == 0).all(-1).sum())
+            found += [f"{call.name} ({zeros} of {tokens[..., 0].numel()})"] if zeros else []
+    said = (
+        "some tokens are zero, such as those that fill up windows at the edges of a picture; they "
+        "are measured like the others: they are moved, and their outputs count"
+    )
+    return [f"layer {listed(found)}: {said}"] if found else []
+
+
 def _simplified(call: Call) -> Tensor | None:
     """Return a mask without what padding of queries and of keys makes of it.
 

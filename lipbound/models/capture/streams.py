@@ -205,7 +205,7 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
     if call.run.calls > len(call.pieces) or (len(call.pieces) > 1 and call.form is None):
         raise call.unsupported(
             f"calls attention {call.run.calls} times whenever it runs (differential attention, "
-            "or tokens part by part)"
+            "parts with keys of their own, or outputs that are added)"
         )
     _ = call.x
     if call.changed and not (call.gated and stream == INPUT):
