@@ -391,7 +391,7 @@ def _heads(kind: FollowedSoftmax, v: Tensor, out: Tensor, letters: Letters) -> H
     wide = "".join(x for x in of_v if x not in of_p)
     if len(wide) != 1 or wide not in result:
         return heads
-    heads.width_axis = result.index(wide)
+    heads.width_axis = result.index(wide) - len(result)
     heads.width = out.shape[heads.width_axis]
     heads.head_axis = result.index(batch[-1]) if len(batch) > 1 and batch[-1] in result else None
     values = _permuted(v, of_v, batch + column + wide)
