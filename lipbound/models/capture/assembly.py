@@ -158,12 +158,9 @@ def about_zeros(calls: Collection[Call]) -> list[str]:
     Args:
         calls: of attention, with their padding.
     """
-    found = []
-    for call in calls:
-        tokens = call.given
-        if call.valid_keys is None and isinstance(tokens, Tensor) and tokens.ndim > 2:
-            zeros = int((tokens == 0).all(-1).sum())
-            found += [f"{call.name} ({zeros} of {tokens[..., 0].numel()})"] if zeros else []
+    given = [(call.name, call.given) for call in calls if call.valid_keys is None]
+    tokens = [(name, t) for name, t in given if isinstance(t, Tensor) and t.ndim > 2]
+    found = [name for name, t in tokens if bool((t == 0).all(-1).any())]
     said = (
         "some tokens are zero, such as those that fill up windows at the edges of a picture; they "
         "are measured like the others: they are moved, and their outputs count"

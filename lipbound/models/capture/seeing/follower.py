@@ -242,8 +242,7 @@ class Follower(TorchFunctionMode):
         if out is None:
             with self.paused(), torch._C.DisableTorchFunction():
                 out = self.fused(query, key, value, attn_mask, dropout_p, is_causal, **kw)
-        added = None if mask is None else mask.expand(*query.shape[:-1], key.shape[-2])
-        heads.form = query, key, value, out, added
+        heads.form = query, key, value, out, mask
         self._done(heads, out, out.ndim - 3 if out.ndim > 3 else None)
         return out
 
@@ -411,14 +410,12 @@ def _together(kinds: Sequence[Kind], out: Tensor, at_least: int = 2) -> Heads:
         out: what is made.
         at_least: the number of calls from which on it has parts.
     """
-    heads = [kind for kind in kinds if isinstance(kind, Heads)]
+    heads = [*dict.fromkeys(kind for kind in kinds if isinstance(kind, Heads))]
     parts = dict.fromkeys(chain(*(one.calls for one in heads)))
     fresh = tuple(one for one in parts if not one.is_projected)
-    if len(fresh) < at_least:
-        return next((one for one in reversed(heads) if not one.is_projected), heads[0])
-    if len(fresh) == 1 or all(fresh != one.parts for one in heads):
-        return replace(fresh[0], parts=fresh, raw=out)
-    return next(one for one in heads if one.parts == fresh)
+    if not fresh or len(heads) < at_least:
+        return heads[0]
+    return fresh[0] if len(fresh) < at_least else replace(fresh[0], parts=fresh, raw=out)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -441,21 +438,20 @@ def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Tensor | None, ...]:
     found: list[Tensor | None] = []
     for side, some in enumerate(zip(*(one.form for one in parts), strict=True)):
         made = [t for t in some if t is not None]
-        if len(made) < len(some):  # no masks
-            if made:
-                return ()
-            found.append(None)
+        if not made or (len(parts) == 1 and parts[0].way == BY_HAND and side == 4):
+            found += some[:1]
             continue
         try:
+            if side == 4:  # masks may be the same for all samples, heads or queries
+                shapes = [one.form[0].shape[:-1] for one in parts if one.form[0] is not None]
+                made = [t.expand(*shape, -1) for t, shape in zip(made, shapes, strict=True)]
             made = [torch.cat(made)] if form.axis == 0 else made
             made = [t.unflatten(0, (-1, count)) if t.ndim == 3 else t for t in made]
             made = [t.transpose(0, 1) if form.turned else t for t in made]
             if form.axis == 2 and side in (1, 2):  # all queries have the same keys and values
-                if not all(torch.equal(t, made[0]) for t in made):
-                    return ()
-                made = made[:1]
+                made = made[:1] if all(torch.equal(t, made[0]) for t in made) else []
             whole = made[0] if len(made) == 1 else torch.cat(made, form.axis or 0)
-        except RuntimeError:  # shapes that do not fit
+        except (RuntimeError, ValueError):  # shapes or keys that do not fit, or some without a mask
             return ()
         first = whole if not found or found[0] is None else found[0]
         if whole.ndim != 4 or first.shape[1] % whole.shape[1] or len(whole) != len(first):

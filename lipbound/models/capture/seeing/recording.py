@@ -157,8 +157,8 @@ class Recorder(Follower):
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Note the module that multiplies outputs of heads with its weights first."""
         self._put_together(heads)
-        call = self._made.pop(id(heads), None)
-        if call is None:
+        call = self._made.pop(id(heads.calls[0]), None)
+        if call is None or len(heads.parts) == 1:  # beside other things
             return
         module = self.running[-1].module
         call.projection, call.projected = module if _is_linear(module) else None, x
@@ -182,29 +182,32 @@ class Recorder(Follower):
             call.gated = call.way != BY_HAND and signed
             call.consumer = call.projection if call.gated else None
 
-    def _put_together(self, heads: Heads, run: ModuleRun | None = None) -> Call | None:
-        """Make one call of those whose outputs were put together, and return it.
+    def _put_together(
+        self, heads: Heads, run: ModuleRun | None = None, returned: Tensor | None = None
+    ) -> None:
+        """Make one call, the first, of those whose outputs were put together.
 
         They are of one run of a module, or of modules of one kind that run in another.
 
         Args:
             heads: with parts.
             run: which they must have in common, if given.
+            returned: what that returned.
         """
         calls = [call for part in heads.parts if (call := self._made.get(id(part)))]
         if len(calls) < max(2, len(heads.parts)) or len({type(c.module) for c in calls}) > 1:
-            return None
+            return
         first, places = calls[0], [dict(call.around) for call in calls]
-        first_around = [pair for pair in first.around if all(pair[0] in some for some in places)]
-        if not first_around or run not in (None, first_around[0][0]):
-            return None
-        first.around, (first.run, start) = first_around, first_around[0]
+        around = [pair for pair in first.around if all(pair[0] in some for some in places)]
+        if not around or run not in (None, around[0][0]):
+            return
+        first.around, (first.run, start) = around, around[0]
         first.pieces = tuple(some[first.run] - start for some in places)
         first.run.calls, first.formed = first.run.calls or len(calls), False
         self.calls = [call for call in self.calls if all(call is not one for one in calls[1:])]
         first.turn = sum(c.module is first.module for c in self.calls if c is not first)
-        self._made[id(heads)] = first
-        return first
+        if returned is not None:
+            self._give_form(first, returned, heads)
 
     def _give_form(self, call: Call, x: Tensor, heads: Heads) -> None:
         """Bring a call to (samples, heads, tokens, width), best as outputs that are projected."""
@@ -246,8 +249,8 @@ class Recorder(Follower):
         if run.inside:
             run.returned = output[0] if isinstance(output, tuple) and output else output
             heads = self.kind(run.returned)
-            if isinstance(heads, Heads) and (call := self._put_together(heads, run)):
-                self._give_form(call, run.returned, heads)
+            if isinstance(heads, Heads):
+                self._put_together(heads, run, run.returned)
 
 
 def record(
