@@ -86,8 +86,9 @@ def arrangement(
 
 
 def _places(t: Tensor) -> list[Places]:
-    some = ((t != 0).movedim(axis, 0).flatten(1).any(1).nonzero() for axis in range(t.ndim))
-    return [frozenset(places.flatten().tolist()) for places in some]
+    some, axes = t != 0, range(t.ndim)
+    found = (some.any([other for other in axes if other != axis]) for axis in axes)
+    return [frozenset(places.nonzero().flatten().tolist()) for places in found]
 
 
 def _apart(some: Sequence[Places], size: int) -> bool:

@@ -157,8 +157,9 @@ class Recorder(Follower):
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Note the module that multiplies outputs of heads with its weights first."""
         self._put_together(heads)
-        call = self._made.pop(id(heads.calls[0]), None)
-        if call is None or len(heads.parts) == 1:  # beside other things
+        beside = len(heads.parts) == 1  # something else
+        call = None if beside else self._made.pop(id(heads.calls[0]), None)
+        if call is None:
             return
         module = self.running[-1].module
         call.projection, call.projected = module if _is_linear(module) else None, x
