@@ -102,10 +102,9 @@ def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
     Raises:
         CaptureError: too far.
     """
-    pairs = [(call.raw, heads[0].raw)]
-    if call.projected is not None and call.projected.shape == cut.shape:
-        pairs = [(call.projected, cut), *pairs]  # padding of blocks of tokens is cut off there
-    pairs = [(own, raw) for own, raw in pairs if own.shape == raw.shape]
+    # padding of blocks of tokens is cut off where they are projected
+    seen = (call.projected, cut), (call.raw, heads[0].raw)
+    pairs = [(a, b) for a, b in seen if a is not None and a.shape == b.shape]
     if not pairs:
         raise call.unsupported("computes other attention when it is run by itself")
     errors = [relative_error(*(t.detach().double().nan_to_num() for t in pair)) for pair in pairs]

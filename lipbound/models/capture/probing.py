@@ -134,13 +134,10 @@ class _AtAttention(Follower):
 
     def computed(self, heads: Heads) -> None:
         self._parts += [heads] if heads.way == self._call.way else []
-        places = self._call.pieces
-        if self._call.form is not None and len(self._parts) == len(places):
-            order = map(sorted(places).index, places)
-            forms = in_heads([self._parts[i] for i in order], self._call.form)
-            if forms:
-                name = "scores" if self._call.way == BY_HAND else "mask"
-                raise Stopped(forms[:3], {name: forms[4], "scale": heads.scale})
+        form, done = self._call.form, len(self._parts) == len(self._call.pieces)
+        if form is not None and done and (forms := in_heads(self._parts, form)):
+            name = "scores" if self._call.way == BY_HAND else "mask"
+            raise Stopped(forms[:3], {name: forms[4], "scale": heads.scale})
 
 
 class ProbedLayer:

@@ -35,14 +35,9 @@ class _UpToProjection(Follower):
         self.found.append(heads)
 
     def projected(self, x: Tensor, heads: Heads) -> None:
-        if self.wanted and self.wanted[0] in heads.calls:
-            raise Stopped(x)
-
-    @property
-    def wanted(self) -> list[Heads]:
-        """The calls; empty before all were made."""
         done = len(self.found) > max(self._positions)
-        return [self.found[i] for i in self._positions] if done else []
+        if done and self.found[self._positions[0]] in heads.calls:
+            raise Stopped(x)
 
 
 class Owner(ModuleCopy):
@@ -60,8 +55,9 @@ class Owner(ModuleCopy):
         places = [self.position + place for place in self.call.pieces]
         follower = _UpToProjection(places, self.call.adds)
         end = self.again(follower, changed)
-        if not (parts := follower.wanted):
+        if len(follower.found) <= max(places):
             raise self.call.unsupported("computes no attention when it is run by itself")
+        parts = [follower.found[place] for place in places]
         if isinstance(end, Stopped):
             return end.args[0], parts
         kinds = [(t, follower.kind(t)) for t in tree_leaves(end) if isinstance(t, Tensor)]
@@ -148,8 +144,8 @@ def owner_of(call: Call) -> tuple[Owner, Streams]:
     found: list[tuple[Owner, Streams]] = []
     refused: CaptureError | None = None
     for level, (run, position) in enumerate(call.around):
-        others = position or (refused is not None and run.inside > len(call.pieces))
-        if level and others:  # another attention stands between, or in a stack of layers
+        # another attention stands between, or there is a stack of layers
+        if level and (position or (refused and run.inside > len(call.pieces))):
             break
         try:
             owner = Owner(run, call, position)

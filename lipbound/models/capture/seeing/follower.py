@@ -104,7 +104,7 @@ class Heads:
     boolean: bool = False
     adds: bool = False
     scores: Tensor | None = None
-    form: tuple[Tensor | None, ...] = ()
+    form: tuple[Any, ...] = ()
     raw: Tensor = field(default_factory=lambda: torch.zeros(0))
     width: int = 0
     head_axis: int | None = None
@@ -423,7 +423,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [t for t in chain(*given) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Tensor | None, ...]:
+def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Any, ...]:
     """Return queries, keys, values, outputs and scores as (samples, heads, tokens, width) each.
 
     Heads may share keys and values. Empty where the calls have no such form.
@@ -435,7 +435,7 @@ def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Tensor | None, ...]:
     if not all(one.form and one.scale == parts[0].scale for one in parts):
         return ()
     count = form.heads // (len(parts) if form.axis == 1 else 1)
-    found: list[Tensor | None] = []
+    found: list[Any] = []
     for side, some in enumerate(zip(*(one.form for one in parts), strict=True)):
         made = [t for t in some if t is not None]
         if not made or (len(parts) == 1 and parts[0].way == BY_HAND and side == 4):
@@ -443,8 +443,8 @@ def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Tensor | None, ...]:
             continue
         try:
             if side == 4:  # masks may be the same for all samples, heads or queries
-                shapes = [one.form[0].shape[:-1] for one in parts if one.form[0] is not None]
-                made = [t.expand(*shape, -1) for t, shape in zip(made, shapes, strict=True)]
+                rows = zip(made, (one.form[0].shape[:-1] for one in parts), strict=True)
+                made = [t.expand(*shape, -1) for t, shape in rows]
             made = [torch.cat(made)] if form.axis == 0 else made
             made = [t.unflatten(0, (-1, count)) if t.ndim == 3 else t for t in made]
             made = [t.transpose(0, 1) if form.turned else t for t in made]
@@ -453,7 +453,7 @@ def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Tensor | None, ...]:
             whole = made[0] if len(made) == 1 else torch.cat(made, form.axis or 0)
         except (RuntimeError, ValueError):  # shapes or keys that do not fit, or some without a mask
             return ()
-        first = whole if not found or found[0] is None else found[0]
+        first = found[0] if found else whole
         if whole.ndim != 4 or first.shape[1] % whole.shape[1] or len(whole) != len(first):
             return ()
         found.append(whole)

@@ -157,8 +157,9 @@ class Recorder(Follower):
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Note the module that multiplies outputs of heads with its weights first."""
         self._put_together(heads)
-        beside = len(heads.parts) == 1  # something else
-        call = None if beside else self._made.pop(id(heads.calls[0]), None)
+        if len(heads.parts) == 1:  # beside something else
+            return
+        call = self._made.pop(id(heads.calls[0]), None)
         if call is None:
             return
         module = self.running[-1].module
@@ -183,17 +184,14 @@ class Recorder(Follower):
             call.gated = call.way != BY_HAND and signed
             call.consumer = call.projection if call.gated else None
 
-    def _put_together(
-        self, heads: Heads, run: ModuleRun | None = None, returned: Tensor | None = None
-    ) -> None:
+    def _put_together(self, heads: Heads, run: ModuleRun | None = None) -> None:
         """Make one call, the first, of those whose outputs were put together.
 
         They are of one run of a module, or of modules of one kind that run in another.
 
         Args:
             heads: with parts.
-            run: which they must have in common, if given.
-            returned: what that returned.
+            run: that returned this, if one did, and is what they must have in common.
         """
         calls = [call for part in heads.parts if (call := self._made.get(id(part)))]
         if len(calls) < max(2, len(heads.parts)) or len({type(c.module) for c in calls}) > 1:
@@ -207,8 +205,8 @@ class Recorder(Follower):
         first.run.calls, first.formed = first.run.calls or len(calls), False
         self.calls = [call for call in self.calls if all(call is not one for one in calls[1:])]
         first.turn = sum(c.module is first.module for c in self.calls if c is not first)
-        if returned is not None:
-            self._give_form(first, returned, heads)
+        if run is not None:
+            self._give_form(first, run.returned, heads)
 
     def _give_form(self, call: Call, x: Tensor, heads: Heads) -> None:
         """Bring a call to (samples, heads, tokens, width), best as outputs that are projected."""
@@ -216,16 +214,14 @@ class Recorder(Follower):
         for form in (Form(count, axis, turned) for turned in (False, True) for axis in axes):
             if call.formed and _same(x, call.out):
                 return
-            q, k, v, out, added = in_heads(heads.calls, form) or (None,) * 5
-            if q is None or k is None or v is None or out is None:
-                continue
-            out = out.transpose(1, 2)
-            if _same(x, out) or not (call.formed or heads.parts):
-                call.q, call.k, call.v, call.out, call.form, call.formed = q, k, v, out, form, True
+            made = in_heads(heads.calls, form)
+            if made and (_same(x, made[3].transpose(1, 2)) or not (call.formed or heads.parts)):
+                (call.q, call.k, call.v), call.out = made[:3], made[3].transpose(1, 2)
+                call.form, call.formed = form, True
                 if call.way == FUSED:
-                    call.mask = added
+                    call.mask = made[4]
                 elif heads.parts:
-                    call.scores = added
+                    call.scores = made[4]
 
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
@@ -251,7 +247,7 @@ class Recorder(Follower):
             run.returned = output[0] if isinstance(output, tuple) and output else output
             heads = self.kind(run.returned)
             if isinstance(heads, Heads):
-                self._put_together(heads, run, run.returned)
+                self._put_together(heads, run)
 
 
 def record(
