@@ -283,6 +283,34 @@ def test_channels_before_tokens() -> None:
     assert run["length"].values.tolist() == [6, 6]
 
 
+class Grouped(nn.Module):
+    """Heads whose groups are projected apart, one head of each group beside the others' first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.weights = nn.Linear(16, 48), nn.Parameter(torch.randn(2, 8, 5))
+
+    def heads(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return fused(q, k, v).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.heads(x).unflatten(2, (2, 2)).flatten(-2)
+        return torch.einsum("bngd,gdo->bngo", groups, self.weights).flatten(2)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_groups_of_heads_that_are_projected_apart(closed: bool) -> None:
+    model = build(Grouped).double()
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (att,) = lb.capture(model, x, closed=closed)
+    assert (att.samples, att.heads, att.tokens, att.d_v) == (2, 4, 6, 4)
+    jacobian = torch.func.jacrev(lambda one: model.heads(one[None])[0])(x[0]).flatten(3)
+    expected = [torch.linalg.matrix_norm(jacobian[:, h].flatten(0, 1), 2) for h in range(4)]
+    mine = lb.spectral_norm(att, tol=1e-9).lower[0]
+    torch.testing.assert_close(mine, torch.stack(expected), rtol=1e-7, atol=0)
+
+
 class Biased(nn.Module):
     """Attention that is handed the module of its biases, as x-transformers does."""
 

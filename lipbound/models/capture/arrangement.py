@@ -61,9 +61,17 @@ def arrangement(
             found[owner] = [[*map(frozenset.union, *pair)] for pair in pairs]
         return [*found.values()]
 
+    several = known is not None and raw.shape[known] > 1
     one, other = (moved(0, calls[0].width_axis, place) for place in (0, -1))
-    width = next((a for a in range(last, -1, -1) if one[a] != other[a]), None)
-    end, several = last if width is None else width, known is not None and raw.shape[known] > 1
+    wide = {axis for axis in range(cut.ndim) if one[axis] != other[axis]}
+    places = made(known or 0)[0] if several else []
+    along = {axis for axis in range(cut.ndim) if len({some[axis] for some in places}) > 1}
+    if len(wide | along) > 1 and (len(wide) > 1 or wide & along):  # groups of heads, say
+        axes, back = sorted(wide | along), [*range(-len(wide | along), 0)]
+        inner = arrangement(call, x, cut.movedim(axes, back).flatten(back[0]), calls)
+        return lambda t: inner(t.movedim(axes, back).flatten(back[0]))
+    width = max(wide, default=None)
+    end = last if width is None else width
     tried = [(a, end, len(calls)) for a in dict.fromkeys([known or 0, *range(raw.ndim - 2)])]
     # calls that are chunks of queries move other tokens
     tried += [(known or 0, axis, 1) for axis in range(last, -1, -1) if several]
