@@ -63,6 +63,10 @@ def chunks_of_queries_by_hand(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor
     return joined(out)
 
 
+def a_single_chunk(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return joined(torch.cat([fused(q, k, v)], -2))
+
+
 def chunks_that_see_their_past(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     past = [(slice(i, i + 2), slice(i + 2)) for i in range(0, 6, 2)]
     return joined(
@@ -148,7 +152,7 @@ def one_linear_head(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tenso
 KINDS: dict[str, tuple[Callable[..., Tensor], bool, list[slice]]] = {
     mix.__name__: (mix, closed, [slice(4 * h, 4 * h + 4) for h in range(HEADS)])
     for mix, closed in (
-        *((chunks_of_queries, True), (chunks_of_queries_by_hand, True)),
+        *((chunks_of_queries, True), (chunks_of_queries_by_hand, True), (a_single_chunk, True)),
         *((chunks_that_see_their_past, False), (slices_of_heads, True), (head_by_head, True)),
         *((sample_by_sample, True), (blocks_of_keys, False), (two_that_are_added, False)),
         *((differences, False), (heads_first, True), (temperatures, True), (windows, False)),

@@ -297,7 +297,8 @@ class Follower(TorchFunctionMode):
         if func in SOFTMAX:
             return FollowedSoftmax(scores[0], given[0]) if scores else None
         if any(isinstance(k, Heads) for k in kinds):
-            heads = _together(kinds, out, at_least=1 if func in JOINS else 2)
+            wider = func in JOINS and out.numel() > max(t.numel() for t in given)
+            heads = _together(kinds, out, at_least=1 if wider else 2)
             sizes = {one.raw.numel() for one in (heads, *heads.parts)}
             return heads if out.numel() in sizes or func in PARTS else None
         probabilities = next((k for k in kinds if isinstance(k, FollowedSoftmax)), None)
