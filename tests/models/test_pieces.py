@@ -345,6 +345,8 @@ class Stack(nn.Module):
 
 def test_modules_among_the_arguments() -> None:
     model = build(Stack)
+    for weights in model.parameters():  # of a size that float32 resolves
+        weights.data.mul_(0.3)
     found = Capturer(model).run({"x": X.float()})
     assert [layer.name for layer in found] == ["layers.0", "layers.1"]
     assert all(isinstance(layer.attention, Attention) for layer in found)
