@@ -5,6 +5,7 @@ these inputs; what its output projection is given is cut out of the pass as the 
 """
 
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lipbound.models.capture.arrangement import arrangement
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, probe_output, relative_error
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.follower import Heads
-from lipbound.models.capture.streams import Padding, owner_of
+from lipbound.models.capture.streams import Owner, Padding, owner_of
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 
@@ -36,25 +37,22 @@ def through_module(
     Raises:
         CaptureError: the module cannot be run by itself, or does not reproduce the pass.
     """
-    owner, streams = owner_of(call)
+    owner, streams = owner_of(call, stream)
     error = _error(call, *owner())
     if stream not in streams.named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(streams.named))
     if stream not in streams.named:
         raise call.unsupported(f"depends on no stream of {stream}")
     tensors, joint = streams.named[stream], streams.joint
-    tokens = tensors[0].detach().double()
-    same = [t for t in tensors[1:] if t.shape == tokens.shape and not joint]
-    offsets = [(t, t.detach().double() - tokens) for t in same]
-    if joint:
-        tokens = torch.cat([t.detach().double() for t in tensors], 1)
+    along = 1 if joint else -1  # keys and values of two tensors have the same tokens
+    try:
+        tokens = torch.cat([t.detach().double() for t in tensors], along)
+    except RuntimeError as error:
+        raise call.unsupported("makes keys and values of tensors of two layouts") from error
 
     def cut(x: Tensor) -> tuple[Tensor, list[Heads]]:
-        changed = [(tensors[0], x), *((t, x + offset) for t, offset in offsets)]
-        if joint:
-            parts = x.split([t.shape[1] for t in tensors], 1)
-            changed = list(zip(tensors, parts, strict=True))
-        return owner(changed)
+        parts = x.split([t.shape[along] for t in tensors], along)
+        return owner(list(zip(tensors, parts, strict=True)))
 
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
@@ -84,16 +82,34 @@ def through_module(
     if bool(real.isnan().any()):
         raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN")
     w_o = None
-    if call.projection is not None and torch.equal(arrange(whole).flatten(-2), whole):
+    if call.projection is not None and arrange(whole).flatten(-2).shape == whole.shape:
         with suppress(CaptureError):  # maps that need it say that there is none
-            w_o = probe_output(call, call.projection, out)
+            flat = probe_output(call, call.projection, whole.detach()[..., None, :])
+            assert flat is not None
+            rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
+            w_o = arrange(rows).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
     attention = ModuleAttention(
         tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
+    attention = replace(attention, details=_details(call, owner, out, heads, streams.held))
     return attention, error, owner.run.name
+
+
+def _details(
+    call: Call, owner: Owner, out: Tensor, heads: list[Heads], held: bool
+) -> tuple[str, ...]:
+    """Return what there is to say of the outputs of heads, in words."""
+    found, raws = [], torch.cat([one.raw.flatten() for one in heads])
+    own, mine = (t.detach().nan_to_num().flatten().sort().values for t in (raws, out))
+    if not torch.equal(own, mine) and len(own) == len(mine):
+        found = ["what is done to the outputs of heads before their projection is part of them"]
+    elif call.changed:
+        found = ["outputs of heads are those that attention returns"]
+    found += ["other tensors that queries, keys or values are made of are held"] * held
+    return (*found, *["what the code detaches moves as well"] * owner.detaches)
 
 
 def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
