@@ -90,7 +90,30 @@ def arrangement(
         raise call.unsupported(
             f"hands on outputs of heads ({d_v} wide) in a tensor of width {cut.shape[-1]}"
         )
-    return lambda t: t.unflatten(-1, (-1, d_v))
+    layouts: list[Callable[[Tensor], Tensor]] = [
+        lambda t: t.unflatten(-1, (-1, d_v)),
+        lambda t: t.unflatten(-1, (d_v, -1)).mT,
+    ]
+    shares = [_own_share(layout(cut), raw, known) for layout in layouts]
+    return layouts[shares[1] > max(0.5, shares[0]) + 1e-9]  # less is chance
+
+
+def _own_share(out: Tensor, raw: Tensor, axis: int | None) -> float:
+    """Return which part of what the first of the heads is made of belongs to it.
+
+    Args:
+        out: outputs (..., heads, d_v), made of ``raw``.
+        raw: outputs as they were computed.
+        axis: of ``raw`` that counts heads; None where samples and heads share the first.
+    """
+    count = out.shape[-2]
+    if len(raw) % count if axis is None else raw.shape[axis] != count:
+        return 0.0
+    made = (out[..., 0, :].nan_to_num() * torch.linspace(1, 2, out.shape[-1]).to(out)).sum()
+    (grad,) = torch.autograd.grad(made, raw, retain_graph=True, materialize_grads=True)
+    grad = grad.unflatten(0, (-1, count)) if axis is None else grad
+    inside = grad.select(1 if axis is None else axis, 0)
+    return float(inside.square().sum() / grad.square().sum())
 
 
 def _places(t: Tensor) -> list[Places]:
