@@ -171,7 +171,9 @@ def test_attention_of_another_kind_is_named_with_its_count(made: Callable[..., T
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
-    "other", [lambda: Experts("product"), lambda: Experts("sum"), Streams, Gated], ids=str
+    "other",
+    [lambda: Experts("product"), lambda: Experts("sum"), Streams, Gated],
+    ids=["product", "sum", "streams", "gated"],
 )
 def test_nothing_is_said_of_what_keeps_tokens_apart(
     other: Callable[[], nn.Module], listed: bool

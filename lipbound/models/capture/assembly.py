@@ -153,6 +153,22 @@ def about_padding(calls: Collection[Call]) -> list[str]:
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
 
 
+def about_zeros(calls: Collection[Call]) -> list[str]:
+    """Return a sentence where layers are given tokens that are zero.
+
+    Args:
+        calls: of attention, with their padding.
+    """
+    given = [(call.name, call.given) for call in calls if call.valid_keys is None]
+    tokens = [(name, t) for name, t in given if isinstance(t, Tensor) and t.ndim > 2]
+    found = [name for name, t in tokens if bool((t == 0).all(-1).any())]
+    said = (
+        "some tokens are zero, such as those that fill up windows at the edges of a picture; they "
+        "are measured like the others: they are moved, and their outputs count"
+    )
+    return [f"layer {listed(found)}: {said}"] if found else []
+
+
 def _simplified(call: Call) -> Tensor | None:
     """Return a mask without what padding of queries and of keys makes of it.
 

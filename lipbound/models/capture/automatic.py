@@ -4,7 +4,6 @@ The module whose inputs determine queries, keys and values is copied to float64 
 these inputs; what its output projection is given is cut out of the pass as the outputs of heads.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
+from lipbound.models.capture.arrangement import arrangement
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, probe_output, relative_error
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.follower import Heads
@@ -50,21 +50,28 @@ def through_module(
     except RuntimeError as error:
         raise call.unsupported("makes keys and values of tensors of two layouts") from error
 
-    def cut(x: Tensor) -> tuple[Tensor, Heads]:
+    def cut(x: Tensor) -> tuple[Tensor, list[Heads]]:
         parts = x.split([t.shape[along] for t in tensors], along)
         return owner(list(zip(tensors, parts, strict=True)))
 
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = _arrangement(call, whole, heads, None if stream == MEMORY else x)
-        made = (heads.k if stream == MEMORY else heads.q)[0]
-        axis, count, place = _samples(call, x, arrange(whole, heads), made, call.samples)
+        arrange = arrangement(call, x, whole, heads)
+        made = (heads[0].k if stream == MEMORY else heads[0].q)[0]
+        if len(heads) > 1 or (call.form is not None and call.form.turned):
+            made = whole  # samples stand elsewhere among these
+        axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
+
+    out = _by_sample(arrange(whole.detach()), place, count)
+    # channels may stand before the tokens
+    rest, size = range(tokens.ndim - 1, 0, -1), tokens.numel() // (count * out.shape[1])
+    last = -1 if stream == MEMORY else next((i for i in rest if tokens.shape[i] == size), -1)
+    tokens = tokens.movedim(last, -1)
 
     def function(x: Tensor) -> Tensor:
-        return _by_sample(arrange(*cut(x)), place, count)
+        return _by_sample(arrange(cut(x.movedim(-1, last))[0]), place, count)
 
-    out = _by_sample(arrange(whole, heads).detach(), place, count)
     width = tokens[..., 0].numel() // count
     valid_out = (padding.of_keys if stream == INPUT else padding.of_queries)(
         call, count, out.shape[1]
@@ -75,12 +82,12 @@ def through_module(
     if bool(real.isnan().any()):
         raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN")
     w_o = None
-    if call.projection is not None and whole.shape[-1] == out[0, 0].numel():
+    if call.projection is not None and arrange(whole).flatten(-2).shape == whole.shape:
         with suppress(CaptureError):  # maps that need it say that there is none
             flat = probe_output(call, call.projection, whole.detach()[..., None, :])
             assert flat is not None
             rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
-            w_o = arrange(rows, heads).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
+            w_o = arrange(rows).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
@@ -91,10 +98,12 @@ def through_module(
     return attention, error, owner.run.name
 
 
-def _details(call: Call, owner: Owner, out: Tensor, heads: Heads, held: bool) -> tuple[str, ...]:
+def _details(
+    call: Call, owner: Owner, out: Tensor, heads: list[Heads], held: bool
+) -> tuple[str, ...]:
     """Return what there is to say of the outputs of heads, in words."""
-    found = []
-    own, mine = (t.detach().nan_to_num().flatten().sort().values for t in (heads.raw, out))
+    found, raws = [], torch.cat([one.raw.flatten() for one in heads])
+    own, mine = (t.detach().nan_to_num().flatten().sort().values for t in (raws, out))
     if not torch.equal(own, mine) and len(own) == len(mine):
         found = ["what is done to the outputs of heads before their projection is part of them"]
     elif call.changed:
@@ -103,85 +112,26 @@ def _details(call: Call, owner: Owner, out: Tensor, heads: Heads, held: bool) ->
     return (*found, *["what the code detaches moves as well"] * owner.detaches)
 
 
-def _error(call: Call, cut: Tensor, heads: Heads) -> float:
+def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
     """Return how far a pass is from the recorded one, at the output projection where it has one.
 
     Raises:
         CaptureError: too far.
     """
-    own, raw = call.raw, heads.raw
-    if call.projected is not None and call.projected.shape == cut.shape:
-        own, raw = call.projected, cut  # padding of blocks of tokens is cut off there
-    if raw.shape != own.shape:
+    # padding of blocks of tokens is cut off where they are projected
+    seen = (call.projected, cut), (call.raw, heads[0].raw)
+    pairs = [(a, b) for a, b in seen if a is not None and a.shape == b.shape]
+    if not pairs:
         raise call.unsupported("computes other attention when it is run by itself")
-    own, raw = (t.double().nan_to_num() for t in (own, raw.detach()))
-    if not (error := relative_error(raw, own)) <= CAPTURE_TOLERANCE:
+    errors = [relative_error(*(t.detach().double().nan_to_num() for t in pair)) for pair in pairs]
+    if not (error := min(errors)) <= CAPTURE_TOLERANCE:
         raise call.unsupported(
             f"gives other outputs when it is run by itself (off by {error:.1e} relative): it keeps "
             "a state, or draws random numbers"
         )
+    if not errors[0] <= CAPTURE_TOLERANCE:  # more than the heads were given to it
+        call.projection = None
     return error
-
-
-def _arrangement(
-    call: Call, cut: Tensor, heads: Heads, x: Tensor | None
-) -> Callable[[Tensor, Heads], Tensor]:
-    """Return a function from cuts and heads to (..., heads, d_v), each made of one head's outputs.
-
-    Args:
-        call: of the layer.
-        cut: made of ``x``.
-        heads: made of ``x``.
-        x: the tokens that outputs belong to, where they are known.
-
-    Raises:
-        CaptureError: the heads cannot be told apart.
-    """
-    raw, axis, width = heads.raw, heads.head_axis, heads.width
-    if cut.shape[-1] == width and axis is not None and cut.ndim >= 4:
-        places = [axis] if cut.shape == raw.shape else [cut.ndim - 2, 1]
-        place = next((i for i in places if cut.shape[i] == raw.shape[axis]), None)
-        if place is not None:
-            return lambda t, _: t.movedim(place, -2)
-    rows = 0 if x is None else x[..., 0].numel()  # groups of heads may be projected apart
-    if axis is not None and raw.ndim == 4 and cut[..., 0].numel() != rows:
-        whole = raw.numel() == rows * raw.shape[axis] * width
-        if whole and cut.numel() == raw.numel():
-            return lambda _, heads: heads.raw.movedim(axis, -2)
-    if cut.shape[-1] % width and cut.shape[-1] % raw.shape[-2] == 0:
-        width = raw.shape[-2]  # channels attend to channels
-    if cut.shape[-1] % width:
-        raise call.unsupported(
-            f"hands on outputs of heads ({width} wide) in a tensor of width {cut.shape[-1]}"
-        )
-
-    def one_by_one(t: Tensor, _: Heads) -> Tensor:
-        return t.unflatten(-1, (-1, width))
-
-    def interleaved(t: Tensor, _: Heads) -> Tensor:
-        return t.unflatten(-1, (width, -1)).mT
-
-    own = max(0.5, _own_share(one_by_one(cut, heads), raw, axis))  # less is chance
-    share = _own_share(interleaved(cut, heads), raw, axis)
-    return interleaved if share > own + 1e-9 else one_by_one
-
-
-def _own_share(out: Tensor, raw: Tensor, axis: int | None) -> float:
-    """Return which part of what the first of the heads is made of belongs to it.
-
-    Args:
-        out: outputs (..., heads, d_v), made of ``raw``.
-        raw: outputs as they were computed.
-        axis: of ``raw`` that counts heads; None where samples and heads share the first.
-    """
-    count = out.shape[-2]
-    if len(raw) % count if axis is None else raw.shape[axis] != count:
-        return 0.0
-    made = (out[..., 0, :].nan_to_num() * torch.linspace(1, 2, out.shape[-1]).to(out)).sum()
-    (grad,) = torch.autograd.grad(made, raw, retain_graph=True, materialize_grads=True)
-    grad = grad.unflatten(0, (-1, count)) if axis is None else grad
-    inside = grad.select(1 if axis is None else axis, 0)
-    return float(inside.square().sum() / grad.square().sum())
 
 
 def _by_sample(out: Tensor, axis: int, count: int) -> Tensor:

@@ -21,8 +21,8 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device, threads_for
 from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, tell
-from lipbound.models.capture import verification
-from lipbound.models.capture.assembly import about_padding, assemble, check_defined, forbidden
+from lipbound.models.capture import assembly, verification
+from lipbound.models.capture.assembly import assemble
 from lipbound.models.capture.automatic import through_module
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_by_names, same_weights
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
@@ -151,7 +151,8 @@ class Capturer:
         with self._recording():
             closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
-        self._note(*notes, *about_padding(plain))
+        of_chosen = [calls[i] for i in sorted({rows[i].call for i in chosen})]
+        self._note(*notes, *assembly.about_padding(plain), *assembly.about_zeros(of_chosen))
         with threads_for(self._work):
             own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
         for i, found in own.items():
@@ -183,8 +184,8 @@ class Capturer:
             call = of_stream(call, row.stream, padding)
         except CaptureError as why:
             return replace(call, reason=str(why))
-        check_defined(call)
-        return replace(call, reason=forbidden(call))
+        assembly.check_defined(call)
+        return replace(call, reason=assembly.forbidden(call))
 
     def _in_closed_form(
         self, i: int, row: Row, call: Call, own: OwnOutputs | None, seen: Sequence[Seen]
@@ -200,7 +201,11 @@ class Capturer:
             weights = self._probed(row, call)
             if weights.sums:
                 parts = score_parts(call, self._parts.get(row))
-                call.scale, call.mask, call.relative = parts
+                scale, call.mask, call.relative = parts
+                call.scale = None if isinstance(scale, Tensor) else scale
+                if isinstance(scale, Tensor):  # a temperature for each head
+                    factor = scale * call.q.shape[-1] ** 0.5
+                    call.q, weights = call.q * factor.to(call.q), weights.times(factor)
                 self._parts[row] = parts._replace(mask=None)
                 call.extras = {k: t for k, t in call.extras.items() if k != "position_bias"}
             attention = assemble(call, weights)

@@ -99,6 +99,19 @@ class ProbedWeights:
         steps = (self.turns, self.offsets, self.gate, *self.norms)
         return not self.sums and all(step is None for step in steps)
 
+    def times(self, factor: Tensor) -> "ProbedWeights":
+        """Return the weights that make queries longer by a factor for each head, (heads, 1, 1)."""
+
+        def longer(t: Tensor | None) -> Any:
+            return None if t is None else t * factor.view(-1, *[1] * (t.ndim - 1))
+
+        (w, *others), (b, *biases), (norm, *norms), moved = self.w, self.b, self.norms, self.offsets
+        if norm is not None:
+            norm = replace(norm, gain=longer(norm.gain), bias=longer(norm.bias))
+            return replace(self, norms=(norm, *norms))
+        moved = None if moved is None else replace(moved, q=longer(moved.q))
+        return replace(self, w=(longer(w), *others), b=(longer(b), *biases), offsets=moved)
+
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
         mine = None if self.turns is None else self.turns.positions
@@ -112,17 +125,19 @@ class _AtAttention(Follower):
 
     def __init__(self, call: Call):
         super().__init__()
-        self._way, self._heads = call.way, call.q.shape[1]
+        self._call, self._parts = call, list[Heads]()
 
     def asked(self, heads: Heads) -> None:
-        if heads.way == self._way:
+        if heads.way == self._call.way and self._call.form is None:
             others = {"mask": heads.mask, "scale": heads.scale, **heads.extras}
             raise Stopped((heads.q[0], heads.k[0], heads.v), others)
 
     def computed(self, heads: Heads) -> None:
-        forms = in_heads(heads, self._heads)
-        if self._way == BY_HAND and forms is not None:
-            raise Stopped(forms[:3], {"scores": heads.scores})
+        self._parts += [heads] if heads.way == self._call.way else []
+        form, done = self._call.form, len(self._parts) == len(self._call.pieces)
+        if form is not None and done and (forms := in_heads(self._parts, form)):
+            name = "scores" if self._call.way == BY_HAND else "mask"
+            raise Stopped(forms[:3], {name: forms[4], "scale": heads.scale})
 
 
 class ProbedLayer:

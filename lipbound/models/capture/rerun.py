@@ -44,8 +44,9 @@ DETACHED = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)  #
 class WithoutCasts(TorchFunctionMode):
     """Leave float64 tensors in float64 where a model's own code casts to a narrower dtype.
 
-    New tensors are in float64, too. Tensors are not detached either, and gradients not switched
-    off: what a model takes out of its training moves its outputs all the same.
+    New tensors are in float64, too, and what is made of integers. Tensors are not detached either,
+    and gradients not switched off: what a model takes out of its training moves its outputs all the
+    same.
 
     Attributes:
         detached: whether the code detached some that have gradients.
@@ -68,14 +69,14 @@ class WithoutCasts(TorchFunctionMode):
         first = args[0] if args else next(iter(kwargs.values()), None)
         if func is torch._C._set_grad_enabled and first is False:
             return None
-        if isinstance(first, Tensor) and first.dtype == torch.float64:
+        if isinstance(first, Tensor) and first.dtype not in NARROW:
             if func in DETACHED:
                 self.detached |= first.requires_grad
                 return first
             if func is F.batch_norm and first.ndim > 3:  # torch's gradients of one sample are wrong
                 return func(first.flatten(2), *args[1:], **kwargs).view(first.shape)
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-                return first
+                return first.double()
             args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
             kwargs |= {name: torch.float64 for name, value in kwargs.items() if _is_narrow(value)}
         return func(*args, **kwargs)
@@ -104,7 +105,9 @@ class ModuleCopy:
 
     def __init__(self, run: ModuleRun, call: Call, position: int = 0):
         self.run, self.call, self.position = run, call, position
-        self.module = plain_copy(run.module).to(call.q.device).double().requires_grad_(False)
+        self.module = self._copied(run.module)
+        # modules may be arguments, too, such as biases of relative positions
+        self._given = tree_map(self._copied, (run.args, run.kwargs))
         self.inputs: list[Tensor] = []
         self._first: dict[int, Tensor] = {}  # by its identity, the input that a tensor is
         for t in tree_leaves((run.args, run.kwargs)):
@@ -112,6 +115,11 @@ class ModuleCopy:
                 first = next((one for one in self.inputs if same_values(one, t)), t)
                 self._first[id(t)] = first
                 self.inputs += [t] if first is t else []
+
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, nn.Module):
+            return value
+        return plain_copy(value).to(self.call.q.device).double().requires_grad_(False)
 
     def again(
         self, follower: Follower, changed: Iterable[tuple[Tensor, Tensor]] = (), **named: Any
@@ -128,8 +136,8 @@ class ModuleCopy:
         """
         new = {id(self._first[id(old)]): new for old, new in changed}
         replaced = {key: new[id(t)] for key, t in self._first.items() if id(t) in new}
-        given = self.run.args, {**self.run.kwargs, **named}
-        args, kwargs = tree_map(partial(_exchanged, replaced), given)
+        args, kwargs = self._given
+        args, kwargs = tree_map(partial(_exchanged, replaced), (args, {**kwargs, **named}))
         casts = WithoutCasts()
         try:
             with unmoved(self.module), follower, casts:

@@ -3,6 +3,7 @@
 Read off a copy of the layer that is given chosen tokens (`lipbound.models.capture.probing`).
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -30,12 +31,12 @@ class ScoreParts(NamedTuple):
     """Parts of the scores of a layer.
 
     Attributes:
-        scale: the factor of products of queries and keys.
+        scale: the factor of products of queries and keys, or one for each head, (heads, 1, 1).
         mask: what is added, (samples, heads, N, N) float64, or None.
         relative: relative keys and queries, float64.
     """
 
-    scale: float
+    scale: float | Tensor
     mask: Tensor | None
     relative: Relative = ()
 
@@ -73,12 +74,15 @@ def score_parts(call: Call, known: ScoreParts | None = None) -> ScoreParts:
     hidden = (passes[0].scores <= HIDDEN) & (passes[1].scores <= HIDDEN)
     if (found := _parts(call, passes, hidden)) is not None:
         return found
-    if known is not None and all(one.fits(call.q.shape[-2]) for one in known.relative):
-        scaled = _times(known.relative, known.scale)
+    fits = [one.fits(call.q.shape[-2]) for one in ([] if known is None else known.relative)]
+    if known is not None and fits and all(fits):
+        scaled = _times(known.relative, float(known.scale))
         if (found := _parts(call, [one.without(scaled) for one in passes], hidden)) is not None:
             return found._replace(relative=known.relative)
     for relative in _relative(call, layer, hidden):
         if (found := _parts(call, [one.without(relative) for one in passes], hidden)) is not None:
+            if isinstance(found.scale, Tensor):
+                break
             return found._replace(relative=_times(relative, 1 / found.scale))
     raise call.unsupported(
         "adds other products of its tokens to those of queries and keys, or changes them"
@@ -112,10 +116,12 @@ def _parts(call: Call, passes: Sequence[ScorePass], hidden: Tensor) -> ScorePart
     change = (first.scores - second.scores).masked_fill(hidden, 0.0)
     of_products = (products - others).masked_fill(hidden, 0.0)
     size = change.abs().amax()
-    for common in (False,) if "s_aux" in call.extras else (False, True):
+    commons = (False,) if "s_aux" in call.extras else (False, True)
+    for common, axes in itertools.product(commons, ((0, 1, 2, 3), (0, 2, 3))):
         if common:
             change, of_products = (_less_common(t, hidden) for t in (change, of_products))
-        factor = float((change * of_products).sum() / of_products.square().sum())
+        factor = (change * of_products).sum(axes, keepdim=True)[0]
+        factor = factor / of_products.square().sum(axes, keepdim=True)[0]
         if bool((change - factor * of_products).abs().amax() <= ROTATION_TOLERANCE * size):
             break
     else:
@@ -126,7 +132,8 @@ def _parts(call: Call, passes: Sequence[ScorePass], hidden: Tensor) -> ScorePart
     largest = first.scores[~hidden].abs().amax()
     added[(added.abs() <= NOISE * largest) & ~hidden] = 0
     added = added.masked_fill(hidden, torch.finfo(call.x.dtype).min)
-    return ScoreParts(factor, added if bool((added != 0).any()) else None)
+    scale = factor if len(factor) > 1 else float(factor)
+    return ScoreParts(scale, added if bool((added != 0).any()) else None)
 
 
 def _less_common(t: Tensor, hidden: Tensor) -> Tensor:

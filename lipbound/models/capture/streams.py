@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,20 +24,21 @@ SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
 
 
 class _UpToProjection(Follower):
-    """Stops where outputs of heads of one of the calls of a pass are projected."""
+    """Stops where outputs of heads of a layer, one or more calls of a pass, are projected."""
 
     fused = staticmethod(plain_attention)
 
-    def __init__(self, position: int, adds: bool):
+    def __init__(self, positions: Sequence[int], adds: bool):
         super().__init__(adds)
-        self._position = position
+        self._positions = positions
         self.found: list[Heads] = []
 
     def computed(self, heads: Heads) -> None:
         self.found.append(heads)
 
     def projected(self, x: Tensor, heads: Heads) -> None:
-        if len(self.found) > self._position and heads is self.found[self._position]:
+        done = len(self.found) > max(self._positions)
+        if done and self.found[self._positions[0]] in heads.calls:
             raise Stopped(x)
 
 
@@ -50,8 +52,8 @@ class ThroughPython(TorchDispatchMode):
 class Owner(ModuleCopy):
     """A module in float64, run again with other tokens up to one of its calls of attention."""
 
-    def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> tuple[Tensor, Heads]:
-        """Return what the output projection is given, or else the module returns, and the heads.
+    def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> tuple[Tensor, list[Heads]]:
+        """Return what the output projection is given, or else the module returns, and its calls.
 
         Args:
             changed: pairs of a tensor that it was given, and one in float64 in its place.
@@ -59,17 +61,21 @@ class Owner(ModuleCopy):
         Raises:
             CaptureError: it cannot be run by itself, or computes no such attention.
         """
-        follower = _UpToProjection(self.position, self.call.adds)
+        places = [self.position + place for place in self.call.pieces]
+        follower = _UpToProjection(places, self.call.adds)
         way: Any = ThroughPython if self.call.way == BY_HAND else nullcontext
         with way():
             end = self.again(follower, changed)
-        if len(follower.found) <= self.position:
+        if len(follower.found) <= max(places):
             raise self.call.unsupported("computes no attention when it is run by itself")
-        heads = follower.found[self.position]
+        parts = [follower.found[place] for place in places]
         if isinstance(end, Stopped):
-            return end.args[0], heads
-        tensors = [t for t in tree_leaves(end) if isinstance(t, Tensor)]
-        return next((t for t in tensors if follower.kind(t) is heads), heads.raw), heads
+            return end.args[0], parts
+        kinds = [(t, follower.kind(t)) for t in tree_leaves(end) if isinstance(t, Tensor)]
+        made = [t for t, kind in kinds if isinstance(kind, Heads) and parts == [*kind.calls]]
+        if not made and len(parts) > 1:
+            raise self.call.unsupported(f"calls attention {len(parts)} times when it runs")
+        return next(iter(made), parts[0].raw), parts
 
 
 @dataclass
@@ -95,8 +101,9 @@ class Streams:
 def _streams(owner: Owner) -> Streams:
     leaves = [t.detach().double().requires_grad_() for t in owner.inputs]
     with torch.enable_grad():
-        heads = owner(list(zip(owner.inputs, leaves, strict=True)))[1]
-        made = [_sources(side, leaves) for side in (heads.q, heads.k, (heads.v,))]
+        parts = owner(list(zip(owner.inputs, leaves, strict=True)))[1]
+        some = zip(*((one.q, one.k, (one.v,)) for one in parts), strict=True)
+        made = [_sources([*chain(*side)], leaves) for side in some]
     q, k, v = ([owner.inputs[i] for i in side] for side in made)
 
     def among(t: Tensor, others: Collection[Tensor]) -> bool:
@@ -157,7 +164,9 @@ def owner_of(call: Call, stream: str = INPUT) -> tuple[Owner, Streams]:
     for level, (run, position) in enumerate(call.around):
         memory = found[1].named[MEMORY] if found else []
         several = stream == MEMORY and len(memory) > 1
-        if level and position and not several:  # another attention stands between
+        # another attention stands between, or there is a stack of layers
+        others = position or (refused and run.inside > len(call.pieces))
+        if level and others and not several:
             break
         try:
             owner = Owner(run, call, position)
@@ -223,14 +232,14 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
             )
         tokens = streams.named[stream][0]
         call = replace(call, run=owner.run, stream=tokens, sides=SIDES[stream])
+    if call.run.calls > len(call.pieces) or (len(call.pieces) > 1 and call.form is None):
+        raise call.unsupported(
+            f"calls attention {call.run.calls} times whenever it runs (differential attention, "
+            "parts with keys of their own, or outputs that are added)"
+        )
     _ = call.x
     if call.changed and not (call.gated and stream == INPUT):
         raise call.unsupported(call.changed)
-    if call.run.calls > 1:
-        raise call.unsupported(
-            f"calls attention {call.run.calls} times whenever it runs (differential attention, "
-            "or tokens part by part)"
-        )
     if stream != INPUT:
         samples, queries, keys = len(call.q), call.q.shape[-2], call.k.shape[-2]
         call.valid_rows = padding.of_queries(call, samples, queries)

@@ -81,6 +81,8 @@ class Call:
         samples: of the pass.
         formed: whether ``q``, ``k``, ``v`` and ``out`` have the axes given above; by hand they may
             be as they were multiplied.
+        form: how they were brought to these, where they were not handed over so.
+        pieces: places of the calls that were put together, counted in the run from the first.
         stream: the tokens, where they were found otherwise than as the first argument.
         sides: which of queries, keys and values are made of them; all of "qkv" but for
             cross-attention.
@@ -115,6 +117,8 @@ class Call:
     projection: nn.Module | None = None
     projected: Tensor | None = None
     formed: bool = True
+    form: Any = None
+    pieces: tuple[int, ...] = (0,)
     stream: Tensor | None = None
     sides: str = "qkv"
     valid_rows: Tensor | None = None

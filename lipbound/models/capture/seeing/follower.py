@@ -9,11 +9,11 @@ What happens to a tensor of one of these kinds element by element leaves its kin
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ PROJECTIONS = {F.linear, torch.addmm, torch.mm, F.conv1d, F.conv2d, Tensor.addmm
 NORMALISATIONS = {F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.normalize}
 PARTS = {Tensor.__getitem__, Tensor.narrow, torch.narrow, Tensor.chunk, Tensor.split}
 """Functions that return a part of a tensor."""
+JOINS = {torch.cat, torch.concat, torch.concatenate}
+"""Functions that put tensors beside each other."""
 ELLIPSIS = "ABCDEFGH"
 """Indices that an ellipsis in an equation stands for."""
 MATMUL = "...ij,...jk->...ik"
@@ -90,10 +92,15 @@ class Heads:
         boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
         adds: whether these are added to scores as the numbers 1 and 0.
         scores: what the softmax was given, by hand.
-        form: queries, keys, values and outputs, (..., tokens, width) each, where these are known.
+        form: queries, keys, values and outputs, (..., tokens, width) each, and the scores or what
+            is added to them, (..., tokens, tokens) or None, where these are known.
         raw: outputs as they were computed; empty before that.
         width: d_v.
         head_axis: axis of ``raw`` that counts the heads, where it is known.
+        width_axis: axis of ``raw`` that is as wide as a head.
+        parts: the calls whose outputs were put together, where they are several; ``raw`` is what
+            these make.
+        is_projected: whether outputs have met weights.
     """
 
     way: str
@@ -107,10 +114,33 @@ class Heads:
     boolean: bool = False
     adds: bool = False
     scores: Tensor | None = None
-    form: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    form: tuple[Any, ...] = ()
     raw: Tensor = field(default_factory=lambda: torch.zeros(0))
     width: int = 0
     head_axis: int | None = None
+    width_axis: int = -1
+    parts: tuple["Heads", ...] = ()
+    is_projected: bool = False
+
+    @property
+    def calls(self) -> tuple["Heads", ...]:
+        """The calls that made the outputs."""
+        return self.parts or (self,)
+
+
+class Form(NamedTuple):
+    """How the calls of one layer of attention make (samples, heads, tokens, width).
+
+    Attributes:
+        heads: how many they are, where samples share their axis.
+        axis: on which calls are put together: 1 for heads, 2 for queries, 0 before samples and
+            heads, which share an axis, are told apart; None for a single call.
+        turned: whether heads stand before samples.
+    """
+
+    heads: int
+    axis: int | None = None
+    turned: bool = False
 
 
 @dataclass(eq=False)
@@ -237,10 +267,11 @@ class Follower(TorchFunctionMode):
         if out is None:
             with self.paused(), torch._C.DisableTorchFunction():
                 out = self.fused(query, key, value, attn_mask, dropout_p, is_causal, **kw)
-        self._done(heads, out, out.ndim - 3)
+        heads.form = query, key, value, out, mask
+        self._done(heads, out, out.ndim - 3 if out.ndim > 3 else None)
         return out
 
-    def _done(self, heads: Heads, out: Tensor, head_axis: int) -> None:
+    def _done(self, heads: Heads, out: Tensor, head_axis: int | None) -> None:
         heads.raw, heads.width, heads.head_axis = out, out.shape[-1], head_axis
         if isinstance(added := self.kind(heads.mask), Scores):
             self.normalised(added)
@@ -260,17 +291,21 @@ class Follower(TorchFunctionMode):
             for t in given:
                 if isinstance(kind := self.kind(t), Heads):
                     self.projected(t, kind)
+                    for one in kind.calls:
+                        one.is_projected = True
         out = func(*args, **kwargs)
-        written = func is Tensor.__setitem__ and kinds and self.kind(args[0]) is None
-        if written and not isinstance(kinds[0], Heads):
-            self._follow(args[0], _mixed(kinds[0]))
+        if func is Tensor.__setitem__ and kinds:
+            if isinstance(kinds[-1], Heads):  # it may take several calls to fill it
+                self._follow(args[0], _together(kinds, args[0], at_least=1))
+            elif self.kind(args[0]) is None:
+                self._follow(args[0], _mixed(kinds[0]))
         if isinstance(out, Tensor) and out.is_floating_point():
             found = self._kind_of(func, (*args, *kwargs.values()), given, kinds, out)
             if tensors and not given and func not in PROJECTIONS | PRODUCTS:
                 found = Weights()
             if found is not None:
                 self._follow(out, found)
-                if isinstance(found, Heads) and all(found is not kind for kind in kinds):
+                if isinstance(found, Heads) and not any(isinstance(k, Heads) for k in kinds):
                     self.computed(found)
         return out
 
@@ -291,9 +326,11 @@ class Follower(TorchFunctionMode):
             return None
         if func in PROJECTIONS | PRODUCTS:
             return _by_weights(kinds[0], given[0], out)
-        heads = next((k for k in kinds if isinstance(k, Heads)), None)
-        if heads is not None:
-            return heads if out.numel() == heads.raw.numel() or func in PARTS else None
+        if any(isinstance(k, Heads) for k in kinds):
+            wider = func in JOINS and out.numel() > max(t.numel() for t in given)
+            heads = _together(kinds, out, at_least=1 if wider else 2)
+            sizes = {one.raw.numel() for one in (heads, *heads.parts)}
+            return heads if out.numel() in sizes or func in PARTS else None
         softmaxes = [k for k in kinds if isinstance(k, FollowedSoftmax)]
         followed = [k for k in softmaxes if k.scores is not None]
         if followed or (softmaxes and not scores):
@@ -410,13 +447,32 @@ def _heads(kind: FollowedSoftmax, v: Tensor, out: Tensor, letters: Letters) -> H
     wide = "".join(x for x in of_v if x not in of_p)
     if len(wide) != 1 or wide not in result:
         return heads
-    heads.width = out.shape[result.index(wide)]
+    heads.width_axis = result.index(wide) - len(result)
+    heads.width = out.shape[heads.width_axis]
     heads.head_axis = result.index(batch[-1]) if len(batch) > 1 and batch[-1] in result else None
     values = _permuted(v, of_v, batch + column + wide)
     outputs = _permuted(out, result, batch + row + wide)
     if kind.scores.factors is not None and values is not None and outputs is not None:
-        heads.form = (*kind.scores.factors, values, outputs)
+        heads.form = (*kind.scores.factors, values, outputs, kind.values)
     return heads
+
+
+def _together(kinds: Sequence[Kind], out: Tensor, at_least: int = 2) -> Heads:
+    """Return the kind of what is made of the outputs of several calls.
+
+    Outputs that have met weights are what later calls are made of, and no parts of theirs.
+
+    Args:
+        kinds: of what it is made of.
+        out: what is made.
+        at_least: the number of calls from which on it has parts.
+    """
+    heads = [*dict.fromkeys(kind for kind in kinds if isinstance(kind, Heads))]
+    parts = dict.fromkeys(chain(*(one.calls for one in heads)))
+    fresh = tuple(one for one in parts if not one.is_projected)
+    if not fresh or len(heads) < at_least:
+        return heads[0]
+    return fresh[0] if len(fresh) < at_least else replace(fresh[0], parts=fresh, raw=out)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -424,21 +480,38 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [t for t in chain(*given) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def in_heads(heads: Heads, count: int) -> tuple[Tensor, ...] | None:
-    """Return queries, keys, values and outputs as (samples, heads or fewer, tokens, width) each.
+def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Any, ...]:
+    """Return queries, keys, values, outputs and scores as (samples, heads, tokens, width) each.
 
-    Samples and heads may share an axis; heads may share keys and values. None where these axes are
-    not known.
+    Heads may share keys and values. Empty where the calls have no such form.
 
     Args:
-        heads: of a call by hand.
-        count: how many they are.
+        parts: calls of one layer.
+        form: of these.
     """
-    found: list[Tensor] = []
-    for t in heads.form or ():
-        if t.ndim == 3 and heads.q[0].ndim == 3 and len(t) % count == 0:
-            t = t.unflatten(0, (-1, count))
-        if t.ndim != 4 or t.shape[1] not in (1, count) or len(t) != len(found[0] if found else t):
-            return None
-        found.append(t)
-    return tuple(found) or None
+    if not all(one.form and one.scale == parts[0].scale for one in parts):
+        return ()
+    count = form.heads // (len(parts) if form.axis == 1 else 1)
+    found: list[Any] = []
+    for side, some in enumerate(zip(*(one.form for one in parts), strict=True)):
+        made = [t for t in some if t is not None]
+        if not made or (len(parts) == 1 and parts[0].way == BY_HAND and side == 4):
+            found += some[:1]
+            continue
+        try:
+            if side == 4:  # masks may be the same for all samples, heads or queries
+                rows = zip(made, (one.form[0].shape[:-1] for one in parts), strict=True)
+                made = [t.expand(*shape, -1) for t, shape in rows]
+            made = [torch.cat(made)] if form.axis == 0 else made
+            made = [t.unflatten(0, (-1, count)) if t.ndim == 3 else t for t in made]
+            made = [t.transpose(0, 1) if form.turned else t for t in made]
+            if form.axis == 2 and side in (1, 2):  # all queries have the same keys and values
+                made = made[:1] if all(torch.equal(t, made[0]) for t in made) else []
+            whole = made[0] if len(made) == 1 else torch.cat(made, form.axis or 0)
+        except (RuntimeError, ValueError):  # shapes or keys that do not fit, or some without a mask
+            return ()
+        first = found[0] if found else whole
+        if whole.ndim != 4 or first.shape[1] % whole.shape[1] or len(whole) != len(first):
+            return ()
+        found.append(whole)
+    return tuple(found)

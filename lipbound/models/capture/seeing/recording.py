@@ -16,6 +16,7 @@ from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call,
 from lipbound.models.capture.seeing.follower import (
     FollowedSoftmax,
     Follower,
+    Form,
     Heads,
     Scores,
     in_heads,
@@ -45,6 +46,12 @@ def _notes(
             f"{unseen.names()} of {type(model).__name__}"
         )
     said += layers_left_out(model, inputs, {call.name for call in calls})
+    apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
+    said += [
+        f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in one run, "
+        "and each call that goes its own way is measured as a layer by itself"
+        for run, name in apart.items()
+    ]
     if adding := [call.name for call in calls if call.adds]:
         said.append(
             "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
@@ -99,18 +106,15 @@ class Recorder(Follower):
 
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Note the module that multiplies outputs of heads with its weights first."""
-        call = self._made.pop(id(heads), None)
+        self._put_together(heads)
+        if len(heads.parts) == 1:  # beside something else
+            return
+        call = self._made.pop(id(heads.calls[0]), None)
         if call is None:
             return
         module = self.running[-1].module
         call.projection, call.projected = module if _is_linear(module) else None, x
-        if call.way == BY_HAND and heads.form is not None and x.shape[-1] % heads.width == 0:
-            apart = x.shape[-1] == heads.width and heads.form[0].ndim == 4
-            count = heads.form[0].shape[1] if apart else x.shape[-1] // heads.width
-            forms = in_heads(heads, count)
-            if forms is not None:
-                call.q, call.k, call.v = forms[:3]
-                call.out, call.formed = forms[3].transpose(1, 2), True
+        self._give_form(call, x, heads)
         if not call.formed or call.consumer is not None:
             return
         if _same(x, call.out):
@@ -139,6 +143,45 @@ class Recorder(Follower):
         """Note that it is."""
         self.unseen.absolve(scores)
 
+    def _put_together(self, heads: Heads, run: ModuleRun | None = None) -> None:
+        """Make one call, the first, of those whose outputs were put together.
+
+        They are of one run of a module, or of modules of one kind that run in another.
+
+        Args:
+            heads: with parts.
+            run: that returned this, if one did, and is what they must have in common.
+        """
+        calls = [call for part in heads.parts if (call := self._made.get(id(part)))]
+        if len(calls) < max(2, len(heads.parts)) or len({type(c.module) for c in calls}) > 1:
+            return
+        first, places = calls[0], [dict(call.around) for call in calls]
+        around = [pair for pair in first.around if all(pair[0] in some for some in places)]
+        if not around or run not in (None, around[0][0]):
+            return
+        first.around, (first.run, start) = around, around[0]
+        first.pieces = tuple(some[first.run] - start for some in places)
+        first.run.calls, first.formed = first.run.calls or len(calls), False
+        self.calls = [call for call in self.calls if all(call is not one for one in calls[1:])]
+        first.turn = sum(c.module is first.module for c in self.calls if c is not first)
+        if run is not None:
+            self._give_form(first, run.returned, heads)
+
+    def _give_form(self, call: Call, x: Tensor, heads: Heads) -> None:
+        """Bring a call to (samples, heads, tokens, width), best as outputs that are projected."""
+        count, axes = max(1, x.shape[-1] // heads.width), (1, 2, 0) if heads.parts else (None,)
+        for form in (Form(count, axis, turned) for turned in (False, True) for axis in axes):
+            if call.formed and _same(x, call.out):
+                return
+            made = in_heads(heads.calls, form)
+            if made and (_same(x, made[3].transpose(1, 2)) or not (call.formed or heads.parts)):
+                (call.q, call.k, call.v), call.out = made[:3], made[3].transpose(1, 2)
+                call.form, call.formed = form, True
+                if call.way == FUSED:
+                    call.mask = made[4]
+                elif heads.parts:
+                    call.scores = made[4]
+
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
         inside = next(models, None)
@@ -162,6 +205,9 @@ class Recorder(Follower):
         run = self.running.pop()
         if run.inside:
             run.returned = output[0] if isinstance(output, tuple) and output else output
+            heads = self.kind(run.returned)
+            if isinstance(heads, Heads):
+                self._put_together(heads, run)
 
 
 def record(

@@ -1,0 +1,379 @@
+"""Attention in pieces and in other layouts than (samples, heads, tokens, width): one layer each,
+with the norms of dense derivatives of what the model's own output projection is given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import build
+from torch import Tensor, nn
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import ModuleAttention
+from lipbound.models.capture.capture import Capturer
+
+D, HEADS = 12, 3
+X = torch.randn(2, 6, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+PICTURES = torch.randn(2, D, 2, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+FUTURE = torch.full((6, 6), -torch.inf, dtype=torch.float64).triu(1)
+
+
+class Projections(nn.Module):
+    """What all have in common; ``mix`` does the rest."""
+
+    def __init__(self, mix: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.k_2, self.v_2 = nn.Linear(D, D), nn.Linear(D, D)
+        self.temperature = nn.Parameter(torch.tensor([0.3, 0.8, -0.5])[:, None, None])
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.mix(self, *(heads(p(x)) for p in (self.q, self.k, self.v)), x))
+
+
+def heads(t: Tensor) -> Tensor:
+    return t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def joined(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).flatten(2)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | float = 0.0) -> Tensor:
+    return (q @ k.mT / 2 + mask).softmax(-1) @ v
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def chunks_of_queries(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    rows = [slice(i, i + 2) for i in range(0, 6, 2)]
+    return joined(torch.cat([fused(q[..., i, :], k, v, FUTURE[i]) for i in rows], -2))
+
+
+def chunks_of_queries_by_hand(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    out = torch.empty_like(q)
+    for i in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        out[..., i, :] = by_hand(q[..., i, :], k, v, FUTURE[i])
+    return joined(out)
+
+
+def a_single_chunk(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return joined(torch.cat([fused(q, k, v)], -2))
+
+
+def chunks_that_see_their_past(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    past = [(slice(i, i + 2), slice(i + 2)) for i in range(0, 6, 2)]
+    return joined(
+        torch.cat(
+            [fused(q[..., i, :], k[..., j, :], v[..., j, :], FUTURE[i, : i.stop]) for i, j in past],
+            -2,
+        )
+    )
+
+
+def slices_of_heads(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Samples and heads on one axis, a slice of which is computed at a time (diffusers)."""
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    out = torch.zeros_like(q)
+    for i in (slice(i, i + 2) for i in range(0, len(q), 2)):
+        out[i] = torch.bmm((torch.bmm(q[i], k[i].mT) / 2).softmax(-1), v[i])
+    return joined(out.unflatten(0, (-1, HEADS)))
+
+
+def head_by_head(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return joined(
+        torch.cat([fused(*(t[:, i : i + 1] for t in (q, k, v))) for i in range(HEADS)], 1)
+    )
+
+
+def sample_by_sample(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return joined(torch.stack([fused(*one) for one in zip(q, k, v, strict=True)]))
+
+
+def blocks_of_keys(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Two blocks, weighed by their sums of exponentials."""
+    blocks = [*zip(k.split(3, -2), v.split(3, -2), strict=True)]
+    sums = torch.stack([(q @ k.mT / 2).logsumexp(-1, keepdim=True) for k, _ in blocks])
+    first, second = (by_hand(q, k, v) for k, v in blocks)
+    weights = sums.softmax(0)
+    return joined(weights[0] * first + weights[1] * second)
+
+
+def two_that_are_added(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """As in IP-Adapter: the same queries and other keys, before one projection."""
+    return joined(fused(q, k, v) + 0.7 * fused(q, heads(m.k_2(x)), heads(m.v_2(x))))
+
+
+def differences(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Differential attention, whose values are cut in two for kernels that want that."""
+    (q_1, q_2), (k_1, k_2), values = (t.chunk(2, -1) for t in (q, k, v))
+    first, second = (
+        torch.cat([fused(q, k, v) for v in values], -1) for q, k in ((q_1, k_1), (q_2, k_2))
+    )
+    return joined(first - 0.4 * second)
+
+
+def heads_first(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    return fused(q, k, v).permute(1, 2, 0, 3).flatten(2)
+
+
+def interleaved(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return fused(q, k, v).permute(0, 2, 3, 1).flatten(2)
+
+
+def temperatures(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return joined((q @ k.mT * m.temperature + FUTURE).softmax(-1) @ v)
+
+
+def windows(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Blocks of two tokens on an axis of their own behind samples and heads."""
+    q, k, v = (t.flatten(0, 1).unflatten(1, (3, 2)) for t in (q, k, v))
+    scores = torch.einsum("bwie,bwje->bwij", q, k)
+    out = torch.einsum("bwij,bwje->bwie", scores.softmax(-1), v)
+    return joined(out.flatten(1, 2).unflatten(0, (-1, HEADS)))
+
+
+def one_linear_head(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Windows beside a head without softmax, which is no head of the layer's."""
+    linear = q[:, 2:].softmax(-1) @ (k[:, 2:].softmax(-2).mT @ v[:, 2:])
+    q, k, v = (t[:, :2].flatten(0, 1).unflatten(1, (3, 2)) for t in (q, k, v))
+    out = torch.einsum("bwij,bwje->bwie", torch.einsum("bwie,bwje->bwij", q, k).softmax(-1), v)
+    return joined(torch.cat([out.flatten(1, 2).unflatten(0, (-1, 2)), linear], 1))
+
+
+# which way they are measured, and which entries are whose, where they are not consecutive
+KINDS: dict[str, tuple[Callable[..., Tensor], bool, list[slice]]] = {
+    mix.__name__: (mix, closed, [slice(4 * h, 4 * h + 4) for h in range(HEADS)])
+    for mix, closed in (
+        *((chunks_of_queries, True), (chunks_of_queries_by_hand, True), (a_single_chunk, True)),
+        *((chunks_that_see_their_past, False), (slices_of_heads, True), (head_by_head, True)),
+        *((sample_by_sample, True), (blocks_of_keys, False), (two_that_are_added, False)),
+        *((differences, False), (heads_first, True), (temperatures, True), (windows, False)),
+    )
+}
+KINDS["interleaved"] = interleaved, True, [slice(h, None, HEADS) for h in range(HEADS)]
+KINDS["one_linear_head"] = one_linear_head, False, [slice(0, 4), slice(4, 8)]
+
+
+def dense(model: nn.Module, projection: nn.Module, x: Tensor, entries: list[slice]) -> Tensor:
+    """Norms of the Jacobians of what a projection is given, whose channels are last."""
+
+    def given(one: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hook = projection.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        model(one[None])
+        hook.remove()
+        return seen[0][0].movedim(0, -1) if one.ndim == 3 else seen[0][0]
+
+    found = []
+    for one in x:
+        jacobian = torch.func.jacrev(given)(one).flatten(-one.ndim)
+        parts = [jacobian[..., e, :].flatten(0, -2) for e in entries]
+        found.append([torch.linalg.matrix_norm(part, 2) for part in parts])
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_one_layer(kind: str, closed: bool) -> None:
+    mix, has_closed_form, entries = KINDS[kind]
+    model = build(lambda: Projections(mix)).double()
+    (att,) = lb.capture(model, X, closed=closed)
+    assert isinstance(att, Attention) == (closed and has_closed_form)
+    assert (att.samples, att.heads, att.tokens, att.d_v) == (2, len(entries), 6, 4)
+    expected = dense(model, model.o, X, entries)
+    torch.testing.assert_close(lb.spectral_norm(att, tol=1e-9).lower, expected, rtol=1e-7, atol=0)
+    one, two = ([t[i : i + 1] for i in (0, 1)] for t in (X, expected))
+    for x, its in zip(one, two, strict=True):
+        (alone,) = lb.capture(model, x, closed=closed)
+        torch.testing.assert_close(lb.spectral_norm(alone, tol=1e-9).lower, its, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("mix", [chunks_of_queries, slices_of_heads, heads_first, differences])
+def test_pieces_have_an_output_projection(mix: Callable[..., Tensor]) -> None:
+    model = build(lambda: Projections(mix)).double()
+    (att,) = lb.capture(model, X)
+    jacobian = torch.func.jacrev(lambda one: model(one[None])[0])(X[0])
+    expected = torch.linalg.matrix_norm(jacobian.flatten(2).flatten(0, 1), 2)
+    mine = lb.spectral_norm(att, map="layer", tol=1e-9).lower.view(2)[0]
+    torch.testing.assert_close(mine, expected, rtol=1e-7, atol=0)
+
+
+def test_pieces_with_a_projection_each_are_told() -> None:
+    class Chunks(Projections):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (heads(p(x)) for p in (self.q, self.k, self.v))
+            return torch.cat([self.o(joined(by_hand(part, k, v))) for part in q.split(2, -2)], 1)
+
+    with pytest.warns(lb.Notice, match=r"\(Chunks\) calls attention 3 times in one run"):
+        assert len(lb.capture(build(lambda: Chunks(by_hand)).double(), X)) == 3
+
+
+class Head(nn.Module):
+    """One head of a tutorial's GPT."""
+
+    def __init__(self, is_fused: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, 4, bias=False) for _ in range(3))
+        self.is_fused = is_fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return fused(q, k, v, FUTURE) if self.is_fused else by_hand(q, k, v, FUTURE)
+
+
+class Listed(nn.Module):
+    def __init__(self, is_fused: bool, projects: bool) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head(is_fused) for _ in range(HEADS))
+        self.o, self.drop = nn.Linear(D, D) if projects else nn.Identity(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.o(torch.cat([head(x) for head in self.heads], -1)))
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("projects", [True, False])
+def test_lists_of_single_heads_are_a_layer(is_fused: bool, projects: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.att = nn.LayerNorm(D), Listed(is_fused, projects)
+            self.next = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.next(x + self.att(self.norm(x)))
+
+    model = build(Block).double()
+    expected = dense(model.att, model.att.o, model.norm(X).detach(), KINDS["temperatures"][2])
+    for closed in (True, False):
+        (layer,) = Capturer(model, closed=closed).run({"x": X})
+        att = layer.attention
+        assert (layer.name, isinstance(att, Attention)) == ("att", closed and projects)
+        assert (att.w_o is not None) == projects
+        torch.testing.assert_close(
+            lb.spectral_norm(att, tol=1e-9).lower, expected, rtol=1e-7, atol=0
+        )
+
+
+class Convolved(nn.Module):
+    """Attention of pictures, whose channels stand before the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Conv2d(D, 3 * D, 1), nn.Conv2d(D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.flatten(2).unflatten(1, (HEADS, 4)) for t in self.qkv(x).chunk(3, 1))
+        p = torch.einsum("bhdi,bhdj->bhij", q, k).softmax(-1)
+        return self.o(torch.einsum("bhij,bhdj->bhdi", p, v).flatten(1, 2).unflatten(-1, (2, 3)))
+
+
+def test_channels_before_tokens() -> None:
+    model = build(Convolved).double()
+    (att,) = lb.capture(model, PICTURES)
+    assert isinstance(att, ModuleAttention)
+    assert (att.samples, att.heads, att.tokens, att.d_v) == (2, HEADS, 6, 4)
+    expected = dense(model, model.o, PICTURES, KINDS["temperatures"][2])
+    torch.testing.assert_close(lb.spectral_norm(att, tol=1e-9).lower, expected, rtol=1e-7, atol=0)
+    run = lb.compare(model, inputs=PICTURES, bounds="none", dtype="float64", progress=False)
+    assert run["length"].values.tolist() == [6, 6]
+
+
+class Grouped(nn.Module):
+    """Heads whose groups are projected apart, one head of each group beside the others' first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.weights = nn.Linear(16, 48), nn.Parameter(torch.randn(2, 8, 5))
+
+    def heads(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return fused(q, k, v).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.heads(x).unflatten(2, (2, 2)).flatten(-2)
+        return torch.einsum("bngd,gdo->bngo", groups, self.weights).flatten(2)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_groups_of_heads_that_are_projected_apart(closed: bool) -> None:
+    model = build(Grouped).double()
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (att,) = lb.capture(model, x, closed=closed)
+    assert (att.samples, att.heads, att.tokens, att.d_v) == (2, 4, 6, 4)
+    jacobian = torch.func.jacrev(lambda one: model.heads(one[None])[0])(x[0]).flatten(3)
+    expected = [torch.linalg.matrix_norm(jacobian[:, h].flatten(0, 1), 2) for h in range(4)]
+    mine = lb.spectral_norm(att, tol=1e-9).lower[0]
+    torch.testing.assert_close(mine, torch.stack(expected), rtol=1e-7, atol=0)
+
+
+class Biased(nn.Module):
+    """Attention that is handed the module of its biases, as x-transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, bias: nn.Module) -> Tensor:
+        q, k, v = map(heads, self.qkv(x).chunk(3, -1))
+        places = torch.arange(x.shape[1])
+        far = (places - places[:, None]).float()
+        added = bias(far[..., None]).permute(2, 0, 1)
+        added = added.masked_fill(far > 0, -torch.finfo(q.dtype).max)
+        return self.o(joined(fused(q, k, v, added)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Biased() for _ in range(2))
+        self.bias = nn.Linear(1, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, bias=self.bias)
+        return x
+
+
+def test_modules_among_the_arguments() -> None:
+    model = build(Stack)
+    for weights in model.parameters():  # of a size that float32 resolves
+        weights.data.mul_(0.3)
+    found = Capturer(model).run({"x": X.float()})
+    assert [layer.name for layer in found] == ["layers.0", "layers.1"]
+    assert all(isinstance(layer.attention, Attention) for layer in found)
+    single = lb.spectral_norm(found[1].attention, tol=1e-7).lower
+    for layer, one in zip(found, lb.capture(model, X.float(), closed=False), strict=True):
+        mine, its = (lb.spectral_norm(t, tol=1e-7).lower for t in (layer.attention, one))
+        torch.testing.assert_close(mine.double(), its.double(), rtol=1e-5, atol=0)
+    x = X.float() + model.layers[0](X.float(), model.bias)
+    given = x.detach().double()
+    model = model.double()
+    bias = nn.Linear(1, HEADS)
+    bias.load_state_dict(model.bias.state_dict())
+
+    class OfFloats(nn.Module):
+        def forward(self, far: Tensor) -> Tensor:
+            return bias(far).double()
+
+    layer = model.layers[1]
+
+    def through(one: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hook = layer.o.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        layer(one[None], OfFloats())
+        hook.remove()
+        return seen[0][0]
+
+    jacobian = torch.func.jacrev(through)(given[0]).flatten(2)
+    parts = jacobian.unflatten(1, (HEADS, -1)).unbind(1)
+    expected = [torch.linalg.matrix_norm(part.flatten(0, 1), 2) for part in parts]
+    torch.testing.assert_close(single[0].double(), torch.stack(expected), rtol=1e-5, atol=0)
