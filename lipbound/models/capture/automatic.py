@@ -6,16 +6,26 @@ these inputs; what its output projection is given is cut out of the pass as the 
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, probe_output, relative_error
+from lipbound.models.capture.outputs import from_heads, probe_output
+from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, WithoutCasts, relative_error
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.follower import Heads
-from lipbound.models.capture.streams import Padding, owner_of
+from lipbound.models.capture.streams import (
+    HEADS,
+    PROJECTION,
+    RETURN,
+    Owner,
+    Padding,
+    owner_of,
+)
+from lipbound.models.offload import plain_copy
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 
@@ -37,7 +47,8 @@ def through_module(
         CaptureError: the module cannot be run by itself, or does not reproduce the pass.
     """
     owner, streams = owner_of(call)
-    error = _error(call, *owner())
+    until = _until(call)
+    error = _error(call, *owner(until=until))
     if stream not in streams.named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(streams.named))
     if stream not in streams.named:
@@ -49,17 +60,17 @@ def through_module(
     if joint:
         tokens = torch.cat([t.detach().double() for t in tensors], 1)
 
-    def cut(x: Tensor) -> tuple[Tensor, Heads]:
+    def cut(x: Tensor, until: str = until) -> tuple[Tensor, Heads]:
         changed = [(tensors[0], x), *((t, x + offset) for t, offset in offsets)]
         if joint:
             parts = x.split([t.shape[1] for t in tensors], 1)
             changed = list(zip(tensors, parts, strict=True))
-        return owner(changed)
+        return owner(changed, until=until)
 
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = _arrangement(call, whole, heads)
+        arrange = _arrangement(call, whole, heads) if until == PROJECTION else _as_it_is
         made = (heads.k if stream == MEMORY else heads.q)[0]
         axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
 
@@ -76,17 +87,64 @@ def through_module(
     real = out if valid_out is None else out[valid_out]
     if bool(real.isnan().any()):
         raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN")
-    w_o = None
-    if call.projection is not None and whole.shape[-1] == out[0, 0].numel():
-        with suppress(CaptureError):  # maps that need it say that there is none
-            w_o = probe_output(call, call.projection, out)
+    w_o, layer = None, None
+    if until == HEADS or whole.shape[-1] == out[0, 0].numel():
+        try:
+            w_o = probe_output(call, out)
+        except CaptureError:
+            end = _not_affine(call, owner, cut)
+            if end(tokens).shape[:-1] == whole.shape[:-1]:
+
+                def layer(x: Tensor) -> Tensor:
+                    return _by_sample(end(x)[..., None, :], place, count)[..., 0, :]
+
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
     attention = ModuleAttention(
         tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
+    attention = attention if layer is None else replace(attention, layer=layer)
     return attention, error, owner.run.name
+
+
+def _as_it_is(t: Tensor) -> Tensor:
+    return t
+
+
+def _until(call: Call) -> str:
+    """Return where heads end: where they are projected, together with gates and norms before that.
+
+    Where all that is made of them is one affine map, they end where attention does.
+    """
+    with suppress(CaptureError):
+        return HEADS if call.consumer is None and from_heads(call) is not None else PROJECTION
+    return PROJECTION
+
+
+def _not_affine(
+    call: Call, owner: Owner, cut: Callable[..., tuple[Tensor, Heads]]
+) -> Callable[[Tensor], Tensor]:
+    """Return what a module makes of the outputs of its heads where that is no affine map of them.
+
+    Args:
+        call: of the layer.
+        owner: of the call.
+        cut: takes a stream to what the owner has made of it by some place.
+    """
+    with suppress(CaptureError):
+        from_heads(call)
+        assert call.projection is not None
+        module = plain_copy(call.projection.module).to(call.q.device).double()
+
+        def projected(x: Tensor) -> Tensor:
+            with WithoutCasts():
+                made: Tensor = module(cut(x)[0])
+            return made
+
+        return projected
+    inner = owner.run.module is call.module
+    return lambda x: cut(x, RETURN)[0] if inner else x[..., :0].flatten()
 
 
 def _error(call: Call, cut: Tensor, heads: Heads) -> float:

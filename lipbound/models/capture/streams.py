@@ -2,17 +2,19 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lipbound.errors import CaptureError
+from lipbound.models.capture.outputs import from_heads
 from lipbound.models.capture.rerun import ModuleCopy, Stopped
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
-from lipbound.models.capture.seeing.follower import Follower, Heads
+from lipbound.models.capture.seeing.follower import Follower, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import plain_attention
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
@@ -20,45 +22,79 @@ SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
 """The sides that are made of each stream: of cross-attention queries, or keys and values."""
 
 
-class _UpToProjection(Follower):
-    """Stops where outputs of heads of one of the calls of a pass are projected."""
+HEADS, PROJECTION, RETURN = "heads", "projection", "return"
+"""Where a pass stops: behind attention, before its outputs are projected, or at its end."""
+
+
+class _UpTo(Follower):
+    """Stops at a call of attention of a pass, or where the outputs of its heads are projected.
+
+    Args:
+        call: that is looked for.
+        position: number of calls before it.
+        until: `HEADS`, `PROJECTION` or `RETURN`.
+    """
 
     fused = staticmethod(plain_attention)
 
-    def __init__(self, position: int, adds: bool):
-        super().__init__(adds)
-        self._position = position
+    def __init__(self, call: Call, position: int, until: str):
+        super().__init__(call.adds)
+        self._call, self._position, self._until = call, position, until
         self.found: list[Heads] = []
 
     def computed(self, heads: Heads) -> None:
         self.found.append(heads)
+        if self._until == HEADS and len(self.found) == self._position + 1:
+            raise Stopped(outputs_of(heads, self._call.out.shape[2]))
 
     def projected(self, x: Tensor, heads: Heads) -> None:
-        if len(self.found) > self._position and heads is self.found[self._position]:
+        wanted = self.found[self._position : self._position + 1]
+        if self._until == PROJECTION and heads in wanted:
             raise Stopped(x)
+
+    def given(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Do the same before the hooks of a module that is given them."""
+        if args and isinstance(heads := self.kind(args[0]), Heads):
+            self.projected(args[0], heads)
 
 
 class Owner(ModuleCopy):
     """A module in float64, run again with other tokens up to one of its calls of attention."""
 
-    def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> tuple[Tensor, Heads]:
+    def __call__(
+        self, changed: Sequence[tuple[Tensor, Tensor]] = (), *, until: str = PROJECTION
+    ) -> tuple[Tensor, Heads]:
         """Return what the output projection is given, or else the module returns, and the heads.
 
         Args:
             changed: pairs of a tensor that it was given, and one in float64 in its place.
+            until: another place, whose tensor is returned: outputs of heads as (samples, N, heads,
+                d_v) for `HEADS`, what the module returns for `RETURN`.
 
         Raises:
             CaptureError: it cannot be run by itself, or computes no such attention.
         """
-        follower = _UpToProjection(self.position, self.call.adds)
-        end = self.again(follower, changed)
+        follower = _UpTo(self.call, self.position, until)
+        with ExitStack() as hooks:
+            if (inner := self._projection()) is not None:
+                hooks.enter_context(inner.register_forward_pre_hook(follower.given, prepend=True))
+            end = self.again(follower, changed)
         if len(follower.found) <= self.position:
             raise self.call.unsupported("computes no attention when it is run by itself")
         heads = follower.found[self.position]
         if isinstance(end, Stopped):
             return end.args[0], heads
         tensors = [t for t in tree_leaves(end) if isinstance(t, Tensor)]
+        if until == RETURN and tensors:
+            return tensors[0], heads
         return next((t for t in tensors if follower.kind(t) is heads), heads.raw), heads
+
+
+    def _projection(self) -> nn.Module | None:
+        """Return the module in this one that is given the outputs of heads."""
+        run, start = self.call.projection, f"{self.run.name}." if self.run.name else ""
+        inside = run is not None and run.name != self.run.name and run.name.startswith(start)
+        return self.module.get_submodule(run.name[len(start) :]) if run and inside else None
 
 
 @dataclass
@@ -191,6 +227,8 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
         tokens = streams.named[stream][0]
         call = replace(call, run=owner.run, stream=tokens, sides=SIDES[stream])
     _ = call.x
+    if call.changed and from_heads(call) is not None:  # it belongs to the map of their outputs
+        call = replace(call, changed="", gated=False, consumer=None)
     if call.changed and not (call.gated and stream == INPUT):
         raise call.unsupported(call.changed)
     if call.run.calls > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.attention.scoring import four_axes
 from lipbound.attention.variants.relative_keys import RelativeKeys
@@ -19,6 +19,12 @@ INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by
 
 HIDDEN = -9999.0
 """Additive mask entries up to this value hide a key: some models write -10000 for the lowest."""
+
+
+def first_tensor(returned: object) -> Tensor | None:
+    """Return the first floating-point tensor of what a module returns."""
+    leaves = tree_leaves(returned)
+    return next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
 
 
 def listed(names: Sequence[str], most: int = 1) -> str:
@@ -40,6 +46,8 @@ class ModuleRun:
         returned: what the module returned.
         learned: those of its tensors that are made of parameters alone, such as learned queries.
         inside: how often it and the modules inside it called attention in this run.
+        entered: its first argument behind hooks that stand before it.
+        kept: whether what it returns is wanted.
     """
 
     module: nn.Module
@@ -50,6 +58,8 @@ class ModuleRun:
     inside: int = 0
     returned: Any = None
     learned: list[Tensor] = field(default_factory=list)
+    entered: Any = None
+    kept: bool = False
 
 
 @dataclass
@@ -71,7 +81,7 @@ class Call:
         adds: whether these are added to scores as the numbers 1 and 0.
         given_mask: the mask of tokens, (samples, N), that the model (of a composed one the part)
             around the layer was given.
-        consumer: the linear map that the head outputs go to, where it was found.
+        consumer: the module that projects the head outputs, where it is given just these.
         changed: what happens to the head outputs before they are projected, where something does.
         gated: whether that may be a gate, a factor between 0 and 1 for each.
         way: how it is computed.
@@ -88,8 +98,10 @@ class Call:
         valid_keys: the same of keys, (samples, M) bool.
         relative: what keys and queries differ by from pair to pair, once it was read off.
         reason: why it has no closed form, where that is known.
-        projection: the linear map of the head outputs, and of what was made of them on the way.
-        projected: what that was given.
+        projection: the run of the outermost module that is given nothing but the head outputs, or
+            what was made of them on the way, and multiplies them with weights.
+        projected: what that was given, before hooks on it.
+        w_o: what is known of the map to the module's return (`lipbound.models.capture.outputs`).
     """
 
     run: ModuleRun
@@ -112,7 +124,7 @@ class Call:
     around: list[tuple[ModuleRun, int]] = field(default_factory=list)
     scores: Tensor | None = None
     samples: int = 1
-    projection: nn.Module | None = None
+    projection: ModuleRun | None = None
     projected: Tensor | None = None
     formed: bool = True
     stream: Tensor | None = None
@@ -121,6 +133,7 @@ class Call:
     valid_keys: Tensor | None = None
     relative: tuple[RelativeKeys | RelativeQueries, ...] = ()
     reason: str = ""
+    w_o: list[Tensor | None] = field(default_factory=list)
 
     @property
     def module(self) -> nn.Module:
@@ -204,11 +217,12 @@ class Call:
         own = {name: there(getattr(self, name)) for name in names}
 
         def moved(run: ModuleRun) -> ModuleRun:
-            parts = ("args", "kwargs", "learned", "returned")
+            parts = ("args", "kwargs", "learned", "returned", "entered")
             return replace(run, **{name: there(getattr(run, name)) for name in parts})
 
         around = [(moved(run), before) for run, before in self.around]
-        return replace(self, run=around[0][0], around=around, **own)
+        end = None if self.projection is None else moved(self.projection)
+        return replace(self, run=around[0][0], around=around, projection=end, **own)
 
     def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
         """Return the error, of some kind, about something that the layer does."""

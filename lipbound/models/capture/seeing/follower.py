@@ -137,12 +137,12 @@ class Follower(TorchFunctionMode):
         self.is_paused = False
         self._ways = ExitStack()
 
-    def asked(self, heads: Heads) -> Tensor | None:
-        """Act before a function computes heads; what is returned takes the place of its outputs."""
-        return None
+    def asked(self, heads: Heads) -> None:
+        """Act before a function computes heads."""
 
-    def computed(self, heads: Heads) -> None:
-        """Act on heads whose outputs were computed."""
+    def computed(self, heads: Heads) -> Tensor | None:
+        """Act on heads whose outputs were computed; what is returned takes their place."""
+        return None
 
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Act on outputs of heads, or what was made of them, that meet weights."""
@@ -187,12 +187,10 @@ class Follower(TorchFunctionMode):
         extras = {name: value for name, value in kw.items() if value is not None}
         heads = Heads(INTERFACE, (q,), (k,), v, mask, kw.get("scaling"), extras, module)
         heads.boolean, heads.adds = boolean and not self.adds, boolean and self.adds
-        out, probabilities = self.asked(heads), None
-        if out is None:
-            with self.paused():
-                out, probabilities = eager(module)(module, q, k, v, mask, **kw)
-        self._done(heads, out, out.ndim - 2)
-        return out, probabilities
+        self.asked(heads)
+        with self.paused():
+            out, probabilities = eager(module)(module, q, k, v, mask, **kw)
+        return self._done(heads, out, out.ndim - 2), probabilities
 
     def _fused(
         self,
@@ -208,17 +206,22 @@ class Follower(TorchFunctionMode):
         mask = additive_mask(query, key, attn_mask, is_causal)
         heads = Heads(FUSED, (query,), (key,), value, mask, kw.get("scale"))
         heads.boolean = attn_mask is not None and attn_mask.dtype == torch.bool
-        out = self.asked(heads)
-        if out is None:
-            with self.paused(), torch._C.DisableTorchFunction():
-                out = self.fused(query, key, value, attn_mask, dropout_p, is_causal, **kw)
-        self._done(heads, out, out.ndim - 3)
-        return out
+        self.asked(heads)
+        with self.paused(), torch._C.DisableTorchFunction():
+            out = self.fused(query, key, value, attn_mask, dropout_p, is_causal, **kw)
+        return self._done(heads, out, out.ndim - 3)
 
-    def _done(self, heads: Heads, out: Tensor, head_axis: int) -> None:
+    def _done(self, heads: Heads, out: Tensor, head_axis: int) -> Tensor:
         heads.raw, heads.width, heads.head_axis = out, out.shape[-1], head_axis
-        self._follow(out, heads)
-        self.computed(heads)
+        return self._seen(heads)
+
+    def _seen(self, heads: Heads) -> Tensor:
+        """Return outputs of heads, or what takes their place, and follow them."""
+        self._follow(heads.raw, heads)
+        if (other := self.computed(heads)) is not None:
+            heads.raw = other
+            self._follow(other, heads)
+        return heads.raw
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -241,10 +244,10 @@ class Follower(TorchFunctionMode):
             found = self._kind_of(func, args, given, kinds, out)
             if tensors and not given and func not in PROJECTIONS | PRODUCTS:
                 found = Weights()
+            if isinstance(found, Heads) and all(found is not kind for kind in kinds):
+                return self._seen(found)
             if found is not None:
                 self._follow(out, found)
-                if isinstance(found, Heads) and all(found is not kind for kind in kinds):
-                    self.computed(found)
         return out
 
     def _kind_of(
@@ -366,6 +369,14 @@ def _heads(kind: FollowedSoftmax, v: Tensor, out: Tensor, letters: Letters) -> H
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     given = [a if isinstance(a, list | tuple) else [a] for a in (*args, *kwargs.values())]
     return [t for t in chain(*given) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def outputs_of(heads: Heads, count: int) -> Tensor | None:
+    """Return a view of outputs of so many heads as (samples, N, heads, d_v), where it is known."""
+    if heads.way == BY_HAND:
+        forms = in_heads(heads, count)
+        return None if forms is None else forms[3].transpose(1, 2)
+    return heads.raw.transpose(-3, -2) if heads.way == FUSED else heads.raw
 
 
 def in_heads(heads: Heads, count: int) -> tuple[Tensor, ...] | None:

@@ -15,7 +15,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun, listed
+from lipbound.models.capture.seeing.call import (
+    BY_HAND,
+    FUSED,
+    INTERFACE,
+    Call,
+    ModuleRun,
+    first_tensor,
+    listed,
+)
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
 from lipbound.models.capture.seeing.interface import forward
 
@@ -125,8 +133,7 @@ class Recorder(Follower):
                 "being run"
             )
         run, out = runs[-1], heads.raw
-        if heads.way == FUSED:
-            out = out.transpose(-3, -2)
+        out = out.transpose(-3, -2) if heads.way == FUSED else out
         if heads.way == BY_HAND:
             for near in self.running[-OUTER:]:  # its attention was seen after all
                 self.unseen.found.pop(near.name, None)
@@ -153,8 +160,14 @@ class Recorder(Follower):
         call = self._made.pop(id(heads), None)
         if call is None:
             return
-        module = self.running[-1].module
-        call.projection, call.projected = module if _is_linear(module) else None, x
+        call.projection = call.consumer = None
+        for run in reversed(self.running):  # wrappers of a module have what it is given
+            inner = call.projection is None and self.kind(run.entered) is heads
+            if run.inside or not (inner or _same(run.entered, x)) or not _single(run):
+                break
+            call.projection, x = run, run.args[0]
+            run.kept = True
+        call.projected = x
         if call.way == BY_HAND and heads.form is not None and x.shape[-1] % heads.width == 0:
             apart = x.shape[-1] == heads.width and heads.form[0].ndim == 4
             count = heads.form[0].shape[1] if apart else x.shape[-1] // heads.width
@@ -162,10 +175,11 @@ class Recorder(Follower):
             if forms is not None:
                 call.q, call.k, call.v = forms[:3]
                 call.out, call.formed = forms[3].transpose(1, 2), True
-        if not call.formed or call.consumer is not None:
+        module = None if call.projection is None else call.projection.module
+        if not call.formed:
             return
         if _same(x, call.out):
-            call.consumer = call.projection
+            call.consumer = module
             return
         if call.way == INTERFACE and call.run not in self.running:
             return  # what is made of it outside is not the layer's
@@ -179,7 +193,7 @@ class Recorder(Follower):
             # behind a gate between 0 and 1 they keep their signs
             signed = bool(((flat == 0) | (flat.sign() == out.sign())).all() and (flat != 0).any())
             call.gated = call.way != BY_HAND and signed
-            call.consumer = call.projection if call.gated else None
+            call.consumer = module if call.gated else None
 
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
@@ -195,14 +209,19 @@ class Recorder(Follower):
         kwargs = {key: _as_it_is(value) for key, value in kwargs.items()}
         self.running.append(ModuleRun(module, name, args, kwargs))
         call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
-        if call is not None and call.formed and _same(args[0], call.out):
-            call.consumer = module
+        if call is not None and call.formed and not call.consumer and _same(args[0], call.out):
+            call.consumer, call.projection = module, self.running[-1]
+            call.projection.kept = True
+
+    def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Run between the hooks before a module and itself."""
+        self.running[-1].entered = args[0] if args else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Run behind every module, as a hook."""
         run = self.running.pop()
-        if run.inside:
-            run.returned = output[0] if isinstance(output, tuple) and output else output
+        if run.inside or run.kept:
+            run.returned = first_tensor(output)
 
 
 def record(
@@ -226,8 +245,10 @@ def record(
     recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True))
     with ExitStack() as afterwards:
         for name, module in model.named_modules():
-            enter = partial(recorder.enter, name)
-            afterwards.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            hook, enter = module.register_forward_pre_hook, partial(recorder.enter, name)
+            # a module's own hooks belong to what it does
+            afterwards.enter_context(hook(enter, with_kwargs=True, prepend=True))
+            afterwards.enter_context(hook(recorder.entered))
             afterwards.enter_context(module.register_forward_hook(recorder.leave))
         with recorder.unseen, recorder:
             drew = forward(model, inputs, cache=cache)
@@ -271,8 +292,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
-def _same(x: Tensor, out: Tensor) -> bool:
-    return torch.equal(x.flatten(), out.flatten())
+def _single(run: ModuleRun) -> bool:
+    tensors = (t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor))
+    return bool(run.args) and sum(t.is_floating_point() for t in tensors) == 1
+
+
+def _same(x: object, out: Tensor) -> bool:
+    return isinstance(x, Tensor) and torch.equal(x.flatten(), out.flatten())
 
 
 def by_name(
