@@ -118,7 +118,8 @@ def _until(call: Call) -> str:
     Where all that is made of them is one affine map, they end where attention does.
     """
     with suppress(CaptureError):
-        return HEADS if call.consumer is None and from_heads(call) is not None else PROJECTION
+        own = call.consumer is not None and not call.changed
+        return PROJECTION if own or from_heads(call) is None else HEADS
     return PROJECTION
 
 

@@ -177,6 +177,8 @@ class Capturer:
         """
         if not self.closed:
             return replace(call, reason=f"layer {call.name}: no closed form was asked for")
+        if call.reason:
+            return call
         try:
             call = of_stream(call, row.stream, padding)
         except CaptureError as why:

@@ -375,7 +375,8 @@ def read_by_names(call: Call) -> ProbedWeights | None:
 def _output(call: Call, heads: int) -> Tensor | None:
     """Slices of the output projection, (heads, d_v, D_out): of a linear map its weights."""
     module = call.consumer
-    if module is None or not _linear(module) or outputs.from_heads(call) is not None:
+    plain = isinstance(module, nn.Linear | Conv1D) and _linear(module)
+    if not plain or outputs.from_heads(call) is not None:
         return outputs.probe_output(call, call.out)
     assert isinstance(module, nn.Linear | Conv1D)
     w = module.weight.mT if isinstance(module, nn.Linear) else module.weight

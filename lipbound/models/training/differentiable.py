@@ -179,6 +179,7 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
     for fault, what in (
         (call.biased, "uses position_bias in its attention"),
+        (call.own, "calls an attention function of the user's own"),
         (call.repeated, "calls attention several times in one forward pass"),
         (keys != queries, f"has {queries} queries and {keys} keys, and no self-attention"),
         (x.shape[:-1] != (samples, queries), f"is given token vectors of shape {tuple(x.shape)}"),

@@ -21,7 +21,14 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.attention.scoring import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
-from lipbound.models.capture.seeing.interface import ATTRIBUTE, additive_mask, attention_configs
+from lipbound.models.capture.seeing.follower import Follower, Heads
+from lipbound.models.capture.seeing.interface import (
+    ATTRIBUTE,
+    AttentionFunction,
+    additive_mask,
+    attention_configs,
+    own_functions,
+)
 from lipbound.models.capture.seeing.recording import by_name
 from lipbound.models.quiet import changed
 from lipbound.models.sources.loaded_model import bare_model
@@ -74,6 +81,7 @@ class TrainingCall:
         x: the input of the module, where that is watched.
         valid: (samples, queries) bool, False at padding; None where there is none.
         repeated: whether the module called again in the same pass.
+        own: whether it called an attention function of the user's own.
     """
 
     module: nn.Module
@@ -87,6 +95,7 @@ class TrainingCall:
     x: Tensor | None = None
     valid: Tensor | None = None
     repeated: bool = False
+    own: bool = False
 
 
 @dataclass(eq=False)
@@ -161,7 +170,7 @@ def _attention(
     """Return torch's fused attention, or the same by way of probabilities where they are wanted.
 
     Raises:
-        CaptureError: scores are capped or have sinks, or the module is a copy of DataParallel's.
+        CaptureError: scores are capped or have sinks.
     """
     fused = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kw)
     if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
@@ -169,6 +178,70 @@ def _attention(
             f"{type(module).__name__} uses {', '.join(extras)}, which penalties do not support"
         )
     explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
+    return _watched(module, fused, explicit)
+
+
+def _by_own(
+    function: AttentionFunction,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kw: Any,
+) -> tuple[Tensor, Any]:
+    """Return what an attention function of the user's own does, its probabilities seen in it."""
+    given = module, query, key, value, attention_mask
+
+    def explicit() -> tuple[Tensor, Any, TrainingCall, Tensor]:
+        with _Softmax(module) as seen:
+            out, p = function(*given, **kw)
+        if len(seen.found) != 1:
+            raise CaptureError(
+                f"{type(module).__name__} calls {getattr(function, '__name__', 'a function')}, "
+                "which was registered with AttentionInterface and in which not one softmax of "
+                "products of queries and keys is seen; take a model with "
+                "attn_implementation='eager'"
+            )
+        call = TrainingCall(*given, None, torch.nan, False, own=True)
+        return out, p, call, seen.found[0].reshape(*query.shape[:2], *seen.found[0].shape[-2:])
+
+    return _watched(module, partial(function, *given, **kw), explicit)
+
+
+class _Softmax(Follower):
+    """The probabilities of attention, as the functions that are followed compute them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module, self.found = module, list[Tensor]()
+
+    def computed(self, heads: Heads) -> None:
+        with self.paused():
+            if heads.scores is not None:
+                wide = torch.promote_types(heads.scores.dtype, torch.float32)
+                self.found.append(torch.softmax(heads.scores.to(wide), -1))
+            else:
+                qkv, kw = (heads.q[0], heads.k[0], heads.v), {"scaling": heads.scale}
+                kw["is_causal"] = False  # its mask says so
+                self.found.append(_explicit(self._module, qkv, heads.mask, kw)[3])
+
+
+def _watched(
+    module: nn.Module,
+    fused: Callable[[], tuple[Tensor, Any]],
+    explicit: Callable[[], tuple[Tensor, Any, TrainingCall, Tensor]],
+) -> tuple[Tensor, Any]:
+    """Return what attention makes, and give its probabilities to those who watch it.
+
+    Args:
+        module: that calls.
+        fused: makes output and probabilities for the model.
+        explicit: makes the same, the call, and wide probabilities.
+
+    Raises:
+        CaptureError: the module is a copy of DataParallel's.
+    """
     if replay.script is not None:
         return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
@@ -366,11 +439,15 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     found = (c for module in modules for c in attention_configs(vars(module).get("config")))
     configs = list({id(config): config for config in found}.values())
     with ExitStack() as stack:
+        kept = stack.enter_context(own_functions(configs, _by_own))
         for config in configs:
             stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
+        for config, own in kept:
+            setattr(config, ATTRIBUTE, own)
         ours = [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION]
+        ours += [config for config, _ in kept]
         for module in modules:
             func: Any = vars(module).get(CHECKPOINTING)
             if getattr(func, "func", None) is checkpoint:
@@ -422,7 +499,10 @@ class _Recomputing:
     def __enter__(self) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(self._own)
-        self._stack.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *self._configs))
+        kept = self._stack.enter_context(own_functions(self._configs, _by_own))
+        own = {id(config) for config, _ in kept}
+        others = [config for config in self._configs if id(config) not in own]
+        self._stack.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *others))
         self._stack.enter_context(changed("script", iter(self._notes), replay))
 
     def __exit__(self, *error: Any) -> None:

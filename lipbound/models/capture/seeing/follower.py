@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE
-from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
+from lipbound.models.capture.seeing.interface import (
+    SDPA,
+    AttentionFunction,
+    additive_mask,
+    eager,
+    handling,
+)
 
 PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 PRODUCTS |= {Tensor.__rmatmul__, Tensor.baddbmm, torch.einsum}
@@ -79,6 +85,7 @@ class Heads:
         module: that called transformers' interface.
         boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
         adds: whether these are added to scores as the numbers 1 and 0.
+        own: whether a function of the user's own made them in a way that is not seen.
         scores: what the softmax was given, by hand.
         form: queries, keys, values and outputs, (..., tokens, width) each, where these are known.
         raw: outputs as they were computed; empty before that.
@@ -96,6 +103,7 @@ class Heads:
     module: nn.Module | None = None
     boolean: bool = False
     adds: bool = False
+    own: bool = False
     scores: Tensor | None = None
     form: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     raw: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -134,7 +142,7 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self.adds = adds
         self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
-        self.is_paused = False
+        self.is_paused, self._count = False, 0
         self._ways = ExitStack()
 
     def asked(self, heads: Heads) -> None:
@@ -178,18 +186,34 @@ class Follower(TorchFunctionMode):
         self._kinds[id(tensor)] = (weakref.ref(tensor), kind)
 
     def _interface(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        function: AttentionFunction | None = None,
+        **kw: Any,
     ) -> tuple[Tensor, Any]:
-        """Do what a module's own eager attention function does."""
-        boolean = mask is not None and mask.dtype == torch.bool
+        """Do what a module's own eager attention function does, or a function of the user's.
+
+        That is followed; it is attention as a whole only where none is seen in it.
+        """
+        given, boolean = mask, mask is not None and mask.dtype == torch.bool
         if mask is not None and boolean:  # eager functions would add True as 1
             mask = mask.to(q.dtype) if self.adds else additive_mask(q, k, mask, False)
         extras = {name: value for name, value in kw.items() if value is not None}
         heads = Heads(INTERFACE, (q,), (k,), v, mask, kw.get("scaling"), extras, module)
         heads.boolean, heads.adds = boolean and not self.adds, boolean and self.adds
+        heads.own, before = function is not None, self._count
         self.asked(heads)
-        with self.paused():
-            out, probabilities = eager(module)(module, q, k, v, mask, **kw)
+        if function is not None:
+            out, probabilities = function(module, q, k, v, given, **kw)
+            if self._count > before:
+                return out, probabilities
+        else:
+            with self.paused():
+                out, probabilities = eager(module)(module, q, k, v, mask, **kw)
         return self._done(heads, out, out.ndim - 2), probabilities
 
     def _fused(
@@ -217,6 +241,7 @@ class Follower(TorchFunctionMode):
 
     def _seen(self, heads: Heads) -> Tensor:
         """Return outputs of heads, or what takes their place, and follow them."""
+        self._count += 1
         self._follow(heads.raw, heads)
         if (other := self.computed(heads)) is not None:
             heads.raw = other

@@ -6,7 +6,7 @@ what else is named in `OTHERS`.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.quiet import changed, first_line, quiet
@@ -66,6 +67,55 @@ OTHERS: list[tuple[Any, str, Adapter]] = []
 adapter."""
 
 _handler: AttentionFunction | None = None
+
+
+def own_function(name: object) -> AttentionFunction | None:
+    """Return the attention function of a name that is the user's own, none of transformers'."""
+    function: Any = ALL_ATTENTION_FUNCTIONS.get(name)
+    while isinstance(function, partial) and function.func.__module__.startswith("lipbound."):
+        function = function.args[0]  # by way of one of ours
+    kind = str(getattr(getattr(function, "func", function), "__module__", ""))
+    usual = any(one in str(name) for one in ("sdpa", "flash", "flex_attention", "paged"))
+    theirs = kind.startswith("lipbound.") or (usual and kind.startswith("transformers."))
+    return None if function is None or theirs else function
+
+
+@contextmanager
+def own_functions(
+    configs: Iterable[Any], through: Callable[..., tuple[Tensor, Any]]
+) -> Iterator[list[tuple[Any, str]]]:
+    """Yield the configurations that name an attention function of the user's own, with the names.
+
+    They keep these, on which masks depend, and the functions are called by way of another.
+
+    Args:
+        configs: of models.
+        through: takes the function, and what it is called with.
+    """
+    named = [(config, getattr(config, ATTRIBUTE)) for config in configs]
+    found = {name: own for _, name in named if (own := own_function(name)) is not None}
+    functions = ALL_ATTENTION_FUNCTIONS._local_mapping
+    before = dict(functions)
+    functions.update({name: partial(through, own) for name, own in found.items()})
+    try:
+        yield [(config, name) for config, name in named if name in found]
+    finally:
+        functions.clear()
+        functions.update(before)
+
+
+def _by_own(
+    function: AttentionFunction,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    if _handler is None:
+        return function(module, query, key, value, attention_mask, **kwargs)
+    return _handler(module, query, key, value, attention_mask, function=function, **kwargs)
 
 
 def _attention(
@@ -185,6 +235,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
                 afterwards.enter_context(changed("forward", own, module))
+        kept = afterwards.enter_context(own_functions(configs, _by_own))
         for config in configs:
             afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         for part in _outermost(model):
@@ -198,6 +249,8 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
                     part.set_experts_implementation("eager")
         for config in configs if isinstance(name, _AlsoSDPA) else ():
             setattr(config, ATTRIBUTE, name)
+        for config, own in kept:
+            setattr(config, ATTRIBUTE, own)
         model.eval()
         _renew_rotary_tables(model, afterwards)
         yield

@@ -141,6 +141,11 @@ class Recorder(Follower):
         call = Call(run, q, k, heads.v, heads.mask, heads.scale, heads.extras, out, heads.raw)
         call.way, call.scores, call.samples = heads.way, heads.scores, self._samples
         call.boolean, call.adds = heads.boolean, heads.adds
+        if heads.own:
+            call.reason = (
+                "computes attention by a function that was registered with AttentionInterface, in "
+                "which no softmax of products of queries and keys is seen"
+            )
         call.formed = heads.way == INTERFACE or (heads.way == FUSED and out.ndim == 4)
         call.turn = sum(other.module is call.module for other in self.calls)
         call.given_mask = self._given_mask()
@@ -160,8 +165,10 @@ class Recorder(Follower):
         call = self._made.pop(id(heads), None)
         if call is None:
             return
-        call.projection = call.consumer = None
-        for run in reversed(self.running):  # wrappers of a module have what it is given
+        start, call.consumer = call.projection, None
+        x = x if start is None else start.args[0]
+        outer = self.running[: self.running.index(start)] if start in self.running else []
+        for run in reversed(outer if start else self.running):  # wrappers have what it is given
             inner = call.projection is None and self.kind(run.entered) is heads
             if run.inside or not (inner or _same(run.entered, x)) or not _single(run):
                 break
@@ -182,6 +189,7 @@ class Recorder(Follower):
             call.consumer = module
             return
         if call.way == INTERFACE and call.run not in self.running:
+            call.projection = call.projected = None
             return  # what is made of it outside is not the layer's
         flat, out = x.flatten(), call.out.flatten()
         if len(flat) != len(out):
