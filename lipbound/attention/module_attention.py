@@ -49,8 +49,8 @@ class ModuleAttention:
     perturbed: str = INPUT
     windows: int = 1
     reason: str = ""
-    chosen: tuple[slice, slice] = (slice(None), slice(None))
     layer: Callable[[Tensor], Tensor] | None = None
+    chosen: tuple[slice, slice] = (slice(None), slice(None))
 
     def __repr__(self) -> str:
         return (

@@ -6,26 +6,17 @@ these inputs; what its output projection is given is cut out of the pass as the 
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture.outputs import from_heads, probe_output
-from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, WithoutCasts, relative_error
+from lipbound.models.capture.outputs import equal, from_heads, probe_output
+from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.follower import Heads
-from lipbound.models.capture.streams import (
-    HEADS,
-    PROJECTION,
-    RETURN,
-    Owner,
-    Padding,
-    owner_of,
-)
-from lipbound.models.offload import plain_copy
+from lipbound.models.capture.streams import HEADS, PROJECTION, RETURN, Padding, owner_of
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 
@@ -70,12 +61,15 @@ def through_module(
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = _arrangement(call, whole, heads) if until == PROJECTION else _as_it_is
+        arrange = _arrangement(call, whole, heads)
         made = (heads.k if stream == MEMORY else heads.q)[0]
         axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
 
     def function(x: Tensor) -> Tensor:
         return _by_sample(arrange(cut(x)[0]), place, count)
+
+    def projected(x: Tensor) -> Tensor:
+        return _by_sample(cut(x, RETURN)[0][..., None, :], place, count)[..., 0, :]
 
     out = _by_sample(arrange(whole.detach()), place, count)
     width = tokens[..., 0].numel() // count
@@ -91,25 +85,16 @@ def through_module(
     if until == HEADS or whole.shape[-1] == out[0, 0].numel():
         try:
             w_o = probe_output(call, out)
-        except CaptureError:
-            end = _not_affine(call, owner, cut)
-            if end(tokens).shape[:-1] == whole.shape[:-1]:
-
-                def layer(x: Tensor) -> Tensor:
-                    return _by_sample(end(x)[..., None, :], place, count)[..., 0, :]
-
+        except CaptureError:  # it is not affine
+            inside = owner.run.module is call.module and not equal(owner.run.returned, call.out)
+            layer = projected if inside else None
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
     attention = ModuleAttention(
-        tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
+        tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason, layer
     )
-    attention = attention if layer is None else replace(attention, layer=layer)
     return attention, error, owner.run.name
-
-
-def _as_it_is(t: Tensor) -> Tensor:
-    return t
 
 
 def _until(call: Call) -> str:
@@ -121,31 +106,6 @@ def _until(call: Call) -> str:
         own = call.consumer is not None and not call.changed
         return PROJECTION if own or from_heads(call) is None else HEADS
     return PROJECTION
-
-
-def _not_affine(
-    call: Call, owner: Owner, cut: Callable[..., tuple[Tensor, Heads]]
-) -> Callable[[Tensor], Tensor]:
-    """Return what a module makes of the outputs of its heads where that is no affine map of them.
-
-    Args:
-        call: of the layer.
-        owner: of the call.
-        cut: takes a stream to what the owner has made of it by some place.
-    """
-    with suppress(CaptureError):
-        from_heads(call)
-        assert call.projection is not None
-        module = plain_copy(call.projection.module).to(call.q.device).double()
-
-        def projected(x: Tensor) -> Tensor:
-            with WithoutCasts():
-                made: Tensor = module(cut(x)[0])
-            return made
-
-        return projected
-    inner = owner.run.module is call.module
-    return lambda x: cut(x, RETURN)[0] if inner else x[..., :0].flatten()
 
 
 def _error(call: Call, cut: Tensor, heads: Heads) -> float:
@@ -175,6 +135,8 @@ def _arrangement(call: Call, cut: Tensor, heads: Heads) -> Callable[[Tensor], Te
         CaptureError: the heads cannot be told apart.
     """
     d_v, raw, axis = heads.width, heads.raw, heads.head_axis
+    if _until(call) == HEADS:
+        return lambda t: t
     if cut.shape[-1] == d_v and axis is not None and cut.ndim >= 4:
         places = [axis] if cut.shape == raw.shape else [cut.ndim - 2, 1]
         place = next((i for i in places if cut.shape[i] == raw.shape[axis]), None)

@@ -1,25 +1,19 @@
 """What a layer makes of the outputs of its heads: a gate, and the map to what it returns.
 
 That map is read off the module that projects them, wrappers and hooks included, where the layer
-returns just what this one returns, or is handed over to it. Whatever else stands between is read
+returns just what this one returns, or leaves projecting to it. Whatever else stands between is read
 off the layer itself, run again with other outputs in the place of its heads'.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.variants.gate import Gate
 from lipbound.errors import CaptureError
-from lipbound.models.capture.rerun import (
-    CAPTURE_TOLERANCE,
-    ModuleCopy,
-    Stopped,
-    affine,
-    on_units,
-)
-from lipbound.models.capture.seeing.call import Call, ModuleRun, first_tensor
+from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, ModuleCopy, Stopped, affine, on_units
+from lipbound.models.capture.seeing.call import Call, ModuleRun, first_tensor, samples_first
 from lipbound.models.capture.seeing.follower import Follower, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import RAISED
 from lipbound.models.offload import plain_copy
@@ -43,11 +37,10 @@ class _OtherHeads(Follower):
         self._outputs, self._stops = outputs, stops
 
     def computed(self, heads: Heads) -> Tensor:
-        raw, place = heads.raw, outputs_of(heads, self._outputs.shape[2])
-        if place is None or place.shape != self._outputs.shape:
-            raise CaptureError("the outputs of its heads have other axes")
-        new, first = raw.clone(), place.storage_offset() - raw.storage_offset()
-        new.as_strided(place.shape, place.stride(), first).copy_(self._outputs)
+        place, new = outputs_of(heads, self._outputs.shape[2]), heads.raw.clone()
+        assert place is not None
+        start = place.storage_offset() - heads.raw.storage_offset()
+        new.as_strided(place.shape, place.stride(), start).copy_(self._outputs)
         return new
 
     def projected(self, x: Tensor, heads: Heads) -> None:
@@ -71,7 +64,7 @@ def probe_output(call: Call, heads: Tensor) -> Tensor | None:
     own, run = from_heads(call), call.projection
     if own is not None and own.shape[:2] == heads.shape[-2:]:
         return own
-    if run is None or run.module is not (call.consumer or run.module):
+    if run is None or ((call.changed or not call.formed) and not _returns_all(call, run)):
         return None
     return _projection(call, run, heads)
 
@@ -94,29 +87,20 @@ def _projection(call: Call, run: ModuleRun, heads: Tensor) -> Tensor:
     return w_o.view(count, d_v, -1)
 
 
-def _close(own: Tensor, mine: Tensor, size: Tensor | None = None) -> bool:
-    """Tell whether rebuilt outputs are a module's own, relative to the numbers they are sums of."""
-    least = own if size is None else 1e-3 * size
-    limit = CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), least.abs().amax()))
-    return own.shape == mine.shape and bool((own - mine).abs().amax() <= limit)
-
-
 def check_output(call: Call, w_o: Tensor | None) -> None:
     """Check a map of outputs of heads against what a module returned.
 
     Raises:
         CaptureError: they differ by more than what other tensors than the heads' contribute.
     """
-    run, given = call.projection, call.projected if call.gated else call.out
-    if w_o is None or from_heads(call, w_o) is not None:
+    own, given = call.projection.returned if call.projection else None, call.out
+    if w_o is None or own is None or from_heads(call, w_o) is not None:
         return
-    if run is None or given is None or not isinstance(run.returned, Tensor):
-        return
-    shape = (*call.out.shape[:2], -1)
-    own, x = (t.reshape(shape)[_real(call)].double() for t in (run.returned, given))
+    given = call.projected if call.gated and call.projected is not None else given
+    own, x = (t.reshape(*call.out.shape[:2], -1)[_real(call)] for t in (own, given))
     w_o = w_o.flatten(0, 1).to(x)
-    rest = own - x @ w_o  # the bias
-    if not _close(own - own[:1], own - own[:1] - rest + rest[:1], x.abs() @ w_o.abs()):
+    bias = own[:1] - x[:1] @ w_o
+    if not _close(own, x @ w_o + bias, x.abs() @ w_o.abs()):
         raise call.unsupported("makes something else of the outputs of its heads than it seems to")
 
 
@@ -134,72 +118,78 @@ def from_heads(call: Call, known: Tensor | None = None) -> Tensor | None:
         CaptureError: a module makes something of the outputs of its heads alone that is not affine.
     """
     if not call.w_o:
-        run = _end(call)
-        call.w_o.append(None if run is None else _through(call, run, known))
+        run, own = _end(call), call.consumer and call.projection
+        single = own and not call.changed and _returns_all(call, own)
+        whole = run is not None and not single and call.formed
+        call.w_o.append(_through(call, run, known) if run and whole else None)
     return call.w_o[0]
 
 
 def _end(call: Call) -> ModuleRun | None:
-    """Return the innermost run whose return more than one module's projection leads to."""
-    own = call.projection if call.consumer and not call.gated else None
-    runs = [run for run, before in call.around if not before and run.inside == 1]
-    other = [run for run in runs if not _equal(run.returned, call.out)]
-    if not call.formed or not other:
-        return None
-    apart = runs[0] is not other[0] or (own is not None and _equal(other[0].returned, own.returned))
-    return None if own is not None and apart else other[0]
+    """Return the innermost run around a call that returns other than the outputs of its heads."""
+    runs = (run for run, before in call.around if not before and run.inside == 1)
+    return next((run for run in runs if not equal(run.returned, call.out)), None)
 
 
-def _equal(a: object, b: object) -> bool:
-    both = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return both and torch.equal(a.flatten(), b.flatten())
+def _returns_all(call: Call, own: ModuleRun) -> bool:
+    """Return whether nothing follows the projection in the module that calls attention."""
+    inner, end = call.around[0][0], _end(call)
+    return end is not inner or equal(inner.returned, own.returned)
+
+
+def equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors have the same numbers in the same order."""
+    return a is not None and b is not None and torch.equal(a.flatten(), b.flatten())
+
+
+def _close(own: Tensor, mine: Tensor, size: Tensor | None = None) -> bool:
+    """Tell whether rebuilt outputs are a module's own, relative to the numbers they are sums of."""
+    least = own if size is None else 1e-3 * size
+    limit = CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), least.abs().amax()))
+    return own.shape == mine.shape and bool((own - mine).abs().amax() <= limit)
 
 
 def _real(call: Call) -> Tensor:
     """Return which tokens of a call are no padding, (samples, N)."""
-    if call.valid_rows is not None:
-        return call.valid_rows
-    return torch.ones(call.out.shape[:2], dtype=torch.bool, device=call.out.device)
+    every = torch.ones(call.out.shape[:2], dtype=torch.bool, device=call.out.device)
+    return every if call.valid_rows is None else call.valid_rows
 
 
 def _through(call: Call, run: ModuleRun, known: Tensor | None) -> Tensor | None:
     (s, n, count, d_v), real = call.out.shape, _real(call)
     heads = call.out.double().nan_to_num() * real[..., None, None]
-    generator = torch.Generator().manual_seed(0)
+    flat = heads[real].flatten(1)
 
     def rows(returned: object) -> Tensor:
         y = first_tensor(returned)
         if y is None or y.numel() % (s * n):
             raise CaptureError("its tokens are not known")
-        y = y.transpose(0, 1) if y.ndim == 3 and y.shape[:2] == (n, s) != (s, n) else y
-        return y.reshape(s, n, -1)[real].double()
+        return samples_first(y, s, n).reshape(s, n, -1)[real].double()
 
-    def made(outputs: Tensor, others: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
+    def made(outputs: Tensor, others: Iterable[tuple[Tensor, Tensor]] = ()) -> Tensor:
         follower = _OtherHeads(call, outputs.reshape(call.out.shape))
         return rows(copy.again(follower, others))
 
     try:
         copy = ModuleCopy(run, call)
         zero, own, twice = (made(factor * heads) for factor in (0.0, 1.0, 2.0))
-        alike = made(heads[real][:1].expand(s, n, -1, -1)) - zero
-        flat, own = heads[real].flatten(1), own - zero
-        if _close(rows(run.returned), own + zero) and _close(twice - zero, 2 * own):
+        alike, linear = made(heads[real][:1].expand(s, n, -1, -1)) - zero, own - zero
+        if _close(rows(run.returned), own) and _close(twice - zero, 2 * linear):
             if not _close(alike, alike[:1].expand_as(alike)):
                 return None
             if known is None and call.consumer and call.projection:
                 known = _projection(call, call.projection, call.out)
-            if known is not None and _close(own, flat @ known.flatten(0, 1).to(flat)):
+            if known is not None and _close(linear, flat @ known.flatten(0, 1).to(flat)):
                 return known
             parts = []
-            for some in torch.eye(count * d_v, dtype=flat.dtype, device=flat.device).split(len(flat)):
+            for some in torch.eye(count * d_v).to(flat).split(len(flat)):
                 units = heads.new_zeros(s, n, count * d_v)
                 units[tuple(real.nonzero()[: len(some)].T)] = some
                 parts.append((made(units) - zero)[: len(some)])
             w_o = torch.cat(parts)
-            return w_o.view(count, d_v, -1) if _close(own, flat @ w_o) else None
-        noise = [torch.randn(t.shape, generator=generator).double() for t in copy.inputs]
-        others = [(t, t.double() + e.to(t.device)) for t, e in zip(copy.inputs, noise, strict=True)]
-        alone = not call.changed and call.consumer and _close(own + zero, made(heads, others))
+            return w_o.view(count, d_v, -1) if _close(linear, flat @ w_o) else None
+        moved = [(t, t.double() + t.double().cos()) for t in copy.inputs]
+        alone = not call.changed and call.consumer and _close(own, made(heads, moved))
     except CaptureError:
         return None
     if alone:

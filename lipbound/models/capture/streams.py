@@ -89,7 +89,6 @@ class Owner(ModuleCopy):
             return tensors[0], heads
         return next((t for t in tensors if follower.kind(t) is heads), heads.raw), heads
 
-
     def _projection(self) -> nn.Module | None:
         """Return the module in this one that is given the outputs of heads."""
         run, start = self.call.projection, f"{self.run.name}." if self.run.name else ""

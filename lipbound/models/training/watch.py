@@ -165,83 +165,25 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
+    own_function: AttentionFunction | None = None,
     **kw: Any,
 ) -> tuple[Tensor, Any]:
     """Return torch's fused attention, or the same by way of probabilities where they are wanted.
 
+    A function of the user's own takes its place, and is followed where they are wanted.
+
     Raises:
-        CaptureError: scores are capped or have sinks.
+        CaptureError: scores are capped or have sinks, or the module is a copy of DataParallel's.
     """
-    fused = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kw)
-    if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
-        raise CaptureError(
-            f"{type(module).__name__} uses {', '.join(extras)}, which penalties do not support"
-        )
-    explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
-    return _watched(module, fused, explicit)
-
-
-def _by_own(
-    function: AttentionFunction,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **kw: Any,
-) -> tuple[Tensor, Any]:
-    """Return what an attention function of the user's own does, its probabilities seen in it."""
     given = module, query, key, value, attention_mask
-
-    def explicit() -> tuple[Tensor, Any, TrainingCall, Tensor]:
-        with _Softmax(module) as seen:
-            out, p = function(*given, **kw)
-        if len(seen.found) != 1:
+    fused = partial(own_function or sdpa_attention_forward, *given, **kw)
+    explicit: Callable[[], Any] = partial(_followed, fused, given)
+    if own_function is None:
+        if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
             raise CaptureError(
-                f"{type(module).__name__} calls {getattr(function, '__name__', 'a function')}, "
-                "which was registered with AttentionInterface and in which not one softmax of "
-                "products of queries and keys is seen; take a model with "
-                "attn_implementation='eager'"
+                f"{type(module).__name__} uses {', '.join(extras)}, which penalties do not support"
             )
-        call = TrainingCall(*given, None, torch.nan, False, own=True)
-        return out, p, call, seen.found[0].reshape(*query.shape[:2], *seen.found[0].shape[-2:])
-
-    return _watched(module, partial(function, *given, **kw), explicit)
-
-
-class _Softmax(Follower):
-    """The probabilities of attention, as the functions that are followed compute them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module, self.found = module, list[Tensor]()
-
-    def computed(self, heads: Heads) -> None:
-        with self.paused():
-            if heads.scores is not None:
-                wide = torch.promote_types(heads.scores.dtype, torch.float32)
-                self.found.append(torch.softmax(heads.scores.to(wide), -1))
-            else:
-                qkv, kw = (heads.q[0], heads.k[0], heads.v), {"scaling": heads.scale}
-                kw["is_causal"] = False  # its mask says so
-                self.found.append(_explicit(self._module, qkv, heads.mask, kw)[3])
-
-
-def _watched(
-    module: nn.Module,
-    fused: Callable[[], tuple[Tensor, Any]],
-    explicit: Callable[[], tuple[Tensor, Any, TrainingCall, Tensor]],
-) -> tuple[Tensor, Any]:
-    """Return what attention makes, and give its probabilities to those who watch it.
-
-    Args:
-        module: that calls.
-        fused: makes output and probabilities for the model.
-        explicit: makes the same, the call, and wide probabilities.
-
-    Raises:
-        CaptureError: the module is a copy of DataParallel's.
-    """
+        explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
     if replay.script is not None:
         return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
@@ -260,6 +202,45 @@ def _watched(
     for watch, layer in layers:
         watch.add(call, layer, wide)
     return out, p
+
+
+class _Softmax(Follower):
+    """The probabilities of attention, as functions that are followed compute them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module, self.found = module, list[Tensor]()
+
+    def computed(self, heads: Heads) -> None:
+        qkv, kw = (heads.q[0], heads.k[0], heads.v), {"scaling": heads.scale, "is_causal": False}
+        wide = torch.promote_types(qkv[0].dtype, torch.float32)
+        with self.paused():
+            if heads.scores is None:  # the mask says what is causal
+                self.found.append(_explicit(self._module, qkv, heads.mask, kw)[3])
+            else:
+                self.found.append(torch.softmax(heads.scores, -1, dtype=wide))
+
+
+def _followed(
+    function: partial[Any], given: tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None]
+) -> tuple[Tensor, Any, TrainingCall, Tensor]:
+    """Return what `_explicit` does, as the user's own function makes it of what it is given.
+
+    Raises:
+        CaptureError: no softmax is seen in it, or several are.
+    """
+    module, query = given[:2]
+    with _Softmax(module) as seen:
+        out, p = function()
+    if len(seen.found) != 1:
+        raise CaptureError(
+            f"{type(module).__name__} computes attention by {function.func.__name__}, which was "
+            "registered with AttentionInterface, and in which not one softmax of products of "
+            "queries and keys is seen; set_attn_implementation('eager') is measured"
+        )
+    wide = seen.found[0]
+    call = TrainingCall(*given, None, torch.nan, False, own=True)
+    return out, p, call, wide.reshape(*query.shape[:2], *wide.shape[-2:])
 
 
 AttentionInterface.register(TRAINING_ATTENTION, _attention)
@@ -439,7 +420,7 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     found = (c for module in modules for c in attention_configs(vars(module).get("config")))
     configs = list({id(config): config for config in found}.values())
     with ExitStack() as stack:
-        kept = stack.enter_context(own_functions(configs, _by_own))
+        kept = stack.enter_context(own_functions(configs, _attention))
         for config in configs:
             stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
@@ -499,7 +480,7 @@ class _Recomputing:
     def __enter__(self) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(self._own)
-        kept = self._stack.enter_context(own_functions(self._configs, _by_own))
+        kept = self._stack.enter_context(own_functions(self._configs, _attention))
         own = {id(config) for config, _ in kept}
         others = [config for config in self._configs if id(config) not in own]
         self._stack.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *others))

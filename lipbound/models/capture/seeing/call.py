@@ -27,6 +27,12 @@ def first_tensor(returned: object) -> Tensor | None:
     return next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
 
 
+def samples_first(t: Tensor, samples: int, n: int) -> Tensor:
+    """Return (samples, N, D) of (N, samples, D) or itself; (N, N, D) counts as the former."""
+    turned = t.ndim == 3 and t.shape[:2] == (n, samples) != (samples, n)
+    return t.transpose(0, 1) if turned else t
+
+
 def listed(names: Sequence[str], most: int = 1) -> str:
     """Return the first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -43,11 +49,9 @@ class ModuleRun:
         args: the first argument, where it was given by position.
         kwargs: all other arguments, by name.
         calls: how often the module called attention in this run.
-        returned: what the module returned.
+        returned: the first tensor that the module returned.
         learned: those of its tensors that are made of parameters alone, such as learned queries.
         inside: how often it and the modules inside it called attention in this run.
-        entered: its first argument behind hooks that stand before it.
-        kept: whether what it returns is wanted.
     """
 
     module: nn.Module
@@ -56,10 +60,8 @@ class ModuleRun:
     kwargs: dict[str, Any]
     calls: int = 0
     inside: int = 0
-    returned: Any = None
+    returned: Tensor | None = None
     learned: list[Tensor] = field(default_factory=list)
-    entered: Any = None
-    kept: bool = False
 
 
 @dataclass
@@ -159,8 +161,8 @@ class Call:
     @property
     def tokens_first(self) -> bool:
         """True if the module was given (N, samples, D); (N, N, D) counts as samples first."""
-        x, (samples, n) = self.given, self._shape
-        return isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == (n, samples) != (samples, n)
+        x = self.given
+        return isinstance(x, Tensor) and samples_first(x, *self._shape) is not x
 
     @property
     def x(self) -> Tensor:
@@ -177,7 +179,7 @@ class Call:
                 "multiplies queries, keys and values in tensors whose axes are not known"
             )
         given, (samples, n) = self.given, self._shape
-        x = given.transpose(0, 1) if isinstance(given, Tensor) and self.tokens_first else given
+        x = samples_first(given, samples, n) if isinstance(given, Tensor) else given
         if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])
         queries, keys = self.q.shape[-2], self.k.shape[-2]
@@ -217,7 +219,7 @@ class Call:
         own = {name: there(getattr(self, name)) for name in names}
 
         def moved(run: ModuleRun) -> ModuleRun:
-            parts = ("args", "kwargs", "learned", "returned", "entered")
+            parts = ("args", "kwargs", "learned", "returned")
             return replace(run, **{name: there(getattr(run, name)) for name in parts})
 
         around = [(moved(run), before) for run, before in self.around]

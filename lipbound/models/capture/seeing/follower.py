@@ -192,7 +192,7 @@ class Follower(TorchFunctionMode):
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        function: AttentionFunction | None = None,
+        own: AttentionFunction | None = None,
         **kw: Any,
     ) -> tuple[Tensor, Any]:
         """Do what a module's own eager attention function does, or a function of the user's.
@@ -205,10 +205,10 @@ class Follower(TorchFunctionMode):
         extras = {name: value for name, value in kw.items() if value is not None}
         heads = Heads(INTERFACE, (q,), (k,), v, mask, kw.get("scaling"), extras, module)
         heads.boolean, heads.adds = boolean and not self.adds, boolean and self.adds
-        heads.own, before = function is not None, self._count
+        heads.own, before = own is not None, self._count
         self.asked(heads)
-        if function is not None:
-            out, probabilities = function(module, q, k, v, given, **kw)
+        if own is not None:
+            out, probabilities = own(module, q, k, v, given, **kw)
             if self._count > before:
                 return out, probabilities
         else:

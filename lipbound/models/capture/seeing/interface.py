@@ -66,14 +66,17 @@ OTHERS: list[tuple[Any, str, Adapter]] = []
 """Other functions that compute attention: the module that calls each by a name, that name, and the
 adapter."""
 
+OWN = "own_function"
+"""The argument in which our functions are given a function of the user's own, to be followed."""
+
 _handler: AttentionFunction | None = None
 
 
 def own_function(name: object) -> AttentionFunction | None:
     """Return the attention function of a name that is the user's own, none of transformers'."""
     function: Any = ALL_ATTENTION_FUNCTIONS.get(name)
-    while isinstance(function, partial) and function.func.__module__.startswith("lipbound."):
-        function = function.args[0]  # by way of one of ours
+    while OWN in getattr(function, "keywords", {}):  # by way of one of ours
+        function = function.keywords[OWN]
     kind = str(getattr(getattr(function, "func", function), "__module__", ""))
     usual = any(one in str(name) for one in ("sdpa", "flash", "flex_attention", "paged"))
     theirs = kind.startswith("lipbound.") or (usual and kind.startswith("transformers."))
@@ -90,32 +93,18 @@ def own_functions(
 
     Args:
         configs: of models.
-        through: takes the function, and what it is called with.
+        through: takes the function as `OWN`, and what it is called with.
     """
     named = [(config, getattr(config, ATTRIBUTE)) for config in configs]
     found = {name: own for _, name in named if (own := own_function(name)) is not None}
     functions = ALL_ATTENTION_FUNCTIONS._local_mapping
     before = dict(functions)
-    functions.update({name: partial(through, own) for name, own in found.items()})
+    functions.update({name: partial(through, **{OWN: own}) for name, own in found.items()})
     try:
         yield [(config, name) for config, name in named if name in found]
     finally:
         functions.clear()
         functions.update(before)
-
-
-def _by_own(
-    function: AttentionFunction,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Any]:
-    if _handler is None:
-        return function(module, query, key, value, attention_mask, **kwargs)
-    return _handler(module, query, key, value, attention_mask, function=function, **kwargs)
 
 
 def _attention(
@@ -124,11 +113,14 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
+    own_function: AttentionFunction | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     # parameters have the interface's names, since some models pass them by keyword
-    function = eager(module) if _handler is None else _handler
-    return function(module, query, key, value, attention_mask, **kwargs)
+    given = module, query, key, value, attention_mask
+    if _handler is None:
+        return (own_function or eager(module))(*given, **kwargs)
+    return _handler(*given, own_function, **kwargs)
 
 
 AttentionInterface.register(RECORDING_ATTENTION, _attention)
@@ -235,7 +227,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
                 afterwards.enter_context(changed("forward", own, module))
-        kept = afterwards.enter_context(own_functions(configs, _by_own))
+        kept = afterwards.enter_context(own_functions(configs, _attention))
         for config in configs:
             afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         for part in _outermost(model):

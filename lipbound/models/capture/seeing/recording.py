@@ -167,13 +167,13 @@ class Recorder(Follower):
             return
         start, call.consumer = call.projection, None
         x = x if start is None else start.args[0]
-        outer = self.running[: self.running.index(start)] if start in self.running else []
-        for run in reversed(outer if start else self.running):  # wrappers have what it is given
-            inner = call.projection is None and self.kind(run.entered) is heads
-            if run.inside or not (inner or _same(run.entered, x)) or not _single(run):
+        place = self.running.index(start) if start in self.running else 0
+        for run in reversed(self.running if start is None else self.running[:place]):
+            given = _only(run)  # wrappers of a module are given what it is given
+            inner = call.projection is None and self.kind(given) is heads
+            if run.inside or given is None or not (inner or _same(given, x)):
                 break
-            call.projection, x = run, run.args[0]
-            run.kept = True
+            call.projection, x = run, given
         call.projected = x
         if call.way == BY_HAND and heads.form is not None and x.shape[-1] % heads.width == 0:
             apart = x.shape[-1] == heads.width and heads.form[0].ndim == 4
@@ -182,9 +182,9 @@ class Recorder(Follower):
             if forms is not None:
                 call.q, call.k, call.v = forms[:3]
                 call.out, call.formed = forms[3].transpose(1, 2), True
-        module = None if call.projection is None else call.projection.module
         if not call.formed:
             return
+        module = None if call.projection is None else call.projection.module
         if _same(x, call.out):
             call.consumer = module
             return
@@ -219,17 +219,10 @@ class Recorder(Follower):
         call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
         if call is not None and call.formed and not call.consumer and _same(args[0], call.out):
             call.consumer, call.projection = module, self.running[-1]
-            call.projection.kept = True
-
-    def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Run between the hooks before a module and itself."""
-        self.running[-1].entered = args[0] if args else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Run behind every module, as a hook."""
-        run = self.running.pop()
-        if run.inside or run.kept:
-            run.returned = first_tensor(output)
+        self.running.pop().returned = first_tensor(output)
 
 
 def record(
@@ -256,7 +249,6 @@ def record(
             hook, enter = module.register_forward_pre_hook, partial(recorder.enter, name)
             # a module's own hooks belong to what it does
             afterwards.enter_context(hook(enter, with_kwargs=True, prepend=True))
-            afterwards.enter_context(hook(recorder.entered))
             afterwards.enter_context(module.register_forward_hook(recorder.leave))
         with recorder.unseen, recorder:
             drew = forward(model, inputs, cache=cache)
@@ -300,9 +292,11 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
-def _single(run: ModuleRun) -> bool:
-    tensors = (t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor))
-    return bool(run.args) and sum(t.is_floating_point() for t in tensors) == 1
+def _only(run: ModuleRun) -> Tensor | None:
+    """Return the first argument of a module that was given no other tensor."""
+    tensors = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
+    floating = [t for t in tensors if t.is_floating_point()]
+    return floating[0] if run.args and len(floating) == 1 and floating[0] is run.args[0] else None
 
 
 def _same(x: object, out: Tensor) -> bool:
