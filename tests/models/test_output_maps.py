@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import MODERN, build, inputs_for
 from torch import Tensor, nn
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
+from lipbound.models.capture.capture import Capturer
 
 X = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 CONSTANT = torch.linspace(-1, 2, 12, dtype=torch.float64)
@@ -159,8 +161,8 @@ def made(case: str, by_hand: bool) -> Heads:
     return module.double().eval()
 
 
-def dense(module: nn.Module, x: Tensor) -> float:
-    """The norm of the Jacobian of a module at one sample."""
+def dense(module: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """The norm of the Jacobian of a function at one sample."""
     jacobian = torch.autograd.functional.jacobian(module, x[None])
     return float(torch.linalg.matrix_norm(jacobian.flatten(3).flatten(0, 2), 2))
 
@@ -188,3 +190,101 @@ def test_what_stands_between_is_counted_once(case: str, by_hand: bool, closed: b
     jacobians = (factor * jacobian for jacobian in own)
     heads = torch.stack([j[0].flatten(3).movedim(1, 0).flatten(1, 2) for j in jacobians])
     torch.testing.assert_close(found[2], torch.linalg.matrix_norm(heads, 2), rtol=1e-7, atol=0)
+
+
+def clamped(module: Heads) -> None:
+    module.out.register_forward_hook(lambda _, args, made: made.clamp(-0.2, 0.2))
+
+
+def normalised(module: Heads) -> None:
+    module.register_forward_hook(lambda _, args, made: made / made.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (clamped, "the output projection (Linear) is not an affine map"),
+        (normalised, "makes something of the outputs of its heads that is not affine"),
+    ],
+)
+def test_a_map_that_is_not_affine_is_automatic_and_told(
+    change: Callable[[Heads], None], told: str, closed: bool
+) -> None:
+    torch.manual_seed(1)
+    module = Heads(False).double()
+    (reference,) = lb.capture(module, {"x": X})
+    change(module)
+    (layer,) = lb.capture(module, {"x": X}, closed=closed)
+    assert isinstance(layer, ModuleAttention)
+    assert not closed or told in layer.reason
+    expected = torch.tensor([dense(module, x) for x in X]).double()
+    torch.testing.assert_close(measured(layer, "layer"), expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(measured(layer, "head"), measured(reference, "head"))
+    with pytest.raises(lb.LipboundError, match="'head_out' needs an affine output projection"):
+        measured(layer, "head_out")
+
+
+def test_a_residual_connection_inside_is_no_part_of_it() -> None:
+    torch.manual_seed(1)
+    module = Residual(False).double()
+    (layer,) = lb.capture(module, {"x": X})
+    expected = [dense(lambda x: module(x) - x, x) for x in X]
+    torch.testing.assert_close(measured(layer, "layer"), torch.tensor(expected).double())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_maps_of_torch_layers(
+    norm: type[nn.LayerNorm | nn.RMSNorm], norm_first: bool, batch_first: bool
+) -> None:
+    torch.manual_seed(2)
+    layer = nn.TransformerEncoderLayer(12, 3, 8, batch_first=batch_first, norm_first=norm_first)
+    before: nn.Module = norm(12)
+    layer.add_module("norm1", before)
+    for p in layer.parameters():
+        p.data.add_(0.2 * torch.randn_like(p))
+    layer.double().eval()
+    (found,) = lb.capture(layer, {"src": X if batch_first else X.transpose(0, 1)}, around=True)
+    attention = layer.self_attn
+    attention.batch_first = True
+
+    def alone(x: Tensor) -> Tensor:
+        made: Tensor = attention(x, x, x, need_weights=False)[0]
+        return made
+
+    def block(x: Tensor) -> Tensor:
+        made: Tensor = x + alone(layer.norm1(x)) if norm_first else layer.norm1(x + alone(x))
+        return made
+
+    inner = layer.norm1(X) if norm_first else X
+    for name, function, tokens in (
+        ("layer", alone, inner),
+        ("residual", lambda x: x + alone(x), inner),
+        ("pre_norm" if norm_first else "post_norm", block, X),
+    ):
+        expected = torch.tensor([dense(function, x) for x in tokens.detach()]).double()
+        torch.testing.assert_close(measured(found, name), expected, rtol=1e-6, atol=0)
+    assert found.w_o is not None
+    torch.testing.assert_close(found.w_o.flatten(0, 1), attention.out_proj.weight.mT.detach())
+
+
+def test_names_of_projections_do_not_hide_wrappers() -> None:
+    model = build(MODERN["Llama"])
+    capturer = Capturer(model, around=True)
+    capturer.run(inputs_for(model))
+    for _ in range(2):
+        model = build(MODERN["Llama"])
+        layer = model.layers[0].self_attn
+        capturer.renew(model)
+        capturer.run(inputs_for(model))
+        wrapper = Wrapper(layer.o_proj)
+        wrapper.base, wrapper.a, wrapper.b = layer.o_proj, nn.Linear(24, 2), nn.Linear(2, 24)
+        layer.o_proj = wrapper
+        capturer.renew(model)
+        w_o = capturer.run(inputs_for(model))[0].attention.w_o
+        eye = torch.eye(24)
+        expected = (wrapper(eye) - wrapper(0 * eye)).detach()
+        assert w_o is not None
+        torch.testing.assert_close(w_o.flatten(0, 1), expected)

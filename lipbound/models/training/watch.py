@@ -28,6 +28,7 @@ from lipbound.models.capture.seeing.interface import (
     additive_mask,
     attention_configs,
     own_functions,
+    own_names,
 )
 from lipbound.models.capture.seeing.recording import by_name
 from lipbound.models.quiet import changed
@@ -420,7 +421,8 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     found = (c for module in modules for c in attention_configs(vars(module).get("config")))
     configs = list({id(config): config for config in found}.values())
     with ExitStack() as stack:
-        kept = stack.enter_context(own_functions(configs, _attention))
+        kept = own_names(configs)
+        stack.enter_context(own_functions(_attention))
         for config in configs:
             stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
@@ -480,8 +482,8 @@ class _Recomputing:
     def __enter__(self) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(self._own)
-        kept = self._stack.enter_context(own_functions(self._configs, _attention))
-        own = {id(config) for config, _ in kept}
+        own = {id(config) for config, _ in own_names(self._configs)}
+        self._stack.enter_context(own_functions(_attention))
         others = [config for config in self._configs if id(config) not in own]
         self._stack.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *others))
         self._stack.enter_context(changed("script", iter(self._notes), replay))

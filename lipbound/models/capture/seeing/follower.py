@@ -155,6 +155,9 @@ class Follower(TorchFunctionMode):
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Act on outputs of heads, or what was made of them, that meet weights."""
 
+    def returned(self, out: Tensor) -> None:
+        """Act on what a function of the user's own returns, in which heads were seen."""
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Yield while nothing is followed."""
@@ -210,6 +213,7 @@ class Follower(TorchFunctionMode):
         if own is not None:
             out, probabilities = own(module, q, k, v, given, **kw)
             if self._count > before:
+                self.returned(out)
                 return out, probabilities
         else:
             with self.paused():

@@ -83,25 +83,27 @@ def own_function(name: object) -> AttentionFunction | None:
     return None if function is None or theirs else function
 
 
-@contextmanager
-def own_functions(
-    configs: Iterable[Any], through: Callable[..., tuple[Tensor, Any]]
-) -> Iterator[list[tuple[Any, str]]]:
-    """Yield the configurations that name an attention function of the user's own, with the names.
+def own_names(configs: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return the configurations that name a function of the user's own, with the names."""
+    named = [(config, getattr(config, ATTRIBUTE)) for config in configs]
+    return [(config, name) for config, name in named if own_function(name) is not None]
 
-    They keep these, on which masks depend, and the functions are called by way of another.
+
+@contextmanager
+def own_functions(through: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
+    """Yield while attention functions of the user's own are called by way of another.
+
+    They keep their names, on which masks depend.
 
     Args:
-        configs: of models.
         through: takes the function as `OWN`, and what it is called with.
     """
-    named = [(config, getattr(config, ATTRIBUTE)) for config in configs]
-    found = {name: own for _, name in named if (own := own_function(name)) is not None}
+    found = {name: own_function(name) for name in ALL_ATTENTION_FUNCTIONS}
     functions = ALL_ATTENTION_FUNCTIONS._local_mapping
     before = dict(functions)
-    functions.update({name: partial(through, **{OWN: own}) for name, own in found.items()})
+    functions.update({n: partial(through, **{OWN: own}) for n, own in found.items() if own})
     try:
-        yield [(config, name) for config, name in named if name in found]
+        yield
     finally:
         functions.clear()
         functions.update(before)
@@ -177,6 +179,7 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
         fast = torch.backends.mha.get_fastpath_enabled()
         afterwards.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
+        afterwards.enter_context(own_functions(_attention))
         for owner, name, new in swapped:
             afterwards.enter_context(changed(name, new, owner))
         yield
@@ -227,7 +230,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
                 afterwards.enter_context(changed("forward", own, module))
-        kept = afterwards.enter_context(own_functions(configs, _attention))
+        kept = own_names(configs)
         for config in configs:
             afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         for part in _outermost(model):

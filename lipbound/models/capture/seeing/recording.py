@@ -195,13 +195,17 @@ class Recorder(Follower):
         if len(flat) != len(out):
             call.changed = "hands on more than the outputs of its heads to their projection"
             return
-        first, second = (t.nan_to_num().sort().values for t in (flat, out))
-        if not torch.equal(first, second):  # not even in another order
+        if not torch.equal(_sorted(flat), _sorted(out)):  # not even in another order
             call.changed = "changes its head outputs before they are projected (a norm, a gate)"
             # behind a gate between 0 and 1 they keep their signs
             signed = bool(((flat == 0) | (flat.sign() == out.sign())).all() and (flat != 0).any())
             call.gated = call.way != BY_HAND and signed
             call.consumer = module if call.gated else None
+
+    def returned(self, out: Tensor) -> None:
+        """Take what a function of the user's own makes of outputs of heads as part of the heads."""
+        if not torch.equal(_sorted(self.calls[-1].raw), _sorted(out)):
+            self.calls[-1].w_o.append(None)
 
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
@@ -297,6 +301,10 @@ def _only(run: ModuleRun) -> Tensor | None:
     tensors = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
     floating = [t for t in tensors if t.is_floating_point()]
     return floating[0] if run.args and len(floating) == 1 and floating[0] is run.args[0] else None
+
+
+def _sorted(t: Tensor) -> Tensor:
+    return t.nan_to_num().flatten().sort().values
 
 
 def _same(x: object, out: Tensor) -> bool:
