@@ -66,53 +66,35 @@ def probe_output(call: Call, heads: Tensor) -> Tensor | None:
         return own
     if run is None or ((call.changed or not call.formed) and not _returns_all(call, run)):
         return None
-    return _projection(call, run, heads)
+    return _projection(call, run, *heads.shape[-2:])
 
 
-def _projection(call: Call, run: ModuleRun, heads: Tensor) -> Tensor:
-    """Return slices of a module that is given the flattened heads, (heads, d_v, D_out)."""
-    count, d_v, device = *heads.shape[-2:], heads.device
-    copy = plain_copy(run.module).to(device).double()
-    eye = torch.eye(count * d_v, dtype=torch.float64, device=device)
+def _projection(call: Call, run: ModuleRun, count: int, d_v: int) -> Tensor:
+    """Return slices of a module that is given flattened outputs of heads, (heads, d_v, D_out)."""
+    copy = plain_copy(run.module).to(call.q.device).double()
+    tensors = (run.args[0], run.returned)
+    given, own = (t.reshape(-1, t.shape[-1]).double() for t in tensors if t is not None)
+    known = given.isfinite().all(-1)  # padding may be undefined
+    some = slice(None, None, -(-int(known.sum()) // CHECKED))
+    flat, own = (t[known][some] for t in (given, own))
+    eye = torch.eye(count * d_v, dtype=torch.float64, device=flat.device)
     named = f"layer {call.name}: the output projection ({type(run.module).__name__})"
     try:
-        zero = copy(torch.zeros_like(eye[:1]))
+        zero, made = copy(torch.zeros_like(eye[:1])), copy(flat)
         w_o: Tensor = copy(eye) - zero
     except RAISED as error:
         raise CaptureError(f"{named} cannot be run by itself ({first_line(error)})") from error
-    flat = heads.reshape(-1, count * d_v)
-    flat = flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()  # padding may be undefined
-    if not _close(copy(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()):
+    affine = _close(made - zero, flat @ w_o, flat.abs() @ w_o.abs())
+    if not (affine and _close(own, made, flat.abs() @ w_o.abs())):
         raise CaptureError(f"{named} is not an affine map, which is not supported")
     return w_o.view(count, d_v, -1)
 
 
-def check_output(call: Call, w_o: Tensor | None) -> None:
-    """Check a map of outputs of heads against what a module returned.
-
-    Raises:
-        CaptureError: they differ by more than what other tensors than the heads' contribute.
-    """
-    own, given = call.projection.returned if call.projection else None, call.out
-    if w_o is None or own is None or from_heads(call, w_o) is not None:
-        return
-    given = call.projected if call.gated and call.projected is not None else given
-    own, x = (t.reshape(*call.out.shape[:2], -1)[_real(call)] for t in (own, given))
-    w_o = w_o.flatten(0, 1).to(x)
-    bias = own[:1] - x[:1] @ w_o
-    if not _close(own, x @ w_o + bias, x.abs() @ w_o.abs()):
-        raise call.unsupported("makes something else of the outputs of its heads than it seems to")
-
-
-def from_heads(call: Call, known: Tensor | None = None) -> Tensor | None:
+def from_heads(call: Call) -> Tensor | None:
     """Return the map of heads' outputs where it is no single module's, (heads, d_v, D_out).
 
     None where it is, where it differs from token to token, or is not affine in a block that its
     tokens also enter in another way.
-
-    Args:
-        call: of the layer.
-        known: the map as it was found before.
 
     Raises:
         CaptureError: a module makes something of the outputs of its heads alone that is not affine.
@@ -121,7 +103,7 @@ def from_heads(call: Call, known: Tensor | None = None) -> Tensor | None:
         run, own = _end(call), call.consumer and call.projection
         single = own and not call.changed and _returns_all(call, own)
         whole = run is not None and not single and call.formed
-        call.w_o.append(_through(call, run, known) if run and whole else None)
+        call.w_o.append(_through(call, run) if run and whole else None)
     return call.w_o[0]
 
 
@@ -155,7 +137,7 @@ def _real(call: Call) -> Tensor:
     return every if call.valid_rows is None else call.valid_rows
 
 
-def _through(call: Call, run: ModuleRun, known: Tensor | None) -> Tensor | None:
+def _through(call: Call, run: ModuleRun) -> Tensor | None:
     (s, n, count, d_v), real = call.out.shape, _real(call)
     heads = call.out.double().nan_to_num() * real[..., None, None]
     flat = heads[real].flatten(1)
@@ -177,10 +159,6 @@ def _through(call: Call, run: ModuleRun, known: Tensor | None) -> Tensor | None:
         if _close(rows(run.returned), own) and _close(twice - zero, 2 * linear):
             if not _close(alike, alike[:1].expand_as(alike)):
                 return None
-            if known is None and call.consumer and call.projection:
-                known = _projection(call, call.projection, call.out)
-            if known is not None and _close(linear, flat @ known.flatten(0, 1).to(flat)):
-                return known
             parts = []
             for some in torch.eye(count * d_v).to(flat).split(len(flat)):
                 units = heads.new_zeros(s, n, count * d_v)

@@ -165,16 +165,11 @@ class Recorder(Follower):
         call = self._made.pop(id(heads), None)
         if call is None:
             return
-        start, call.consumer = call.projection, None
-        x = x if start is None else start.args[0]
-        place = self.running.index(start) if start in self.running else 0
-        for run in reversed(self.running if start is None else self.running[:place]):
-            given = _only(run)  # wrappers of a module are given what it is given
-            inner = call.projection is None and self.kind(given) is heads
-            if run.inside or given is None or not (inner or _same(given, x)):
-                break
-            call.projection, x = run, given
-        call.projected = x
+        # wrappers of a module are given what it is given
+        runs = (r for r in self.running if not r.inside and self.kind(_only(r)) is heads)
+        run = next(runs, call.projection)
+        call.projection, x = run, x if run is None else run.args[0]
+        call.consumer, call.projected = None, x
         if call.way == BY_HAND and heads.form is not None and x.shape[-1] % heads.width == 0:
             apart = x.shape[-1] == heads.width and heads.form[0].ndim == 4
             count = heads.form[0].shape[1] if apart else x.shape[-1] // heads.width
@@ -184,7 +179,7 @@ class Recorder(Follower):
                 call.out, call.formed = forms[3].transpose(1, 2), True
         if not call.formed:
             return
-        module = None if call.projection is None else call.projection.module
+        module = None if run is None else run.module
         if _same(x, call.out):
             call.consumer = module
             return
