@@ -17,7 +17,6 @@ from lipbound.models.capture.seeing.call import Call, ModuleRun, first_tensor, s
 from lipbound.models.capture.seeing.follower import Follower, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import RAISED
 from lipbound.models.offload import plain_copy
-from lipbound.models.quiet import first_line
 
 CHECKED = 64
 """Number of recorded outputs of all heads that tell whether their projection is affine."""
@@ -69,24 +68,26 @@ def probe_output(call: Call, heads: Tensor) -> Tensor | None:
     return _projection(call, run, *heads.shape[-2:])
 
 
-def _projection(call: Call, run: ModuleRun, count: int, d_v: int) -> Tensor:
+def _projection(call: Call, run: ModuleRun, count: int, d_v: int) -> Tensor | None:
     """Return slices of a module that is given flattened outputs of heads, (heads, d_v, D_out)."""
-    copy = plain_copy(run.module).to(call.q.device).double()
-    tensors = (run.args[0], run.returned)
-    given, own = (t.reshape(-1, t.shape[-1]).double() for t in tensors if t is not None)
-    known = given.isfinite().all(-1)  # padding may be undefined
-    some = slice(None, None, -(-int(known.sum()) // CHECKED))
-    flat, own = (t[known][some] for t in (given, own))
-    eye = torch.eye(count * d_v, dtype=torch.float64, device=flat.device)
-    named = f"layer {call.name}: the output projection ({type(run.module).__name__})"
+    copy, tensors = plain_copy(run.module).to(call.q.device).double(), (run.args[0], run.returned)
     try:
+        flat, own = (t.reshape(-1, t.shape[-1]).double() for t in tensors if t is not None)
+        known = flat.isfinite().all(-1)  # padding may be undefined
+        flat, own = (t[known][:: -(-len(t) // CHECKED)] for t in (flat, own))
+        eye = torch.eye(count * d_v, dtype=torch.float64, device=flat.device)
         zero, made = copy(torch.zeros_like(eye[:1])), copy(flat)
         w_o: Tensor = copy(eye) - zero
-    except RAISED as error:
-        raise CaptureError(f"{named} cannot be run by itself ({first_line(error)})") from error
-    affine = _close(made - zero, flat @ w_o, flat.abs() @ w_o.abs())
-    if not (affine and _close(own, made, flat.abs() @ w_o.abs())):
-        raise CaptureError(f"{named} is not an affine map, which is not supported")
+        size = flat.abs() @ w_o.abs()
+        affine = _close(made - zero, flat @ w_o, size) and _close(own, made, size)
+    except RAISED:
+        return None
+    if not affine:
+        name = type(run.module).__name__
+        raise CaptureError(
+            f"layer {call.name}: the output projection ({name}) is not an affine map, which is not "
+            "supported"
+        )
     return w_o.view(count, d_v, -1)
 
 
