@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture.outputs import equal, from_heads, probe_output
+from lipbound.models.capture.outputs import from_heads, probe_output
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
-from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.call import Call, same_numbers
 from lipbound.models.capture.seeing.follower import Heads
 from lipbound.models.capture.streams import HEADS, PROJECTION, RETURN, Padding, owner_of
 from lipbound.schema import INPUT, MEMORY, QUERIES
@@ -86,7 +86,9 @@ def through_module(
         try:
             w_o = probe_output(call, out)
         except CaptureError:  # it is not affine
-            inside = owner.run.module is call.module and not equal(owner.run.returned, call.out)
+            inside = owner.run.module is call.module and not same_numbers(
+                owner.run.returned, call.out
+            )
             layer = projected if inside else None
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"

@@ -13,7 +13,13 @@ from torch import Tensor
 from lipbound.attention.variants.gate import Gate
 from lipbound.errors import CaptureError
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, ModuleCopy, Stopped, affine, on_units
-from lipbound.models.capture.seeing.call import Call, ModuleRun, first_tensor, samples_first
+from lipbound.models.capture.seeing.call import (
+    Call,
+    ModuleRun,
+    first_tensor,
+    same_numbers,
+    samples_first,
+)
 from lipbound.models.capture.seeing.follower import Follower, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import RAISED
 from lipbound.models.offload import plain_copy
@@ -111,18 +117,14 @@ def from_heads(call: Call) -> Tensor | None:
 def _end(call: Call) -> ModuleRun | None:
     """Return the innermost run around a call that returns other than the outputs of its heads."""
     runs = (run for run, before in call.around if not before and run.inside == 1)
-    return next((run for run in runs if not equal(run.returned, call.out)), None)
+    return next((run for run in runs if not same_numbers(run.returned, call.out)), None)
 
 
 def _returns_all(call: Call, own: ModuleRun) -> bool:
     """Return whether nothing follows the projection in the module that calls attention."""
-    inner, end = call.around[0][0], _end(call)
-    return end is not inner or equal(inner.returned, own.returned)
-
-
-def equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two tensors have the same numbers in the same order."""
-    return a is not None and b is not None and torch.equal(a.flatten(), b.flatten())
+    inner = call.around[0][0]
+    inside = own.name.startswith(f"{inner.name}." if inner.name else "")
+    return not inside or same_numbers(inner.returned, own.returned)
 
 
 def _close(own: Tensor, mine: Tensor, size: Tensor | None = None) -> bool:

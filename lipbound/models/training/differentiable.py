@@ -42,11 +42,13 @@ def attention_probabilities(
     times in a pass has one entry: its probabilities, where all calls share them, else those of all
     calls as samples. Afterwards the model's attention is what it was before.
 
-    A function of the user's own, registered with ``AttentionInterface``, computes as it does outside.
+    A function of the user's own, registered with ``AttentionInterface``, computes as it does
+    outside.
 
     CaptureError is raised for what is no transformers model; capped scores or sinks; functions of
-    the user's own in which no softmax of scores is seen; masks of whole numbers; layers that do not exist; reentrant gradient checkpointing, which has no gradients to
-    give; DataParallel on several devices.
+    the user's own in which no softmax of scores is seen; masks of whole numbers; layers that do not
+    exist; reentrant gradient checkpointing, which has no gradients to give; DataParallel on several
+    devices.
 
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``, also inside

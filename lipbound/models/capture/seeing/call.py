@@ -33,6 +33,15 @@ def samples_first(t: Tensor, samples: int, n: int) -> Tensor:
     return t.transpose(0, 1) if turned else t
 
 
+def same_numbers(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors have the same numbers, in whatever order."""
+    if a is None or b is None or a.numel() != b.numel():
+        return False
+    a, b = (t.nan_to_num().flatten() for t in (a, b))
+    alike = bool(a.amax() == b.amax() and a.amin() == b.amin())
+    return torch.equal(a, b) or (alike and torch.equal(a.sort().values, b.sort().values))
+
+
 def listed(names: Sequence[str], most: int = 1) -> str:
     """Return the first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

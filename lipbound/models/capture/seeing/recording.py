@@ -23,6 +23,7 @@ from lipbound.models.capture.seeing.call import (
     ModuleRun,
     first_tensor,
     listed,
+    same_numbers,
 )
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
 from lipbound.models.capture.seeing.interface import forward
@@ -190,7 +191,7 @@ class Recorder(Follower):
         if len(flat) != len(out):
             call.changed = "hands on more than the outputs of its heads to their projection"
             return
-        if not torch.equal(_sorted(flat), _sorted(out)):  # not even in another order
+        if not same_numbers(flat, out):  # not even in another order
             call.changed = "changes its head outputs before they are projected (a norm, a gate)"
             # behind a gate between 0 and 1 they keep their signs
             signed = bool(((flat == 0) | (flat.sign() == out.sign())).all() and (flat != 0).any())
@@ -199,7 +200,7 @@ class Recorder(Follower):
 
     def returned(self, out: Tensor) -> None:
         """Take what a function of the user's own makes of outputs of heads as part of the heads."""
-        if not torch.equal(_sorted(self.calls[-1].raw), _sorted(out)):
+        if not same_numbers(self.calls[-1].raw, out):
             self.calls[-1].w_o.append(None)
 
     def _given_mask(self) -> Tensor | None:
@@ -296,10 +297,6 @@ def _only(run: ModuleRun) -> Tensor | None:
     tensors = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
     floating = [t for t in tensors if t.is_floating_point()]
     return floating[0] if run.args and len(floating) == 1 and floating[0] is run.args[0] else None
-
-
-def _sorted(t: Tensor) -> Tensor:
-    return t.nan_to_num().flatten().sort().values
 
 
 def _same(x: object, out: Tensor) -> bool:
