@@ -36,6 +36,7 @@ class ModuleAttention:
         reason: why there is no closed form, in words.
         layer: takes such a stream to what is made of the outputs of all heads, (samples, N, D_out),
             where that is no affine map of them.
+        details: what else there is to say of its outputs and streams, in words.
     """
 
     stream: Tensor
@@ -51,11 +52,14 @@ class ModuleAttention:
     reason: str = ""
     layer: Callable[[Tensor], Tensor] | None = None
     chosen: tuple[slice, slice] = (slice(None), slice(None))
+    details: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return (
             f"ModuleAttention({self.samples} samples, {self.heads} heads, {self.tokens} tokens, "
-            f"d_v {self.d_v}, {self.kind}, by automatic differentiation)"
+            f"d_v {self.d_v}, {self.kind}, by automatic differentiation"
+            + "".join(f"; {said}" for said in self.details)
+            + ")"
         )
 
     @property

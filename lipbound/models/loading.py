@@ -19,7 +19,7 @@ from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import is_path
 from lipbound.models.sources.adapters import open_adapter
-from lipbound.models.sources.catalogue import BUILTINS, PREFIX, load_builtin
+from lipbound.models.sources.catalogue import BUILTINS, PREFIX, builtin_place, load_builtin
 from lipbound.models.sources.folder import load_folder
 from lipbound.models.sources.loaded_model import load_loaded
 from lipbound.models.sources.other_packages import load_other
@@ -136,7 +136,8 @@ def load_looked_at(model: AnyModel, look: Callable[[str, Any], None], **given: A
             "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
     checkpoint.tokenizer_from, checkpoint.processor_from = (
-        None if value is None else str(value) for value in companions.values()
+        None if value is None else str(builtin_place(str(value)) or value)
+        for value in companions.values()
     )
     other = {"image": "tokenizer", "text": "processor"}.get(checkpoint.modality, "")
     if companions.get(other) is not None:

@@ -39,6 +39,11 @@ __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "la
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
 __all__ += ["width", "widths"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 WRITERS: dict[str, Callable[..., str]] = {
     "text": text_table,
     "markdown": markdown_table,

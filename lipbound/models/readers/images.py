@@ -88,7 +88,7 @@ class ImageReader(Reader):
             raise InputsError(f"{path} is not an image file, but {checkpoint.name} takes images")
         return [path]
 
-    def open_folder(self, path: Path) -> DataItems | None:
+    def open_folder(self, path: Path, takes: str) -> DataItems | None:
         """Return the images of a folder and its subfolders; None for a folder of tables.
 
         Raises:
@@ -99,7 +99,7 @@ class ImageReader(Reader):
         if tables - ({".tsv"} if images else set()):
             return None
         if not images:
-            raise InputsError(f"{path} holds no images ({', '.join(files.IMAGE_FILES)})")
+            raise InputsError(f"{path} holds no images ({', '.join(files.IMAGE_FILES)}), {takes}")
         return DataItems.of_files(path, images)
 
 
