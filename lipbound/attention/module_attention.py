@@ -34,6 +34,8 @@ class ModuleAttention:
         perturbed: "input" of self-attention, the "queries" or the "memory" of cross-attention.
         windows: how many of the samples belong to one sample of the model.
         reason: why there is no closed form, in words.
+        layer: takes such a stream to what is made of the outputs of all heads, (samples, N, D_out),
+            where that is no affine map of them.
         details: what else there is to say of its outputs and streams, in words.
     """
 
@@ -48,6 +50,7 @@ class ModuleAttention:
     perturbed: str = INPUT
     windows: int = 1
     reason: str = ""
+    layer: Callable[[Tensor], Tensor] | None = None
     chosen: tuple[slice, slice] = (slice(None), slice(None))
     details: tuple[str, ...] = ()
 
@@ -129,6 +132,9 @@ class ModuleAttention:
                 f"map {map!r} needs a layer in closed form; of one that is measured by automatic "
                 f"differentiation there are {', '.join(MAPS)}"
             )
+        if map == "layer" and self.layer is not None:
+            whole = self.layer(stream)[:, None]
+            return whole if self.valid_out is None else whole * self.valid_out[:, None, :, None]
         out = self.function(stream)
         if self.valid_out is not None:
             out = out * self.valid_out[..., None, None]
@@ -137,7 +143,8 @@ class ModuleAttention:
         if map == "head":
             return out.transpose(1, 2)
         if self.w_o is None:
-            raise AttentionError(f"map {map!r} needs an output projection, which was not found")
+            why = "which was not found" if self.layer is None else "and here it is not affine"
+            raise AttentionError(f"map {map!r} needs an affine output projection, {why}")
         projected = torch.einsum("snhv,hvo->shno", out, self.w_o.to(out))
         return projected if map == "head_out" else projected.sum(1, keepdim=True)
 

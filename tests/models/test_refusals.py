@@ -115,10 +115,7 @@ def test_norms_and_positions_of_an_unknown_make() -> None:
         def __iter__(self) -> Any:
             return iter(tuple.__getitem__(self, slice(0, 2)))
 
-    def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "position_embeddings": Pair((*kwargs["position_embeddings"], 3))}
-
-    model.layers[0].self_attn.register_forward_pre_hook(add, with_kwargs=True)
+    model.rotary_emb.register_forward_hook(lambda module, args, found: Pair((*found, 3)))
     reason = capture(model, inputs_for(model))[0].reason
     assert "position embeddings of an unknown make (Pair; known are cosines and sines)" in reason
 

@@ -13,10 +13,18 @@ from torch import Tensor
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture.arrangement import arrangement
-from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, probe_output, relative_error
-from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.outputs import from_heads, probe_output
+from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
+from lipbound.models.capture.seeing.call import Call, same_numbers
 from lipbound.models.capture.seeing.follower import Heads
-from lipbound.models.capture.streams import Owner, Padding, owner_of
+from lipbound.models.capture.streams import (
+    HEADS,
+    PROJECTION,
+    RETURN,
+    Owner,
+    Padding,
+    owner_of,
+)
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 
@@ -38,7 +46,8 @@ def through_module(
         CaptureError: the module cannot be run by itself, or does not reproduce the pass.
     """
     owner, streams = owner_of(call, stream)
-    error = _error(call, *owner())
+    until = _until(call)
+    error = _error(call, *owner(until=until))
     if stream not in streams.named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(streams.named))
     if stream not in streams.named:
@@ -50,14 +59,14 @@ def through_module(
     except RuntimeError as error:
         raise call.unsupported("makes keys and values of tensors of two layouts") from error
 
-    def cut(x: Tensor) -> tuple[Tensor, list[Heads]]:
+    def cut(x: Tensor, until: str = until) -> tuple[Tensor, list[Heads]]:
         parts = x.split([t.shape[along] for t in tensors], along)
-        return owner(list(zip(tensors, parts, strict=True)))
+        return owner(list(zip(tensors, parts, strict=True)), until=until)
 
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = arrangement(call, x, whole, heads)
+        arrange = _as_they_are if until == HEADS else arrangement(call, x, whole, heads)
         made = (heads[0].k if stream == MEMORY else heads[0].q)[0]
         if len(heads) > 1 or (call.form is not None and call.form.turned):
             made = whole  # samples stand elsewhere among these
@@ -72,6 +81,10 @@ def through_module(
     def function(x: Tensor) -> Tensor:
         return _by_sample(arrange(cut(x.movedim(-1, last))[0]), place, count)
 
+    def projected(x: Tensor) -> Tensor:
+        whole = cut(x.movedim(-1, last), RETURN)[0]
+        return _by_sample(whole[..., None, :], place, count)[..., 0, :]
+
     width = tokens[..., 0].numel() // count
     valid_out = (padding.of_keys if stream == INPUT else padding.of_queries)(
         call, count, out.shape[1]
@@ -81,21 +94,40 @@ def through_module(
     real = out if valid_out is None else out[valid_out]
     if bool(real.isnan().any()):
         raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN")
-    w_o = None
-    if call.projection is not None and arrange(whole).flatten(-2).shape == whole.shape:
-        with suppress(CaptureError):  # maps that need it say that there is none
-            flat = probe_output(call, call.projection, whole.detach()[..., None, :])
-            assert flat is not None
-            rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
-            w_o = arrange(rows).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
+    w_o, layer = None, None
+    try:
+        w_o = from_heads(call)
+        if w_o is None and arrange(whole).flatten(-2).shape == whole.shape:
+            flat = probe_output(call, whole.detach()[..., None, :])
+            if flat is not None:
+                rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
+                w_o = arrange(rows).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
+    except CaptureError:  # it is not affine
+        inside = owner.run.module is call.module and not same_numbers(owner.run.returned, call.out)
+        layer = projected if inside else None
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
     attention = ModuleAttention(
-        tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
+        tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason, layer
     )
     attention = replace(attention, details=_details(call, owner, out, heads, streams.held))
     return attention, error, owner.run.name
+
+
+def _as_they_are(t: Tensor) -> Tensor:
+    return t
+
+
+def _until(call: Call) -> str:
+    """Return where heads end: where they are projected, together with gates and norms before that.
+
+    Where all that is made of them is one affine map, they end where attention does.
+    """
+    with suppress(CaptureError):
+        own = call.consumer is not None and not call.changed
+        return PROJECTION if own or from_heads(call) is None else HEADS
+    return PROJECTION
 
 
 def _details(

@@ -19,7 +19,7 @@ from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture import rerun, token_steps
+from lipbound.models.capture import outputs, rerun, token_steps
 from lipbound.models.capture.rerun import ModuleCopy, Stopped, affine, on_units, same_values
 from lipbound.models.capture.seeing.call import BY_HAND, Call
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
@@ -356,9 +356,9 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     return ProbedWeights(
         tuple(weights),
         tuple(biases),
-        rerun.probe_output(call, call.consumer, call.out),
+        outputs.probe_output(call, call.out),
         tuple(norms),
-        rerun.probe_gate(call),
+        outputs.probe_gate(call),
         turns,
         None if offsets is None else offsets[0],
         sums,
@@ -390,8 +390,9 @@ def read_by_names(call: Call) -> ProbedWeights | None:
 def _output(call: Call, heads: int) -> Tensor | None:
     """Slices of the output projection, (heads, d_v, D_out): of a linear map its weights."""
     module = call.consumer
-    if module is None or not _linear(module):
-        return rerun.probe_output(call, module, call.out)
+    plain = isinstance(module, nn.Linear | Conv1D) and _linear(module)
+    if not plain or outputs.from_heads(call) is not None:
+        return outputs.probe_output(call, call.out)
     assert isinstance(module, nn.Linear | Conv1D)
     w = module.weight.mT if isinstance(module, nn.Linear) else module.weight
     return w.detach().to(call.q.device, torch.float64).unflatten(0, (heads, -1))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ResidualContext
 from lipbound.models.capture.rerun import relative_error
+from lipbound.models.capture.seeing.call import samples_first
 from lipbound.models.offload import resident
 
 RESIDUAL_TOLERANCE = 1e-4
@@ -46,9 +47,13 @@ def surroundings(att: Attention, seen: Sequence[Seen]) -> ResidualContext:
 
     Parts are None where they could not be found.
     """
-    shape = att.x.shape
+    shape, (samples, n) = att.x.shape, att.x.shape[:2]
+
+    def laid(t: Tensor) -> Tensor:
+        return samples_first(t, samples, n).reshape(shape)
+
     like = [s for s in seen if s.x.numel() == att.x.numel() and s.x.shape[-1] == shape[-1]]
-    seen = [Seen(s.module, s.x.view(shape), s.out.view(shape)) for s in like]
+    seen = [Seen(s.module, laid(s.x), laid(s.out)) for s in like]
     feeding = (
         normaliser(s)
         for s in seen

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError, UnfaithfulPassError
 from lipbound.models.capture.assembly import about_padding
+from lipbound.models.capture.outputs import from_heads
 from lipbound.models.capture.probing import ProbedWeights
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
 from lipbound.models.capture.seeing import interface
-from lipbound.models.capture.seeing.call import INTERFACE, Call
+from lipbound.models.capture.seeing.call import INTERFACE, Call, first_tensor
 from lipbound.models.capture.seeing.recording import record
 from lipbound.models.capture.streams import Padding, stream_names
 from lipbound.schema import INPUT
@@ -113,7 +114,7 @@ def own_outputs(
         entered[module].append(args[0] if args else kwargs.get("hidden_states"))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        returned[module].append(output[0] if isinstance(output, tuple) else output)
+        returned[module].append(first_tensor(output))
 
     samples = calls[0].samples
     # which axis of others' inputs counts samples is not known
@@ -123,7 +124,8 @@ def own_outputs(
     name = "sdpa" if any(call.boolean for call in calls) else "eager"
     with interface.implementation(model, name), ExitStack() as hooks:
         for module in entered:
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hook = module.register_forward_pre_hook
+            hooks.enter_context(hook(before, with_kwargs=True, prepend=True))
         for module in returned:
             hooks.enter_context(module.register_forward_hook(after))
         if not whole:
@@ -179,6 +181,8 @@ def verify_outputs(call: Call, attention: Attention, own: OwnOutputs) -> float:
         attention: rebuilt.
         own: the model's own.
     """
+    if call.consumer is None and from_heads(call) is not None:
+        return 0.0  # what its module returns was compared in both passes
     windows = max(1, attention.samples // call.samples)
     part = slice(own.sample * windows, (own.sample + 1) * windows)
     mine = attention.out[part]

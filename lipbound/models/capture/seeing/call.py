@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.attention.scoring import four_axes
 from lipbound.attention.variants.relative_keys import RelativeKeys
@@ -19,6 +19,27 @@ INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by
 
 HIDDEN = -9999.0
 """Additive mask entries up to this value hide a key: some models write -10000 for the lowest."""
+
+
+def first_tensor(returned: object) -> Tensor | None:
+    """Return the first floating-point tensor of what a module returns."""
+    leaves = tree_leaves(returned)
+    return next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
+
+
+def samples_first(t: Tensor, samples: int, n: int) -> Tensor:
+    """Return (samples, N, D) of (N, samples, D) or itself; (N, N, D) counts as the former."""
+    turned = t.ndim == 3 and t.shape[:2] == (n, samples) != (samples, n)
+    return t.transpose(0, 1) if turned else t
+
+
+def same_numbers(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors have the same numbers, in whatever order."""
+    if a is None or b is None or a.numel() != b.numel():
+        return False
+    a, b = (t.nan_to_num().flatten() for t in (a, b))
+    alike = bool(a.amax() == b.amax() and a.amin() == b.amin())
+    return torch.equal(a, b) or (alike and torch.equal(a.sort().values, b.sort().values))
 
 
 def listed(names: Sequence[str], most: int = 1) -> str:
@@ -37,7 +58,7 @@ class ModuleRun:
         args: the first argument, where it was given by position.
         kwargs: all other arguments, by name.
         calls: how often the module called attention in this run.
-        returned: what the module returned.
+        returned: the first tensor that the module returned.
         learned: those of its tensors that are made of parameters alone, such as learned queries.
         inside: how often it and the modules inside it called attention in this run.
     """
@@ -48,7 +69,7 @@ class ModuleRun:
     kwargs: dict[str, Any]
     calls: int = 0
     inside: int = 0
-    returned: Any = None
+    returned: Tensor | None = None
     learned: list[Tensor] = field(default_factory=list)
 
 
@@ -71,7 +92,7 @@ class Call:
         adds: whether these are added to scores as the numbers 1 and 0.
         given_mask: the mask of tokens, (samples, N), that the model (of a composed one the part)
             around the layer was given.
-        consumer: the linear map that the head outputs go to, where it was found.
+        consumer: the module that projects the head outputs, where it is given just these.
         changed: what happens to the head outputs before they are projected, where something does.
         gated: whether that may be a gate, a factor between 0 and 1 for each.
         way: how it is computed.
@@ -90,8 +111,10 @@ class Call:
         valid_keys: the same of keys, (samples, M) bool.
         relative: what keys and queries differ by from pair to pair, once it was read off.
         reason: why it has no closed form, where that is known.
-        projection: the linear map of the head outputs, and of what was made of them on the way.
-        projected: what that was given.
+        projection: the run of the outermost module that is given nothing but the head outputs, or
+            what was made of them on the way, and multiplies them with weights.
+        projected: what that was given, before hooks on it.
+        w_o: what is known of the map to the module's return (`lipbound.models.capture.outputs`).
     """
 
     run: ModuleRun
@@ -114,7 +137,7 @@ class Call:
     around: list[tuple[ModuleRun, int]] = field(default_factory=list)
     scores: Tensor | None = None
     samples: int = 1
-    projection: nn.Module | None = None
+    projection: ModuleRun | None = None
     projected: Tensor | None = None
     formed: bool = True
     form: Any = None
@@ -125,6 +148,7 @@ class Call:
     valid_keys: Tensor | None = None
     relative: tuple[RelativeKeys | RelativeQueries, ...] = ()
     reason: str = ""
+    w_o: list[Tensor | None] = field(default_factory=list)
 
     @property
     def module(self) -> nn.Module:
@@ -150,8 +174,8 @@ class Call:
     @property
     def tokens_first(self) -> bool:
         """True if the module was given (N, samples, D); (N, N, D) counts as samples first."""
-        x, (samples, n) = self.given, self._shape
-        return isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == (n, samples) != (samples, n)
+        x = self.given
+        return isinstance(x, Tensor) and samples_first(x, *self._shape) is not x
 
     @property
     def x(self) -> Tensor:
@@ -168,7 +192,7 @@ class Call:
                 "multiplies queries, keys and values in tensors whose axes are not known"
             )
         given, (samples, n) = self.given, self._shape
-        x = given.transpose(0, 1) if isinstance(given, Tensor) and self.tokens_first else given
+        x = samples_first(given, samples, n) if isinstance(given, Tensor) else given
         if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])
         queries, keys = self.q.shape[-2], self.k.shape[-2]
@@ -212,7 +236,8 @@ class Call:
             return replace(run, **{name: there(getattr(run, name)) for name in parts})
 
         around = [(moved(run), before) for run, before in self.around]
-        return replace(self, run=around[0][0], around=around, **own)
+        end = None if self.projection is None else moved(self.projection)
+        return replace(self, run=around[0][0], around=around, projection=end, **own)
 
     def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
         """Return the error, of some kind, about something that the layer does."""

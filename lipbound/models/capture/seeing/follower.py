@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE
-from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
+from lipbound.models.capture.seeing.interface import (
+    SDPA,
+    AttentionFunction,
+    additive_mask,
+    eager,
+    handling,
+)
 
 PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 PRODUCTS |= {Tensor.__rmatmul__, Tensor.baddbmm, torch.einsum}
@@ -91,6 +97,7 @@ class Heads:
         module: that called transformers' interface.
         boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
         adds: whether these are added to scores as the numbers 1 and 0.
+        own: whether a function of the user's own made them in a way that is not seen.
         scores: what the softmax was given, by hand.
         form: queries, keys, values and outputs, (..., tokens, width) each, and the scores or what
             is added to them, (..., tokens, tokens) or None, where these are known.
@@ -113,6 +120,7 @@ class Heads:
     module: nn.Module | None = None
     boolean: bool = False
     adds: bool = False
+    own: bool = False
     scores: Tensor | None = None
     form: tuple[Any, ...] = ()
     raw: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -174,15 +182,15 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self.adds = adds
         self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
-        self.is_paused = False
+        self.is_paused, self._count = False, 0
         self._ways = ExitStack()
 
-    def asked(self, heads: Heads) -> Tensor | None:
-        """Act before a function computes heads; what is returned takes the place of its outputs."""
-        return None
+    def asked(self, heads: Heads) -> None:
+        """Act before a function computes heads."""
 
-    def computed(self, heads: Heads) -> None:
-        """Act on heads whose outputs were computed."""
+    def computed(self, heads: Heads) -> Tensor | None:
+        """Act on heads whose outputs were computed; what is returned takes their place."""
+        return None
 
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Act on outputs of heads, or what was made of them, that meet weights."""
@@ -201,6 +209,9 @@ class Follower(TorchFunctionMode):
 
     def normalised(self, scores: Scores) -> None:
         """Act on a softmax of scores."""
+
+    def returned(self, out: Tensor) -> None:
+        """Act on what a function of the user's own returns, in which heads were seen."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -233,21 +244,36 @@ class Follower(TorchFunctionMode):
         self._kinds[id(tensor)] = (weakref.ref(tensor), kind)
 
     def _interface(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        own: AttentionFunction | None = None,
+        **kw: Any,
     ) -> tuple[Tensor, Any]:
-        """Do what a module's own eager attention function does."""
-        boolean = mask is not None and mask.dtype == torch.bool
+        """Do what a module's own eager attention function does, or a function of the user's.
+
+        That is followed; it is attention as a whole only where none is seen in it.
+        """
+        given, boolean = mask, mask is not None and mask.dtype == torch.bool
         if mask is not None and boolean:  # eager functions would add True as 1
             mask = mask.to(q.dtype) if self.adds else additive_mask(q, k, mask, False)
         extras = {name: value for name, value in kw.items() if value is not None}
         heads = Heads(INTERFACE, (q,), (k,), v, mask, kw.get("scaling"), extras, module)
         heads.boolean, heads.adds = boolean and not self.adds, boolean and self.adds
-        out, probabilities = self.asked(heads), None
-        if out is None:
+        heads.own, before = own is not None, self._count
+        self.asked(heads)
+        if own is not None:
+            out, probabilities = own(module, q, k, v, given, **kw)
+            if self._count > before:
+                self.returned(out)
+                return out, probabilities
+        else:
             with self.paused():
                 out, probabilities = eager(module)(module, q, k, v, mask, **kw)
-        self._done(heads, out, out.ndim - 2)
-        return out, probabilities
+        return self._done(heads, out, out.ndim - 2), probabilities
 
     def _fused(
         self,
@@ -263,20 +289,26 @@ class Follower(TorchFunctionMode):
         mask = additive_mask(query, key, attn_mask, is_causal)
         heads = Heads(FUSED, (query,), (key,), value, mask, kw.get("scale"))
         heads.boolean = attn_mask is not None and attn_mask.dtype == torch.bool
-        out = self.asked(heads)
-        if out is None:
-            with self.paused(), torch._C.DisableTorchFunction():
-                out = self.fused(query, key, value, attn_mask, dropout_p, is_causal, **kw)
+        self.asked(heads)
+        with self.paused(), torch._C.DisableTorchFunction():
+            out = self.fused(query, key, value, attn_mask, dropout_p, is_causal, **kw)
         heads.form = query, key, value, out, mask
-        self._done(heads, out, out.ndim - 3 if out.ndim > 3 else None)
-        return out
+        return self._done(heads, out, out.ndim - 3 if out.ndim > 3 else None)
 
-    def _done(self, heads: Heads, out: Tensor, head_axis: int | None) -> None:
+    def _done(self, heads: Heads, out: Tensor, head_axis: int | None) -> Tensor:
         heads.raw, heads.width, heads.head_axis = out, out.shape[-1], head_axis
         if isinstance(added := self.kind(heads.mask), Scores):
             self.normalised(added)
-        self._follow(out, heads)
-        self.computed(heads)
+        return self._seen(heads)
+
+    def _seen(self, heads: Heads) -> Tensor:
+        """Return outputs of heads, or what takes their place, and follow them."""
+        self._count += 1
+        self._follow(heads.raw, heads)
+        if (other := self.computed(heads)) is not None:
+            heads.raw = other
+            self._follow(other, heads)
+        return heads.raw
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -303,10 +335,10 @@ class Follower(TorchFunctionMode):
             found = self._kind_of(func, (*args, *kwargs.values()), given, kinds, out)
             if tensors and not given and func not in PROJECTIONS | PRODUCTS:
                 found = Weights()
+            if isinstance(found, Heads) and not any(isinstance(kind, Heads) for kind in kinds):
+                return self._seen(found)
             if found is not None:
                 self._follow(out, found)
-                if isinstance(found, Heads) and not any(isinstance(k, Heads) for k in kinds):
-                    self.computed(found)
         return out
 
     def _kind_of(
@@ -478,6 +510,16 @@ def _together(kinds: Sequence[Kind], out: Tensor, at_least: int = 2) -> Heads:
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     given = [a if isinstance(a, list | tuple) else [a] for a in (*args, *kwargs.values())]
     return [t for t in chain(*given) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def outputs_of(heads: Heads, form: Form) -> Tensor | None:
+    """Return a view of the outputs of a call as (samples, N, heads, d_v), where it is known."""
+    if heads.way == INTERFACE:
+        return heads.raw
+    made = in_heads([heads], form)
+    if made:
+        return made[3].transpose(1, 2)
+    return heads.raw.transpose(-3, -2) if heads.way == FUSED else None
 
 
 def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ what else is named in `OTHERS`.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.checkpoint import MASK
@@ -69,7 +70,47 @@ OTHERS: list[tuple[Any, str, Adapter]] = []
 """Other functions that compute attention: the module that calls each by a name, that name, and the
 adapter."""
 
+OWN = "own_function"
+"""The argument in which our functions are given a function of the user's own, to be followed."""
+
 _handler: AttentionFunction | None = None
+
+
+def own_function(name: object) -> AttentionFunction | None:
+    """Return the attention function of a name that is the user's own, none of transformers'."""
+    function: Any = ALL_ATTENTION_FUNCTIONS.get(name)
+    while OWN in getattr(function, "keywords", {}):  # by way of one of ours
+        function = function.keywords[OWN]
+    kind = str(getattr(getattr(function, "func", function), "__module__", ""))
+    usual = any(one in str(name) for one in ("sdpa", "flash", "flex_attention", "paged"))
+    theirs = kind.startswith("lipbound.") or (usual and kind.startswith("transformers."))
+    return None if function is None or theirs else function
+
+
+def own_names(configs: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return the configurations that name a function of the user's own, with the names."""
+    named = [(config, getattr(config, ATTRIBUTE)) for config in configs]
+    return [(config, name) for config, name in named if own_function(name) is not None]
+
+
+@contextmanager
+def own_functions(through: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
+    """Yield while attention functions of the user's own are called by way of another.
+
+    They keep their names, on which masks depend.
+
+    Args:
+        through: takes the function as `OWN`, and what it is called with.
+    """
+    found = {name: own_function(name) for name in ALL_ATTENTION_FUNCTIONS}
+    functions = ALL_ATTENTION_FUNCTIONS._local_mapping
+    before = dict(functions)
+    functions.update({n: partial(through, **{OWN: own}) for n, own in found.items() if own})
+    try:
+        yield
+    finally:
+        functions.clear()
+        functions.update(before)
 
 
 def _attention(
@@ -78,11 +119,14 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
+    own_function: AttentionFunction | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     # parameters have the interface's names, since some models pass them by keyword
-    function = eager(module) if _handler is None else _handler
-    return function(module, query, key, value, attention_mask, **kwargs)
+    given = module, query, key, value, attention_mask
+    if _handler is None:
+        return (own_function or eager(module))(*given, **kwargs)
+    return _handler(*given, own_function, **kwargs)
 
 
 AttentionInterface.register(RECORDING_ATTENTION, _attention)
@@ -150,6 +194,7 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
         fast = torch.backends.mha.get_fastpath_enabled()
         afterwards.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
+        afterwards.enter_context(own_functions(_attention))
         for owner, name, new in swapped:
             afterwards.enter_context(changed(name, new, owner))
         yield
@@ -227,6 +272,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
                 afterwards.enter_context(changed("forward", own, module))
+        kept = own_names(configs)
         for config in configs:
             afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         for part in _outermost(model):
@@ -240,6 +286,8 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
                     part.set_experts_implementation("eager")
         for config in configs if isinstance(name, _AlsoSDPA) else ():
             setattr(config, ATTRIBUTE, name)
+        for config, own in kept:
+            setattr(config, ATTRIBUTE, own)
         model.eval()
         _renew_rotary_tables(model, afterwards)
         yield

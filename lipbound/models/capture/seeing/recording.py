@@ -12,7 +12,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun, listed
+from lipbound.models.capture.seeing.call import (
+    BY_HAND,
+    FUSED,
+    INTERFACE,
+    Call,
+    ModuleRun,
+    first_tensor,
+    listed,
+    same_numbers,
+)
 from lipbound.models.capture.seeing.follower import (
     FollowedSoftmax,
     Follower,
@@ -84,12 +93,16 @@ class Recorder(Follower):
                 "being run"
             )
         run, out = runs[-1], heads.raw
-        if heads.way == FUSED:
-            out = out.transpose(-3, -2)
+        out = out.transpose(-3, -2) if heads.way == FUSED else out
         q, k = heads.q[0], heads.k[0]
         call = Call(run, q, k, heads.v, heads.mask, heads.scale, heads.extras, out, heads.raw)
         call.way, call.scores, call.samples = heads.way, heads.scores, self._samples
         call.boolean, call.adds = heads.boolean, heads.adds
+        if heads.own:
+            call.reason = (
+                "computes attention by a function that was registered with AttentionInterface, in "
+                "which no softmax of products of queries and keys is seen"
+            )
         call.formed = heads.way == INTERFACE or (heads.way == FUSED and out.ndim == 4)
         call.turn = sum(other.module is call.module for other in self.calls)
         call.given_mask = self._given_mask()
@@ -112,27 +125,36 @@ class Recorder(Follower):
         call = self._made.pop(id(heads.calls[0]), None)
         if call is None:
             return
-        module = self.running[-1].module
-        call.projection, call.projected = module if _is_linear(module) else None, x
+        # wrappers of a module are given what it is given
+        runs = (r for r in self.running if not r.inside and self.kind(_only(r)) is heads)
+        run = next(runs, call.projection)
+        call.projection, x = run, x if run is None else run.args[0]
+        call.consumer, call.projected = None, x
         self._give_form(call, x, heads)
-        if not call.formed or call.consumer is not None:
+        if not call.formed:
             return
+        module = None if run is None else run.module
         if _same(x, call.out):
-            call.consumer = call.projection
+            call.consumer = module
             return
         if call.way == INTERFACE and call.run not in self.running:
+            call.projection = call.projected = None
             return  # what is made of it outside is not the layer's
         flat, out = x.flatten(), call.out.flatten()
         if len(flat) != len(out):
             call.changed = "hands on more than the outputs of its heads to their projection"
             return
-        first, second = (t.nan_to_num().sort().values for t in (flat, out))
-        if not torch.equal(first, second):  # not even in another order
+        if not same_numbers(flat, out):  # not even in another order
             call.changed = "changes its head outputs before they are projected (a norm, a gate)"
             # behind a gate between 0 and 1 they keep their signs
             signed = bool(((flat == 0) | (flat.sign() == out.sign())).all() and (flat != 0).any())
             call.gated = call.way != BY_HAND and signed
-            call.consumer = call.projection if call.gated else None
+            call.consumer = module if call.gated else None
+
+    def returned(self, out: Tensor) -> None:
+        """Take what a function of the user's own makes of outputs of heads as part of the heads."""
+        if not same_numbers(self.calls[-1].raw, out):
+            self.calls[-1].w_o.append(None)
 
     def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None = None) -> Scores | None:
         """Note what may be attention that is not followed."""
@@ -164,7 +186,7 @@ class Recorder(Follower):
         first.run.calls, first.formed = first.run.calls or len(calls), False
         self.calls = [call for call in self.calls if all(call is not one for one in calls[1:])]
         first.turn = sum(c.module is first.module for c in self.calls if c is not first)
-        if run is not None:
+        if run is not None and run.returned is not None:
             self._give_form(first, run.returned, heads)
 
     def _give_form(self, call: Call, x: Tensor, heads: Heads) -> None:
@@ -197,17 +219,16 @@ class Recorder(Follower):
         kwargs = kwargs | copied_state(caches)  # the pass adds to those that are given
         self.running.append(ModuleRun(module, name, args, kwargs))
         call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
-        if call is not None and call.formed and _same(args[0], call.out):
-            call.consumer = module
+        if call is not None and call.formed and not call.consumer and _same(args[0], call.out):
+            call.consumer, call.projection = module, self.running[-1]
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Run behind every module, as a hook."""
         run = self.running.pop()
-        if run.inside:
-            run.returned = output[0] if isinstance(output, tuple) and output else output
-            heads = self.kind(run.returned)
-            if isinstance(heads, Heads):
-                self._put_together(heads, run)
+        run.returned = first_tensor(output)
+        heads = self.kind(run.returned) if run.inside else None
+        if isinstance(heads, Heads):
+            self._put_together(heads, run)
 
 
 def record(
@@ -232,8 +253,9 @@ def record(
     recorder.mask = None if takes_mask(model) else inputs.get(MASK)
     with ExitStack() as afterwards:
         for name, module in model.named_modules():
-            enter = partial(recorder.enter, name)
-            afterwards.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            hook, enter = module.register_forward_pre_hook, partial(recorder.enter, name)
+            # a module's own hooks belong to what it does
+            afterwards.enter_context(hook(enter, with_kwargs=True, prepend=True))
             afterwards.enter_context(module.register_forward_hook(recorder.leave))
         with recorder.unseen, recorder:
             drew = forward(model, inputs, cache=cache)
@@ -260,8 +282,15 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
-def _same(x: Tensor, out: Tensor) -> bool:
-    return torch.equal(x.flatten(), out.flatten())
+def _only(run: ModuleRun) -> Tensor | None:
+    """Return the first argument of a module that was given no other tensor."""
+    tensors = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
+    floating = [t for t in tensors if t.is_floating_point()]
+    return floating[0] if run.args and len(floating) == 1 and floating[0] is run.args[0] else None
+
+
+def _same(x: object, out: Tensor) -> bool:
+    return isinstance(x, Tensor) and torch.equal(x.flatten(), out.flatten())
 
 
 def by_name(

@@ -1,0 +1,290 @@
+"""The map from the outputs of heads to what their module returns, whatever stands between, against
+dense derivatives of the module itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import MODERN, build, inputs_for
+from torch import Tensor, nn
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import ModuleAttention
+from lipbound.models.capture.capture import Capturer
+
+X = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+CONSTANT = torch.linspace(-1, 2, 12, dtype=torch.float64)
+
+
+class Wrapper(nn.Module):
+    """A linear map and one of low rank beside it, as adapters are."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.base, self.a, self.b = inside, nn.Linear(12, 2, bias=False), nn.Linear(2, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 4 * self.b(self.a(x))
+
+
+class Scaling(Wrapper):
+    """What its own linear map is given is not what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.base(x * CONSTANT.to(x))
+        return made
+
+
+class Heads(nn.Module):
+    """Three heads, and what stands between them and the module's return.
+
+    Args:
+        by_hand: whether to multiply probabilities and values here.
+    """
+
+    only: int | None = None
+    """The head whose outputs are kept, for reference."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.qkv, self.by_hand = nn.Linear(12, 36), by_hand
+        self.out: nn.Module = nn.Linear(12, 12)
+
+    def heads(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if self.by_hand:
+            made = (q @ k.mT / 2).softmax(-1) @ v
+        else:
+            made = F.scaled_dot_product_attention(q, k, v)
+        if self.only is not None:
+            made = made * (torch.arange(3) == self.only)[:, None, None]
+        return made.transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(self.heads(x).flatten(2))
+        return made
+
+
+class Between(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(self.heads(x).flatten(2) * CONSTANT.to(x))
+        return made
+
+
+class Interleaved(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(self.heads(x).mT.flatten(2))
+        return made
+
+
+class Two(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(super().forward(x), self.qkv.weight[:7])
+
+
+class Functional(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.out, nn.Linear)
+        return F.linear(self.heads(x).flatten(2), self.out.weight, self.out.bias)
+
+
+class Residual(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 3 * super().forward(x)
+
+
+def wrapped(module: Heads) -> None:
+    module.out = Wrapper(module.out)
+
+
+def scaled(module: Heads) -> None:
+    module.out = Scaling(module.out)
+
+
+def ablated(module: Heads) -> None:
+    def without(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (args[0] * torch.tensor([1.0] * 4 + [0.0] * 4 + [3.0] * 4).to(args[0]),)
+
+    module.out.register_forward_pre_hook(without)
+
+
+def doubled(module: Heads) -> None:
+    module.out.register_forward_hook(lambda _, args, made: 2 * made + 1)
+
+
+def outside(module: Heads) -> None:
+    module.register_forward_hook(lambda _, args, made: -2 * made)
+
+
+def before(module: Heads) -> None:
+    def twice(
+        _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return tuple(2 * x for x in args), {name: 2 * x for name, x in named.items()}
+
+    module.register_forward_pre_hook(twice, with_kwargs=True)
+
+
+def dropping(module: Heads) -> None:
+    module.out = nn.Sequential(nn.Dropout(0.5), module.out, nn.Dropout(0.5))
+
+
+def plain(module: Heads) -> None:
+    pass
+
+
+CASES: dict[str, tuple[type[Heads], Callable[[Any], None]]] = {
+    "plain": (Heads, plain),
+    "a wrapper": (Heads, wrapped),
+    "a wrapper that scales what it is given": (Heads, scaled),
+    "a hook that ablates a head": (Heads, ablated),
+    "a hook behind the projection": (Heads, doubled),
+    "a hook on the module": (Heads, outside),
+    "a hook before the module": (Heads, before),
+    "dropout": (Heads, dropping),
+    "constants between": (Between, plain),
+    "heads interleaved": (Interleaved, plain),
+    "two projections": (Two, plain),
+    "two projections and a hook": (Two, ablated),
+    "no module": (Functional, plain),
+}
+
+
+def made(case: str, by_hand: bool) -> Heads:
+    kind, change = CASES[case]
+    torch.manual_seed(1)
+    module = kind(by_hand)
+    change(module)
+    return module.double().eval()
+
+
+def dense(module: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """The norm of the Jacobian of a function at one sample."""
+    jacobian = torch.autograd.functional.jacobian(module, x[None])
+    return float(torch.linalg.matrix_norm(jacobian.flatten(3).flatten(0, 2), 2))
+
+
+def measured(layer: Any, name: str) -> Tensor:
+    return lb.spectral_norm(layer, map=name, tol=1e-9).lower
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_what_stands_between_is_counted_once(case: str, by_hand: bool, closed: bool) -> None:
+    module = made(case, by_hand)
+    (layer,) = lb.capture(module, {"x": X}, closed=closed)
+    assert type(layer) is (Attention if closed else ModuleAttention)
+    found = measured(layer, "layer"), measured(layer, "head_out"), measured(layer, "head")
+    expected = torch.tensor([dense(module, x) for x in X]).double()
+    torch.testing.assert_close(found[0], expected, rtol=1e-7, atol=0)
+    for head in range(3):
+        module.only = head
+        expected = torch.tensor([dense(module, x) for x in X]).double()
+        torch.testing.assert_close(found[1][:, head], expected, rtol=1e-7, atol=1e-12)
+    module.only, factor = None, 2 if case == "a hook before the module" else 1
+    own = (torch.autograd.functional.jacobian(module.heads, factor * x[None]) for x in X)
+    jacobians = (factor * jacobian for jacobian in own)
+    heads = torch.stack([j[0].flatten(3).movedim(1, 0).flatten(1, 2) for j in jacobians])
+    torch.testing.assert_close(found[2], torch.linalg.matrix_norm(heads, 2), rtol=1e-7, atol=0)
+
+
+def clamped(module: Heads) -> None:
+    module.out.register_forward_hook(lambda _, args, made: made.clamp(-0.2, 0.2))
+
+
+def normalised(module: Heads) -> None:
+    module.register_forward_hook(lambda _, args, made: made / made.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (clamped, "the output projection (Linear) is not an affine map"),
+        (normalised, "makes something of the outputs of its heads that is not affine"),
+    ],
+)
+def test_a_map_that_is_not_affine_is_automatic_and_told(
+    change: Callable[[Heads], None], told: str, closed: bool
+) -> None:
+    torch.manual_seed(1)
+    module = Heads(False).double()
+    (reference,) = lb.capture(module, {"x": X})
+    change(module)
+    (layer,) = lb.capture(module, {"x": X}, closed=closed)
+    assert isinstance(layer, ModuleAttention)
+    assert not closed or told in layer.reason
+    expected = torch.tensor([dense(module, x) for x in X]).double()
+    torch.testing.assert_close(measured(layer, "layer"), expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(measured(layer, "head"), measured(reference, "head"))
+    with pytest.raises(lb.LipboundError, match="'head_out' needs an affine output projection"):
+        measured(layer, "head_out")
+
+
+def test_a_residual_connection_inside_is_no_part_of_it() -> None:
+    torch.manual_seed(1)
+    module = Residual(False).double()
+    (layer,) = lb.capture(module, {"x": X})
+    expected = [dense(lambda x: module(x) - x, x) for x in X]
+    torch.testing.assert_close(measured(layer, "layer"), torch.tensor(expected).double())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_maps_of_torch_layers(
+    norm: type[nn.LayerNorm | nn.RMSNorm], norm_first: bool, batch_first: bool
+) -> None:
+    torch.manual_seed(2)
+    layer = nn.TransformerEncoderLayer(12, 3, 8, batch_first=batch_first, norm_first=norm_first)
+    before: nn.Module = norm(12)
+    layer.add_module("norm1", before)
+    for p in layer.parameters():
+        p.data.add_(0.2 * torch.randn_like(p))
+    layer.double().eval()
+    (found,) = lb.capture(layer, {"src": X if batch_first else X.transpose(0, 1)}, around=True)
+    attention = layer.self_attn
+    attention.batch_first = True
+
+    def alone(x: Tensor) -> Tensor:
+        made: Tensor = attention(x, x, x, need_weights=False)[0]
+        return made
+
+    def block(x: Tensor) -> Tensor:
+        made: Tensor = x + alone(layer.norm1(x)) if norm_first else layer.norm1(x + alone(x))
+        return made
+
+    inner = layer.norm1(X) if norm_first else X
+    for name, function, tokens in (
+        ("layer", alone, inner),
+        ("residual", lambda x: x + alone(x), inner),
+        ("pre_norm" if norm_first else "post_norm", block, X),
+    ):
+        expected = torch.tensor([dense(function, x) for x in tokens.detach()]).double()
+        torch.testing.assert_close(measured(found, name), expected, rtol=1e-6, atol=0)
+    assert found.w_o is not None
+    torch.testing.assert_close(found.w_o.flatten(0, 1), attention.out_proj.weight.mT.detach())
+
+
+def test_names_of_projections_do_not_hide_wrappers() -> None:
+    model = build(MODERN["Llama"])
+    capturer = Capturer(model, around=True)
+    capturer.run(inputs_for(model))
+    for _ in range(2):
+        model = build(MODERN["Llama"])
+        layer = model.layers[0].self_attn
+        capturer.renew(model)
+        capturer.run(inputs_for(model))
+        wrapper = Wrapper(layer.o_proj)
+        wrapper.base, wrapper.a, wrapper.b = layer.o_proj, nn.Linear(24, 2), nn.Linear(2, 24)
+        layer.o_proj = wrapper
+        capturer.renew(model)
+        w_o = capturer.run(inputs_for(model))[0].attention.w_o
+        eye = torch.eye(24)
+        expected = (wrapper(eye) - wrapper(0 * eye)).detach()
+        assert w_o is not None
+        torch.testing.assert_close(w_o.flatten(0, 1), expected)

@@ -1,0 +1,134 @@
+"""Attention functions of the user's own, registered with transformers, against dense derivatives of
+the model that calls them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from support.models import MODERN, build, inputs_for
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+
+NAME = "mine"
+
+
+def masked(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    return scores if mask is None else scores + mask
+
+
+def hotter(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    made = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=3 * kw["scaling"], enable_gqa=True
+    )
+    return made.transpose(1, 2), None
+
+
+def both_ways(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2), None
+
+
+def doubled(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    return 2 * hotter(module, q, k, v, mask, **kw)[0], None
+
+
+def few(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    scores = masked(q, k, mask, kw["scaling"])
+    least = scores.topk(3, -1).values[..., -1:]
+    p = scores.masked_fill(scores < least, -1e9).softmax(-1)
+    return (p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2), p
+
+
+def off_by_one(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    e = masked(q, k, mask, kw["scaling"]).exp()
+    p = e / (1 + e.sum(-1, keepdim=True))
+    return (p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2), None
+
+
+CLOSED = [hotter, both_ways, sdpa_attention_forward]
+AUTOMATIC = [doubled, few, off_by_one]
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[..., tf.PreTrainedModel]]:
+    def model(function: Any) -> tf.PreTrainedModel:
+        AttentionInterface.register(NAME, function)
+        AttentionMaskInterface.register(NAME, eager_mask)
+        made = build(MODERN["Llama"]).double()
+        for p in made.parameters():
+            p.data.mul_(2)
+        made.set_attn_implementation(NAME)
+        return made
+
+    yield model
+    AttentionInterface._global_mapping.pop(NAME, None)
+    AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("function", [*CLOSED, *AUTOMATIC])
+def test_they_are_measured_themselves(
+    function: Any, closed: bool, registered: Callable[..., tf.PreTrainedModel]
+) -> None:
+    model = registered(function)
+    inputs = {name: t[:1] for name, t in inputs_for(model).items()}
+    attention, seen = model.layers[0].self_attn, dict[str, Any]()
+    hook = attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
+    )
+    model(**inputs, use_cache=False)
+    hook.remove()
+    layer = lb.capture(model, inputs, closed=closed)[0]
+    assert isinstance(layer, Attention) == (closed and function in CLOSED)
+    given: list[Tensor] = []
+    attention.o_proj.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+
+    def heads(x: Tensor) -> Tensor:
+        attention(**{**seen, "hidden_states": x})
+        return given[-1]
+
+    x = seen["hidden_states"].detach()
+    jacobian = torch.autograd.functional.jacobian(heads, x).flatten(3).unflatten(2, (4, -1))
+    expected = torch.linalg.matrix_norm(jacobian[0].movedim(1, 0).flatten(1, 2), 2)
+    found = lb.spectral_norm(layer, tol=1e-9).lower[0]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert model.config._attn_implementation == NAME
+
+
+@pytest.mark.parametrize("function", [*CLOSED, doubled, few])
+def test_they_are_trained_themselves(
+    function: Any, registered: Callable[..., tf.PreTrainedModel]
+) -> None:
+    model = registered(function).train()
+    inputs = inputs_for(model)
+    before = model(**inputs).last_hidden_state
+    with lb.attention_probabilities(model) as found:
+        torch.testing.assert_close(model(**inputs).last_hidden_state, before)
+    assert [tuple(p.shape[:2]) for p in found] == [(2, 4)] * len(model.layers)
+    torch.testing.assert_close(found[0].sum(-1), torch.ones_like(found[0][..., 0]))
+    (grad,) = torch.autograd.grad(found[0].square().sum(), model.layers[0].self_attn.q_proj.weight)
+    assert bool((grad != 0).any())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with lb.attention_probabilities(model) as found:
+        model(**inputs)
+    found[0].square().sum().backward()
+    torch.testing.assert_close(model.layers[0].self_attn.q_proj.weight.grad, grad)
+
+
+def test_probabilities_that_are_not_seen_are_refused(
+    registered: Callable[..., tf.PreTrainedModel],
+) -> None:
+    model = registered(off_by_one)
+    with (
+        pytest.raises(lb.LipboundError, match="computes attention by off_by_one, which was regis"),
+        lb.attention_probabilities(model),
+    ):
+        model(**inputs_for(model))
