@@ -24,7 +24,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, nearest
@@ -265,7 +265,7 @@ def _stamp(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def renames(stored: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
+def renames(stored: Iterable[str], config: PretrainedConfig) -> dict[str, str]:
     """Find the stored names that the model does not know though the tensors are its own.
 
     Prefixes of wrappers go, where all names have them. A table of embeddings that is stored under
@@ -289,7 +289,7 @@ def renames(stored: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
     return {name: now for name, now in new.items() if now != name}
 
 
-def _tied(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
+def _tied(config: PretrainedConfig) -> Iterator[tuple[str, str]]:
     """Yield the weights of models with a head, and those that they are the same as."""
     for mapping in HEADS:
         tied = getattr(mapping.get(type(config), None), "_tied_weights_keys", None)

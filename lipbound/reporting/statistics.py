@@ -107,7 +107,7 @@ def interval(
             n_resamples=RESAMPLES,
             batch=max(1, int(4e6 / numbers.size)),
             method="percentile",
-            rng=np.random.default_rng(SEED),
+            random_state=np.random.default_rng(SEED),  # rng since scipy 1.15
         ).bootstrap_distribution
         # percentiles that are values of resamples, so that infinite ones have them
         tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]

@@ -252,6 +252,7 @@ def _progress_bar(show: bool) -> Progress:
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     silent = not (show and (console.is_terminal or console.is_jupyter))
+    console.quiet = silent  # rich before 14 ends a line where nothing was shown
     return Progress(*columns, console=console, transient=True, disable=silent)
 
 

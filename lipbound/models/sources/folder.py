@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lipbound import devices
@@ -63,6 +64,7 @@ def load_folder(
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     options.look(name, config)
+    check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)
     notes += unread
     tell(*unread)
@@ -114,7 +116,7 @@ def _by_layer(folder: Path, options: LoadOptions) -> bool:
 
 
 def _load_whole(
-    name: str, folder: Path, config: PreTrainedConfig, how: str | None, gguf: str | None
+    name: str, folder: Path, config: PretrainedConfig, how: str | None, gguf: str | None
 ) -> PreTrainedModel:
     """Return the model with its weights in memory; ``how``: what quantised them."""
 
@@ -148,6 +150,29 @@ def _load_whole(
     return model
 
 
+def check_rotary(config: PretrainedConfig, name: str) -> None:
+    """Refuse rotary embeddings that transformers before 5 would pass over without a word.
+
+    Args:
+        config: of the checkpoint, as the transformers that is installed reads it.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: transformers 5 saved it, and an older one reads other angles.
+    """
+    if hasattr(transformers, "TokenizersBackend"):  # since 5
+        return
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        said = getattr(part, "rope_parameters", None)
+        theta, scaling = (getattr(part, key, None) for key in ("rope_theta", "rope_scaling"))
+        if said and said != {"rope_theta": theta, "rope_type": "default"} | (scaling or {}):
+            raise CheckpointError(
+                f"{name} was saved by transformers {config.transformers_version}, and "
+                f"{transformers.__version__} reads other rotary embeddings than it says "
+                f"(rope_parameters); install transformers>=5"
+            )
+
+
 def check_filled(report: dict[str, Any], name: str) -> None:
     """Refuse weights that leave tensors of the model random.
 
@@ -172,7 +197,7 @@ def check_filled(report: dict[str, Any], name: str) -> None:
         )
 
 
-def ask_for_floats(config: PreTrainedConfig, name: str, folder: Path) -> str | None:
+def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | None:
     """Have transformers turn weights back while it loads them, where it can.
 
     Args:

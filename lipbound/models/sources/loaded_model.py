@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Pipeline, PreTrainedConfig, PreTrainedModel
+from transformers import Pipeline, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
@@ -330,7 +330,7 @@ def _packed(key: str, value: object) -> bool:
     return value.is_quantized or (named and not value.is_floating_point())
 
 
-def config_sha256(config: PreTrainedConfig) -> str:
+def config_sha256(config: PretrainedConfig) -> str:
     """Hash what a configuration says beyond the defaults of its class.
 
     That is positions, windows, epsilons and the like, which weights do not tell.
