@@ -241,8 +241,8 @@ def _unread(path: Path, fault: str, what: str) -> StoreError:
     """Return the error of a store of which something is not read: damage, or too old a reader."""
     if newer := _newer(path):
         return StoreError(
-            f"{path} was written by {newer}, newer than what is installed here, which does not read "
-            f"it: {what}; pip install --upgrade xarray zarr, or compute it again"
+            f"{path} was written by {newer}, newer than what is installed here, which does not "
+            f"read it: {what}; pip install --upgrade xarray zarr, or compute it again"
         )
     return AlteredRunError(f"{path} {fault}: {what}; compute it again")
 
