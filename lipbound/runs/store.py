@@ -107,8 +107,9 @@ def _save(ds: xr.Dataset, path: str | Path) -> Path:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # other readers may not know what is consolidated
                 # zarr before 3.1 reads no texts of fixed length
-                texts = [name for name, one in ds.variables.items() if one.dtype.kind == "U"]
-                ds = ds.assign({name: ds[name].astype(object) for name in texts})
+                for name in [name for name, one in ds.variables.items() if one.dtype.kind == "U"]:
+                    put = ds.assign_coords if name in ds.coords else ds.assign
+                    ds = put({name: ds[name].astype(object)})
                 ds.to_zarr(unfinished, mode="w", consolidated=schema.STEP in ds.dims)
         unfinished.rename(path)
     except OSError as error:
