@@ -251,11 +251,8 @@ def chain(
         raise _Reached(output[0] if isinstance(output, tuple) else output)
 
     def run() -> Tensor:
-        takes = inspect.signature(model.forward).parameters.values()
-        cached = hasattr(model.config, "use_cache") and any(
-            p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in takes
-        )
-        extra = {"use_cache": False} if cached else {}
+        takes = inspect.signature(model.forward).parameters.keys() & {"use_cache", "kwargs"}
+        extra = {"use_cache": False} if takes and hasattr(model.config, "use_cache") else {}
         try:
             outputs = model(**inputs, **extra)
         except _Reached as reached:

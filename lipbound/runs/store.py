@@ -35,8 +35,6 @@ from lipbound.runs.partial_store import PARTIAL, partial_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 NETCDF, JSON = ".nc", "json:"
-STORING = ("xarray", "zarr")
-"""Packages that decide how a run is stored."""
 DAMAGED = ("warn", "refuse", "accept")
 ALONG = dict.fromkeys(schema.LAYER_WORDS, "layer") | {"length": "sample"}
 """Coordinates that belong to another one's axis."""
@@ -106,10 +104,9 @@ def _save(ds: xr.Dataset, path: str | Path) -> Path:
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # other readers may not know what is consolidated
-                # zarr before 3.1 reads no texts of fixed length
+                ds = ds.copy()  # with texts that zarr before 3.1 reads: none of fixed length
                 for name in [name for name, one in ds.variables.items() if one.dtype.kind == "U"]:
-                    put = ds.assign_coords if name in ds.coords else ds.assign
-                    ds = put({name: ds[name].astype(object)})
+                    ds[name] = ds[name].astype(object)
                 ds.to_zarr(unfinished, mode="w", consolidated=schema.STEP in ds.dims)
         unfinished.rename(path)
     except OSError as error:
@@ -252,8 +249,9 @@ def _newer(path: Path) -> str:
     """Return the packages that wrote a store, with their versions, where newer ones than here."""
     try:
         wrote = json.loads((path / "zarr.json").read_text())["attributes"]["versions"]
-        found = [(name, wrote[name], versions([name])[name]) for name in STORING if name in wrote]
-        return " and ".join(f"{n} {was}" for n, was, now in found if Version(was) > Version(now))
+        here = versions(("xarray", "zarr"))
+        newer = [k for k in here if k in wrote and Version(wrote[k]) > Version(here[k])]
+        return " and ".join(f"{name} {wrote[name]}" for name in newer)
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

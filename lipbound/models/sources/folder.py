@@ -160,16 +160,14 @@ def check_rotary(config: PretrainedConfig, name: str) -> None:
     Raises:
         CheckpointError: transformers 5 saved it, and an older one reads other angles.
     """
-    if hasattr(transformers, "TokenizersBackend"):  # since 5
-        return
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
-        said = getattr(part, "rope_parameters", None)
-        theta, scaling = (getattr(part, key, None) for key in ("rope_theta", "rope_scaling"))
-        if said and said != {"rope_theta": theta, "rope_type": "default"} | (scaling or {}):
+        said, scaling = (getattr(part, f"rope_{key}", None) for key in ("parameters", "scaling"))
+        read = {"rope_theta": getattr(part, "rope_theta", None), "rope_type": "default"}
+        if said and said != read | (scaling or {}) and transformers.__version__ < "5":
             raise CheckpointError(
                 f"{name} was saved by transformers {config.transformers_version}, and "
                 f"{transformers.__version__} reads other rotary embeddings than it says "
-                f"(rope_parameters); install transformers>=5"
+                "(rope_parameters); install transformers>=5"
             )
 
 
