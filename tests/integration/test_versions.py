@@ -94,7 +94,7 @@ def study(tmp_path: Path) -> Path:
     ds = xr.Dataset(
         {"exact": ("side", [1.0, 2.0]), "note": ("side", ["a", "bc"])},
         coords={"side": ["keys", "values"]},
-        attrs={"lipbound": "0.1.0", "recipe": "x", "versions": {"zarr": "999.1", "xarray": "2.0"}},
+        attrs={"lipbound": "0.1.0", "figure": "x", "versions": {"zarr": "999.1", "xarray": "2.0"}},
     )
     return lb.save(ds, tmp_path / "study.zarr")
 
