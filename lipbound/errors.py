@@ -4,10 +4,12 @@ Each message is one sentence that says what was given, what is allowed and what 
 """
 
 import difflib
+import itertools
 import math
 import operator
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -16,6 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import xarray as xr
+
+
+HERE = str(PurePath(__file__).parent)
+"""What the paths of our own modules begin with."""
 
 
 class Notice(UserWarning):
@@ -41,6 +47,19 @@ def warn(message: str, kind: type[Warning]) -> None:
 
 class LipboundError(ValueError):
     """Base of every error that bad input can cause; the command line exits with status 2."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show in a notebook where the user's own lines are, and what is wrong.
+
+        ``%debug`` goes to where it was raised.
+        """
+        steps = itertools.takewhile(
+            lambda step: not step.filename.startswith(HERE),
+            traceback.extract_tb(self.__traceback__),
+        )
+        own = [step for step in steps if "-packages" not in step.filename]
+        said = f"\x1b[1;31m{type(self).__name__}: {self}\x1b[0m"
+        return [line.rstrip() for line in (*traceback.format_list(own), said)]
 
 
 class AttentionError(LipboundError):

@@ -240,12 +240,23 @@ def formula(text: str) -> str:
         return escape(text)
 
 
+def check_folder(file: str | Path) -> None:
+    """Refuse a file whose folder is not there.
+
+    Raises:
+        StoreError: it is not.
+    """
+    folder = Path(file).expanduser().parent
+    if not folder.is_dir():
+        raise StoreError(f"{file} cannot be written: there is no folder {folder}; make it first")
+
+
 @contextmanager
 def replacing(*targets: str | Path) -> Iterator[list[Path]]:
     """Replace files together, once all of them are written, or none of them.
 
-    Folders are made where they are missing. Where a link leads is replaced, not the link. A target
-    that is no ordinary file, such as a pipe, is written to directly.
+    Where a link leads is replaced, not the link. A target that is no ordinary file, such as a pipe,
+    is written to directly.
 
     Args:
         targets: the files to write.
@@ -266,7 +277,7 @@ def replacing(*targets: str | Path) -> Iterator[list[Path]]:
     moved = [(path, end) for path, end in zip(beside, ends, strict=True) if path != end]
     try:
         for end in ends:
-            end.parent.mkdir(parents=True, exist_ok=True)
+            check_folder(end)
             if end.exists() and not os.access(end, os.W_OK):
                 why = os.strerror(errno.EACCES)
                 raise StoreError(f"{targets[0]} cannot be written: {why}")

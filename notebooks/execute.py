@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 def execute(path: Path) -> nbformat.NotebookNode:
     """Run a notebook, and leave out timings and identifiers that would differ every time."""
     notebook = nbformat.read(path, as_version=4)
-    # progress bars that look for widgets warn, with paths of this machine
+    # warnings come with paths of this machine
     os.environ["PYTHONWARNINGS"] = "ignore"
     NotebookClient(
         notebook, timeout=600, resources={"metadata": {"path": str(HERE)}}, record_timing=False

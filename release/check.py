@@ -196,12 +196,21 @@ def check_installed(programs: Path, folder: Path) -> None:
     for command in (
         ["--help"],
         ["--version"],
+        ["compare", "builtin:vit", "--samples", "1"],
         ["compare", "builtin:gpt2", "--samples", "1", "--max-length", "64"],
     ):
         said = run(programs / "lipbound", *command, cwd=folder)
     if "exact norms: 24 (6 layers x 4 heads" not in said or "not converged" in said:
         raise SystemExit(f"builtin:gpt2 was not measured:\n{said}")
     print(f"works where it is installed: {said.strip().splitlines()[-2].strip()}")
+
+
+def check_types(programs: Path, folder: Path) -> None:
+    """What users write is typed, as mypy reads it in an environment with the wheel."""
+    install(programs, "constraints.txt", "mypy")
+    uses = ROOT / "checks" / "typical_uses.py"
+    strict = ("-m", "mypy", "--strict", "--config-file", os.devnull)
+    print(f"types: {run(programs / 'python', *strict, uses, cwd=folder).strip()}")
 
 
 def main() -> None:
@@ -215,6 +224,7 @@ def main() -> None:
         for constraints in ("constraints-min.txt", "constraints.txt"):
             programs = environment(folder / f"environment-{constraints}", constraints, wheel)
             check_installed(programs, folder / f"empty-{constraints}")
+        check_types(programs, folder)
         install(programs, "constraints.txt", "pytest", "pytest-xdist", "hypothesis", "mpmath")
         with tarfile.open(source) as archive:
             archive.extractall(folder, filter="data")

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lipbound"
 FLOORS = [
-    {"schema", "errors", "devices", "formatting"},
+    {"schema", "errors", "devices", "formatting", "signs"},
     {"attention"},
     {"linalg", "models"},
     {"jacobians"},

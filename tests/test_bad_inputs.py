@@ -54,7 +54,7 @@ MODELS = {
     "compare {mess}/unknown-type": "has model type `mystery` but ",
     "compare {mess}/odd-heads": "is not a multiple of the number of attention heads",
     "compare {mess}/other-shapes --max-length 12": "its weights have other shapes than "
-    "its config.json says",
+    "its configuration says",
     "compare {mess}/truncated --max-length 12": "/truncated/model.safetensors is cut off, "
     "damaged or no safetensors file (",
     "compare {mess}/no-bytes --max-length 12": "/no-bytes/model.safetensors is empty",
@@ -181,6 +181,7 @@ DATA = {
     "{mess}/latin.txt": "is not a UTF-8 text file",
     "{mess}/binary.bin": "is not a UTF-8 text file",
     "{mess}/picture.png": "is an image, but {bert} reads text",
+    "{mess}/pictures": "{mess}/pictures is a folder of images, but {bert} takes text",
     "{mess}/empty": "could not be read, as a file or a hub dataset",
     "{mess}/empty.csv": "No columns to parse from file",
     "{mess}/header.csv": "could not be read, as a file or a hub dataset: it is empty",
@@ -230,12 +231,12 @@ DATA = {
 }
 IMAGES = {
     "{text}": "is not an image file, but {vit} takes images",
-    "{mess}/empty": "{mess}/empty holds no images",
+    "{mess}/empty": "{mess}/empty holds no images (.png, .jpg, .jpeg, .webp, .bmp, .gif, .tif, "
+    ".tiff), but {vit} takes images",
     "{mess}/no-pictures": "a.png is not a readable image",
     "{mess}/half-a-picture": "a.png is not a readable image",
     "{mess}/pictures --split train": "but there is none in pictures",
-    "'a photograph of a cat'": "data 'a photograph of a cat' could not be read, as a file or a "
-    "hub dataset",
+    "'a photograph of a cat'": "--data is the text 'a photograph of a cat', but {vit} takes images",
     "{mess}/keys.safetensors": "ready inputs of ViTModel must have pixel_values; given are foo",
     "{mess}/channels.safetensors": "ViTModel cannot compute with these inputs: Make sure that the "
     "channel dimension",
@@ -272,6 +273,10 @@ RUN_COMMANDS = {
     "verify": "missing argument 'run'",
     "report": "missing argument 'runs'",
     "heatmap {mess}/run.zarr": "missing option '-o' / '--output'",
+    "heatmap {mess}/run.zarr -o {tmp}/new/x.png": "x.png cannot be written: there is no folder",
+    "report {mess}/run.zarr -o {tmp}/new/x.html": "x.html cannot be written: there is no folder",
+    "table {mess}/run.zarr --format latex --width 3": "--width is 3.0; it must be a number of "
+    "points, at least 120, or one of column, page, slide",
     "heatmap {mess}/run.zarr -o": "option '-o' requires an argument",
     "table {mess}/run.zarr --format pdf": "unknown format 'pdf'; allowed are",
     "table {mess}/run.zarr --by bounds": "unknown rows 'bounds'; did you mean 'bound'?",

@@ -26,6 +26,7 @@ GROUPS = {
         "load_checkpoint",
         "prepare",
         "capture",
+        "attention_layers",
         "attention_probabilities",
         "Attention",
         "cross_attention",

@@ -29,7 +29,7 @@ MARKUP = re.compile(
 ROLE = "lipbound"
 """The role of what stands between single backticks."""
 TYPE_VARIABLE = re.compile(
-    r"(^|\.)([A-Z]|Annotated|Callback|Function|Terms|Layer|Ball|Longest)$|[\[~]"
+    r"(^|\.)([A-Z]|AnyModel|Annotated|Callback|Function|Terms|Layer|Ball|Longest)$|[\[~]"
 )
 """Names in signatures that stand for types and have no page."""
 SHORT = {

@@ -34,6 +34,7 @@ class ModuleAttention:
         perturbed: "input" of self-attention, the "queries" or the "memory" of cross-attention.
         windows: how many of the samples belong to one sample of the model.
         reason: why there is no closed form, in words.
+        details: what else there is to say of its outputs and streams, in words.
     """
 
     stream: Tensor
@@ -48,11 +49,14 @@ class ModuleAttention:
     windows: int = 1
     reason: str = ""
     chosen: tuple[slice, slice] = (slice(None), slice(None))
+    details: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return (
             f"ModuleAttention({self.samples} samples, {self.heads} heads, {self.tokens} tokens, "
-            f"d_v {self.d_v}, {self.kind}, by automatic differentiation)"
+            f"d_v {self.d_v}, {self.kind}, by automatic differentiation"
+            + "".join(f"; {said}" for said in self.details)
+            + ")"
         )
 
     @property

@@ -38,7 +38,7 @@ VERBOSE = "LIPBOUND_VERBOSE"
 LISTS = {"bounds": "names", "layers": "numbers"}
 """Options that take several values in one text."""
 SWITCHES = {
-    "quiet": "Neither progress bar nor notes.",
+    "quiet": "Neither signs of progress nor notes.",
     "verbose": "What other libraries say, too: their progress bars, warnings and retries.",
     "debug": "Show tracebacks.",
 }
@@ -71,8 +71,11 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         options = {param.name: param.opts[-1] for param in self.params if param.name and param.opts}
         state["options"] = {name: opt for name, opt in options.items() if opt.startswith("-")}
+        from lipbound.signs import Signs
+
         try:
-            return super().invoke(ctx)
+            with Signs(f"{ctx.command_path}: at work", show=not state["quiet"]):
+                return super().invoke(ctx)
         except LipboundError as error:
             error.args = (in_options(str(error), state["options"]), *error.args[1:])
             raise
@@ -269,17 +272,14 @@ def with_options(command: Callable[..., Any]) -> str:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Load modules for measuring: say so on a terminal, and let the garbage collector rest.
+    """Load modules for measuring: say so, and let the garbage collector rest.
 
     What was loaded stays until the program ends, and is never looked through for garbage again.
     """
-    shown = sys.stderr.isatty() and not state["quiet"]
-    with contextlib.ExitStack() as said, _importing():
-        if shown and "lipbound.runs.compare" not in sys.modules:
-            from rich.console import Console
+    from lipbound.signs import Signs
 
-            status = Console(stderr=True).status("loading PyTorch and transformers")
-            said.enter_context(status)
+    with Signs("loading", show=not state["quiet"]) as signs, _importing():
+        signs.say("loading PyTorch and transformers")
         yield
     if not gc.get_freeze_count():  # what was measured since may be garbage one day
         gc.freeze()

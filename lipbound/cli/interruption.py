@@ -1,4 +1,7 @@
-"""End after Ctrl-C within a second, whatever the process is doing, with a line on what is kept."""
+"""End after Ctrl-C within a second, whatever the process is doing, with a line on what is kept.
+
+SIGTERM, by which schedulers of clusters end a job, is taken for Ctrl-C.
+"""
 
 import os
 import signal
@@ -37,13 +40,14 @@ def sentence() -> str:
 
 
 def watch() -> None:
-    """Let the process end soon after SIGINT even where Python does not get its turn.
+    """Let the process end soon after a signal even where Python does not get its turn.
 
     For the main thread of a process of its own.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.unraisablehook = _told_otherwise
     reader, writer = os.pipe()
     if hasattr(os, "set_blocking"):  # absent on Windows before Python 3.12; a pipe may block there
@@ -59,8 +63,8 @@ def _told_otherwise(found: "sys.UnraisableHookArgs") -> None:
 
 
 def _wait(reader: int) -> None:
-    """Wait for SIGINT, and end the process after `PATIENCE`."""
-    while (number := os.read(reader, 1)) != bytes([signal.SIGINT]):
+    """Wait for SIGINT or SIGTERM, and end the process after `PATIENCE`."""
+    while (number := os.read(reader, 1)) not in (bytes([signal.SIGINT]), bytes([signal.SIGTERM])):
         if not number:
             return
     time.sleep(PATIENCE)

@@ -38,22 +38,14 @@ def from_config(command: Callable[..., None]) -> Callable[..., None]:
     named = inspect.signature(command, eval_str=True).parameters.values()
     own = [one for one in named if one.kind is not inspect.Parameter.VAR_KEYWORD]
     found = [one for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
-    instead = bool(found)
+    instead, made = bool(found), inspect.Parameter
     for one in fields(RunConfig):
         kind = TYPES.get(one.name) or TYPES.get(str(one.type).split(" | ")[0], str)
-        needed = one.default is MISSING
-        if needed and instead:
-            continue
-        found.append(
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD
-                if needed
-                else inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if needed else one.default,
-                annotation=kind | None if one.default is None else kind,
-            )
-        )
+        if one.default is not MISSING:
+            kind = kind | None if one.default is None else kind
+            found.append(made(one.name, made.KEYWORD_ONLY, default=one.default, annotation=kind))
+        elif not instead:
+            found.append(made(one.name, made.POSITIONAL_OR_KEYWORD, annotation=kind))
     found += [one for one in own if one.kind is inspect.Parameter.KEYWORD_ONLY]
     command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     command.__doc__ = f"{command.__doc__}{RunConfig.__doc__}"

@@ -1,60 +1,137 @@
-"""Jacobians of heads by automatic differentiation of the module that computes them."""
+"""Jacobians of heads by automatic differentiation of the module that computes them.
+
+Functions of others say themselves what their derivatives are, or have none of second order.
+Products are therefore compared with differences of outputs, and taken in the first way that agrees.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lipbound.attention.module_attention import ModuleAttention
+from lipbound.errors import AttentionError
 from lipbound.jacobians.maps import WHOLE
 from lipbound.linalg.operator_norm import operator_norm
-from lipbound.linalg.operators import JacobianOperator
+from lipbound.linalg.operators import JacobianOperator, Product
 from lipbound.linalg.solution import Norm
+
+STEPS = (1e-6, 1e-8, 1e-4, 1e-3)
+"""Lengths of differences, relative to the tokens'; one of them must tell the derivative."""
+AGREES, TRANSPOSED = 1e-4, 1e-5
+"""Relative errors of differences, and of products with J and its transpose, that are allowed."""
+ASSEMBLED = 2**26
+"""Number of entries of matrices that are put together row by row."""
 
 
 class AutomaticJacobian(JacobianOperator):
-    r"""Jacobians of all samples and heads of a module, by reverse mode alone.
+    r"""Jacobians of all samples and heads of a module.
 
     :math:`J^T y` is a derivative of the outputs. It is linear in y, and its derivative with respect
-    to y is :math:`J x`. All samples and heads of a product are differentiated in one pass.
+    to y is :math:`J x`. Where a function of the module has no second derivative, :math:`J x` is
+    taken in forward mode, or from the matrix with the rows :math:`J^T e_i`. All samples and heads
+    of a product are differentiated in one pass.
 
     Args:
         att: the layer.
         map: of `lipbound.attention.module_attention.MAPS`.
+
+    Raises:
+        AttentionError: no way gives the derivative of what the module computes.
     """
 
     def __init__(self, att: ModuleAttention, map: str):
+        self._function = partial(att.outputs, map=map)
         with torch.enable_grad():
-            x = att.stream.detach().clone().requires_grad_()
-            y = att.outputs(x, map)
-            cotangent = torch.zeros_like(y, requires_grad=True)
-            (pulled,) = torch.autograd.grad(y, x, cotangent, create_graph=True)
-        self._x, self._y, self._cotangent, self._pulled = x, y, cotangent, pulled
-        self._axis, self._valid, groups = att.axis, att.valid, y.shape[1]
-        heads = range(groups)[att.chosen[1]] if groups > 1 else range(1)
-        self._entries = [(s, h) for s in range(len(y))[att.chosen[0]] for h in heads]
-        self._batched = True
-        self._refresh(y.shape[2:])
-
-    def _refresh(self, out_shape: Sequence[int]) -> None:
-        self.batch, self.out_shape = len(self._entries), tuple(out_shape)
-        self.in_shape = tuple(self._samples_first(self._x).shape[1:])
+            self._x = att.stream.detach().clone().requires_grad_()
+            self._y = self._function(self._x)
+        self._axis, self._valid = att.axis, att.valid
+        samples, groups = (torch.arange(n, device=att.device) for n in self._y.shape[:2])
+        chosen = samples[att.chosen[0]], groups[att.chosen[1]] if len(groups) > 1 else groups
+        self._s, self._h = torch.cartesian_prod(*chosen).T
+        self.in_shape = tuple(self._samples_first(self._x[None]).shape[2:])
+        self.batch, self.out_shape = len(self._s), tuple(self._y.shape[2:])
         self.dtype, self.device = self._x.dtype, self._x.device
+        self._push = self._first_that_agrees()
 
-    def _samples_first(self, stream: Tensor) -> Tensor:
-        return stream[None] if self._axis is None else stream.movedim(self._axis, 0)
+    def _first_that_agrees(self) -> Product:
+        """Return a function from several x to their J x, by the first way that is right."""
+        whys = dict[str, None]()
+        for way in (self._twice, self._in_forward_mode, self._assembled):
+            self._batched = True
+            try:
+                push = way()
+                if not (why := self._disagreement(push)):
+                    return push
+            except (RuntimeError, ValueError, TypeError) as error:
+                why = str(error).strip().partition("\n")[0]
+            whys[why] = None
+        raise AttentionError(
+            "automatic differentiation does not give the derivative of a layer that has no closed "
+            f"form ({'; '.join(whys)}): leave it out (layers=), give fewer tokens, or replace the "
+            "functions of its module that have no derivative or another than their own"
+        )
 
-    def _as_stream(self, x: Tensor) -> Tensor:
-        return x[0] if self._axis is None else x.movedim(0, self._axis)
+    def _twice(self) -> Product:
+        with torch.enable_grad():
+            cotangent = torch.zeros_like(self._y, requires_grad=True)
+            (pulled,) = torch.autograd.grad(self._y, self._x, cotangent, create_graph=True)
+        return lambda streams: self._grad(pulled, cotangent, streams)
 
-    def _passes(self) -> list[tuple[int, list[int], list[int]]]:
-        """Return each head with the entries of the batch that are of it, and their samples."""
-        found: dict[int, tuple[list[int], list[int]]] = {}
-        for i, (s, h) in enumerate(self._entries):
-            entries, samples = found.setdefault(h, ([], []))
-            entries.append(i)
-            samples.append(s)
-        return [(h, *both) for h, both in found.items()]
+    def _in_forward_mode(self) -> Product:
+        def pushed(direction: Tensor) -> Tensor:
+            with torch.no_grad(), forward_ad.dual_level():
+                out = self._function(forward_ad.make_dual(self._x.detach(), direction))
+                tangent: Tensor = forward_ad.unpack_dual(out).tangent
+                return tangent
+
+        return lambda streams: torch.stack([pushed(one) for one in streams])
+
+    def _assembled(self) -> Product:
+        shape, rows = self._y.shape, self._y[0].numel()
+        if rows * self._x.numel() > ASSEMBLED:
+            raise AttentionError(f"its Jacobian, of {rows} rows, is too large to be assembled")
+        units = torch.eye(rows).to(self._y).view(rows, 1, *shape[1:]).expand(rows, *shape)
+        parts = [self._grad(self._y, self._x, some) for some in units.split(64)]
+        matrix = self._samples_first(torch.cat(parts)).flatten(2)
+
+        def pushed(streams: Tensor) -> Tensor:
+            given = self._samples_first(streams).flatten(2)
+            return torch.einsum("rsi,psi->psr", matrix, given).view(-1, *shape)
+
+        return pushed
+
+    def _disagreement(self, push: Product) -> str:
+        """Return where products in a random direction are wrong, in words; empty if nowhere."""
+        random = torch.Generator().manual_seed(0)
+        x, y = self._x.detach(), self._y.detach()
+        t, u = (torch.randn(z.shape, generator=random, dtype=z.dtype).to(z) for z in (x, y))
+        self._cut(self._samples_first(t[None]))  # a view
+
+        def size(z: Tensor) -> Tensor:
+            return torch.linalg.vector_norm(z.flatten(2), dim=-1)  # (samples, groups)
+
+        both = push(torch.stack([t, t]))  # several at once, as later
+        jx, of_jx = both[0], size(both[0])
+        u *= of_jx.reciprocal().nan_to_num(posinf=0)[(..., *[None] * (u.ndim - 2))]
+        back = self._grad(self._y, self._x, torch.stack([u, u]))
+        off = float(((both * u).flatten(1).sum(1) - (back * t).flatten(1).sum(1)).abs().max())
+        if not off <= TRANSPOSED * of_jx.numel() ** 0.5:
+            return f"its products with J and with the transpose of J are {off:.1e} apart"
+        scale, least = float(x.square().mean().sqrt()) or 1.0, float("inf")
+        for h in (step * scale for step in STEPS):
+            with torch.no_grad():
+                difference = (self._function(x + h * t) - self._function(x - h * t)) / (2 * h)
+            apart = size(difference - jx) - 1e-10 / h * size(y)  # its rounding
+            least = min(least, float((apart / of_jx.clamp_min(1e-300)).amax()))
+            if least <= AGREES:
+                return ""
+        return f"it is {least:.1e} off differences of the outputs"
+
+    def _samples_first(self, streams: Tensor) -> Tensor:
+        return streams[:, None] if self._axis is None else streams.movedim(self._axis + 1, 1)
 
     def _grad(self, of: Tensor, by: Tensor, directions: Tensor) -> Tensor:
         """Return the derivatives of a tensor in several directions at once."""
@@ -63,49 +140,37 @@ class AutomaticJacobian(JacobianOperator):
                 return torch.autograd.grad(
                     of, by, directions, retain_graph=True, is_grads_batched=True
                 )[0]
-            except RuntimeError:  # an operation that cannot be batched
+            except RuntimeError:  # an operation that cannot be batched, or has no derivative
                 self._batched = False
         return torch.stack(
             [torch.autograd.grad(of, by, one, retain_graph=True)[0] for one in directions]
         )
 
     def jvp(self, x: Tensor) -> Tensor:
-        passes = self._passes()
-        whole = x.new_zeros(len(passes), len(self._y), *self.in_shape)
-        for direction, (_, entries, samples) in zip(whole, passes, strict=True):
-            direction[samples] = x[entries]
+        heads, passes = self._h.unique(return_inverse=True)
+        whole = x.new_zeros(len(heads), len(self._y), *self.in_shape)
+        whole[passes, self._s] = x
         self._cut(whole)
-        streams = torch.stack([self._as_stream(one) for one in whole])
-        found = self._grad(self._pulled, self._cotangent, streams)
-        out = x.new_empty(self.batch, *self.out_shape)
-        for result, (h, entries, samples) in zip(found, passes, strict=True):
-            out[entries] = result[samples, h]
-        return out
+        streams = whole[:, 0] if self._axis is None else whole.movedim(1, self._axis + 1)
+        return self._push(streams)[passes, self._s, self._h]
 
     def vjp(self, y: Tensor) -> Tensor:
-        passes = self._passes()
-        whole = y.new_zeros(len(passes), *self._y.shape)
-        for direction, (h, entries, samples) in zip(whole, passes, strict=True):
-            direction[samples, h] = y[entries]
-        found = self._grad(self._y, self._x, whole)
-        pulled = torch.stack([self._samples_first(one) for one in found])
+        heads, passes = self._h.unique(return_inverse=True)
+        whole = y.new_zeros(len(heads), *self._y.shape)
+        whole[passes, self._s, self._h] = y
+        pulled = self._samples_first(self._grad(self._y, self._x, whole))
         self._cut(pulled)
-        out = y.new_empty(self.batch, *self.in_shape)
-        for result, (_, entries, samples) in zip(pulled, passes, strict=True):
-            out[entries] = result[samples]
-        return out
+        return pulled[passes, self._s]
 
     def _cut(self, x: Tensor) -> None:
         """Set padding to zero, in place: (passes, samples, *in_shape)."""
         if self._valid is not None:
-            shape = (len(self._valid), *self.in_shape[:-1], 1)
-            x *= self._valid.view(shape)
+            x *= self._valid.view(len(self._valid), *self.in_shape[:-1], 1)
 
     def select(self, index: Tensor) -> "AutomaticJacobian":
         other = object.__new__(AutomaticJacobian)
         vars(other).update(vars(self))
-        other._entries = [self._entries[i] for i in index.tolist()]
-        other._refresh(self.out_shape)
+        other._s, other._h, other.batch = self._s[index], self._h[index], len(index)
         return other
 
 

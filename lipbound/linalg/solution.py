@@ -15,11 +15,13 @@ from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator
 
+NOT_ASKED = "not asked (delta=)"
+"""What is shown for upper ends that nobody asked for, and which are infinite."""
 SALT = "lipbound: directions that no data know of"
 """Part of the key of every random stream."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Norm:
     """Spectral norms of a batch of Jacobians.
 
@@ -43,13 +45,23 @@ class Norm:
     left: Tensor | None = None
     right: Tensor | None = None
 
+    @property
+    def _asked(self) -> bool:
+        """Whether there are upper ends; without, ``error`` is an estimate, and finite."""
+        return bool(self.upper.isfinite().any() or self.error.isinf().all())
+
+    def __repr__(self) -> str:
+        shown = vars(self) | ({} if self._asked else {"upper": NOT_ASKED})
+        return f"Norm({', '.join(f'{name}={t}' for name, t in shown.items() if t is not None)})"
+
     def _repr_html_(self) -> str:
         n = self.lower.ndim
         axes = ("sample", "head") if n == 2 else tuple(f"axis {k}" for k in range(n))
         columns = [*axes, "lower", "upper", "steps", "converged"]
         rows = []
         for at in np.ndindex(*self.lower.shape):
-            ends = (number(float(end[at]), 6) for end in (self.lower, self.upper))
+            ends = [number(float(end[at]), 6) for end in (self.lower, self.upper)]
+            ends[1:] = ends[1:] if self._asked else [NOT_ASKED]
             rows.append(
                 [*map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))]
             )

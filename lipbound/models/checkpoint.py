@@ -2,15 +2,17 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.scoring import zero_one
 from lipbound.errors import CheckpointError, InputsError
 from lipbound.models.quiet import explained, quiet
@@ -19,6 +21,8 @@ from lipbound.models.weight_files import gguf_read_once, refuse_pointer
 if TYPE_CHECKING:
     from lipbound.models.sources.adapters import Adapter
 
+AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
+"""Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
 COMPANIONS = {

@@ -60,7 +60,7 @@ def prepare(
 
     Args:
         checkpoint: of `load_checkpoint`; its modality decides how data is read.
-        data: None (a story of ours, or photographs from scikit-image), a hub dataset id ("ag_news",
+        data: None (a story of ours, or photographs that come with it), a hub dataset id ("ag_news",
             or with a configuration "wikitext:wikitext-2-raw-v1"), a text file, a folder of .txt
             files or of images, a .parquet, .csv, .tsv or .json table (text files and tables also
             packed, as .gz), a folder that ``save_to_disk`` wrote, a .safetensors file of ready

@@ -10,17 +10,16 @@ import huggingface_hub.errors as hub_errors
 import torch
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
-from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
 from lipbound.errors import CheckpointError, name_or_none, neighbours, shown, tell
-from lipbound.models.checkpoint import Checkpoint, LoadOptions
+from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import is_path
 from lipbound.models.sources.adapters import open_adapter
-from lipbound.models.sources.catalogue import BUILTINS, PREFIX, load_builtin
+from lipbound.models.sources.catalogue import BUILTINS, PREFIX, builtin_place, load_builtin
 from lipbound.models.sources.folder import load_folder
 from lipbound.models.sources.loaded_model import load_loaded
 from lipbound.models.sources.other_packages import load_other
@@ -33,7 +32,7 @@ ADAPTER = ("adapter_config.json", "adapter_model.*")
 
 
 def load_checkpoint(
-    model: str | Path | PreTrainedModel,
+    model: AnyModel,
     *,
     revision: str | None = None,
     dtype: str | torch.dtype = "float32",
@@ -86,9 +85,7 @@ def load_checkpoint(
     return load_looked_at(look=lambda name, config: None, **locals())
 
 
-def load_looked_at(
-    model: str | Path | PreTrainedModel, look: Callable[[str, Any], None], **given: Any
-) -> Checkpoint:
+def load_looked_at(model: AnyModel, look: Callable[[str, Any], None], **given: Any) -> Checkpoint:
     """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
 
     Args:
@@ -139,7 +136,8 @@ def load_looked_at(
             "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
     checkpoint.tokenizer_from, checkpoint.processor_from = (
-        None if value is None else str(value) for value in companions.values()
+        None if value is None else str(builtin_place(str(value)) or value)
+        for value in companions.values()
     )
     other = {"image": "tokenizer", "text": "processor"}.get(checkpoint.modality, "")
     if companions.get(other) is not None:

@@ -87,9 +87,12 @@ def explained(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of another library's error in one line of at most 300 characters."""
+    """Return the message of another library's error in one line of at most 300 characters.
+
+    A line that ends in a colon goes on with the next.
+    """
     said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).strip()
-    return said.splitlines()[0][:300] if said else type(error).__name__
+    return re.sub(r":\n\s*", ": ", said).splitlines()[0][:300] if said else type(error).__name__
 
 
 def cause(error: BaseException) -> str:

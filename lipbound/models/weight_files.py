@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lipbound import devices
-from lipbound.errors import CheckpointError, nearest
+from lipbound.errors import CheckpointError, nearest, shown
 from lipbound.models.quiet import VERBOSE, changed, explained, first_line
 
 ORDER = (
@@ -142,8 +143,13 @@ def unreadable(error: Exception) -> str:
             "its file of weights is damaged or holds other things than weights, none of which were "
             "run; save the model again with save_pretrained"
         )
-    if "ignore_mismatched_sizes" in said:
-        return "its weights have other shapes than its config.json says"
+    if re.search("ignore_mismatched_sizes|cannot reshape array|Storage size .* overflowed", said):
+        return "its weights have other shapes than its configuration says"
+    if isinstance(error, ZeroDivisionError):
+        return "its configuration says 0 of what there must be at least one of, such as heads"
+    if isinstance(error, LookupError | AttributeError | TypeError):
+        said = f"{type(error).__name__}: {first_line(error)}"
+        return f"transformers fails on it ({said}); is its configuration whole, and of its version?"
     return first_line(error)
 
 
@@ -192,17 +198,23 @@ def _read_json(file: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file; empty where there is none."""
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 
 
 def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names; none of them is outside of its folder."""
     check_file(index)
-    named = _read_json(index).get("weight_map")
+    said = _read_json(index)
+    named = said.get("weight_map") if isinstance(said.get("metadata"), dict) else None
     if not named or not isinstance(named, dict):
         raise CheckpointError(f"{index} is no index of weights, or an empty one; fetch it again")
-    return sorted({index.parent / str(name) for name in named.values()})
+    files = sorted(map(Path, {str(name) for name in named.values()}))
+    if out := [file for file in files if file.is_absolute() or ".." in file.parts]:
+        what = f"{index} leads out of its folder, to {shown(str(out[0]))}, which is not read"
+        raise CheckpointError(f"{what}; put the weights beside it, or save the model again")
+    return [index.parent / file for file in files]
 
 
 def check_file(file: Path) -> None:
@@ -215,7 +227,7 @@ def check_file(file: Path) -> None:
         CheckpointError: it is missing or empty, what Git LFS leaves in the place of a file, or a
             safetensors file that is damaged or cut off.
     """
-    if not file.is_file():
+    if not os.path.isfile(file):  # a name that no system takes is that of no file
         raise CheckpointError(f"{file} is named by the checkpoint and not there; fetch it again")
     refuse_pointer(file)
     if not file.stat().st_size:
@@ -353,7 +365,9 @@ def check_gguf(name: str, file: Path) -> str:
         )
     import gguf
 
-    reader = _gguf(file)
+    reader = gguf_of(file)
+    if "general.architecture" not in reader.fields or not reader.tensors:
+        raise CheckpointError(f"{name} is a GGUF file without a model: no architecture or tensors")
     split, kind = (reader.fields.get(key) for key in ("split.count", "general.file_type"))
     if split is not None and split.contents() > 1:
         raise CheckpointError(
@@ -386,7 +400,7 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
             import gguf
             from transformers import modeling_gguf_pytorch_utils as reader
 
-            names, read = lru_cache(gguf.get_tensor_name_map), lambda path, mode="r": _gguf(path)
+            names, read = lru_cache(gguf.get_tensor_name_map), lambda path, mode="r": gguf_of(path)
             stack.enter_context(changed("GGUFReader", read, gguf))
             stack.enter_context(changed("get_tensor_name_map", names, gguf))
             if not os.environ.get(VERBOSE):
@@ -394,7 +408,7 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
         yield
 
 
-def _gguf(file: str | Path) -> Any:
+def gguf_of(file: str | Path) -> Any:
     """Return ``gguf.GGUFReader`` of a file; the last one is kept while its file does not change."""
     return _read_gguf(Path(file).resolve(), _stamp(Path(file)))
 
@@ -403,4 +417,18 @@ def _gguf(file: str | Path) -> Any:
 def _read_gguf(file: Path, stamp: tuple[int, int]) -> Any:
     from gguf.gguf_reader import GGUFReader
 
-    return GGUFReader(file)
+    class HeldReader(GGUFReader):  # type: ignore[misc]
+        """A reader that holds what a file announces against its size before it goes there."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **order: Any) -> Any:
+            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if end > len(self.data):
+                raise ValueError(f"it has {len(self.data)} bytes and announces {end} or more")
+            return super()._get(offset, dtype, count, *rest, **order)
+
+    before = f"{file} is cut off, damaged or no GGUF file of a known version ("
+    with explained(CheckpointError, before, "); fetch it again"):
+        reader = HeldReader(file)
+        if inside := [one.name for one in reader.tensors if one.data_offset < reader.data_offset]:
+            raise ValueError(f"the place of {inside[0]} is before those of all weights")
+        return reader

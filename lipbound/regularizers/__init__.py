@@ -14,3 +14,7 @@ from lipbound.regularizers.penalties import ExactNorm, JaSMin, SoundPenalty, Spe
 from lipbound.regularizers.trainer import PenaltyMixin
 
 __all__ = ["ExactNorm", "JaSMin", "PenaltyMixin", "SoundPenalty", "Specformer"]
+
+
+def __dir__() -> list[str]:
+    return __all__

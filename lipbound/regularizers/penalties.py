@@ -22,7 +22,15 @@ SMALL = 1e-6
 """Added to g_k of equation (9), which has no such term: ours, so that the logarithm is finite."""
 
 
-class JaSMin:
+class Penalty:
+    """Shows the numbers that it was made with."""
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({given})"
+
+
+class JaSMin(Penalty):
     r"""The penalty of Yudin et al. 2025, equations (8) and (9), on attention probabilities.
 
     .. math::
@@ -171,6 +179,10 @@ class Specformer(nn.Module):
         self.weights, self.steps = (l_q, l_k, l_v), steps
         self._vectors: dict[tuple[str, int], Tensor] = {}
 
+    def extra_repr(self) -> str:
+        """Return what its representation says between brackets."""
+        return "l_q={}, l_k={}, l_v={}, steps={}".format(*self.weights, self.steps)
+
     @in_own_modes
     def forward(self, model: nn.Module) -> Tensor:
         """Return the penalty, a scalar.
@@ -210,7 +222,7 @@ class Specformer(nn.Module):
         return ((u * (w @ v)).sum((1, 2)) ** 2).sum()
 
 
-class LayerPenalty(ABC):
+class LayerPenalty(Penalty, ABC):
     r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, with L a number for every head."""
 
     @abstractmethod

@@ -19,6 +19,8 @@ r"""Points for a table's width and its type, and its rows before it is split.
 A4 has 221 pt), "page" the text of ``article`` at 10 pt, "slide" a frame of ``beamer``. The type is
 that of \footnotesize there, and the same in a class of larger type, where the table would not fit
 otherwise."""
+LEAST = 120
+"""Points that the narrowest table takes: a column of words beside one of numbers."""
 NARROW, GAP, NOTES = 62.0, 8.0, 7.0
 """Points at 10 pt that a column of words keeps at least, points between two columns, and the type
 of notes."""
@@ -93,14 +95,14 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
 
     Raises:
         UnknownNameError: another name of a width.
-        LipboundError: a width that is not positive.
+        LipboundError: a width below `LEAST`.
     """
     width = "column" if width is None else width
     named = isinstance(width, str)
     room, points, rows = WIDTHS[choice("width", width, WIDTHS)] if named else (float(width), 8, 40)
-    if not room > 0:
+    if not room >= LEAST:
         raise LipboundError(
-            f"width is {width}; it must be a positive number of points, or one of "
+            f"width is {width}; it must be a number of points, at least {LEAST}, or one of "
             f"{', '.join(WIDTHS)}"
         )
     size = points / 10 * 1.07  # small type is wider

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 NARROW = 12
 """Characters that a column of words keeps at least; a longer word is broken there."""
+LEAST = 15
+"""Characters in a line that a table is folded to, or more."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """A table of a run. Cells, titles and notes may hold foreign text.
 
@@ -74,6 +76,9 @@ class Table:
             "rows": self.numbers.reset_index().to_dict("records"),
             "notes": self.notes,
         }
+
+    def __repr__(self) -> str:
+        return text_table(self)
 
     def _repr_html_(self) -> str:
         made = self.plain()
@@ -181,11 +186,11 @@ def text_table(table: Table, width: str | float | None = None) -> str:
     All is folded to ``width`` characters, where that is given.
 
     Raises:
-        LipboundError: a width that is no positive number.
+        LipboundError: a width that is no number, or below `LEAST`.
     """
-    if width is not None and (isinstance(width, str) or not width >= 1):
+    if width is not None and (isinstance(width, str) or not width >= LEAST):
         raise LipboundError(
-            f"width is {width!r}; that of text is a number of characters, such as 80"
+            f"width is {width!r}; that of text is a number of characters, at least {LEAST}"
         )
     table, (room, narrow) = table.plain(), (width, NARROW) if width else (math.inf, math.inf)
     blocks, left_out = fit(table, room, gap=2, narrow=narrow, optional=4)

@@ -32,6 +32,11 @@ from lipbound.schema import EXTRAS, bounds_there, compared_with
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
 __all__ += ["over_steps", "reduce_samples", "shared_scale", "token_profile"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 NO_RATIO = ("\u221e for some heads", "no positive norm")
 MARKS = {
     "\u2021": "it is below the exact norm of some {}",

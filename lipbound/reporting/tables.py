@@ -32,12 +32,17 @@ from lipbound.reporting.statistics import (
     width,
     widths,
 )
-from lipbound.runs.store import takes_diff, takes_run
+from lipbound.runs.store import Run, takes_diff, takes_run
 from lipbound.schema import EXTRAS, Contents, bounds_there, with_exact
 
 __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
 __all__ += ["width", "widths"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 WRITERS: dict[str, Callable[..., str]] = {
     "text": text_table,
@@ -59,7 +64,7 @@ and notes say what the second and the third do."""
 
 
 def render(
-    ds: xr.Dataset,
+    ds: Run,
     format: str = "text",
     *,
     by: str = "bound",
@@ -131,7 +136,7 @@ def table_of(
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
-def latex(ds: xr.Dataset, **options: Any) -> str:
+def latex(ds: Run, **options: Any) -> str:
     r"""Write `render`'s table as LaTeX tabulars with notes.
 
     For ``\usepackage{booktabs, siunitx}``; cells are escaped, and the run stands in a comment

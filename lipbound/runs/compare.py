@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from lipbound.devices import device_name, in_own_modes, resolve_device, versions
 from lipbound.errors import LipboundError, flag, tell
@@ -31,9 +29,10 @@ from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sourc
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
 from lipbound.schema import EXTRAS, Extent, RunInfo, norm_of
+from lipbound.signs import Signs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from lipbound.models.checkpoint import AnyModel
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
 """What a run says about its checkpoint, under the same names."""
@@ -41,7 +40,7 @@ OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration"
 
 @in_own_modes
 def compare(
-    model: str | Path | PreTrainedModel,
+    model: AnyModel,
     data: Any = None,
     *,
     inputs: Any = None,
@@ -141,7 +140,8 @@ def compare(
             one that lies beside them.
         client: a ``dask.distributed`` client, with one thread per worker, whose workers load
             ``model`` by its name and measure blocks of samples.
-        progress: show a progress bar on standard error, where that is a terminal or a notebook.
+        progress: say on standard error what is being done: by a bar on a terminal, by a line
+            every five seconds elsewhere.
 
     Returns:
         Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers:
@@ -175,18 +175,17 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     if target is not None and finished is None:
         check_target(target)
         check_free(target, resume=config.resume)
-    sources = open_sources(config, device)
-    if finished is not None:
-        return _finished(finished, identity(config, sources), config.chosen_layers)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with ExitStack() as opened:
-        bar = opened.enter_context(_progress_bar(progress))
-        task = bar.add_task(f"{sources.checkpoint.name}: looking at its layers", total=None)
+        signs = opened.enter_context(Signs("loading model and data", show=progress))
+        sources = open_sources(config, device)
+        if finished is not None:
+            return _finished(finished, identity(config, sources), config.chosen_layers)
+        signs.say(f"{sources.checkpoint.name}: looking at its layers")
         planned = plan(config, sources, memory, parts)
         spec, tables = planned.spec, planned.tables()
-        title, total = f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers)
-        bar.update(task, description=title, total=total)
+        signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers))
         kept = opened.enter_context(_partial_run(config, sources, planned, where))
         blocks = planned.blocks(() if kept is None else kept.found)
         results = (
@@ -196,8 +195,8 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         )
         if kept is not None:
             results = kept.keeping(results)
-        lengths, error = fill(tables, results, lambda layers: bar.update(task, advance=layers))
-        bar.stop()
+        lengths, error = fill(tables, results, signs.advance)
+        signs.quit()
         ds = labelled(config, planned, tables, lengths)
         _tell_of_missing(config, sources, ds)
         ds = sealed(ds, run_info(config, sources, planned, lengths, error))
@@ -245,15 +244,6 @@ def fill(
         error = max(error, one.error)
         advance(len(one.lengths))
     return lengths, error
-
-
-def _progress_bar(show: bool) -> Progress:
-    """Make a progress bar over samples x layers, shown where there is a terminal or a notebook."""
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    silent = not (show and (console.is_terminal or console.is_jupyter))
-    console.quiet = silent  # rich before 14 ends a line where nothing was shown
-    return Progress(*columns, console=console, transient=True, disable=silent)
 
 
 def labelled(

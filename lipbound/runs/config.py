@@ -32,7 +32,8 @@ from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, RunInfo
 
 if TYPE_CHECKING:
     import xarray as xr
-    from transformers import PreTrainedModel
+
+    from lipbound.models.checkpoint import AnyModel
 
 TOL = "between 0 and 1 (relative width of the enclosures)"
 DELTA = "a probability between 0 and 1, or None for plain estimates without upper ends"
@@ -102,7 +103,7 @@ class RunConfig:
             data and devices are looked at when they are opened.
     """
 
-    model: str | Path | PreTrainedModel
+    model: AnyModel
     data: Any = None
     _: KW_ONLY
     split: str | None = None

@@ -41,6 +41,8 @@ LABELS = {
 """Labels and long names of exact norms, and of what attention itself is."""
 OF_BOUND = ["label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"]
 """What a bound's variable says about it."""
+SAID = (*OF_BOUND, "compared_with", "long_name")
+"""Attributes of variables that are sealed, each variable's together."""
 
 
 def dataset(
@@ -153,7 +155,20 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
             digest.update(rows[(s, layer, *place)].tobytes())
             values[(s, layer, *place)] = int.from_bytes(digest.digest(), "little", signed=True)
     long_name = "hash of what stood at this place when it was computed"
-    return xr.DataArray(values, dims=dims, attrs={"long_name": long_name})
+    return xr.DataArray(values, dims=dims, attrs={"long_name": long_name, "said": sayings(ds)})
+
+
+def sayings(ds: xr.Dataset) -> dict[str, str]:
+    """Hash over what each variable of a run says about itself, by its name."""
+    said = {name: [ds[name].attrs.get(word) for word in SAID] for name in schema.own(ds)}
+    return {n: hashlib.sha256(json.dumps(one).encode()).hexdigest()[:16] for n, one in said.items()}
+
+
+def reworded(ds: xr.Dataset) -> str:
+    """Describe the variables that no longer say what they said; empty for none."""
+    was = ds[schema.CHECKSUM].attrs.get("said", {}) if schema.CHECKSUM in ds.variables else {}
+    changed = [repr(name) for name, now in sayings(ds).items() if was.get(name, now) != now]
+    return f"what {', '.join(changed)} says (its attributes) is not what it said" if changed else ""
 
 
 def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray:
@@ -204,7 +219,7 @@ def check_whole(ds: xr.Dataset, name: str) -> None:
 
 def damage(ds: xr.Dataset) -> str:
     """Describe what is no longer as it was computed, as the end of a sentence; else empty."""
-    said = []
+    said = [what] if (what := reworded(ds)) else []
     if settings_altered(ds):
         said.append("its settings (attributes) are not those that were recorded")
     if schema.CHECKSUM not in ds.variables:

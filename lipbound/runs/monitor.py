@@ -27,6 +27,7 @@ from lipbound.errors import (
     tell,
     whole,
 )
+from lipbound.formatting import counted
 from lipbound.models.inputs import prepare
 from lipbound.models.sources.loaded_model import bare_module, in_dtype, in_training
 from lipbound.models.training.watch import uncompiled
@@ -43,6 +44,8 @@ from lipbound.schema import STATISTICS, STEP, RunInfo
 
 EVERY = 100
 """Steps between two measurements where nothing else is said."""
+OF_RUN = "out resume bounds map norm layers tol seed samples max_length tokenizer"
+"""Arguments of a monitor that are those of a run."""
 _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
 """The last monitor that this process made for each store; it alone writes there."""
 
@@ -139,6 +142,7 @@ class Monitor:
         threshold: float | Mapping[str, float] | None = None,
         on_exceed: Callable[[Exceeded], object] | None = None,
     ):
+        given = dict(locals())
         if every is not None and steps is not None:
             raise LipboundError("every and steps are both given; give one of them")
         self._every = EVERY if every is None else whole("every", every, least=1)
@@ -151,19 +155,9 @@ class Monitor:
         self._config = config = RunConfig(
             model,
             probe,
-            out=out,
-            resume=resume,
-            bounds=bounds,
-            map=map,
-            norm=norm,
-            layers=layers,
-            tol=tol,
             delta=delta or None,
-            seed=seed,
-            samples=samples,
-            max_length=max_length,
-            tokenizer=tokenizer,
             dtype="float64" if dtype == torch.float64 else "float32",
+            **{name: given[name] for name in OF_RUN.split()},
         )
         self._logs, self._per_head = [] if log is None else [log], flag("per_head", per_head)
         self._on_exceed, self._above = on_exceed, set[str]()
@@ -173,6 +167,12 @@ class Monitor:
         self._info: RunInfo | None = None
         target = None if _other_process() else config.target  # one process writes
         self._store = None if target is None else self._stored(target)
+
+    def __repr__(self) -> str:
+        due = f"every {self._every} steps" if self._at is None else f"steps {sorted(self._at)}"
+        what = type(self._model).__name__, counted(self._sources.inputs.samples, "sample")
+        layers = counted(len(self._plan.layers), "layer")
+        return f"Monitor({', '.join((*what, layers, due))}; measured: {len(self._slices)})"
 
     @in_own_modes
     @torch.no_grad()

@@ -244,17 +244,9 @@ def measurement_spec(
     """
     norms = exact_samples * math.prod(shape)
     delta = None if config.delta is None else config.delta / norms
-    return MeasurementSpec(
-        tuple(names),
-        config.map,
-        config.tol,
-        delta,
-        config.seed,
-        exact_samples,
-        config.norm,
-        config.wrt,
-        config.chosen_extras,
-    )
+    options: Any = config.options("map", "tol", "seed", "norm", "wrt")
+    options |= {"delta": delta, "exact_samples": exact_samples, "extras": config.chosen_extras}
+    return MeasurementSpec(tuple(names), **options)
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import xarray as xr
@@ -33,7 +33,12 @@ from lipbound.runs.dataset import damage
 from lipbound.runs.pair import diff_damage, paired, sides
 from lipbound.runs.partial_store import PARTIAL, partial_path
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+Run = xr.Dataset | str | Path
+"""A run as users hand it over: itself, or its path."""
+OfRun = Callable[Concatenate[xr.Dataset, P], R]
+TakesRun = Callable[Concatenate[Run, P], R]
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
 ALONG = dict.fromkeys(schema.LAYER_WORDS, "layer") | {"length": "sample"}
@@ -256,30 +261,30 @@ def _newer(path: Path) -> str:
         return ""
 
 
-def takes_run(function: F) -> F:
+def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
     """Let a function whose first argument is a run also take its path, and parts of it.
 
     The axes of such parts may be gone, as after ``ds.isel(layer=0)``.
     """
 
     @wraps(function)
-    def taking(ds: object, *args: Any, **kwargs: Any) -> Any:
+    def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(run_of(ds), *args, **kwargs)
 
-    return cast("F", taking)
+    return cast("TakesRun[P, R]", taking)
 
 
-def takes_diff(of_diff: Callable[..., Any]) -> Callable[[F], F]:
+def takes_diff(of_diff: Callable[..., Any]) -> Callable[[OfRun[P, R]], TakesRun[P, R]]:
     """Let a function on a run hand diffs of two runs, and their paths, over to another one.
 
     Options that the other one does not take are refused where they are given.
     """
 
-    def of_run(function: F) -> F:
+    def of_run(function: OfRun[P, R]) -> TakesRun[P, R]:
         known = inspect.signature(function)
 
         @wraps(function)
-        def taking(ds: object, *args: Any, **kwargs: Any) -> Any:
+        def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> R:
             given = load(ds) if isinstance(ds, str | Path) else ds
             if not schema.is_diff(given):
                 return function(given, *args, **kwargs)
@@ -293,7 +298,7 @@ def takes_diff(of_diff: Callable[..., Any]) -> Callable[[F], F]:
                     )
             return of_diff(diff_of(given), **{k: value for k, value in asked if k in taken})
 
-        return cast("F", taking)
+        return cast("TakesRun[P, R]", taking)
 
     return of_run
 

@@ -22,10 +22,10 @@ from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import altered, settings_altered
+from lipbound.runs.dataset import altered, reworded, settings_altered
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
-from lipbound.runs.store import run_of
+from lipbound.runs.store import Run, run_of
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in
@@ -251,7 +251,7 @@ class Verification:
 
 
 def verify(
-    ds: xr.Dataset,
+    ds: Run,
     *,
     places: int = 4,
     seed: int = 0,
@@ -323,7 +323,7 @@ def verify(
 
 def _own_faults(ds: xr.Dataset) -> list[str]:
     """Sentences on settings and audit that a run records and that do not hold."""
-    faults = []
+    faults = [what] if (what := reworded(ds)) else []
     if settings_altered(ds):
         faults.append("the run's settings (attributes) are not those recorded (checksum)")
     # as text, since NaN differs from itself

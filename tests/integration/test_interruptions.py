@@ -1,5 +1,5 @@
-"""Ctrl-C at any moment, a full disk, two processes on one run: one line each, nothing lost, and the
-same run in the end."""
+"""Ctrl-C or SIGTERM at any moment, a full disk, two processes on one run: one line each, nothing
+lost, and the same run in the end."""
 
 import functools
 import os
@@ -80,10 +80,12 @@ def start(*arguments: object) -> subprocess.Popen:
     )
 
 
-def interrupt(process: subprocess.Popen) -> tuple[int, str, float]:
+def interrupt(
+    process: subprocess.Popen, sign: signal.Signals = signal.SIGINT
+) -> tuple[int, str, float]:
     """Status, standard error, and how long it took to end."""
     began = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sign)
     _, err = process.communicate(timeout=60)
     return process.returncode, err, time.monotonic() - began
 
@@ -121,9 +123,17 @@ def test_interrupted_while_it_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", [1, 3])
+@pytest.mark.parametrize(
+    ("stored", "sign"), [(1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGTERM)]
+)
 def test_interrupted_while_it_measures(
-    stored: int, bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path
+    stored: int,
+    sign: signal.Signals,
+    bert: Path,
+    data: Path,
+    expected: xr.Dataset,
+    said: Path,
+    tmp_path: Path,
 ) -> None:
     """The line says what is kept and how to go on."""
     out = tmp_path / "run.zarr"
@@ -131,7 +141,7 @@ def test_interrupted_while_it_measures(
     command = Command(said, *words, before=functools.partial(slowed, 5 if stored == 1 else 0.05))
     command.has_printed(stored)
     began = time.monotonic()
-    command.send(signal.SIGINT)
+    command.send(sign)
     status, err = command.ended()
     assert status == 130
     assert time.monotonic() - began < 2
@@ -145,7 +155,8 @@ def test_interrupted_while_it_measures(
 
 
 @pytest.mark.slow
-def test_interrupted_where_python_gets_no_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_where_python_gets_no_turn(sign: signal.Signals) -> None:
     """A product of large matrices does not look up; the process ends all the same."""
     script = """
         import sys, torch
@@ -166,7 +177,7 @@ def test_interrupted_where_python_gets_no_turn(tmp_path: Path) -> None:
     )
     process.stdout.readline()
     time.sleep(0.3)
-    status, err, took = interrupt(process)
+    status, err, took = interrupt(process, sign)
     assert (status, err) == (130, "interrupted: what there is\n")
     assert took < 2
 

@@ -5,6 +5,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,3 +275,13 @@ def test_fine_tuned_vits_have_no_biases_in_attention(name: str) -> None:
     layers = capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
     assert len(layers) == 6
     assert all(att.b_q is None or float(att.b_q.abs().max()) == 0 for att in layers)
+
+
+def test_without_docstrings_it_is_python_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under -OO transformers fails on each of its models, whole as the checkpoint may be."""
+    flags = SimpleNamespace(flags=SimpleNamespace(optimize=2))
+    monkeypatch.setattr("lipbound.models.sources.folder.sys", flags)
+    with pytest.raises(
+        CheckpointError, match=r"^transformers needs its docstrings; run python without -OO$"
+    ):
+        load_checkpoint("builtin:gpt2")

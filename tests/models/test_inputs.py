@@ -1,19 +1,21 @@
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import skimage
 import torch
 import transformers as tf
+from huggingface_hub.errors import HFValidationError
 from PIL import Image
 from safetensors.torch import save_file
 from support.models import AFFINE, LLAMA, MODERN, build, save_bert
 
 import lipbound as lb
-from lipbound.errors import InputsError, Notice
+from lipbound.errors import CheckpointError, InputsError, Notice
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import READERS, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
@@ -102,11 +104,17 @@ def test_image_sources_agree(vit: Checkpoint, tmp_path: Path) -> None:
     )
 
 
-def test_default_photographs(vit: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepare(vit).samples == 8
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputsError, match=r"pip install 'lipbound\[demo\]'"):
-        prepare(vit)
+def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_them() -> None:
+    """Numbers that were published on the large ones are those on the small ones."""
+    checkpoint = load_checkpoint("builtin:vit")
+    images, described = READERS["image"].default()
+    assert described == "photographs from scikit-image"
+    assert sum(image.stat().st_size for image in images) < 5e5
+    folder = Path(skimage.__file__).parent / "data"
+    large = [next(folder.glob(f"{image.stem[2:]}*.*g")) for image in images]
+    found, expected = prepare(checkpoint), prepare(checkpoint, large)
+    assert found.samples == 8
+    assert torch.equal(found.batch["pixel_values"], expected.batch["pixel_values"])
 
 
 def test_ready_inputs(bert: Checkpoint, tmp_path: Path) -> None:
@@ -129,6 +137,7 @@ def test_hub_datasets_are_named_with_split_and_config(
         return datasets.Dataset.from_dict({"text": TEXTS})
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
+    monkeypatch.setattr("lipbound.models.readers.reader.HfApi", Mock())
     monkeypatch.setattr(
         datasets, "get_dataset_split_names", lambda repo, config: ["train", "validation"]
     )
@@ -278,15 +287,38 @@ def test_a_modality_is_one_reader_and_one_entry(
         prepare(bert)
 
 
-def test_unreachable_dataset(bert: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise ConnectionError("Couldn't reach the Hub")
+def test_unreachable_datasets_are_not_waited_for(
+    bert: Checkpoint, vit: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` tries for half a minute, unless it is told that there is no hub."""
+    hub = Mock()
+    hub().dataset_info.side_effect = OSError("no connection")
+    monkeypatch.setattr("lipbound.models.readers.reader.HfApi", hub)
+    monkeypatch.setattr("datasets.load.CachedDatasetModuleFactory", Mock(side_effect=OSError))
+    asked = Mock(side_effect=AssertionError("the hub is asked again"))
+    monkeypatch.setattr("datasets.load.HfApi", Mock(return_value=Mock(hf_hub_download=asked)))
+    before = datasets.config.HF_HUB_OFFLINE
+    said = "data 'news' could not be read, as a file or a hub dataset: the hub cannot be reached"
+    with pytest.raises(InputsError) as refused:
+        prepare(bert, "news", max_length=40)
+    assert str(refused.value) == f"{said}; a text itself is given in a list, ['news'], or in a file"
+    with pytest.raises(InputsError, match=f"{said}$"):
+        prepare(vit, "news")
+    assert datasets.config.HF_HUB_OFFLINE is before
+    hub().dataset_info.side_effect = HFValidationError("no id")
+    monkeypatch.setattr(datasets, "get_dataset_split_names", hub().dataset_info)
+    with pytest.raises(InputsError, match=r"no hub id is like it; a text itself .* \['news!'\]"):
+        prepare(bert, "news!", max_length=40)
 
-    monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
-    with pytest.raises(
-        InputsError, match="could not be read, as a file or a hub dataset: Couldn't reach"
-    ):
-        prepare(bert, "owner/news", max_length=40)
+
+def test_builtins_lend_their_tokenizers_and_processors(bert: Checkpoint, vit: Checkpoint) -> None:
+    lent = load_checkpoint(bert.name, tokenizer="Builtin:gpt2").tokenizer()
+    own = load_checkpoint("builtin:gpt2").tokenizer()
+    assert lent("the clock")["input_ids"] == own("the clock")["input_ids"]
+    there = load_checkpoint(vit.name, processor="builtin:vit").image_processor()
+    assert there.size == load_checkpoint("builtin:vit").image_processor().size
+    with pytest.raises(CheckpointError, match="unknown builtin checkpoint 'gpt3'; did you mean"):
+        load_checkpoint(bert.name, tokenizer="builtin:gpt3")
 
 
 def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:

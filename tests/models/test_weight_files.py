@@ -24,6 +24,12 @@ def llama(seed: int = 0) -> tf.PreTrainedModel:
     return build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)), seed)
 
 
+def renamed_in(index: Path, name: str) -> None:
+    """Give every tensor of an index another file."""
+    said = json.loads(index.read_text())
+    index.write_text(json.dumps(said | {"weight_map": dict.fromkeys(said["weight_map"], name)}))
+
+
 def says(folder: Path, **entries: object) -> None:
     """Write entries into a folder's config.json."""
     file = folder / "config.json"
@@ -72,6 +78,21 @@ HARM: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: f.write_text('{"weight_map": 3}'),
         "is no index of weights, or an empty one",
     ),
+    "an index that leads to a folder beside": (
+        INDEX,
+        lambda f: renamed_in(f, "../other/model.safetensors"),
+        r"leads out of its folder, to '\.\./other/model\.safetensors', which is not read",
+    ),
+    "an index that leads anywhere": (
+        INDEX,
+        lambda f: renamed_in(f, str(f.resolve().parent / "w.safetensors")),
+        "leads out of its folder, to '.*w.safetensors', which is not read",
+    ),
+    "an index without sizes": (
+        INDEX,
+        lambda f: f.write_text('{"weight_map": {"norm.weight": "w.safetensors"}}'),
+        "is no index of weights, or an empty one",
+    ),
     "a pointer for a configuration": (
         "config.json",
         lambda f: f.write_text(POINTER),
@@ -93,6 +114,8 @@ def test_the_file_that_is_wrong_is_named(harm: str, weights: str, tmp_path: Path
 @BOTH
 def test_a_shard_that_is_not_there_is_named(weights: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "other").mkdir()
+    load_checkpoint(tmp_path / "other" / "..", weights=weights)  # however the folder is reached
     (tmp_path / SHARD).unlink()
     with pytest.raises(CheckpointError, match=f"{SHARD} is named by the checkpoint and not there"):
         load_checkpoint(tmp_path, weights=weights)
@@ -142,6 +165,30 @@ def test_the_file_that_the_configuration_names_is_read(weights: str, tmp_path: P
     with pytest.raises(
         CheckpointError, match=r"nowhere\.safetensors is named by the checkpoint and not there"
     ):
+        load_checkpoint(tmp_path, weights=weights)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ({"num_attention_heads": 0}, "its configuration says 0 of what there must be at least one"),
+        ({"head_dim": 0}, "its configuration says 0 of what there must be at least one"),
+        ({"hidden_size": 2**31}, "its weights (have other shapes|do not fill its architecture)"),
+        (
+            {"num_hidden_layers": 2**31},
+            "says 2147483648 layers, and its weights are [0-9]+ tensors",
+        ),
+        ({"num_attention_heads": "4"}, "field 'num_attention_heads': TypeError: .* got str"),
+        ({"hidden_act": "nothing"}, r"transformers fails on it \(KeyError: 'nothing'\)"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_in_a_sentence(
+    entries: dict[str, object], sentence: str, weights: str, tmp_path: Path
+) -> None:
+    llama().save_pretrained(tmp_path)
+    says(tmp_path, **entries)
+    with pytest.raises(CheckpointError, match=sentence):
         load_checkpoint(tmp_path, weights=weights)
 
 

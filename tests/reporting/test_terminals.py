@@ -178,11 +178,13 @@ def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.Capture
 def test_widths_that_are_none(ds: xr.Dataset) -> None:
     for format, width, message in (
         ("latex", "colum", "did you mean 'column'"),
-        ("latex", -3, "must be a positive number of points"),
+        ("latex", -3, "must be a number of points, at least 120"),
+        ("latex", 3, "width is 3; it must be a number of points, at least 120, or one of"),
         ("text", "page", "number of characters"),
         ("csv", 80, "csv has none"),
         ("markdown", "page", "markdown has none"),
         ("text", 0, "number of characters"),
+        ("text", 3, "width is 3; that of text is a number of characters, at least 15"),
     ):
         with pytest.raises(LipboundError, match=message):
             tables.render(ds, format, width=width)

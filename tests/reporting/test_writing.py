@@ -114,6 +114,9 @@ def test_files_replace_one_another_whole(tmp_path: Path) -> None:
     target.write_text("old")
     target.chmod(0o640)
     link.symlink_to(target)
+    with pytest.raises(StoreError, match=r"there is no folder .*new; make it first"):
+        replacing(link, tmp_path / "new" / "b.txt").__enter__()
+    (tmp_path / "new").mkdir()
     with replacing(link, tmp_path / "new" / "b.txt") as (one, other):
         one.write_text("1")
         other.write_text("2")

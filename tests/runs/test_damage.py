@@ -2,6 +2,7 @@
 of what is not there."""
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lipbound.bounds.audit import audit, missing
 from lipbound.cli import main
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs import store
+from lipbound.runs.dataset import damage
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,18 @@ def setting(name: str, to: object) -> Callable[[Path], None]:
     return change
 
 
+def saying(name: str, word: str, to: object) -> Callable[[Path], None]:
+    """Edit what a variable says about itself."""
+
+    def change(run: Path) -> None:
+        file = run / name / "zarr.json"
+        known = json.loads(file.read_text())
+        known["attributes"][word] = to
+        file.write_text(json.dumps(known))
+
+    return change
+
+
 def text(name: str, content: str) -> Callable[[Path], None]:
     return lambda run: (run / name / "zarr.json").write_text(content) and None
 
@@ -122,6 +136,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "an edited setting": (
         setting("tol", 0.1),
         "its settings (attributes) are not those that were recorded",
+    ),
+    "an edited citation": (
+        saying("yudin", "citation", "kim2021"),
+        "what 'yudin' says (its attributes) is not what it said;",
+    ),
+    "an edited label": (saying("lipbound", "label", "Kim"), "what 'lipbound' says (its attr"),
+    "an edited name of exact norms": (
+        saying("exact", "long_name", "upper end"),
+        "what 'exact' says (its attributes) is not what it said;",
     ),
     "a missing setting": (setting("samples", None), "its setting 'samples' is missing"),
     "a setting of another type": (setting("tol", "wide"), "its setting 'tol' is 'wide'"),
@@ -203,6 +226,34 @@ def test_what_is_as_it_was_is_read_without_a_word(sound: Path, whole: xr.Dataset
         assert store.load(sound, damaged="refuse").identical(ds)
     with pytest.raises(lb.LipboundError, match="did you mean 'refuse'"):
         store.load(sound, damaged="refused")
+
+
+def test_words_of_variables_stay_with_runs_and_parts_of_them(
+    whole: xr.Dataset, tmp_path: Path
+) -> None:
+    parts = [whole.isel(sample=[0]), whole.isel(sample=[1])]
+    for number, ds in enumerate(
+        [whole.isel(layer=[1]), lb.concat(parts), lb.diff(whole, whole), whole]
+    ):
+        for name in (f"{number}.zarr", f"{number}.nc"):
+            assert lb.load(lb.save(ds, tmp_path / name), damaged="refuse").sizes == ds.sizes
+    noted = whole.copy()
+    noted["yudin"].attrs["units"] = "1"  # whoever adds something changes nothing
+    assert damage(noted) == ""
+    noted["yudin"].attrs["citation"] = "kim2021"
+    sentence = r"what 'yudin' says \(its attributes\) is not what it said"
+    for use in (
+        lambda: lb.concat([noted.isel(sample=[0]), parts[1]]),
+        lambda: lb.diff(noted, whole),
+        lambda: lb.load(
+            lb.save(lb.diff(whole, whole).assign(yudin_a=noted["yudin"]), tmp_path / "d.zarr"),
+            damaged="refuse",
+        ),
+    ):
+        with pytest.raises(StoreError, match=sentence):
+            use()
+    found = lb.verify(noted, places=1, data=TEXTS)
+    assert [said for said in found.problems if re.match(sentence, said)]
 
 
 def test_a_finished_run_is_not_taken_up_when_it_is_damaged(bert: Path, tmp_path: Path) -> None:

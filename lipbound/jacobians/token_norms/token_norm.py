@@ -40,7 +40,7 @@ def token_norm(
     norm: str = "every-token",
     *,
     map: str = "head",
-    tol: float = 1e-3,
+    tol: float = 1e-4,
     vectors: bool = False,
 ) -> Norm:
     r"""Exact norm of the Jacobian of every head at every input, with tokens told apart.
@@ -67,10 +67,9 @@ def token_norm(
         map: "head", "head_out", "heads" or "layer", as of `lipbound.spectral_norm`. Matrices of
             whole layers are as wide as all heads together: for wide ones the first two norms take
             many times as long as all heads one by one.
-        tol: relative width of the enclosure at which the search stops, 1e-3 as in
-            `lipbound.compare`. "every-token" is closed by convex minimisation and by cutting the
-            sphere of output directions, which may leave a gap where many of them tie; the others
-            close to rounding.
+        tol: relative width of the enclosure at which the search stops. "every-token" is closed by
+            convex minimisation and by cutting the sphere of output directions, which may leave a
+            gap where many of them tie; the others close to rounding.
         vectors: also return which output token is hit, and by which perturbation.
 
     Returns:

@@ -177,6 +177,8 @@ class Capturer:
         """
         if not self.closed:
             return replace(call, reason=f"layer {call.name}: no closed form was asked for")
+        if call.reason:
+            return call
         try:
             call = of_stream(call, row.stream, padding)
         except CaptureError as why:
@@ -243,9 +245,10 @@ class Capturer:
             self._told.add(key)
             other = "" if name == call.name else name or "the model"
             self._note(
-                f"layers such as {call.name} ({kind}) are measured by automatic differentiation, "
-                f"rounding not enclosed, and have no bounds: {why}"
+                f"layers such as {call.name or 'the model itself'} ({kind}) are measured by "
+                f"automatic differentiation, rounding not enclosed, and have no bounds: {why}"
                 + (f"; they are functions of what {other} is given" if other else "")
+                + "".join(f"; {said}" for said in attention.details)
             )
         return LayerCapture(i, name, attention, error, attention.windows)
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -37,11 +38,20 @@ class Stopped(Exception):
     """The end of a pass at the point that is looked for, with what was found there."""
 
 
+DETACHED = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
 class WithoutCasts(TorchFunctionMode):
     """Leave float64 tensors in float64 where a model's own code casts to a narrower dtype.
 
-    New tensors are in float64, too.
+    New tensors are in float64, too. Tensors are not detached either, and gradients not switched
+    off: what a model takes out of its training moves its outputs all the same.
+
+    Attributes:
+        detached: whether the code detached some that have gradients.
     """
+
+    detached = False
 
     def __enter__(self) -> Self:
         self._default = torch.get_default_dtype()
@@ -56,7 +66,14 @@ class WithoutCasts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         first = args[0] if args else next(iter(kwargs.values()), None)
+        if func is torch._C._set_grad_enabled and first is False:
+            return None
         if isinstance(first, Tensor) and first.dtype == torch.float64:
+            if func in DETACHED:
+                self.detached |= first.requires_grad
+                return first
+            if func is F.batch_norm and first.ndim > 3:  # torch's gradients of one sample are wrong
+                return func(first.flatten(2), *args[1:], **kwargs).view(first.shape)
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
                 return first
             args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
@@ -80,7 +97,10 @@ class ModuleCopy:
 
     Attributes:
         inputs: the floating-point tensors that it was given.
+        detaches: whether its code detaches tensors, which are followed all the same.
     """
+
+    detaches = False
 
     def __init__(self, run: ModuleRun, call: Call, position: int = 0):
         self.run, self.call, self.position = run, call, position
@@ -110,8 +130,9 @@ class ModuleCopy:
         replaced = {key: new[id(t)] for key, t in self._first.items() if id(t) in new}
         given = self.run.args, {**self.run.kwargs, **named}
         args, kwargs = tree_map(partial(_exchanged, replaced), given)
+        casts = WithoutCasts()
         try:
-            with follower, WithoutCasts():
+            with follower, casts:
                 return self.module(*args, **kwargs)
         except Stopped as end:
             return end
@@ -121,6 +142,8 @@ class ModuleCopy:
             raise self.call.unsupported(
                 f"cannot be run by itself on other token vectors ({first_line(error)})"
             ) from error
+        finally:
+            self.detaches |= casts.detached
 
     def with_tokens(self, follower: Follower, tokens: Tensor, **named: Any) -> Any:
         """Return the same as `again` with the call's tokens, (samples, N, D), exchanged."""

@@ -66,47 +66,51 @@ class Streams:
     """The inputs of an owner that its queries, and its keys and values, are made of.
 
     Attributes:
-        named: tensors of each stream, by its name: the input of self-attention, or the queries and
-            the memory of cross-attention.
+        named: tensors of each stream, by its name: the input, of which queries, keys and values are
+            all made; or what queries are made of, and the memory, which is everything else that
+            keys and values are made of.
         joint: whether the input is several tensors of which queries, keys and values all have some
             (image and text together).
         apart: whether no input is made into queries and into keys or values both.
-        single: whether keys and values are made of one tensor.
+        held: whether something is also made of tensors that are in no stream.
     """
 
     named: dict[str, list[Tensor]]
     joint: bool
     apart: bool
-    single: bool
+    held: bool
 
 
 def _streams(owner: Owner) -> Streams:
     leaves = [t.detach().double().requires_grad_() for t in owner.inputs]
     with torch.enable_grad():
         heads = owner(list(zip(owner.inputs, leaves, strict=True)))[1]
-        sides = [_sources(side, leaves) for side in (heads.q, heads.k, (heads.v,))]
-    q, k, v = ([owner.inputs[i] for i in side] for side in sides)
+        made = [_sources(side, leaves) for side in (heads.q, heads.k, (heads.v,))]
+    q, k, v = ([owner.inputs[i] for i in side] for side in made)
 
     def among(t: Tensor, others: Collection[Tensor]) -> bool:
         return any(t is other for other in others)
 
     beside = tree_leaves([v for name, v in owner.run.kwargs.items() if _is_side_input(name)])
-    joint = [t for t in q if among(t, k) and among(t, v) and not among(t, beside)]
-    joint = [t for t in joint if t.ndim == 3 and t.shape[-1] == joint[0].shape[-1]]
-    memory = list({id(side[0]): side[0] for side in (v, k) if side}.values())
-    single = len(memory) == 1 or (len(memory) > 1 and among(memory[0], k))
-    shared = next((t for t in q if among(t, memory)), None)
-    queries = q[:1] if shared is None else [shared]
-    memory = memory[:1] if single else memory
-    apart = not any(among(t, (*k, *v)) for t in q if not among(t, beside))
-    found = {QUERIES: queries, MEMORY: memory}
+    tokens = [t for t in q if not among(t, beside)]
+    sides = [side for side in (k, v) if side]  # keys may be constant
+    whole = [t for t in tokens if sides and all(among(t, side) for side in sides)]
+    joint = [t for t in whole if t.ndim == 3 and t.shape[-1] == whole[0].shape[-1]]
+    others = [t for t in v if among(t, k)] or list({id(t): t for t in (*v, *k)}.values())
+    memory = [t for t in others if not among(t, q) and not among(t, beside)]
+    apart = not any(among(t, (*k, *v)) for t in tokens)
+    queries = whole or [t for t in tokens if among(t, (*k, *v))] or tokens or q
+    found = {QUERIES: queries[:1], MEMORY: memory}
     if len(joint) > 1:
         found = {INPUT: joint}
-    elif any(among(t, memory) for t in queries):
-        found = {INPUT: memory}
-    elif any(among(t, owner.run.learned) for t in queries):
+    elif whole and not memory:
+        found = {INPUT: whole[:1]}
+    elif any(among(t, owner.run.learned) for t in queries[:1]):
         found = {MEMORY: memory}
-    return Streams({n: t for n, t in found.items() if t}, len(joint) > 1, apart, single)
+    named = {n: t for n, t in found.items() if t}
+    streams = [t for tensors in named.values() for t in tensors]
+    held = any(not among(t, streams) for t in (*tokens, *memory))
+    return Streams(named, len(joint) > 1, apart, held)
 
 
 def _sources(side: Sequence[Tensor], leaves: list[Tensor]) -> list[int]:
@@ -128,16 +132,21 @@ def _is_side_input(name: str) -> bool:
     return any(word in name for word in ("mask", "pos", "bias", "cos", "sin", "rot", "freq"))
 
 
-def owner_of(call: Call) -> tuple[Owner, Streams]:
+def owner_of(call: Call, stream: str = INPUT) -> tuple[Owner, Streams]:
     """Return the innermost module whose inputs determine a call's queries, keys and values.
+
+    Where it is given several tensors, the block around it may have made them of the one that it was
+    given: then it is that block. So it is for a memory that is given twice, once with positions.
 
     Raises:
         CaptureError: no module around the call can be run by itself, or depends on its inputs.
     """
-    found: list[tuple[Owner, Streams]] = []
+    found: tuple[Owner, Streams] | None = None
     refused: CaptureError | None = None
     for level, (run, position) in enumerate(call.around):
-        if level and position:  # another attention stands between
+        memory = found[1].named[MEMORY] if found else []
+        several = stream == MEMORY and len(memory) > 1
+        if level and position and not several:  # another attention stands between
             break
         try:
             owner = Owner(run, call, position)
@@ -145,12 +154,23 @@ def owner_of(call: Call) -> tuple[Owner, Streams]:
         except CaptureError as error:
             refused = refused or error
             continue
-        if streams.named:
-            found.append((owner, streams))
-            if streams.single:
-                return found[-1]
+        if not (named := streams.named):
+            continue
+        if found:
+            inside = [t.shape for t in named.get(INPUT, ())] == [memory[0].shape]
+            one = named.get(MEMORY, ()) if several and streams.apart else ()
+            outside = len(one) == 1 and any(one[0] is t for t in memory)
+            if outside or (inside and not position):
+                return owner, streams
+            known = {id(t) for tensors in found[1].named.values() for t in tensors}
+            if not {id(t) for tensors in named.values() for t in tensors} <= known:
+                break
+            continue  # it hands its tensors on
+        found = owner, streams
+        if not {QUERIES, MEMORY} <= set(named):
+            break
     if found:
-        return found[0]
+        return found
     raise refused or call.unsupported("has no floating-point input that its attention depends on")
 
 
@@ -169,8 +189,10 @@ def stream_names(call: Call) -> list[str]:
         owner, streams = owner_of(call)
     except CaptureError:
         return [INPUT]  # and the reason is told when it is captured
-    if call.way != INTERFACE and INPUT in streams.named:
+    if INPUT in streams.named and (call.way != INTERFACE or owner.run is run):
         call.run, call.stream = owner.run, streams.named[INPUT][0]
+    elif INPUT in streams.named:
+        call.reason = f"layer {call.name}: is given several tensors that are made of one outside"
     return list(streams.named)
 
 
@@ -181,7 +203,7 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
         CaptureError: the layer makes its queries, keys and values in no way that has a closed form.
     """
     if stream != INPUT:
-        owner, streams = owner_of(call)
+        owner, streams = owner_of(call, stream)
         own = owner.run.module is call.module and {stream} <= set(streams.named) <= set(SIDES)
         if not own or not streams.apart or len(streams.named[stream]) > 1:
             raise call.unsupported(

@@ -1,6 +1,5 @@
 """Images as model inputs: files, folders, tables, and the photographs that are the default."""
 
-import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
@@ -26,11 +25,8 @@ PROCESSING = {
     "image_std": "do_normalize",
 }
 """Settings of image processors that go into a run's provenance, and the step that each is of."""
-PHOTOGRAPHS = (
-    "astronaut.png chelsea.png coffee.png motorcycle_left.png rocket.jpg camera.png coins.png "
-    "grass.png"
-)
-"""Files of scikit-image that are the default images."""
+PHOTOGRAPHS = Path(__file__).parent.parent / "builtin" / "photographs"
+"""Folder of the default images, reduced from those of scikit-image (benchmarks/photographs.py)."""
 SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
 TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
 FULL = 65535
@@ -79,19 +75,8 @@ class ImageReader(Reader):
         return Inputs(tensors, selection.described(where), _processing(processor), notes)
 
     def default(self) -> tuple[list[Path], str]:
-        """Return the paths of `PHOTOGRAPHS`, and their description.
-
-        Raises:
-            InputsError: scikit-image is not installed.
-        """
-        spec = importlib.util.find_spec("skimage")
-        if spec is None or not spec.submodule_search_locations:
-            raise InputsError(
-                "the default photographs come with scikit-image, which is not installed; pip "
-                "install 'lipbound[demo]', or give data"
-            )
-        folder = Path(spec.submodule_search_locations[0]) / "data"
-        return [folder / name for name in PHOTOGRAPHS.split()], "photographs from scikit-image"
+        """Return the paths of the images in `PHOTOGRAPHS`, and their description."""
+        return sorted(PHOTOGRAPHS.glob("*.png")), "photographs from scikit-image"
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[Path]:
         """Return the path of an image file.
@@ -103,7 +88,7 @@ class ImageReader(Reader):
             raise InputsError(f"{path} is not an image file, but {checkpoint.name} takes images")
         return [path]
 
-    def open_folder(self, path: Path) -> DataItems | None:
+    def open_folder(self, path: Path, takes: str) -> DataItems | None:
         """Return the images of a folder and its subfolders; None for a folder of tables.
 
         Raises:
@@ -114,7 +99,7 @@ class ImageReader(Reader):
         if tables - ({".tsv"} if images else set()):
             return None
         if not images:
-            raise InputsError(f"{path} holds no images ({', '.join(files.IMAGE_FILES)})")
+            raise InputsError(f"{path} holds no images ({', '.join(files.IMAGE_FILES)}), {takes}")
         return DataItems.of_files(path, images)
 
 

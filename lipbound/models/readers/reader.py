@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image
 from torch import Tensor
 
 from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint, Inputs
-from lipbound.models.quiet import cause, explained, first_line, quiet
+from lipbound.models.quiet import cause, changed, explained, first_line, quiet
 from lipbound.models.readers import files
 
 CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
@@ -190,8 +192,13 @@ class Reader(ABC):
     def open_file(self, path: Path, checkpoint: Checkpoint) -> Iterable[Any]:
         """Return the items of a file that is no table; raise InputsError for another modality's."""
 
-    def open_folder(self, path: Path) -> DataItems | None:
-        """Return the items of a folder, or None where `datasets` is to read it."""
+    def open_folder(self, path: Path, takes: str) -> DataItems | None:
+        """Return the items of a folder, or None where `datasets` is to read it.
+
+        Args:
+            path: of the folder.
+            takes: what the model takes, as the end of a message.
+        """
         return None
 
     def item(self, value: Any) -> Any:
@@ -215,11 +222,13 @@ class Reader(ABC):
             found = DataItems(*self.default())
         elif path is not None and files.is_plain_file(data):
             found = DataItems(self.open_file(path, checkpoint), path.name)
-        elif folder is not None and (inside := self.open_folder(folder)) is not None:
+        elif folder is not None and (inside := self.open_folder(folder, takes)) is not None:
             found = inside
-        elif self.item_type is str and files.is_sentence(data):
-            start = data[:40] + "..." if len(data) > 40 else data
-            found = DataItems([data], f"the text {shown(start)}")
+        elif files.is_sentence(data):
+            start = shown(data[:40] + "..." if len(data) > 40 else data)
+            if self.item_type is not str:
+                raise InputsError(f"data is the text {start}, {takes}")
+            found = DataItems([data], f"the text {start}")
         elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
             found = self._listed(data, takes)
         elif isinstance(data, self.item_type) and not isinstance(data, str):
@@ -258,7 +267,9 @@ class Reader(ABC):
         if isinstance(data, pd.Series):
             selection.refuse_table("a series")
             selection, data = replace(selection, column=self.many), data.to_frame(self.many)
-        table, said = _table_of(data, selection)
+        alone = self.item_type is str and isinstance(data, str) and files.there(data) is None
+        advice = f"; a text itself is given in a list, [{data!r}], or in a file" * alone
+        table, said = _table_of(data, selection, advice)
         if isinstance(table, pd.DataFrame):
             table = table.set_axis([str(one) for one in table.columns], axis=1)
         names, column = self._columns(table, selection.column, said)
@@ -321,8 +332,8 @@ def _classes(table: Any, names: Sequence[str]) -> Sequence[Any] | None:
     return [known.get(v, str(v)) if isinstance(v, int) else str(v) for v in values]
 
 
-def _table_of(data: Any, selection: Selection) -> tuple[Any, str]:
-    """Return data as a dataset or a data frame, and its description."""
+def _table_of(data: Any, selection: Selection, advice: str = "") -> tuple[Any, str]:
+    """Return data as a dataset or a data frame, and its description; ``advice`` ends messages."""
     if of_datasets(data, "DatasetDict", "IterableDatasetDict"):
         if (chosen := selection.split or _usual(list(data))) not in data:
             raise InputsError(f"split is {shown(chosen)}; the given dataset has {', '.join(data)}")
@@ -331,7 +342,7 @@ def _table_of(data: Any, selection: Selection) -> tuple[Any, str]:
         before = f"data {shown(str(data))} could not be read, as a file or a hub dataset: "
         import datasets  # noqa: F401  # before `quiet`, which silences what is loaded
 
-        with explained(InputsError, before, why=_why), quiet():
+        with explained(InputsError, before, advice, why=_why), quiet():
             return _read_table(str(data), files.there(data) or Path(data), selection)
     if of_datasets(data, "Dataset", "IterableDataset"):
         selection.refuse_table("a dataset in memory", "split")
@@ -360,9 +371,12 @@ def _why(error: Exception) -> str:
     """Return why a table cannot be read."""
     if isinstance(error, StopIteration) or "no data" in str(error):
         return "it is empty"
+    if isinstance(error, HFValidationError | ConnectionError):
+        named = isinstance(error, ConnectionError)
+        return "the hub cannot be reached" if named else "there is none, and no hub id is like it"
     # what went wrong is then said by what it was raised from
     below = "generating the dataset" in str(error) or not str(error)
-    return cause(error) if below else first_line(error)
+    return (cause(error) if below else first_line(error)).rstrip(".")
 
 
 def _read_table(name: str, path: Path, selection: Selection) -> tuple[Any, str]:
@@ -395,9 +409,22 @@ def _read_table(name: str, path: Path, selection: Selection) -> tuple[Any, str]:
             f"{name} is not a file that can be read here; tables are {', '.join(files.TABLES)}"
         )
     repo, _, config = name.partition(":")
-    chosen = selection.split or _usual(datasets.get_dataset_split_names(repo, config or None))
-    found = datasets.load_dataset(repo, config or None, split=chosen)
+    offline = datasets.config.HF_HUB_OFFLINE or not (path.is_dir() or _answers(repo))
+    with changed("HF_HUB_OFFLINE", offline, datasets.config):
+        chosen = selection.split or _usual(datasets.get_dataset_split_names(repo, config or None))
+        found = datasets.load_dataset(repo, config or None, split=chosen)
     return found, f"{path.name if path.is_dir() else name}, {chosen} split"
+
+
+def _answers(repo: str) -> bool:
+    """Return whether the hub says something of a dataset; `datasets` tries for half a minute."""
+    try:
+        HfApi().dataset_info(repo, timeout=15)
+    except (HfHubHTTPError, HFValidationError):
+        return True
+    except Exception:  # no connection, in whatever type the HTTP client reports it
+        return False
+    return True
 
 
 def _usual(names: list[str]) -> str:

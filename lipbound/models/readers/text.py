@@ -200,11 +200,19 @@ class TextReader(Reader):
         """Return the whole of a UTF-8 file as one text."""
         return [files.read_text(path)]
 
-    def open_folder(self, path: Path) -> DataItems | None:
-        """Return the texts of a folder and its subfolders; None where there are none, or tables."""
+    def open_folder(self, path: Path, takes: str) -> DataItems | None:
+        """Return the texts of a folder and its subfolders; None where there are none, or tables.
+
+        Raises:
+            InputsError: it is a folder of images.
+        """
         names = files.visible(path)
+        ends = {files.ending(file) for file in names}
         found = [file for file in names if files.ending(file) in files.PROSE]
-        if not found or any(files.ending(file) in files.TABLES for file in names):
+        tables = not ends.isdisjoint(files.TABLES)
+        if not (found or tables or ends.isdisjoint(files.IMAGE_FILES)):
+            raise InputsError(f"{path} is a folder of images, {takes}")
+        if not found or tables:
             return None
         return DataItems.of_files(path, found, files.read_text)
 

@@ -178,6 +178,16 @@ def builtin(name: str) -> Builtin:
     return BUILTINS[name]
 
 
+def builtin_place(name: str) -> Path | None:
+    """Return the folder of "builtin:NAME", in letters of any size; None for another name.
+
+    Raises:
+        CheckpointError: it is not there, or there is none of that name.
+    """
+    found = name[len(PREFIX) :] if name.lower().startswith(PREFIX) else None
+    return None if found is None else builtin(found).place(found)
+
+
 def describe(name: str) -> Description:
     """Describe a builtin checkpoint without loading it; ``missing`` says why it is not there."""
     found = BUILTINS[name]

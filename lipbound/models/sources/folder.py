@@ -5,6 +5,7 @@ Quantised weights are turned back into floating-point numbers, or refused by nam
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -23,10 +24,12 @@ from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.sources import adapters
 from lipbound.models.sources.loaded_model import check_finite, check_floating
-from lipbound.models.weight_files import TensorRef, gguf_read_once, matters
+from lipbound.models.weight_files import TensorRef, gguf_of, gguf_read_once, matters
 
 AFTERWARDS = ("bitsandbytes", "higgs")
 """Methods whose models transformers turns back once they are loaded (``model.dequantize()``)."""
+LAYERS = 1000
+"""Number of layers that nobody doubts, be they stored once for all (ALBERT) or each."""
 INSTEAD = "give the checkpoint that was quantized"
 
 
@@ -49,6 +52,8 @@ def load_folder(
         CheckpointError: files that transformers cannot load, weights that do not fill the
             architecture or are not finite. LipboundError for a GGUF file larger than the memory.
     """
+    if sys.flags.optimize > 1:
+        raise CheckpointError("transformers needs its docstrings; run python without -OO")
     file = None if gguf is None else folder / gguf
     notes = adapters.notes_beside(name, folder, options.adapter, alone=file is None)
     if file is None and not (folder / "config.json").is_file():
@@ -63,6 +68,11 @@ def load_folder(
             how = weight_files.check_gguf(name, file)
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    counts = [getattr(one, "num_hidden_layers", 0) for one in (config, *vars(config).values())]
+    most = max(count for count in counts if isinstance(count, int))  # would be built for hours
+    if most > LAYERS and most > (there := len(gguf_of(file).tensors if file else _stored(folder))):
+        said = f"the configuration of {name} says {most} layers"
+        raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
     options.look(name, config)
     check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)

@@ -125,8 +125,9 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     if not found:
         known = ", ".join("/".join(names) for names in SEPARATE)
         raise CaptureError(
-            f"{type(model).__name__} has no attention modules with a number of heads "
-            f"({', '.join(HEADS)}) and projections called {known} or {', '.join(FUSED)}"
+            f"{type(model).__name__} has no attention modules that say their number of heads "
+            f"({', '.join(HEADS)}), which those with rotary positions or shared keys do not, "
+            f"beside projections called {known} or {', '.join(FUSED)}; JaSMin needs neither"
         )
     return found
 

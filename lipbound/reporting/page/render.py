@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 from lipbound.bounds.audit import allowance, audit
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
-from lipbound.formatting import enclosed, formula, plain, replacing
+from lipbound.formatting import check_folder, enclosed, formula, plain, replacing
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.labels import model_name, relabelled, told_apart
@@ -97,8 +97,9 @@ def report(
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
         raise LipboundError(f"{target} is not an .html file; a report is a page")
+    # before minutes of work, and before an older page is replaced
+    check_folder(target)
     if details:
-        # before minutes of work, and before an older page is replaced
         device = resolve_device(device)
     pages, attention, diffs, named = [], b"", list[dict[str, str]](), []
     for run in several:

@@ -250,12 +250,12 @@ class Follower(TorchFunctionMode):
     def _kind_of(
         self, func: Any, args: Any, given: list[Tensor], kinds: list[Kind], out: Tensor
     ) -> Kind | None:
-        if func in PRODUCTS:
+        if func in PRODUCTS and len(given) > 1:
             equation = next((a for a in args if isinstance(a, str)), None)
             return self._product(given, out, equation)
         if not kinds:
             return None
-        if func in PROJECTIONS:  # heads that are mixed by weights
+        if func in PROJECTIONS | PRODUCTS:  # heads that are mixed by weights
             alike = out.shape == given[0].shape and not isinstance(kinds[0], Heads)
             return _mixed(kinds[0]) if alike else None
         scores = [*dict.fromkeys(k for k in kinds if isinstance(k, Scores))]
@@ -281,7 +281,7 @@ class Follower(TorchFunctionMode):
 
     def _product(self, given: list[Tensor], out: Tensor, equation: str | None) -> Kind | None:
         """Return the kind of a product: scores, or outputs of heads."""
-        if len(given) < 2 or min(t.ndim for t in given[-2:]) < 2:
+        if min(t.ndim for t in given[-2:]) < 2:
             return None
         left, right = given[-2:]  # baddbmm has what is added first
         letters = _letters(equation or MATMUL, left.ndim, right.ndim)

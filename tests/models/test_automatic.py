@@ -1,0 +1,427 @@
+"""Layers through their own modules: which derivative is taken, of which heads, and what moves."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from support.models import build
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import ModuleAttention
+from lipbound.jacobians import automatic
+from lipbound.models.capture.capture import Capturer, LayerCapture
+
+X, Z, W = torch.randn(3, 1, 5, 12, generator=torch.Generator().manual_seed(0)).double()
+K, V = (torch.randn(1, 7, n, generator=torch.Generator().manual_seed(n)).double() for n in (10, 12))
+Made = Callable[..., Tensor]
+
+
+def split(t: Tensor) -> Tensor:
+    return t.unflatten(-1, (3, -1)).transpose(1, 2)
+
+
+def joined(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).flatten(2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+class Layer(nn.Module):
+    """Three heads, made by a function of itself, its tokens, and its queries, keys and values."""
+
+    def __init__(self, made: Made) -> None:
+        super().__init__()
+        self.qkv, self.gate, self.out = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.norm, self.made = nn.LayerNorm(12), made
+
+    def before(self, x: Tensor, made: Made | None = None) -> Tensor:
+        return (made or self.made)(self, x, *map(split, self.qkv(x).chunk(3, -1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.before(x))
+
+
+def norms(of_heads: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Largest singular values of dense Jacobians of heads on the last axis but one."""
+    j = torch.autograd.functional.jacobian(of_heads, x)
+    j = j.movedim(of_heads(x).ndim - 2, 0).flatten(1, of_heads(x).ndim - 1).flatten(2)
+    return torch.linalg.matrix_norm(j, 2)
+
+
+def check(att: Any, expected: Tensor, **options: Any) -> None:
+    """Compare norms of the first sample; closed forms allow for rounding."""
+    found = lb.spectral_norm(att, tol=1e-9, **options).lower[0].reshape(-1)
+    rtol = 1e-6 if isinstance(att, ModuleAttention) else 1e-4
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
+
+
+class Sine(torch.autograd.Function):
+    """A function of which only one derivative can be had."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class Rounded(torch.autograd.Function):
+    """A function that passes gradients straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def sine(fn: Made, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return joined(sdpa(q, k, fn(v)))
+
+
+def hard_gate(layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return joined(sdpa(q, k, v)) * F.hardsigmoid(x)
+
+
+def distances(of: Made, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return joined(sdpa(q, k, v, attn_mask=-of(x, x)[:, None]))
+
+
+def explicit(x: Tensor, y: Tensor) -> Tensor:
+    off = (x[:, :, None] - y[:, None]).square().sum(-1)
+    return (off + torch.eye(off.shape[-1])).sqrt() - torch.eye(off.shape[-1])
+
+
+def kept(reentrant: bool, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return joined(sdpa(q, k * k, v))
+
+    return checkpoint(inside, q, k, v, use_reentrant=reentrant)
+
+
+DERIVATIVES: dict[str, tuple[Made, Made]] = {
+    "once differentiable": (partial(sine, Sine.apply), partial(sine, torch.sin)),
+    "no second derivative": (hard_gate, hard_gate),
+    "no other derivative": (partial(distances, torch.cdist), partial(distances, explicit)),
+    "checkpoint": (partial(kept, False), partial(kept, False)),
+    "reentrant checkpoint": (partial(kept, True), partial(kept, False)),
+}
+
+
+@pytest.mark.parametrize("case", DERIVATIVES)
+def test_derivatives_that_are_lost_or_missing_are_had_in_another_way(case: str) -> None:
+    made, plain = DERIVATIVES[case]
+    layer = build(partial(Layer, made)).double()
+    (att,) = lb.capture(layer, {"x": X})
+    assert isinstance(att, ModuleAttention)
+    expected = norms(lambda x: layer.before(x, plain)[0].unflatten(-1, (3, 4)), X)
+    check(att, expected)
+    whole = norms(lambda x: layer.out(layer.before(x, plain))[..., None, :], X)
+    check(att, whole, map="layer")
+
+
+class Depthwise(Layer):
+    """Tokens of pictures pass a convolution and a normalisation over channels, as CvT has them."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda layer, x, q, k, v: joined(sdpa(q, k, v)))
+        self.conv, self.channels = nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.BatchNorm2d(12)
+        nn.init.normal_(self.channels.running_mean)
+
+    def before(self, x: Tensor, made: Made | None = None) -> Tensor:
+        x = self.conv(x.transpose(1, 2).unflatten(-1, (2, 4)))
+        return super().before(self.channels(x).flatten(2).transpose(1, 2), made)
+
+
+def test_gradients_of_one_picture_with_channels_last() -> None:
+    """torch 2.13 takes them for another layout; differences tell."""
+    layer, x = build(Depthwise).double(), torch.cat([X, Z], 1)[:, :8]
+    (att,) = lb.capture(layer, {"x": x})
+
+    def heads(x: Tensor) -> Tensor:
+        return layer.before(x)[0].unflatten(-1, (3, 4))
+
+    steps = 1e-6 * torch.eye(96).view(96, 1, 8, 12).double()
+    with torch.no_grad():
+        columns = torch.stack([(heads(x + h) - heads(x - h)) / 2e-6 for h in steps], -1)
+    expected = torch.linalg.matrix_norm(columns.movedim(1, 0).flatten(1, 2), 2)
+    check(att, expected)
+
+
+def test_what_is_no_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = build(partial(Layer, partial(sine, Rounded.apply))).double()
+    with pytest.raises(lb.errors.AttentionError, match=r"does not give the derivative .* off"):
+        lb.spectral_norm(lb.capture(straight, {"x": X})[0])
+    monkeypatch.setattr(automatic, "ASSEMBLED", 100)
+    (att,) = lb.capture(build(partial(Layer, partial(distances, torch.cdist))), {"x": X})
+    with pytest.raises(lb.errors.AttentionError, match=r"of 60 rows, is too large to be assembled"):
+        lb.spectral_norm(att)
+
+
+def between(
+    act: Made, interleaved: bool, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    o = sdpa(q, k, v)
+    return act(layer, x, (o.permute(0, 2, 3, 1) if interleaved else o.transpose(1, 2)).flatten(2))
+
+
+BETWEEN: dict[str, Made] = {
+    "nothing": lambda layer, x, o: o,
+    "gate": lambda layer, x, o: o * layer.gate(x).sigmoid(),
+    "activation": lambda layer, x, o: F.hardswish(o),
+    "norm": lambda layer, x, o: layer.norm(o),
+}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("act", BETWEEN)
+def test_heads_are_those_that_attention_returns(act: str, interleaved: bool) -> None:
+    """In whatever order they are projected; what is done to them before is part of them."""
+    layer = build(partial(Layer, partial(between, BETWEEN[act], interleaved))).double()
+
+    def heads(x: Tensor) -> Tensor:
+        o = layer.before(x)[0]
+        return o.unflatten(-1, (4, 3)).mT if interleaved else o.unflatten(-1, (3, 4))
+
+    def projected(x: Tensor) -> Tensor:
+        w = layer.out.weight.unflatten(1, (4, 3) if interleaved else (3, 4))
+        return torch.einsum("nhv,ovh->nho" if interleaved else "nhv,ohv->nho", heads(x), w)
+
+    for closed in (True, False):
+        (att,) = lb.capture(layer, {"x": X}, closed=closed)
+        check(att, norms(heads, X))
+        if isinstance(att, ModuleAttention):
+            check(att, norms(projected, X), map="head_out")
+            assert ("part of them" in repr(att)) == (act != "nothing")
+        else:
+            assert ("gate" in att.variants) == (act == "gate")
+
+
+@pytest.mark.skipif(not hasattr(tf, "DeepseekV4Model"), reason="an older transformers")
+def test_groups_of_heads_that_are_projected_apart() -> None:
+    sizes = {
+        **{"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
+        **{"head_dim": 16, "q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 8, "hc_mult": 2},
+        **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]},
+    }
+    model = build(lambda: tf.DeepseekV4Model(tf.DeepseekV4Config(**sizes))).double()
+    model.set_experts_implementation("eager")
+    ids = torch.arange(3, 11)[None]
+    (layer,) = Capturer(model).run({"input_ids": ids})
+    model.set_attn_implementation("eager")
+    module, given, seen = model.layers[0].self_attn, [], []
+    hook = module.register_forward_pre_hook(lambda m, a, k: given.append((a, k)), with_kwargs=True)
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    module.o_a_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    ((x, *args), kwargs) = given[0] if given[0][0] else ((None,), given[0][1])
+    x = kwargs.pop("hidden_states") if x is None else x
+
+    def heads(x: Tensor) -> Tensor:
+        seen.clear()
+        module(x, *args, **kwargs)
+        return seen[0].reshape(8, 4, 16)
+
+    assert (layer.attention.heads, layer.attention.d_v, layer.attention.tokens) == (4, 16, 8)
+    check(layer.attention, norms(heads, x))
+
+
+DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "no_grad": torch.no_grad()(lambda t: t * 1),
+}
+
+
+@pytest.mark.parametrize("how", DETACHED)
+def test_what_is_detached_moves(how: str) -> None:
+    def made(free: Callable[[Tensor], Tensor], layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+        return joined(sdpa(*qkv)) * free(layer.gate(x).sigmoid())
+
+    layer = build(partial(Layer, partial(made, DETACHED[how]))).double()
+    expected = norms(
+        lambda x: layer.before(x, partial(made, lambda t: t))[0].unflatten(-1, (3, 4)), X
+    )
+    for closed in (True, False):
+        (att,) = lb.capture(layer, {"x": X}, closed=closed)
+        assert isinstance(att, Attention) == closed
+        check(att, expected)
+    assert ("detaches moves as well" in repr(att)) == (how != "no_grad")
+
+
+def biased(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return z - 0.3 * (h + 1) * (i - j).abs()
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+PLACES = torch.arange(5)
+FAR = (PLACES[:, None] - PLACES).double()
+
+
+@pytest.mark.parametrize("case", ["biases", "mask"])
+def test_flex_attention(case: str) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    options = {"score_mod": biased}
+    mask = -0.3 * torch.arange(1, 4)[:, None, None] * FAR.abs()
+    if case == "mask":
+        sizes = (None, None, 5, 5)
+        made = flex.create_block_mask(causal, *sizes, device="cpu", BLOCK_SIZE=16)
+        options = {"block_mask": made}
+        mask = torch.zeros(5, 5).double().masked_fill(FAR < 0, -torch.inf)
+
+    def made(attend: Made, layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+        return joined(attend(*qkv))
+
+    layer = build(partial(Layer, partial(made, partial(flex.flex_attention, **options)))).double()
+    (att,) = lb.capture(layer, {"x": X})
+    assert isinstance(att, Attention)
+    plain = partial(made, partial(sdpa, attn_mask=mask))
+    expected = norms(lambda x: layer.before(x, plain)[0].unflatten(-1, (3, 4)), X)
+    check(att, expected)
+
+
+def test_flex_attention_that_bends_scores_is_refused() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def made(layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+        return joined(flex.flex_attention(*qkv, score_mod=lambda z, b, h, i, j: z.tanh()))
+
+    with pytest.raises(lb.errors.CaptureError, match="this one does more to them"):
+        lb.capture(build(partial(Layer, made)), {"x": X})
+
+
+class Talking(Layer):
+    """Heads whose scores and probabilities are mixed by products with weights."""
+
+    def __init__(self) -> None:
+        super().__init__(self.mixed)
+        self.first, self.second = (nn.Parameter(torch.randn(3, 3)) for _ in range(2))
+
+    def mixed(self, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("bhij,hg->bgij", q @ k.mT, self.first)
+        return joined(torch.einsum("bhij,hg->bgij", scores.softmax(-1), self.second) @ v)
+
+
+def test_heads_that_are_mixed_by_products() -> None:
+    layer = build(Talking).double()
+    (att,) = lb.capture(layer, {"x": X})
+    expected = norms(lambda x: layer.before(x)[0].unflatten(-1, (3, 4)), X)
+    check(att, expected)
+
+
+class Given(nn.Module):
+    """torch's attention, given what a function makes of the tokens."""
+
+    def __init__(self, given: Callable[..., Sequence[Tensor]], **options: int) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(12, 3, batch_first=True, **options)
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(2))
+        self.given = given
+        for norm in self.norms:
+            nn.init.normal_(norm.weight)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, pos: Tensor | None = None) -> Tensor:
+        return x + self.mha(*self.given(self, x, *(t for t in (y, pos) if t is not None)))[0]
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = self.mha
+        w = own.in_proj_weight
+        w = (own.q_proj_weight, own.k_proj_weight, own.v_proj_weight) if w is None else w.chunk(3)
+        made = zip((q, k, v), w, own.in_proj_bias.chunk(3), strict=True)
+        q, k, v = (split(t @ w.T + b) for t, w, b in made)
+        return joined(sdpa(q, k, v))[0][..., None, :]
+
+
+def rows(model: nn.Module, inputs: dict[str, Tensor], closed: bool) -> list[LayerCapture]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lb.Notice)
+        return Capturer(model, closed=closed).run(inputs)
+
+
+ONE: dict[str, Callable[..., Sequence[Tensor]]] = {
+    "two norms": lambda m, x: (m.norms[0](x), m.norms[1](x), m.norms[1](x)),
+    "norm of queries": lambda m, x: (m.norms[0](x), x, x),
+    "positions": lambda m, x: (x + Z, x + Z, x),
+    "one query": lambda m, x: (x[:, :1], x, x),
+}
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("case", ONE)
+def test_the_input_is_what_the_block_was_given(case: str, closed: bool) -> None:
+    model = build(lambda: nn.Sequential(nn.Linear(12, 12), Given(ONE[case]))).double()
+    block, tokens = model[1], model[0](X).detach()
+    (layer,) = rows(model, {"input": X}, closed)
+    att = layer.attention
+    assert (layer.name, att.kind, att.perturbed) == ("1", "self", "input")
+    expected = norms(lambda x: block.heads(*ONE[case](block, x)), tokens)
+    check(att, expected, map="heads")
+
+
+Attended = Callable[[Callable[..., Tensor], Tensor], Tensor]
+SEVERAL: dict[
+    str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, int], Attended, Attended, Tensor]
+] = {
+    "values apart": ((X, X, Z), {}, lambda f, x: f(x, x, Z), lambda f, z: f(X, X, z), Z),
+    "keys apart": ((X, Z, X), {}, lambda f, x: f(x, Z, x), lambda f, z: f(X, z, X), Z),
+    "one memory": ((X, Z, Z), {}, lambda f, x: f(x, Z, Z), lambda f, z: f(X, z, z), Z),
+    "keys and values apart": (
+        *((X, Z, W), {}, lambda f, x: f(x, Z, W)),
+        *(lambda f, y: f(X, y[..., 12:], y[..., :12]), torch.cat([W, Z], -1)),
+    ),
+    "of two widths": (
+        *((X, K, V), {"kdim": 10, "vdim": 12}, lambda f, x: f(x, K, V)),
+        *(lambda f, y: f(X, y[..., 12:], y[..., :12]), torch.cat([V, K], -1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("case", SEVERAL)
+def test_of_several_tensors_there_are_queries_and_the_rest(case: str, closed: bool) -> None:
+    given, options, of_queries, of_memory, memory = SEVERAL[case]
+    block = build(lambda: Given(lambda m, x: (x, x, x), **options)).double()
+    inputs = dict(zip(("query", "key", "value"), given, strict=True))
+    found = rows(block.mha, inputs, closed)
+    assert [row.attention.perturbed for row in found] == ["queries", "memory"]
+    for row, f, x in zip(found, (of_queries, of_memory), (X, memory), strict=True):
+        expected = norms(lambda x, f=f: f(block.heads, x), x)
+        check(row.attention, expected, map="heads")
+
+
+def test_a_memory_that_is_given_twice_is_one() -> None:
+    """Once with positions, by a block whose queries passed another attention."""
+
+    class Decoder(Given):
+        def forward(self, x: Tensor, y: Tensor, pos: Tensor) -> Tensor:
+            x = self.norms[0](x + self.mha(x, x, x)[0])
+            return x + self.mha(x, y + pos, y)[0]
+
+    model = build(lambda: Decoder(lambda: ())).double()
+    *_, row = rows(model, {"x": X, "y": Z, "pos": W}, True)
+    assert (row.name, row.attention.perturbed) == ("", "memory")
+    x = model.norms[0](X + model.mha(X, X, X)[0]).detach()
+    expected = norms(lambda y: model.heads(x, y + W, y), Z)
+    check(row.attention, expected, map="heads")

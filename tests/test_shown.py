@@ -1,0 +1,92 @@
+"""What objects show of themselves at a prompt, and what modules list."""
+
+import pytest
+import torch
+from support.layers import random_attention
+from support.models import AFFINE, build
+from support.runs import made_up
+from torch import nn
+
+import lipbound as lb
+from lipbound.errors import CaptureError
+from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
+from lipbound.reporting.layout import text_table
+
+
+def test_penalties_show_their_numbers() -> None:
+    assert repr(JaSMin(3, "mean")) == "JaSMin(k=3, reduce='mean')"
+    assert repr(ExactNorm(1e-4)) == "ExactNorm(tol=0.0001, seed=0)"
+    assert repr(SoundPenalty()) == "SoundPenalty(name='lipbound_block')"
+    assert repr(Specformer(1, 0.5, 2)) == "Specformer(l_q=1, l_k=0.5, l_v=2, steps=1)"
+
+
+def test_monitors_show_what_they_measure_and_when() -> None:
+    model = build(AFFINE["bert"])
+    ids = torch.tensor([[1, 2, 3], [3, 2, 1]])
+    name, layers = type(model).__name__, model.config.num_hidden_layers
+    monitor = lb.Monitor(model, ids, every=5)
+    what = f"Monitor({name}, 2 samples, {layers} layers, "
+    assert repr(monitor) == f"{what}every 5 steps; measured: 0)"
+    monitor.step(0)
+    assert repr(monitor) == f"{what}every 5 steps; measured: 1)"
+    assert repr(lb.Monitor(model, ids, steps=[9, 1])) == f"{what}steps [1, 9]; measured: 0)"
+
+
+def test_tables_show_themselves_as_text() -> None:
+    table = lb.tables.table_of(made_up())
+    assert repr(table) == text_table(table)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "power"])
+def test_upper_ends_that_nobody_asked_for_are_no_failure(method: str) -> None:
+    att = random_attention("plain")
+    plain = lb.spectral_norm(att, method=method)
+    assert plain.upper.isinf().all()
+    for shown in (repr(plain), plain._repr_html_()):
+        assert "not asked (delta=)" in shown
+        assert "inf" not in shown
+    enclosed = lb.spectral_norm(att, delta=1e-6)
+    assert f"upper={enclosed.upper}" in repr(enclosed)
+    assert "left" not in repr(enclosed)
+    assert "left=tensor" in repr(lb.spectral_norm(att, vectors=True))
+    assert "not asked" not in enclosed._repr_html_()
+    far = lb.spectral_norm(lb.Attention(att.x * 1e150, att.w_q, att.w_k, att.w_v), delta=1e-6)
+    assert ("inf" in repr(far)) == bool(far.upper.isinf().any())
+    assert "not asked" not in repr(far)
+
+
+@pytest.mark.parametrize("module", [lb.plots, lb.tables, lb.regularizers, lb.bounds])
+def test_modules_list_what_is_public(module: object) -> None:
+    assert dir(module) == sorted(module.__all__)  # type: ignore[attr-defined]
+
+
+class Gated(nn.Module):
+    """A whole model that is attention, whose values depend on all tokens: no closed form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0).transpose(2, 3)
+        gated = v * torch.sigmoid(v.mean(-2, keepdim=True))
+        out = nn.functional.scaled_dot_product_attention(q, k, gated)
+        return out.transpose(1, 2).flatten(-2)
+
+
+def test_a_model_that_is_a_layer_is_called_the_model() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(
+        lb.Notice, match=r"layers such as the model itself \(Gated\) are measured by"
+    ):
+        (layer,) = lb.capture(Gated().eval(), torch.randn(1, 5, 8))
+    assert isinstance(layer, lb.ModuleAttention)
+
+
+def test_what_penalties_do_not_cover_is_said_as_it_is() -> None:
+    model = lb.load_checkpoint("builtin:llama").model
+    said = "LlamaModel has no attention modules that say their number of heads .* rotary positions"
+    with pytest.raises(CaptureError, match=said), lb.attention_layers(model):
+        pass
+    with pytest.raises(CaptureError, match=said):
+        Specformer(1, 1, 1)(model)

@@ -1,0 +1,82 @@
+"""Signs of life: a line at a time where there is no terminal, and nothing where none is wanted."""
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from support.kernels import Kernel
+
+import lipbound as lb
+from lipbound import signs
+from lipbound.signs import Signs
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[[str], str]:
+    """What standard error has, once it has something of a kind."""
+    monkeypatch.setattr(signs, "EVERY", 0.002)
+
+    def wait(pattern: str) -> str:
+        said = ""
+        for _ in itertools.repeat(None):
+            said += capsys.readouterr().err
+            if re.search(pattern, said):
+                return said
+        raise AssertionError
+
+    return wait
+
+
+def test_lines_say_what_is_done_and_how_much_is_left(heard: Callable[[str], str]) -> None:
+    with Signs("loading") as outer:
+        heard(r"^loading, 0:00:0\d\n")
+        with Signs("a layer"):
+            assert "loading" not in heard("a layer, ").partition("a layer")[2]
+        outer.say("gpt2: layers", 4)
+        heard(r"gpt2: layers 0 of 4, 0:00:0\d\n")
+        outer.advance(1)
+        outer.advance(2)
+        heard(r"gpt2: layers 3 of 4, 0:00:0\d, about 0:00:0\d left\n")
+
+
+def test_nothing_is_said_where_nothing_is_wanted(
+    heard: Callable[[str], str], capsys: pytest.CaptureFixture
+) -> None:
+    with Signs("quiet", show=False), Signs("loud") as loud:
+        heard("loud")
+        loud.quit()
+    assert not Signs._open
+    assert "quiet" not in capsys.readouterr().err
+
+
+def test_a_run_says_what_it_does(heard: Callable[[str], str]) -> None:
+    lb.compare("builtin:gpt2", samples=4, max_length=8, bounds="none")
+    heard(r"loading model and data|builtin:gpt2: looking at its layers|builtin:gpt2: layers")
+
+
+def test_notebooks_need_no_widgets_and_errors_end_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", Kernel)
+    cells = [
+        "import lipbound as lb\nds = lb.compare('builtin:gpt2', samples=1, max_length=8)",
+        "def mine():\n    lb.compare('builtin:gpt3')\nmine()",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, allow_errors=True, resources=place).execute()
+    assert not [o for o in notebook.cells[0].outputs if "of 6" not in o.get("text", "")]
+    (error,) = notebook.cells[1].outputs
+    assert (error.ename, error.evalue) == (
+        "CheckpointError",
+        "unknown builtin checkpoint 'gpt3'; did you mean 'gpt2'?",
+    )
+    shown = "\n".join(error.traceback)
+    assert shown.endswith(f"\x1b[1;31mCheckpointError: {error.evalue}\x1b[0m")
+    assert "in mine" in shown
+    assert str(Path(lb.__file__).parent) not in shown
+    assert len(shown.splitlines()) < 10
