@@ -134,9 +134,7 @@ def unreadable(error: Exception) -> str:
     """Return why weights cannot be loaded, without advice on the arguments of other libraries."""
     said = str(error)
     if "upgrade torch" in said:
-        return (
-            "transformers reads pickled weights with torch 2.6 or newer; save them as safetensors"
-        )
+        return "pickled weights are read with torch 2.6 or newer; save them as safetensors"
     damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
     if damaged or "weights_only" in said or "Weights only load failed" in said:
         return (

@@ -18,6 +18,7 @@ import lipbound as lb
 from lipbound.errors import AlteredRunError, CheckpointError, StoreError
 from lipbound.linalg.matrix_norms import reproducible_float32
 from lipbound.models.loading import load_checkpoint
+from lipbound.models.weight_files import unreadable
 from lipbound.runs.store import read
 from lipbound.signs import Signs
 
@@ -136,6 +137,11 @@ def test_a_part_that_is_missed_in_a_store_of_a_newer_zarr(tmp_path: Path) -> Non
     with pytest.raises(StoreError, match=r"was written by zarr 999\.1, newer") as raised:
         lb.load(path)
     assert not isinstance(raised.value, AlteredRunError)
+
+
+def test_pickled_weights_that_an_old_torch_may_not_read_are_not_called_damaged() -> None:
+    said = "even with `weights_only=True`, we now require users to upgrade torch to at least v2.6"
+    assert unreadable(ValueError(said)).startswith("pickled weights are read with torch 2.6")
 
 
 def test_progress_that_is_off_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
