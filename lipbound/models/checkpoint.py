@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
@@ -155,9 +155,9 @@ class Checkpoint:
         return next(floating, torch.float32)
 
     @property
-    def config(self) -> PreTrainedConfig:
+    def config(self) -> PretrainedConfig:
         """The configuration of a transformers model; of another module one that says nothing."""
-        return self.model.config if isinstance(self.model, PreTrainedModel) else PreTrainedConfig()
+        return self.model.config if isinstance(self.model, PreTrainedModel) else PretrainedConfig()
 
     def __repr__(self) -> str:
         where = ", weights on disk" if self.by_layer else ""
@@ -318,7 +318,7 @@ def declared_positions(config: Any) -> int | None:
     limit = next((count for count in found if count), None)
     if limit is None or limit < 0:  # below zero is XLNet's word for none
         return None
-    rope = getattr(config, "rope_parameters", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
         limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
     return int(limit)

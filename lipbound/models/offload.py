@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError
 from lipbound.models.quiet import explained
@@ -187,7 +187,7 @@ def _read_by(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
 
 
 def load_offloaded(
-    folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device
+    folder: Path, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Build a model whose weights stay in the safetensors files of a folder.
 
@@ -248,7 +248,7 @@ def load_offloaded(
 
 
 def _built(
-    config: PreTrainedConfig, placeholders: "_Placeholders"
+    config: PretrainedConfig, placeholders: "_Placeholders"
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     # eager, whatever is asked for: the package of that need not be here, nor its code be fetched
     eager: dict[str, Any] = {"attn_implementation": "eager"}

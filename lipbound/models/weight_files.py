@@ -25,7 +25,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, nearest, shown
@@ -133,6 +133,8 @@ def matters(key: str) -> bool:
 def unreadable(error: Exception) -> str:
     """Return why weights cannot be loaded, without advice on the arguments of other libraries."""
     said = str(error)
+    if "upgrade torch" in said:
+        return "pickled weights are read with torch 2.6 or newer; save them as safetensors"
     damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
     if damaged or "weights_only" in said or "Weights only load failed" in said:
         return (
@@ -277,7 +279,7 @@ def _stamp(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def renames(stored: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
+def renames(stored: Iterable[str], config: PretrainedConfig) -> dict[str, str]:
     """Find the stored names that the model does not know though the tensors are its own.
 
     Prefixes of wrappers go, where all names have them. A table of embeddings that is stored under
@@ -301,7 +303,7 @@ def renames(stored: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
     return {name: now for name, now in new.items() if now != name}
 
 
-def _tied(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
+def _tied(config: PretrainedConfig) -> Iterator[tuple[str, str]]:
     """Yield the weights of models with a head, and those that they are the same as."""
     for mapping in HEADS:
         tied = getattr(mapping.get(type(config), None), "_tied_weights_keys", None)

@@ -65,7 +65,7 @@ class PenaltyMixin:
         # how many batches are accumulated in this step; whether the Trainer divides by that later
         accumulated = trainer.args.gradient_accumulation_steps
         batches = getattr(trainer, "current_gradient_accumulation_steps", accumulated)
-        scaled = trainer.loss_is_scaled_for_ga
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if scaled is None:
             counted = kwargs.get("num_items_in_batch") is not None
             scaled = trainer.model_accepts_loss_kwargs and counted

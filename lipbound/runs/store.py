@@ -14,8 +14,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import xarray as xr
+from packaging.version import Version
 
 from lipbound import schema
+from lipbound.devices import versions
 from lipbound.errors import (
     AlteredRunError,
     DamagedRunWarning,
@@ -107,6 +109,9 @@ def _save(ds: xr.Dataset, path: str | Path) -> Path:
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # other readers may not know what is consolidated
+                ds = ds.copy()  # with texts that zarr before 3.1 reads: none of fixed length
+                for name in [name for name, one in ds.variables.items() if one.dtype.kind == "U"]:
+                    ds[name] = ds[name].astype(object)
                 ds.to_zarr(unfinished, mode="w", consolidated=schema.STEP in ds.dims)
         unfinished.rename(path)
     except OSError as error:
@@ -173,7 +178,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         return ds
     of_two = schema.is_diff(ds)
     if not of_two and (lacking := schema.lacking_settings(ds) or schema.lacking_variables(ds)):
-        raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; compute it again")
+        raise _unread(path, "is damaged or was edited", lacking)
     if damaged != "accept" and (what := (diff_damage if of_two else damage)(ds)):
         verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs; " * (not of_two)
         message = f"{path} is damaged or was edited: {what}; {verify}compute it again"
@@ -224,15 +229,36 @@ def read(path: Path) -> xr.Dataset:
         if "lipbound" not in ds.attrs:
             raise StoreError("it has no settings of one")
     except Exception as error:  # zarr and xarray raise a zoo of types for what they cannot read
-        if (path / "exact").is_dir():
-            what = f"a part of it cannot be read ({one_line(error)}); compute it again"
-            raise AlteredRunError(f"{path} is damaged: {what}") from error
+        if (path / "exact").is_dir() or _newer(path):
+            what = f"a part of it cannot be read ({one_line(error)})"
+            raise _unread(path, "is damaged", what) from error
         runs = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
         why = "it is a file of another kind" if netcdf else one_line(error)
         if runs:
             why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
     return _with_attributes(ds, _from_netcdf) if netcdf else ds
+
+
+def _unread(path: Path, fault: str, what: str) -> StoreError:
+    """Return the error of a store of which something is not read: damage, or too old a reader."""
+    if newer := _newer(path):
+        return StoreError(
+            f"{path} was written by {newer}, newer than what is installed here, which does not "
+            f"read it: {what}; pip install --upgrade xarray zarr, or compute it again"
+        )
+    return AlteredRunError(f"{path} {fault}: {what}; compute it again")
+
+
+def _newer(path: Path) -> str:
+    """Return the packages that wrote a store, with their versions, where newer ones than here."""
+    try:
+        wrote = json.loads((path / "zarr.json").read_text())["attributes"]["versions"]
+        here = versions(("xarray", "zarr"))
+        newer = [k for k in here if k in wrote and Version(wrote[k]) > Version(here[k])]
+        return " and ".join(f"{name} {wrote[name]}" for name in newer)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:

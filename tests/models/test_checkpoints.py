@@ -247,7 +247,8 @@ def test_hub(tmp_path: Path) -> None:
                 in answers["owner/packed x.gguf"]
             )
             commit, revision, ids = answers["owner/packed model.gguf"]
-            assert (commit, revision[:7], len(ids)) == (COMMIT, "sha256:", 4)
+            assert (commit, revision[:7]) == (COMMIT, "sha256:")
+            assert len(ids) in (4, 5)  # older transformers put a token before texts of GGUF files
             downloads = sum(
                 request.startswith("GET") and request.endswith("model.safetensors")
                 for request in server.requests

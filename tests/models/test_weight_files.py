@@ -86,7 +86,7 @@ HARM: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "an index that leads anywhere": (
         INDEX,
         lambda f: renamed_in(f, str(f.resolve().parent / "w.safetensors")),
-        "leads out of its folder, to '.*w.safetensors', which is not read",
+        "leads out of its folder, to '.*', which is not read",
     ),
     "an index without sizes": (
         INDEX,

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lipbound import devices
@@ -73,6 +74,7 @@ def load_folder(
         said = f"the configuration of {name} says {most} layers"
         raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
     options.look(name, config)
+    check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)
     notes += unread
     tell(*unread)
@@ -124,7 +126,7 @@ def _by_layer(folder: Path, options: LoadOptions) -> bool:
 
 
 def _load_whole(
-    name: str, folder: Path, config: PreTrainedConfig, how: str | None, gguf: str | None
+    name: str, folder: Path, config: PretrainedConfig, how: str | None, gguf: str | None
 ) -> PreTrainedModel:
     """Return the model with its weights in memory; ``how``: what quantised them."""
 
@@ -158,6 +160,27 @@ def _load_whole(
     return model
 
 
+def check_rotary(config: PretrainedConfig, name: str) -> None:
+    """Refuse rotary embeddings that transformers before 5 would pass over without a word.
+
+    Args:
+        config: of the checkpoint, as the transformers that is installed reads it.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: transformers 5 saved it, and an older one reads other angles.
+    """
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        said, scaling = (getattr(part, f"rope_{key}", None) for key in ("parameters", "scaling"))
+        read = {"rope_theta": getattr(part, "rope_theta", None), "rope_type": "default"}
+        if said and said != read | (scaling or {}) and transformers.__version__ < "5":
+            raise CheckpointError(
+                f"{name} was saved by transformers {config.transformers_version}, and "
+                f"{transformers.__version__} reads other rotary embeddings than it says "
+                "(rope_parameters); install transformers>=5"
+            )
+
+
 def check_filled(report: dict[str, Any], name: str) -> None:
     """Refuse weights that leave tensors of the model random.
 
@@ -182,7 +205,7 @@ def check_filled(report: dict[str, Any], name: str) -> None:
         )
 
 
-def ask_for_floats(config: PreTrainedConfig, name: str, folder: Path) -> str | None:
+def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | None:
     """Have transformers turn weights back while it loads them, where it can.
 
     Args:

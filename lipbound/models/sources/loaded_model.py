@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import Pipeline, PreTrainedConfig, PreTrainedModel
+from transformers import Pipeline, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
@@ -345,7 +345,7 @@ def _packed(key: str, value: object) -> bool:
     return value.is_quantized or other or (named and not value.is_floating_point())
 
 
-def config_sha256(config: PreTrainedConfig) -> str:
+def config_sha256(config: PretrainedConfig) -> str:
     """Hash what a configuration says beyond the defaults of its class.
 
     That is positions, windows, epsilons and the like, which weights do not tell.

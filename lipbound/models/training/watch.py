@@ -389,6 +389,8 @@ def watching(
 def uncompiled(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
     """Return a context in which compiled modules run as they are written."""
     compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
+    if compiled and not hasattr(torch.compiler, "set_stance"):
+        raise CaptureError("compiled models need torch 2.6 or newer; give the model uncompiled")
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 

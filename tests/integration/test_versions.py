@@ -1,0 +1,161 @@
+"""Whatever versions of transformers, zarr and others are installed, numbers are the same, and what
+one of them cannot read is said. `make test-old` runs these under transformers 4."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+import xarray as xr
+from packaging.version import Version
+from PIL import Image
+from support.models import build
+
+import lipbound as lb
+from lipbound.errors import AlteredRunError, CheckpointError, StoreError
+from lipbound.linalg.matrix_norms import reproducible_float32
+from lipbound.models.loading import load_checkpoint
+from lipbound.models.weight_files import unreadable
+from lipbound.runs.store import read
+from lipbound.signs import Signs
+
+OLD = Version(tf.__version__).major < 5
+LLAMA = {"rope_theta": 500000.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "largest", "mean"),
+    [
+        ("gpt2", "4e3674a96328", 3.3037779, 1.31743035),
+        ("llama", "4e3674a96328", 1.83994508, 1.33554508),
+        ("qwen3", "4e3674a96328", 2.25359841, 1.22285217),
+        ("minilm", "f29d69efc628", 7.47301459, 4.33142061),
+        ("vit", "1b0c4a6da30b", 6.64934614, 2.79676182),
+    ],
+)
+def test_builtins_are_the_same(name: str, inputs: str, largest: float, mean: float) -> None:
+    """Measured on torch 2.4 and 2.13, with transformers 4.57, 5.0 and 5.23."""
+    shades = np.add.outer(np.arange(40) * 5, np.arange(48) * 2)[..., None].repeat(3, -1)
+    picture = Image.fromarray(shades.astype("uint8"))
+    given = {"data": [picture]} if name == "vit" else {"samples": 1, "max_length": 16}
+    how = {"dtype": "float64", "tol": 1e-8, "bounds": ["lipbound"], "progress": False}
+    ds = lb.compare(f"builtin:{name}", **given, **how)
+    assert ds.attrs["data_fingerprint"].startswith(f"sha256:{inputs}")
+    exact = ds["exact"].values
+    found = (exact.max(), np.exp(np.log(exact).mean()))
+    np.testing.assert_allclose(found, (largest, mean), rtol=1e-7)
+
+
+def save_llama(folder: Path, **said: object) -> torch.nn.Module:
+    """Write a small Llama, and return it; what its configuration says may be said otherwise."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 64, "num_hidden_layers": 1}
+    config = tf.LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64)
+    model = build(lambda: tf.LlamaModel(config))
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    written = {key: value for key, value in written.items() if not key.startswith("rope")}
+    written |= {"transformers_version": "5.23.0"} | said
+    (folder / "config.json").write_text(json.dumps(written))
+    return model
+
+
+def test_rotary_angles_are_those_that_the_checkpoint_says_or_it_is_refused(tmp_path: Path) -> None:
+    save_llama(tmp_path, rope_parameters=LLAMA)
+    if OLD:  # which takes 10000 without a word
+        with pytest.raises(CheckpointError, match=r"transformers 5\.23\.0.*rope_parameters.*>=5"):
+            load_checkpoint(tmp_path)
+        return
+    model = load_checkpoint(tmp_path, dtype="float64").model
+    expected = 500000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    torch.testing.assert_close(model.rotary_emb.inv_freq.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+        {"rope_theta": 500000.0},
+    ],
+)
+def test_rotary_angles_that_every_version_reads(said: dict[str, object], tmp_path: Path) -> None:
+    save_llama(tmp_path, **said)
+    theta = float(said.get("rope_theta", 10000.0))  # type: ignore[arg-type]
+    model = load_checkpoint(tmp_path, dtype="float64").model
+    expected = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    torch.testing.assert_close(model.rotary_emb.inv_freq.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """Data with texts of fixed length, as numpy makes them, stored."""
+    ds = xr.Dataset(
+        {"exact": ("side", [1.0, 2.0]), "note": ("side", ["a", "bc"])},
+        coords={"side": ["keys", "values"]},
+        attrs={"lipbound": "0.1.0", "figure": "x", "versions": {"zarr": "999.1", "xarray": "2.0"}},
+    )
+    return lb.save(ds, tmp_path / "study.zarr")
+
+
+def test_texts_are_stored_as_every_zarr_reads_them(study: Path) -> None:
+    for name in ("side", "note"):
+        assert json.loads((study / name / "zarr.json").read_text())["data_type"] == "string"
+    found = read(study)
+    assert found["side"].values.tolist() == ["keys", "values"]
+    assert found["note"].values.tolist() == ["a", "bc"]
+    assert list(found.coords) == ["side"]
+
+
+def test_a_store_of_a_newer_zarr_is_not_called_damaged(study: Path) -> None:
+    about = study / "exact" / "zarr.json"
+    written = json.loads(about.read_text())
+    about.write_text(json.dumps(written | {"data_type": {"name": "float1024"}}))
+    with pytest.raises(StoreError) as raised:
+        read(study)
+    said = str(raised.value)
+    assert not isinstance(raised.value, AlteredRunError)
+    assert "was written by zarr 999.1, newer than what is installed here" in said
+    assert "pip install --upgrade xarray zarr, or compute it again" in said
+    assert "damaged" not in said
+    # the same of versions that are here is damage
+    text = (study / "zarr.json").read_text()
+    here = importlib.metadata.version("zarr")
+    (study / "zarr.json").write_text(text.replace("999.1", here))
+    with pytest.raises(AlteredRunError, match="is damaged: a part of it cannot be read"):
+        read(study)
+
+
+def test_a_part_that_is_missed_in_a_store_of_a_newer_zarr(tmp_path: Path) -> None:
+    ds = lb.compare("builtin:gpt2", samples=1, max_length=8, bounds=["lipbound"], progress=False)
+    path = lb.save(
+        ds.assign_attrs(versions=ds.attrs["versions"] | {"zarr": "999.1"}), tmp_path / "a.zarr"
+    )
+    (path / "exact_converged" / "zarr.json").unlink()
+    with pytest.raises(StoreError, match=r"was written by zarr 999\.1, newer") as raised:
+        lb.load(path)
+    assert not isinstance(raised.value, AlteredRunError)
+
+
+def test_pickled_weights_that_an_old_torch_may_not_read_are_not_called_damaged() -> None:
+    said = "even with `weights_only=True`, we now require users to upgrade torch to at least v2.6"
+    assert unreadable(ValueError(said)).startswith("pickled weights are read with torch 2.6")
+
+
+def test_progress_that_is_off_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich before 14 ends a line all the same."""
+    with Signs("measuring", show=False) as signs:
+        signs.say("measuring", 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_float32_products_in_another_precision_are_known_by_every_torch() -> None:
+    assert reproducible_float32()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert not reproducible_float32()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert reproducible_float32()
