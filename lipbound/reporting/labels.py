@@ -82,7 +82,8 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
         LipboundError: a label that is no text.
     """
     check_numbers(ds)
-    if not isinstance(labels, Mapping | None):
+    other: Any = labels
+    if not isinstance(other, Mapping | None):
         wanted = "give a text for each name, such as {'yudin': 'Yudin et al.'}"
         raise LipboundError(f"labels is {shown(labels)}; {wanted}")
     given, others = dict(labels or {}), ("model", "data")

@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
         LipboundError: the file cannot be read, is not such a mapping, or has a key that is not
             known.
     """
-    if not isinstance(path, str | Path):
+    if not isinstance(path, str | PathLike):
         raise LipboundError(f"path is {shown(path)}; give the name of a YAML file")
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
