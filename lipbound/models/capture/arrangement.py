@@ -14,7 +14,11 @@ from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.follower import Heads
 
 MOST = 256
-"""Number of places of an axis of outputs that are looked at; samples and heads may share it."""
+"""Number of places of an axis of outputs that are looked at; samples and heads may share it.
+
+Where there are more, half of them are its first and half stand evenly on it, so that heads are met
+whether samples or heads stand first.
+"""
 
 Places = frozenset[int]
 """Places of an axis at which a tensor is not zero."""
@@ -56,7 +60,7 @@ def arrangement(
         """Return the same for each call and all places of an axis of its outputs."""
         found: dict[int, list[list[Places]]] = {}
         for i, owner in enumerate(owners):
-            some = [moved(i, axis, place) for place in range(min(raws[i].shape[axis], MOST))]
+            some = [moved(i, axis, place) for place in _looked_at(raws[i].shape[axis])]
             pairs = zip(found.get(owner, some), some, strict=True)
             found[owner] = [[*map(frozenset.union, *pair)] for pair in pairs]
         return [*found.values()]
@@ -76,8 +80,10 @@ def arrangement(
     # calls that are chunks of queries move other tokens
     tried += [(known or 0, axis, 1) for axis in range(last, -1, -1) if several]
     for of_raw, axis, count in tried:
-        if _apart([some[axis] for some in chain(*made(of_raw)[:count])], cut.shape[axis]):
-            groups = [*filter(None, dict.fromkeys(some[axis] for some in chain(*made(of_raw))))]
+        every, first = ([some[axis] for some in chain(*made(of_raw)[:n])] for n in (None, count))
+        alone = several and len({*filter(None, first)}) < 2  # tokens of a chunk, say
+        if not alone and all(_apart(some, cut.shape[axis]) for some in (first, every)):
+            groups = [*filter(None, dict.fromkeys(every))]
             order = torch.tensor([*chain(*map(sorted, groups))], device=cut.device)
             if axis == last or len(groups[0]) > 1:
                 return lambda t: t.movedim(axis, -1)[..., order].unflatten(-1, (len(groups), -1))
@@ -114,6 +120,14 @@ def _own_share(out: Tensor, raw: Tensor, axis: int | None) -> float:
     grad = grad.unflatten(0, (-1, count)) if axis is None else grad
     inside = grad.select(1 if axis is None else axis, 0)
     return float(inside.square().sum() / grad.square().sum())
+
+
+def _looked_at(size: int) -> Sequence[int]:
+    """Return places of an axis of that size: all, or `MOST` of them."""
+    if size <= MOST:
+        return range(size)
+    half = MOST // 2
+    return sorted({*range(half), *torch.linspace(0, size - 1, half).long().tolist()})
 
 
 def _places(t: Tensor) -> list[Places]:

@@ -216,7 +216,7 @@ def check_pass(call: Call, own: OwnOutputs) -> None:
             "the random numbers where it takes them as an input, or one sample)",
             UnfaithfulPassError,
         )
-    made = call.projected if call.gated else call.out.flatten(2)
+    made = call.projected if call.gated else call.out
     off = _apart(call, run.returned if call.consumer is None else made, own.outputs, own.sample)
     if off > CAPTURE_TOLERANCE and not call.boolean:
         raise UnfaithfulPassError(
