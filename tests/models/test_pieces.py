@@ -377,3 +377,88 @@ def test_modules_among_the_arguments() -> None:
     parts = jacobian.unflatten(1, (HEADS, -1)).unbind(1)
     expected = [torch.linalg.matrix_norm(part.flatten(0, 1), 2) for part in parts]
     torch.testing.assert_close(single[0].double(), torch.stack(expected), rtol=1e-5, atol=0)
+
+
+def one_matrix_a_call(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    made = [by_hand(q[i, h], k[i, h], v[i, h]) for i in range(len(q)) for h in range(HEADS)]
+    return joined(torch.stack(made).unflatten(0, (-1, HEADS)))
+
+
+def heads_before_samples(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
+    return joined(by_hand(q, k, v).unflatten(0, (HEADS, -1)).transpose(0, 1))
+
+
+def norms_of_heads(m: Projections, x: Tensor) -> Tensor:
+    """Norms (heads,) of dense derivatives of what the projection is given, of one sample."""
+    given: list[Tensor] = []
+    hook = m.o.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+
+    def function(x: Tensor) -> Tensor:
+        m(x)
+        return given[-1][0].unflatten(-1, (HEADS, -1)).transpose(0, 1)
+
+    jacobian = torch.autograd.functional.jacobian(function, x)
+    hook.remove()
+    return torch.linalg.matrix_norm(jacobian.flatten(3).flatten(1, 2), 2)
+
+
+def check_norms(mix: Callable[..., Tensor], x: Tensor, checked: int = 2) -> None:
+    torch.manual_seed(3)
+    module = Projections(mix).double()
+    for p in module.parameters():
+        p.data.mul_(2)
+    for closed in (True, False):
+        (layer,) = lb.capture(module, {"x": x}, closed=closed)
+        found = lb.spectral_norm(layer, tol=1e-8).lower
+        assert found.shape == (len(x), HEADS)
+        expected = torch.stack([norms_of_heads(module, some[None]) for some in x[:checked]])
+        torch.testing.assert_close(found[:checked], expected, rtol=1e-6, atol=0)
+
+
+def test_calls_of_one_matrix_each_are_one_layer() -> None:
+    check_norms(one_matrix_a_call, X)
+
+
+def test_hundreds_of_samples_behind_heads_on_one_axis() -> None:
+    """Heads stood where nobody looked: two, of other norms, instead of three."""
+    x = torch.randn(200, 3, D, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    check_norms(heads_before_samples, x)
+
+
+@pytest.mark.parametrize(
+    "pieces", [chunks_of_queries, slices_of_heads, heads_before_samples, one_matrix_a_call]
+)
+def test_channels_without_a_derivative_hide_no_heads(pieces: Callable[..., Tensor]) -> None:
+    """An activation before the projection is flat there: one head was found instead of three."""
+    shift = torch.zeros(D, dtype=torch.float64)
+    shift[[1, 6, 7]] = -100
+    check_norms(lambda *given: F.hardswish(pieces(*given) + shift), X)
+
+
+@pytest.mark.parametrize("activated", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_projection_in_parts_is_whole_or_refused(interleaved: bool, activated: bool) -> None:
+    """The first of its products met one head alone, which passed for the layer."""
+
+    class Parts(Projections):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (heads(p(x)) for p in (self.q, self.k, self.v))
+            made = by_hand(q, k, v).transpose(1, 2)
+            made = (made.mT if interleaved else made).flatten(2)
+            made = F.hardswish(made) if activated else made
+            places = [slice(i, i + 4) for i in (0, 4, 8)]
+            parts = [F.linear(made[..., some], self.o.weight[:, some]) for some in places]
+            return torch.stack(parts).sum(0)
+
+    torch.manual_seed(3)
+    module = Parts(chunks_of_queries).double()
+    if activated:
+        with pytest.raises(lb.LipboundError, match="projects the outputs of its heads in parts"):
+            lb.capture(module, {"x": X})
+        return
+    (layer,) = lb.capture(module, {"x": X})
+    jacobian = torch.autograd.functional.jacobian(module, X[:1]).flatten(3).flatten(0, 2)
+    found = lb.spectral_norm(layer, map="layer").lower[0]
+    torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobian, 2), rtol=1e-5, atol=0)
+    assert lb.spectral_norm(layer).lower.shape == (2, HEADS)

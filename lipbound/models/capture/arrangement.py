@@ -43,6 +43,8 @@ def arrangement(
     pulled = torch.autograd.grad(cut, raws, cotangent, create_graph=True, materialize_grads=True)
     raw, known = raws[0], calls[0].head_axis
     known = None if known is None or _of_other_tokens(x, calls[0]) else known
+    if cut.numel() < sum(map(Tensor.numel, raws)) and not _all_move(cut, calls):
+        raise call.unsupported("projects the outputs of its heads in parts")
     # calls with the same scores are one head with parts of its values
     owners = [next(i for i, one in enumerate(calls) if _alike(one, other)) for other in calls]
 
@@ -67,9 +69,11 @@ def arrangement(
 
     several = known is not None and raw.shape[known] > 1
     one, other = (moved(0, calls[0].width_axis, place) for place in (0, -1))
-    wide = {axis for axis in range(cut.ndim) if one[axis] != other[axis]}
+    # activations may keep the derivative of some tokens alone, not of the same for all channels
+    wide = {axis for axis in range(cut.ndim) if one[axis].isdisjoint(other[axis])}
     places = made(known or 0)[0] if several else []
-    along = {axis for axis in range(cut.ndim) if len({some[axis] for some in places}) > 1}
+    first, *rest = [some for some in places if some[0]] or [[]]
+    along = {axis for axis, some in enumerate(first) if any(some.isdisjoint(p[axis]) for p in rest)}
     if len(wide | along) > 1 and (len(wide) > 1 or wide & along):  # groups of heads, say
         axes, back = sorted(wide | along), [*range(-len(wide | along), 0)]
         inner = arrangement(call, x, cut.movedim(axes, back).flatten(back[0]), calls)
@@ -82,16 +86,18 @@ def arrangement(
     for of_raw, axis, count in tried:
         every, first = ([some[axis] for some in chain(*made(of_raw)[:n])] for n in (None, count))
         alone = several and len({*filter(None, first)}) < 2  # tokens of a chunk, say
-        if not alone and all(_apart(some, cut.shape[axis]) for some in (first, every)):
-            groups = [*filter(None, dict.fromkeys(every))]
+        groups = [*filter(None, dict.fromkeys(every))]
+        if alone or not all(_apart(some, cut.shape[axis]) for some in (first, every)):
+            groups = _completed(groups, cut.shape[axis], calls[0].width) if axis == end else []
+        if groups:
             order = torch.tensor([*chain(*map(sorted, groups))], device=cut.device)
             if axis == last or len(groups[0]) > 1:
                 return lambda t: t.movedim(axis, -1)[..., order].unflatten(-1, (len(groups), -1))
             ends = axis, last if end == axis else end
             return lambda t: t.index_select(axis, order).movedim(ends, (-2, -1))
-    if not several and width is not None:  # one head
-        return lambda t: t.movedim(width, -1).unsqueeze(-2)
     d_v = calls[0].width  # heads are normalised together, say
+    if not several and width is not None and cut.shape[width] == d_v:  # one head
+        return lambda t: t.movedim(width, -1).unsqueeze(-2)
     if cut.shape[-1] % d_v:
         raise call.unsupported(
             f"hands on outputs of heads ({d_v} wide) in a tensor of width {cut.shape[-1]}"
@@ -142,6 +148,31 @@ def _apart(some: Sequence[Places], size: int) -> bool:
     counts, every = [len(places) for places in groups], frozenset[int]().union(*groups)
     parts = len(groups) > 1 or len(every) < size
     return parts and len({*counts}) == 1 and len(every) == sum(counts)
+
+
+def _completed(groups: Sequence[Places], size: int, width: int) -> list[Places]:
+    """Return the places of heads of some width of which some do not move, or nothing.
+
+    An activation between heads and their projection may have no derivative at some places.
+    """
+    every, count = range(size), size // width
+    blocks = [frozenset(every[i * width : (i + 1) * width]) for i in range(count)]
+    for parts in (blocks, [frozenset(every[i::count]) for i in range(count)]):
+        if count > 1 and count * width == size:
+            if all(sum(not some.isdisjoint(part) for part in parts) == 1 for some in groups):
+                return parts
+    return []
+
+
+def _all_move(cut: Tensor, calls: Sequence[Heads]) -> bool:
+    """Return whether the outputs of every head enter what is made of them."""
+    weights = torch.linspace(1, 2, cut.numel()).to(cut).view_as(cut)
+    raws = [one.raw for one in calls]
+    made = (cut.nan_to_num() * weights).sum()
+    grads = torch.autograd.grad(made, raws, retain_graph=True, materialize_grads=True)
+    pairs = zip(grads, calls, strict=True)
+    ends = (t.movedim((one.head_axis or 0, one.width_axis), (0, 1)) for t, one in pairs)
+    return all(bool((t.flatten(2) != 0).any(2).all()) for t in ends)
 
 
 def _alike(one: Heads, other: Heads) -> bool:

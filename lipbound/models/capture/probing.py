@@ -269,6 +269,8 @@ class ProbedLayer:
         made, other = (self.projections(t, turned=True) for t in (torch.zeros_like(some), some))
         found: list[Tensor | None] = [None, None, None]
         for side in ("qkv".index(name) for name in self._call.sides):
+            if len(made[side]) != shape[0] * shape[1]:
+                raise self._call.unsupported("has queries, keys or values whose axes are not known")
             each = made[side].unflatten(0, shape[:2])
             moved = each - each[:1, :1]  # (samples, N, H or H_kv, d)
             if float(moved.abs().amax()) > ROTATION_TOLERANCE * float(other[side].abs().amax()):
