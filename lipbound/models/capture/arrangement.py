@@ -158,9 +158,9 @@ def _completed(groups: Sequence[Places], size: int, width: int) -> list[Places]:
     every, count = range(size), size // width
     blocks = [frozenset(every[i * width : (i + 1) * width]) for i in range(count)]
     for parts in (blocks, [frozenset(every[i::count]) for i in range(count)]):
-        if count > 1 and count * width == size:
-            if all(sum(not some.isdisjoint(part) for part in parts) == 1 for some in groups):
-                return parts
+        inside = all(sum(not some.isdisjoint(part) for part in parts) == 1 for some in groups)
+        if inside and count > 1 and count * width == size:
+            return parts
     return []
 
 
