@@ -84,11 +84,10 @@ def arrangement(
     # calls that are chunks of queries move other tokens
     tried += [(known or 0, axis, 1) for axis in range(last, -1, -1) if several]
     for of_raw, axis, count in tried:
-        every, first = ([some[axis] for some in chain(*made(of_raw)[:n])] for n in (None, count))
-        alone = several and len({*filter(None, first)}) < 2  # tokens of a chunk, say
-        groups = [*filter(None, dict.fromkeys(every))]
-        if alone or not all(_apart(some, cut.shape[axis]) for some in (first, every)):
-            groups = _completed(groups, cut.shape[axis], calls[0].width) if axis == end else []
+        found = [[some[axis] for some in one] for one in made(of_raw)]
+        groups = _groups(found, found[:count], cut.shape[axis], several)
+        if not groups and axis == end:
+            groups = _completed([*chain(*found)], cut.shape[axis], calls[0].width)
         if groups:
             order = torch.tensor([*chain(*map(sorted, groups))], device=cut.device)
             if axis == last or len(groups[0]) > 1:
@@ -98,6 +97,13 @@ def arrangement(
     d_v = calls[0].width  # heads are normalised together, say
     if not several and width is not None and cut.shape[width] == d_v:  # one head
         return lambda t: t.movedim(width, -1).unsqueeze(-2)
+    return _together(call, cut, raw, known, d_v)
+
+
+def _together(
+    call: Call, cut: Tensor, raw: Tensor, known: int | None, d_v: int
+) -> Callable[[Tensor], Tensor]:
+    """Return the layout of heads on the last axis that are all made of all outputs of heads."""
     if cut.shape[-1] % d_v:
         raise call.unsupported(
             f"hands on outputs of heads ({d_v} wide) in a tensor of width {cut.shape[-1]}"
@@ -150,6 +156,23 @@ def _apart(some: Sequence[Places], size: int) -> bool:
     return parts and len({*counts}) == 1 and len(every) == sum(counts)
 
 
+def _groups(
+    found: Sequence[Sequence[Places]], told: Sequence[Sequence[Places]], size: int, several: bool
+) -> list[Places]:
+    """Return the places of heads on an axis of that size, or nothing.
+
+    Args:
+        found: of each call, place by place of its own axis.
+        told: those that tell heads apart.
+        size: of the axis.
+        several: whether there must be more than one head among these, not tokens of a chunk.
+    """
+    every, some = [*chain(*found)], [*chain(*told)]
+    if (several and len({*filter(None, some)}) < 2) or not _apart(some, size):
+        return []
+    return [*filter(None, dict.fromkeys(every))] if _apart(every, size) else []
+
+
 def _completed(groups: Sequence[Places], size: int, width: int) -> list[Places]:
     """Return the places of heads of some width of which some do not move, or nothing.
 
@@ -158,7 +181,9 @@ def _completed(groups: Sequence[Places], size: int, width: int) -> list[Places]:
     every, count = range(size), size // width
     blocks = [frozenset(every[i * width : (i + 1) * width]) for i in range(count)]
     for parts in (blocks, [frozenset(every[i::count]) for i in range(count)]):
-        inside = all(sum(not some.isdisjoint(part) for part in parts) == 1 for some in groups)
+        inside = all(
+            sum(not some.isdisjoint(part) for part in parts) == 1 for some in groups if some
+        )
         if inside and count > 1 and count * width == size:
             return parts
     return []
