@@ -7,13 +7,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 
 DEEP = 6
 """Lists, dictionaries and objects inside each other that are copied."""
 TORCHS = {*vars(nn.Module())} - {"_buffers"}
 """Attributes that every module has; what changes them changes the model."""
-SHARED = (type, nn.Module, nn.Parameter, PreTrainedConfig, str, int, float)
+SHARED = (type, nn.Module, nn.Parameter, PretrainedConfig, str, int, float)
 """Kinds of values that are not copied."""
 
 
