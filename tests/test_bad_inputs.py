@@ -291,7 +291,8 @@ RUN_COMMANDS = {
     },
     "table {mess}/run.zarr --by head --values ratios": "unknown values 'ratios'; did you mean "
     "'ratio'?",
-    "cite {mess}/run.zarr --format apa": "unknown format 'apa'; allowed are bib, latex, text",
+    "cite {mess}/run.zarr --format apa": "unknown format 'apa'; allowed are bib, latex, natbib, "
+    "text",
     "heatmap {mess}/run.zarr -o {tmp}/x.docx": "has no file type that can be drawn",
     "heatmap {mess}/run.zarr -o {mess}/file/x.pdf": "{mess}/file/x.pdf cannot be written",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 0": "--columns",

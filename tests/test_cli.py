@@ -186,7 +186,7 @@ def test_paragraphs_of_help_fold_where_the_terminal_does() -> None:
         for paragraph in (command.help or "").split("\n\n"):
             assert "\n" not in paragraph
     table = next(one for one in cli.app.registered_commands if one.callback is reporting.table)
-    assert "Then a table per bound lacks, in this order, names," in (table.help or "")
+    assert "Then a table per bound lacks, in this order, max, min," in (table.help or "")
 
 
 def test_options_are_those_of_the_configuration() -> None:

@@ -16,7 +16,7 @@ from lipbound.errors import AttentionError
 from lipbound.jacobians.maps import WHOLE
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Product
-from lipbound.linalg.solution import Norm
+from lipbound.linalg.solution import Norm, normal_numbers
 
 STEPS = (1e-6, 1e-8, 1e-4, 1e-3)
 """Lengths of differences, relative to the tokens'; one of them must tell the derivative."""
@@ -105,9 +105,9 @@ class AutomaticJacobian(JacobianOperator):
 
     def _disagreement(self, push: Product) -> str:
         """Return where products in a random direction are wrong, in words; empty if nowhere."""
-        random = torch.Generator().manual_seed(0)
         x, y = self._x.detach(), self._y.detach()
-        t, u = (torch.randn(z.shape, generator=random, dtype=z.dtype).to(z) for z in (x, y))
+        drawn = (normal_numbers(z.numel(), "check", name) for name, z in (("x", x), ("y", y)))
+        t, u = (some.view(z.shape).to(z) for some, z in zip(drawn, (x, y), strict=True))
         self._cut(self._samples_first(t[None]))  # a view
 
         def size(z: Tensor) -> Tensor:

@@ -182,7 +182,8 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
         verdict = {BELOW: f"{row['violations']}/{row['compared']}"}
         verdict[HOLDS] = texts.holds(row["sound"], row["compared"])
         said = _spread_words(ds, str(name))
-        rows.append(called | {MEAN: said[MEAN]} | verdict | said)  # what is needed first, first
+        mean = {column: said[column] for column in (MEAN, *SPANS) if column in said}
+        rows.append(called | mean | verdict | said)  # what is needed first, first
     shown, head = pd.DataFrame(rows, index=numbers.index), f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 

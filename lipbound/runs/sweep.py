@@ -65,7 +65,7 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
             raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
-        merged = USUAL | merged
+        merged |= {key: value for key, value in USUAL.items() if key not in merged}
         several = [_values(key, value) for key, value in merged.items()]
         if empty := [key for key, values in zip(merged, several, strict=True) if not values]:
             raise LipboundError(f"{path} has an empty list of {empty[0]}; give a value at least")

@@ -195,6 +195,7 @@ def test_files_are_reproducible_and_fonts_embedded(
     ds: xr.Dataset, tmp_path: Path, kind: str
 ) -> None:
     first, second = tmp_path / f"a.{kind}", tmp_path / "sub" / f"b.{kind}"
+    second.parent.mkdir()
     plots.heatmaps(ds, first, bounds=["yudin", "kim"])
     plots.heatmaps(ds, second, bounds=["yudin", "kim"])
     assert first.read_bytes() == second.read_bytes()

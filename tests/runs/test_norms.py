@@ -72,7 +72,7 @@ def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(
         else ("sample", "layer")
     )
     assert list(ds.attrs["bounds"]) == BOUNDS[norm]
-    again = lb.token_norm(att, norm, map=map)
+    again = lb.token_norm(att, norm, map=map, tol=ds.attrs["tol"])
     for name, end in (("exact", again.lower), ("exact_upper", again.upper)):
         np.testing.assert_allclose(ds[name][:, 0], end, rtol=1e-9)
     assert bool(ds["exact_converged"].all())
@@ -301,7 +301,9 @@ def test_the_norm_is_said_wherever_the_map_is(
     assert (said["method"], said["delta"], said["seed"]) == (None, None, None)
     status, out, _ = call(capsys, monkeypatch, "info", run)
     assert (status, norm in out) == (0, True)
-    status, out, err = call(capsys, monkeypatch, "table", run, "--bounds", "default")
+    status, out, err = call(
+        capsys, monkeypatch, "table", run, "--bounds", "default", "--width", "200"
+    )
     assert (status, ds[BOUNDS[norm][0]].attrs["label"] in out) == (0, True), err
     plots.heatmaps(ds, tmp_path / "figure.png")
     assert f"norm: {norm}" in (tmp_path / "figure.caption.txt").read_text()
