@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
+import torch
 import transformers as tf
 from packaging.version import Version
 
@@ -18,6 +19,17 @@ def newer_transformers(reason: str) -> pytest.MarkDecorator:
     """
     said = f"transformers {tf.__version__}: {reason}"
     return pytest.mark.skipif(Version(tf.__version__) < Version(NEWER), reason=said)
+
+
+def newer_torch(version: str, reason: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test where torch is older.
+
+    Args:
+        version: that is needed.
+        reason: what older ones lack.
+    """
+    said = f"torch {torch.__version__}: {reason}"
+    return pytest.mark.skipif(Version(torch.__version__) < Version(version), reason=said)
 
 
 def marked(cases: Iterable[str], lacking: dict[str, str]) -> list[object]:
