@@ -80,7 +80,8 @@ def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> 
     """
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
     if name not in DTYPES:
-        raise error(f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64'")
+        given = name if isinstance(dtype, torch.dtype | type) else shown(dtype)
+        raise error(f"dtype is {given}; allowed are 'float32' and 'float64'")
     return name
 
 

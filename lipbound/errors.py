@@ -376,7 +376,9 @@ def check_layer(att: object, what: str) -> None:
         instead = "this one is measured by automatic differentiation, for norms alone"
         raise LipboundError(f"{what} needs a layer in closed form; {instead}: {reason}")
     if not hasattr(att, "only") or not hasattr(att, "scoring"):
-        raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention (lb.capture)")
+        raise LipboundError(
+            f"what {what} was given is {shown(att)}; give one Attention (lb.capture)"
+        )
 
 
 def check_made(given: object, names: Iterable[str], maker: str) -> None:

@@ -419,3 +419,34 @@ def test_what_is_no_run_is_refused(kind: str, run: xr.Dataset) -> None:
         with pytest.raises(LipboundError) as caught:
             use(given)
         assert "\n" not in str(caught.value)
+
+
+def test_inputs_in_bfloat16_are_measured_as_they_are() -> None:
+    """numpy, which hashes inputs, knows no such numbers."""
+    model = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    half, same = (
+        lb.compare(model, inputs=given, bounds="none", progress=False) for given in (x, x.float())
+    )
+    np.testing.assert_array_equal(half["exact"], same["exact"])
+    (att,) = lb.capture(model, x.float())
+    wide = lb.spectral_norm(att, tol=1e-6).lower
+    np.testing.assert_allclose(half["exact"][:, 0], wide, rtol=1e-3)
+
+
+def test_messages_name_what_has_no_name() -> None:
+    """A model that is one layer, and types of numbers, which are no strings."""
+    model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    for options, message in (
+        (
+            {"inputs": (torch.full((1, 5, 8), torch.nan),) * 3},
+            r"layer \(the model itself\): .* NaN",
+        ),
+        ({"inputs": (torch.ones(1, 5, 8),) * 3, "layers": 1}, "the model has 1 attention layer, "),
+        ({"dtype": torch.float16}, "dtype is float16; allowed are"),
+        ({}, "neither text nor images; give inputs="),
+    ):
+        with pytest.raises(LipboundError, match=message):
+            lb.compare(model, **options, progress=False)
+    with pytest.raises(LipboundError, match="what spectral_norm was given is of type Tensor; give"):
+        lb.spectral_norm(torch.eye(2))  # type: ignore[arg-type]

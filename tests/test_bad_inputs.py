@@ -298,8 +298,8 @@ RUN_COMMANDS = {
     "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 0": "--columns",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 1.5": "--columns must be a whole number, "
     "not '1.5'",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "unknown width 'tall'; allowed are "
-    "column, page, slide",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "unknown width 'tall', and no number of "
+    "inches; allowed are column, page, slide",
     **{
         f"heatmap {{mess}}/run.zarr -o {{tmp}}/x.png --width {value}": f"--width is {float(value)}; it "  # noqa: E501
         "must be a number of inches"
@@ -307,8 +307,8 @@ RUN_COMMANDS = {
     },
     "heatmap {mess}/run.zarr -o {tmp}/x.png --scale log": "unknown scale 'log'; allowed are",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --bounds ''": "--bounds is '', which names none",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "unknown reduction 1.5; allowed are "
-    "geomean, max, mean, median, or a quantile between 0 and 1",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "unknown reduction 1.5, and no "
+    "quantile between 0 and 1; allowed are geomean, max, mean, median",
     "report {mess}/run.zarr -o {tmp}/x.pdf": "is not an .html file",
     "report {mess}/run.zarr -o {tmp}/x.html --sample 9": "--sample is 9; the run has samples 0 "
     "to 1",

@@ -45,7 +45,8 @@ def watch() -> None:
     For the main thread of a process of its own.
     """
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    usual = (signal.default_int_handler, signal.SIG_IGN)  # shells ignore SIGINT behind an "&"
+    if not main or signal.getsignal(signal.SIGINT) not in usual:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.unraisablehook = _told_otherwise

@@ -287,7 +287,8 @@ class Inputs:
             if isinstance(value, Tensor):
                 value = value if value.is_floating_point() else value.long()
                 digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-                digest.update(value.contiguous().cpu().numpy().tobytes())
+                numbers = value.cpu().reshape(-1).view(torch.uint8)  # numpy knows no bfloat16
+                digest.update(numbers.numpy().tobytes())
             else:
                 digest.update(f"{name}={value}".encode())
         return "sha256:" + digest.hexdigest()

@@ -131,7 +131,9 @@ def prepare(
     elif checkpoint.modality in READERS:
         inputs = READERS[checkpoint.modality].read(checkpoint, data, selection)
     else:
-        raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images")
+        raise InputsError(
+            f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give inputs="
+        )
     add_decoder_inputs(checkpoint, inputs)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)

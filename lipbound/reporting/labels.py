@@ -82,6 +82,10 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
         LipboundError: a label that is no text.
     """
     check_numbers(ds)
+    other: Any = labels
+    if not isinstance(other, Mapping | None):
+        wanted = "give a text for each name, such as {'yudin': 'Yudin et al.'}"
+        raise LipboundError(f"labels is {shown(labels)}; {wanted}")
     given, others = dict(labels or {}), ("model", "data")
     names = {name: name for name in ("exact", "exact_l2", *bounds_there(ds))} | EXTRAS
     known = {name: variable for name, variable in names.items() if variable in ds.variables}

@@ -44,8 +44,8 @@ def reduce_samples(
     quantile = not isinstance(how, str | bool) and is_number(how) and 0 <= float(how) <= 1
     if not quantile and how not in REDUCTIONS:
         raise UnknownNameError(
-            f"unknown reduction {shown(how)}; {nearest(how, REDUCTIONS)}, or a quantile between 0 "
-            "and 1"
+            f"unknown reduction {shown(how)}, and no quantile between 0 and 1; "
+            f"{nearest(how, REDUCTIONS)}"
         )
     holes = bool(values.isnull().any())  # to look for them takes numpy many times as long
     with warnings.catch_warnings(), np.errstate(all="ignore"):

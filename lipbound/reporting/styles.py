@@ -20,7 +20,16 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 from matplotlib.textpath import text_to_path
 
-from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown, tell
+from lipbound.errors import (
+    LipboundError,
+    UnknownNameError,
+    choice,
+    is_number,
+    nearest,
+    real,
+    shown,
+    tell,
+)
 from lipbound.formatting import escape_latex, replacing
 from lipbound.reporting import layout
 from lipbound.reporting.latex import typeset
@@ -69,8 +78,10 @@ def look(
     """
     if isinstance(width, str) and width not in WIDTHS:
         raise UnknownNameError(
-            f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches"
+            f"unknown width {width!r}, and no number of inches; {nearest(width, WIDTHS)}"
         )
+    if font_size is not None:
+        real("font_size", font_size, "a number of points", above=0)
     inches = float(WIDTHS.get(str(width), width if is_number(width) else 0.0))
     if not 1 <= inches <= 100:
         raise LipboundError(
@@ -173,6 +184,8 @@ class Drawing(Figure):
 
 def given_or_new(axes: Axes | None, inches: tuple[float, float]) -> Axes:
     """Axes to draw into: those that were given, or those of a new figure of this size."""
+    if not isinstance(axes, Axes | None):
+        raise LipboundError(f"ax is {shown(axes)}; give one matplotlib Axes, such as plt.gca()")
     return axes or Drawing(figsize=inches, layout="constrained").add_subplot()
 
 

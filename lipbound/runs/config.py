@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lipbound.models.checkpoint import AnyModel
 
 TOL = "between 0 and 1 (relative width of the enclosures)"
-DELTA = "a probability between 0 and 1, or None for plain estimates without upper ends"
+DELTA = "a probability between 0 and 1, or None for plain estimates (on the command line, 0)"
 EXPORTS = (
     *(".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather", ".md", ".tex", ".txt", ".json"),
     *(".pdf", ".png", ".svg", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".eps", ".ps", ".pgf"),

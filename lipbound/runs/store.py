@@ -234,6 +234,8 @@ def read(path: Path) -> xr.Dataset:
             raise _unread(path, "is damaged", what) from error
         runs = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
         why = "it is a file of another kind" if netcdf else one_line(error)
+        if isinstance(error, FileNotFoundError):  # of zarr, which names a group at path ''
+            why = "there is no Zarr store in it"
         if runs:
             why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error

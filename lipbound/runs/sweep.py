@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import xarray as xr
 import yaml
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, StoreError, nearest, one_line
+from lipbound.errors import LipboundError, StoreError, nearest, one_line, shown
 from lipbound.formatting import replacing
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_folder_name
@@ -46,6 +47,8 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
         LipboundError: the file cannot be read, is not such a mapping, or has a key that is not
             known.
     """
+    if not isinstance(path, str | PathLike):
+        raise LipboundError(f"path is {shown(path)}; give the name of a YAML file")
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -154,6 +154,30 @@ def test_interrupted_while_it_measures(
     assert [path.name for path in tmp_path.iterdir()] == ["run.zarr"]
 
 
+def test_terminated_in_the_background() -> None:
+    """Shells let commands behind an "&" in a script ignore SIGINT; SIGTERM still ends them with a
+    line."""
+    script = """
+        import signal, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        from lipbound.cli import interruption
+        interruption.watch()
+        interruption.keeps(lambda: "what there is")
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            time.sleep(60)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"interrupted: what there is\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_where_python_gets_no_turn(sign: signal.Signals) -> None:

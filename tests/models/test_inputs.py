@@ -206,7 +206,10 @@ def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:
     picture().save(tmp_path / "p.png")
     frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})
     frame.to_csv(tmp_path / "t.csv", index=False)
+    (tmp_path / "no_header.csv").write_text("the ferry,a clock\nthe keeper,an island\n")
     cases = [
+        ({"data": tmp_path / "no_header.csv"}, "name one of 'the ferry', 'a clock' with column="),
+        ({"data": pd.DataFrame([["x", "y"]])}, "name one of 0, 1 with column="),
         ({"data": TEXTS, "max_length": 41}, "exceeds the 40 positions"),
         ({"data": {"input_ids": torch.zeros(1, 50, dtype=torch.long)}}, "exceed the 40 positions"),
         ({"data": empty}, "is empty"),

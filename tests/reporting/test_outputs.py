@@ -266,12 +266,17 @@ def test_errors(ds: xr.Dataset, tmp_path: Path) -> None:
         ({"reduce": "meen"}, "did you mean 'mean'"),
         ({"reduce": 1.5}, "between 0 and 1"),
         ({"scale": "pannel"}, "did you mean 'panel'"),
-        ({"width": "poster"}, "unknown width"),
+        ({"width": "poster"}, "unknown width 'poster', and no number of inches; allowed are"),
+        ({"font_size": 0}, "font_size is 0; it must be a number of points"),
+        ({"labels": ["a"]}, r"labels is \['a'\]; give a text for each name"),
         ({"bounds": ["yudn"]}, "did you mean"),
         ({"path": tmp_path / "x.docx"}, "no file type that can be drawn"),
     ]:
         with pytest.raises(LipboundError, match=message):
             plots.heatmaps(ds, **{"bounds": ["yudin"]} | options)
+    for draw in (plots.heatmap, plots.by_layer, plots.ratios):
+        with pytest.raises(LipboundError, match="ax is of type Figure; give one matplotlib Axes"):
+            draw(ds, ax=Figure())
     with pytest.raises(StoreError, match="cannot be written"):
         plots.heatmaps(ds, tmp_path / "file" / "x.png", bounds=["yudin"])
     partial = lb.compare(

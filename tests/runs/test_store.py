@@ -121,7 +121,7 @@ def test_folders_of_runs_and_names_of_unfinished_ones(whole: xr.Dataset, tmp_pat
             "runs",
             r"runs is not a run of lipbound: it is a folder of runs \(a\.zarr\); name one of them",
         ),
-        ("empty", r"empty is not a run of lipbound"),
+        ("empty", r"empty is not a run of lipbound: there is no Zarr store in it"),
         ("runs/b.zarr.partial", r"there is no run .*b\.zarr\.partial; .* --out .*b\.zarr` makes"),
     ):
         with pytest.raises(StoreError, match=message):

@@ -125,6 +125,8 @@ def test_every_option_may_be_a_list(bert: Path, tmp_path: Path) -> None:
     file.write_text("model: m\nseed: []\n")
     with pytest.raises(LipboundError, match="empty list of seed; give a value at least"):
         planned_runs(file)
+    with pytest.raises(LipboundError, match=r"path is {'model': 'm'}; give the name of a YAML"):
+        sweep({"model": "m"}, tmp_path / "none")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,8 @@ def check_defined(call: Call) -> None:
             ": in float64, padding on the left attends to nothing, which is 0/0 and spreads; "
             "pad on the right, or take float32"
         )
-    raise CaptureError(
-        f"layer {call.name}: the outputs of its heads are NaN in the model's own eager pass{hint}"
-    )
+    what = f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
+    raise CaptureError(f"{what} in the model's own eager pass{hint}")
 
 
 def about_padding(calls: Collection[Call]) -> list[str]:

@@ -93,7 +93,9 @@ def through_module(
     valid = None if joint else valid  # padding moves nothing
     real = out if valid_out is None else out[valid_out]
     if bool(real.isnan().any()):
-        raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN")
+        raise CaptureError(
+            f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
+        )
     w_o, layer = None, None
     try:
         w_o = from_heads(call)

@@ -21,6 +21,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device, threads_for
 from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, tell
+from lipbound.formatting import counted
 from lipbound.models.capture import assembly, verification
 from lipbound.models.capture.assembly import assemble
 from lipbound.models.capture.automatic import through_module
@@ -328,10 +329,8 @@ class Capturer:
         layers = errors.indices("layers", self.layers)
         wrong = [i for i in layers if not -count <= i < count]
         if wrong:
-            raise CaptureError(
-                f"layers {wrong} do not exist: the model has {count} attention layers, numbered "
-                f"0 to {count - 1}"
-            )
+            has = f"{counted(count, 'attention layer')}, numbered 0 to {count - 1}"
+            raise CaptureError(f"layers {wrong} do not exist: the model has {has}")
         if not layers:
             raise CaptureError(
                 f"layers is empty; name some of the {count} attention layers, or None for all"

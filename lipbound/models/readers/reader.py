@@ -1,6 +1,7 @@
 """Reading data of any modality: defaults, files, folders, lists, tables and hub datasets."""
 
 import itertools
+import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -311,7 +312,8 @@ class Reader(ABC):
         if not names:
             raise InputsError(f"{said} is empty")
         has = f"no column {column!r}" if column else f"no column of a usual name for {self.takes}"
-        raise InputsError(f"{said} has {has}; name one of {', '.join(names)} with column=")
+        quoted = ", ".join(shlex.quote(str(name)) for name in names)  # sentences, without a header
+        raise InputsError(f"{said} has {has}; name one of {quoted} with column=")
 
 
 def of_datasets(value: object, *names: str) -> bool:
