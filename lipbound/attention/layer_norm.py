@@ -53,8 +53,10 @@ class Normaliser:
         self.x, self.weight, self.bias = x, weight, bias
         self.eps, self.centred = float(eps), centred
         deviation = _around_mean(_around_mean(x.double())) if centred else x.double()
-        power = torch.ones_like(self.x[..., :1], dtype=torch.float64)  # squares stay in range
-        power = torch.ldexp(power, torch.frexp(deviation.abs().amax(-1, keepdim=True)).exponent)
+        # a power of two near them, so that squares stay in range: torch.ldexp takes it by way of
+        # float32 in torch 2.4, and this division is exact
+        largest = deviation.detach().abs().amax(-1, keepdim=True)
+        power = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)
         root = (deviation / power).square().mean(-1, keepdim=True).sqrt() * power
         size = torch.hypot(root, torch.full_like(root, self.eps).sqrt())
         self.size = size.clamp_min(torch.finfo(torch.float64).tiny)

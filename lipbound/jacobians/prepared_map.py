@@ -18,6 +18,7 @@ from lipbound.jacobians.rounding import (
 )
 from lipbound.jacobians.streaming import head_jacobian
 from lipbound.jacobians.whole_layer import BlockJacobian, LayerJacobian
+from lipbound.linalg.matrix_norms import times_power
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
 
@@ -119,8 +120,8 @@ class PreparedMap:
         self.exponents = torch.frexp(torch.where(size > 0, size, 1.0)).exponent.long()
         self.folded = self.folded.shifted(-self.exponents)
         self.exponents = self.exponents.cpu()
-        unit = torch.ldexp(through, -self.exponents.to(through.device)[:, None, None])
-        return OneSide.of_values(unit)
+        unit = times_power(through, -self.exponents.to(through.device)[:, None, None])
+        return OneSide.of_values(unit.to(through.dtype))
 
 
 def _projects(map: str) -> bool:

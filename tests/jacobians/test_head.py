@@ -102,12 +102,9 @@ def test_autograd_operator_matches_the_dense_oracle() -> None:
 
 def test_scipy_can_use_it() -> None:
     att = random_attention("causal")
-    sigma = svds(
-        HeadJacobian(att).to_scipy(4),
-        k=1,
-        return_singular_vectors=False,
-        rng=np.random.default_rng(0),
-    )
+    operator = HeadJacobian(att).to_scipy(4)
+    start = np.random.default_rng(0).standard_normal(min(operator.shape))
+    sigma = svds(operator, k=1, return_singular_vectors=False, v0=start)
     assert abs(sigma[0] / float(oracle(att).flatten()[4]) - 1) < 1e-8
 
 

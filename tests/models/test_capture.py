@@ -6,6 +6,7 @@ import torch
 import transformers as tf
 from support.models import AFFINE, LLAMA, MODERN, TEXT, build, inputs_for, no_attention
 from support.oracles import capture_error
+from support.versions import marked, newer_transformers
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
@@ -17,7 +18,9 @@ from lipbound.models.capture.capture import Capturer, capture
 from lipbound.models.capture.seeing import interface
 
 
-@pytest.mark.parametrize("family", AFFINE)
+@pytest.mark.parametrize(
+    "family", marked(AFFINE, {"gpt2 scaled by layer": "GPT-2 scales in the function it calls"})
+)
 def test_families_are_captured(family: str) -> None:
     model = build(AFFINE[family])
     before = model.config._attn_implementation
@@ -77,6 +80,7 @@ def test_a_model_without_attention_is_refused() -> None:
         capture(build(no_attention), {"pixel_values": torch.randn(1, 3, 32, 32)})
 
 
+@newer_transformers("the eager attention of GPT-2 has a causal mask of its own")
 def test_a_capture_without_its_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second pass through eager attention is what tells: q, k and v alone would agree."""
     model = build(AFFINE["gpt2"])
@@ -200,6 +204,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert (model.training, model.text_model.training) == (True, False)
 
 
+@newer_transformers("Doge fails where torch has no flex_attention")
 def test_what_depends_on_the_tokens_beside_queries_and_keys_has_no_closed_form() -> None:
     """A bias made of the tokens agrees in every forward pass, and would be missed in the
     derivative."""

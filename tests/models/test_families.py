@@ -8,6 +8,7 @@ import torch
 from support.models import AFFINE, MODERN, build, inputs_for, own_heads
 from support.oracles import capture_error
 from support.reference import dense_jacobian
+from support.versions import marked
 
 import lipbound as lb
 from lipbound.models.capture.capture import Capturer, capture
@@ -44,7 +45,13 @@ COMMON = (
 """One of every kind of attention among them."""
 
 
-@pytest.mark.parametrize("family", MODERN)
+UNBUILT = dict.fromkeys(
+    ("Phi", "Phi, q/k-norm", "StableLM, q/k-norm"), "configurations without pad_token_id fail"
+)
+"""Families that older versions of transformers do not build."""
+
+
+@pytest.mark.parametrize("family", marked(MODERN, UNBUILT))
 def test_captured(family: str) -> None:
     model = build(MODERN[family])
     layers = Capturer(model).run(inputs_for(model))
@@ -62,7 +69,9 @@ def test_captured(family: str) -> None:
 
 
 @pytest.mark.each_value(family=COMMON)
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(
+    "family", marked(DENSE, UNBUILT | {"T5 encoder": "the softmax of its module is in float32"})
+)
 def test_jacobian_is_that_of_the_models_own_module(family: str) -> None:
     """Dense SVD of autograd through the model's eager attention module, in float64, against ours;
     every sound bound is above it."""

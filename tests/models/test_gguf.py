@@ -14,6 +14,7 @@ import torch
 from support.gguf_files import LETTERS, WORDS, Kind, llama, save_gguf
 from support.models import save_bert
 from support.oracles import capture_error
+from support.versions import marked, newer_transformers
 from transformers import modeling_gguf_pytorch_utils as reader
 
 import lipbound as lb
@@ -72,6 +73,7 @@ def test_capture_reproduces_the_model(folder: Path) -> None:
     assert layers[0].attention.p.shape[1] == 4
 
 
+@newer_transformers("tokenizers of GGUF files begin with another token")
 def test_the_tokenizer_is_the_files(folder: Path) -> None:
     tokenizer = load_checkpoint(folder).tokenizer()
     space = LETTERS.index("Ġ") + 2
@@ -215,7 +217,15 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize(
+    "case",
+    marked(
+        BROKEN,
+        dict.fromkeys(
+            ("weights before the start", "five heads"), "it notices another fault of it first"
+        ),
+    ),
+)
 def test_a_broken_file_is_refused_at_once_in_a_sentence(
     case: str, folder: Path, tmp_path: Path
 ) -> None:

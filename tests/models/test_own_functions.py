@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from support.models import MODERN, build, inputs_for
+from support.versions import newer_torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -17,6 +18,7 @@ from transformers.masking_utils import eager_mask
 import lipbound as lb
 from lipbound.attention.layer import Attention
 
+pytestmark = newer_torch("2.5", "scaled_dot_product_attention has no enable_gqa")
 NAME = "mine"
 
 

@@ -25,7 +25,8 @@ def save_fp8(folder: Path, block: int = 4) -> dict[str, Tensor]:
     stored, stand_for = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if "proj" not in name:
-            stored[name] = stand_for[name] = weight
+            # a copy: older safetensors map the file, which is written anew below
+            stored[name] = stand_for[name] = weight.clone()
             continue
         tall, wide = (-(-size // block) for size in weight.shape)
         scale = torch.empty(tall, wide)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, __version__
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
@@ -356,7 +356,7 @@ def watching(
         inputs_of: modules whose inputs are kept, and calls with them.
 
     Raises:
-        CaptureError: layers that do not exist.
+        CaptureError: layers that do not exist, or a model ran and no attention was seen.
     """
     inner = bare_model(model, tells=False)
     chosen = None if layers is None else frozenset(indices("layers", layers))
@@ -374,10 +374,12 @@ def watching(
         finally:
             _watches.remove(watch)
     if watch.ran and not watch.layers:
+        newer = "" if __version__ >= "5" else ", or install transformers>=5, where more does"
         raise CaptureError(
-            f"{type(inner).__name__} ran, and none of its attention goes through transformers' "
-            "attention interface, so its probabilities are not seen; run it outside with "
-            "attn_implementation='eager' and output_attentions=True, and take its attentions"
+            f"{type(inner).__name__} ran, and none of its attention goes through "
+            f"AttentionInterface in transformers {__version__}, so its probabilities are not seen; "
+            "run it outside with attn_implementation='eager' and output_attentions=True, and take "
+            f"its attentions{newer}"
         )
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
     if missing and watch.layers:
