@@ -283,10 +283,11 @@ RUN_COMMANDS = {
     "table {mess}/run.zarr --bounds yudn": "unknown bound 'yudn'; did you mean 'yudin'",
     "table {mess}/run.zarr --bounds ''": "--bounds is '', which names none",
     "table {mess}/run.zarr --bounds kim": "the run has no bound 'kim'; it has yudin, castin",
-    "table {mess}/run.zarr --by head --reduce average": "unknown reduction 'average'; allowed are",
+    "table {mess}/run.zarr --by head --reduce average": "unknown reduction 'average', and no "
+    "quantile between 0 and 1; allowed are",
     **{
-        f"table {{mess}}/run.zarr --by layer --reduce {value}": f"unknown reduction {value}; "
-        "allowed are"
+        f"table {{mess}}/run.zarr --by layer --reduce {value}": f"unknown reduction {value}, "
+        "and no quantile between 0 and 1; allowed are"
         for value in ("2.0", "-1.0", "nan")
     },
     "table {mess}/run.zarr --by head --values ratios": "unknown values 'ratios'; did you mean "

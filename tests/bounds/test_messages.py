@@ -90,9 +90,9 @@ CALLS: dict[str, Call] = {
     **calls(
         "layer",
         lambda att: bounds.evaluate(att, "yudin"),
-        [(3, "was given 3; it takes one Attention")],
+        [(3, "was given is 3; give one Attention")],
     ),
-    **calls("norm of", lb.spectral_norm, [(None, "spectral_norm was given None")]),
+    **calls("norm of", lb.spectral_norm, [(None, "spectral_norm was given is None")]),
     **calls(
         "x",
         lambda x: lb.Attention(x, ATT.w_q, ATT.w_k, ATT.w_v),

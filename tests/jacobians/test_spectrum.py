@@ -126,5 +126,5 @@ def test_what_is_too_large_or_unknown_is_refused() -> None:
     assert bool(lb.frobenius_norm(att).isfinite().all())
     with pytest.raises(LipboundError, match="unknown map 'residual'"):
         lb.frobenius_norm(att, map="residual")
-    with pytest.raises(LipboundError, match="condition_number was given 3"):
+    with pytest.raises(LipboundError, match="condition_number was given is 3"):
         lb.condition_number(3)  # type: ignore[arg-type]

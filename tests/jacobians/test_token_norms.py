@@ -401,6 +401,6 @@ def test_what_is_refused(arguments: dict, words: str) -> None:
 def test_what_is_no_layer_is_refused() -> None:
     for measure in (token_norm, token_profile):
         with pytest.raises(
-            LipboundError, match=f"{measure.__name__} was given 'gpt2'; it takes one Attention"
+            LipboundError, match=f"{measure.__name__} was given is 'gpt2'; give one Attention"
         ):
             measure("gpt2")  # type: ignore[operator]
