@@ -85,6 +85,8 @@ def with_alpha(alpha: int) -> Image.Image:
 
 @pytest.mark.parametrize("mode", ["RGBA", "RGBa", "PA"])
 def test_transparent_parts_are_laid_on_white(mode: str) -> None:
+    if mode == "PA":
+        pytest.importorskip("PIL", "12.0", reason="older ones make such pictures without alpha")
     told = Counter[str]()
     made = np.asarray(rgb(with_alpha(0).convert(mode), told))
     assert abs(made[:4].astype(int) - 255).max() == 0
