@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -17,7 +18,6 @@ import xarray as xr
 from packaging.version import Version
 
 from lipbound import schema
-from lipbound.devices import versions
 from lipbound.errors import (
     AlteredRunError,
     DamagedRunWarning,
@@ -256,7 +256,7 @@ def _newer(path: Path) -> str:
     """Return the packages that wrote a store, with their versions, where newer ones than here."""
     try:
         wrote = json.loads((path / "zarr.json").read_text())["attributes"]["versions"]
-        here = versions(("xarray", "zarr"))
+        here = {name: version(name) for name in ("xarray", "zarr")}
         newer = [k for k in here if k in wrote and Version(wrote[k]) > Version(here[k])]
         return " and ".join(f"{name} {wrote[name]}" for name in newer)
     except (OSError, ValueError, KeyError, TypeError):
