@@ -186,7 +186,7 @@ def large_radius_limit(att: Attention) -> Limit:
     real = torch.ones_like(gap) if att.valid is None else att.valid[:, None].to(gap).expand_as(gap)
     counts = torch.zeros_like(gap).scatter_add_(-1, where[..., 0], real)
     return Limit(
-        factors.norm_v(att).value() * counts.amax(-1).sqrt(),
+        factors.norm_v(att) * counts.amax(-1).sqrt(),
         gap.masked_fill(real == 0, math.inf).amin(-1),
     )
 
@@ -247,7 +247,7 @@ def crossover_length(att: Attention) -> Tensor:
         The logarithms, (samples, heads), float64.
     """
     att.only("Proposition 3.4")
-    t = factors.norm_a(att).value() * factors.radius(att).value() ** 2
+    t = factors.norm_a(att) * factors.radius(att) ** 2
     first = 4 * t + 2 * torch.log1p(3 * t) - math.log(3)  # log of the first term of the numerator
     rest = torch.log1p(-(t**2) * (-first).exp())
     return (first + rest - torch.log1p(4 * t**2)) / math.log(10)

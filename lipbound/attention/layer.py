@@ -688,9 +688,9 @@ class Attention:
     def fold_output(self) -> tuple[Self, Tensor]:
         """Return heads that have absorbed their output slice, of the same Jacobian norm.
 
-        With the thin QR of the transpose, ``w_o[h] = L E^T`` (E: D_out x r with orthonormal
-        columns), the map ``x -> out @ w_o[h]`` has the singular values of the head whose value
-        projection is ``w_v[h] @ L``: Lemma 4 (docs/theory/jacobian.md).
+        With E (D_out x r) of orthonormal columns that span its rows, by QR, ``w_o[h] = L E^T`` and
+        the map ``x -> out @ w_o[h]`` has the singular values of the head whose value projection is
+        ``w_v[h] @ L``: Lemma 4 (docs/theory/jacobian.md).
 
         Returns:
             That layer, and E as a tensor (heads, D_out, r), r = min(d_v, D_out).
@@ -704,14 +704,15 @@ class Attention:
                 "map 'head_out' needs the output projection w_o, which this layer does not have; "
                 "use map='head'"
             )
-        e, r = torch.linalg.qr(own.w_o.mT)
+        e = torch.linalg.qr(own.w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
+        inner = own.w_o @ e
         step = self.scoring.find(Gate) or self.scoring.values_step
         if step is not None:
-            if r.shape[1] < self.d_v:
+            if inner.shape[2] < self.d_v:
                 raise AttentionError(
                     f"map 'head_out' of a layer with {step.title} needs an output at least "
                     f"{self.d_v} wide; it is {own.w_o.shape[2]} wide; use map='head'"
                 )
-            return self._with_step(step.followed_by(r.mT)), e
-        b_v = None if own.b_v is None else (own.b_v[:, None] @ r.mT)[:, 0]
-        return self.with_values(own.w_v @ r.mT, b_v), e
+            return self._with_step(step.followed_by(inner)), e
+        b_v = None if own.b_v is None else (own.b_v[:, None] @ inner)[:, 0]
+        return self.with_values(own.w_v @ inner, b_v), e

@@ -1,8 +1,8 @@
-"""Factors that several published bounds share, as upper values with exponents of their own.
+"""Factors that several published bounds share, as upper values in float64.
 
-They are of the numbers given, whatever their dtype: everything is computed in float64 from factors
-brought into range by powers of two, and rounding is added: Lemmas 83, 84, 85 and 86
-(docs/theory/upper_values.md). Each is computed once per `Attention`.
+They are of the numbers given, whatever their dtype. What rounding takes from norms and from P is
+inside: Lemmas 84, 85 and 86 (docs/theory/upper_values.md); what it takes from the few sums and
+products of them is the allowance of `Bound`. Each is computed once per `Attention`.
 """
 
 import math
@@ -26,9 +26,8 @@ from lipbound.linalg.matrix_norms import (
     singular_pair,
     with_derivative,
 )
-from lipbound.linalg.upper import Upper, scaled
 
-ROOT3 = Upper.of(math.sqrt(3) * (1 + 4 * UNIT))
+ROOT3 = math.sqrt(3)
 TIGHT = 1e-10
 """Relative excess that the norm of P may have over the exact one."""
 COPIES = 5
@@ -36,6 +35,8 @@ COPIES = 5
 STEPS = 100
 UNKNOWN = 0.5
 """Relative errors of probabilities from which on nothing is taken from their values."""
+FAINT = 1e-100
+"""More than what underflow can take from a distance of tokens, relative to the longest of them."""
 TINY = 2.0**-900
 """More than what underflow can take from a sum of probabilities."""
 
@@ -52,66 +53,52 @@ def wide(att: Attention) -> Attention:
 # -- norms of what is given ------------------------------------------------------------------------
 
 
-def spectral(t: Tensor) -> Upper:
-    """Spectral norms over the last two axes."""
-    t, e = scaled(t, (-2, -1))
-    return Upper.of(matrix_norm(t)).shifted(e[..., 0, 0])
-
-
-def size(t: Tensor, dims: int | tuple[int, ...]) -> Upper:
+def size(t: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """Lengths (Frobenius norms) over the last axis or axes."""
-    t, e = scaled(t, dims)
-    t, e = (u.flatten(-2) if isinstance(dims, tuple) else u for u in (t, e))
-    length = torch.linalg.vector_norm(t, dim=-1) * (1 + gamma(t.shape[-1] + 4))
-    return Upper.of(length).shifted(e[..., 0])
+    t = t.double().flatten(-2) if isinstance(dims, tuple) else t.double()
+    return torch.linalg.vector_norm(t, dim=-1) * (1 + gamma(t.shape[-1] + 4))
 
 
 @memoised
-def norm_v(att: Attention) -> Upper:
+def norm_v(att: Attention) -> Tensor:
     """Norm ||W_V||, (heads,)."""
-    return spectral(att.w_v)
+    return matrix_norm(att.w_v)
 
 
 @memoised
-def norm_q(att: Attention) -> Upper:
+def norm_q(att: Attention) -> Tensor:
     """Norm ||W_Q||, (heads,)."""
-    return spectral(att.w_q)
+    return matrix_norm(att.w_q)
 
 
 @memoised
-def norm_k(att: Attention) -> Upper:
+def norm_k(att: Attention) -> Tensor:
     """Norm ||W_K||, (heads,)."""
-    return spectral(att.w_k)
+    return matrix_norm(att.w_k)
 
 
-def scale(att: Attention) -> Upper:
-    """Size of the scale, |c|."""
-    return Upper.of(torch.tensor(abs(att.scale), dtype=torch.float64, device=att.device))
-
-
-def turn(att: Attention) -> Upper:
+def turn(att: Attention) -> float:
     """The largest norm of a token's rotation, 1 without."""
-    norm = 1.0 if att.rotation is None else att.rotation.norm
-    return Upper.of(torch.tensor(norm, dtype=torch.float64, device=att.device))
+    return 1.0 if att.rotation is None else att.rotation.norm
 
 
 @memoised
-def norm_a(att: Attention) -> Upper:
+def norm_a(att: Attention) -> Tensor:
     """Norm ||A||, A = scale W_Q W_K^T (D x D), (heads,).
 
     With a rotation |scale| max ||R_i||^2 ||W_Q|| ||W_K||, which bounds those of all A_ij.
     """
     if att.rotation is not None:
-        return scale(att) * turn(att) ** 2 * norm_q(att) * norm_k(att)
-    return scale(att) * product(att.w_q, att.w_k)
+        return abs(att.scale) * turn(att) ** 2 * norm_q(att) * norm_k(att)
+    return abs(att.scale) * product(att.w_q, att.w_k)
 
 
-def product(a: Tensor, b: Tensor) -> Upper:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Norm ||a b^T|| of a (..., m, d) and b (..., m, d), without forming it.
 
     Lemma 86 (docs/theory/upper_values.md).
     """
-    (a, e), (b, f) = scaled(a, (-2, -1)), scaled(b, (-2, -1))
+    a, b = a.double(), b.double()
     tall = a.shape[-2] > a.shape[-1]
     r_a, r_b = (torch.linalg.qr(t.detach(), mode="r").R if tall else t.detach() for t in (a, b))
     inner = r_a @ r_b.mT
@@ -125,37 +112,37 @@ def product(a: Tensor, b: Tensor) -> Upper:
         right = b.detach() @ (r_a.mT @ u[..., :, :1]) / top
         form = ((left.mT @ a) @ (b.mT @ right))[..., 0, 0]
         norm = with_derivative(norm, form)
-    return Upper.of(norm).shifted((e + f)[..., 0, 0])
+    return norm
 
 
-def length_of_bias(b: Tensor | None, att: Attention) -> Upper:
+def length_of_bias(b: Tensor | None, att: Attention) -> Tensor:
     """Length |b|, (heads,); zero without."""
     if b is None:
-        return Upper.of(torch.zeros(att.heads, dtype=torch.float64, device=att.device))
+        return torch.zeros(att.heads, dtype=torch.float64, device=att.device)
     return size(b, -1)
 
 
-def pull_of_biases(att: Attention) -> tuple[Upper, Upper]:
+def pull_of_biases(att: Attention) -> tuple[Tensor, Tensor]:
     """Largest moves of gradients of scores by biases, with rotation or cap, (heads,) each.
 
     |scale| max ||R_i||^2 times ||W_K|| |b_Q| and ||W_Q|| |b_K|.
     """
-    factor = scale(att) * turn(att) ** 2
+    factor = abs(att.scale) * turn(att) ** 2
     by_q = factor * norm_k(att) * length_of_bias(att.b_q, att)
     return by_q, factor * norm_q(att) * length_of_bias(att.b_k, att)
 
 
-def slope_by_lengths(att: Attention, r: Upper) -> Upper:
+def slope_by_lengths(att: Attention, r: Tensor) -> Tensor:
     """Slope of scores with rotation or cap, where tokens are no longer than r, (samples, heads)."""
     q, k = pull_of_biases(att)
     return r * (2 * norm_a(att) * r + q + k)
 
 
-def shift(att: Attention) -> Upper:
+def shift(att: Attention) -> Tensor:
     """Length |scale W_K b_Q|, (heads,)."""
     if att.b_q is None:
         return length_of_bias(None, att)
-    return scale(att) * product(att.w_k, att.b_q[:, None])
+    return abs(att.scale) * product(att.w_k, att.b_q[:, None])
 
 
 # -- inputs: (samples, 1), so that they broadcast against heads ------------------------------------
@@ -166,47 +153,47 @@ def count(att: Attention) -> Tensor:
     return att.lengths[:, None]
 
 
-def root_count(att: Attention) -> Upper:
+def root_count(att: Attention) -> Tensor:
     """Root of N, (samples, 1)."""
-    return Upper.of(count(att)).sqrt()
+    return count(att).sqrt()
 
 
 @memoised
-def radius(att: Attention) -> Upper:
+def radius(att: Attention) -> Tensor:
     """Largest length R = max_i |x_i| of a token, (samples, 1)."""
-    x, e = scaled(att.x, (-2, -1))
+    x = att.x.double()
     where = x.detach().norm(dim=-1).argmax(-1)
-    return size(x[torch.arange(len(x), device=x.device), where][:, None], -1).shifted(e[:, 0])
+    return size(x[torch.arange(len(x), device=x.device), where][:, None], -1)
 
 
 @memoised
-def frobenius(att: Attention) -> Upper:
+def frobenius(att: Attention) -> Tensor:
     """Frobenius norm ||X||_F, (samples, 1)."""
     return size(att.x[:, None], (-2, -1))
 
 
 @memoised
-def norm_x(att: Attention) -> Upper:
+def norm_x(att: Attention) -> Tensor:
     """Spectral norm ||X||, (samples, 1)."""
-    return spectral(att.x[:, None])
+    return matrix_norm(att.x[:, None])
 
 
 @memoised
-def diameter(att: Attention) -> Upper:
+def diameter(att: Attention) -> Tensor:
     """Largest distance |x_i - x_j| of tokens that are not padding, (samples, 1)."""
-    x, e = scaled(att.x, (-2, -1))
+    x = att.x.double()
     fixed = x.detach()
     distances = torch.cdist(fixed, fixed, compute_mode="donot_use_mm_for_euclid_dist")
     if att.valid is not None:
         distances = distances * (att.valid[:, None, :] & att.valid[:, :, None])
     pair, row = distances.flatten(1).argmax(-1), torch.arange(len(x), device=x.device)
     apart = (x[row, pair // x.shape[1]] - x[row, pair % x.shape[1]]).norm(dim=-1)
-    return Upper.of(apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + 2.0**-500).shifted(e[:, 0])
+    return apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + FAINT * radius(att)
 
 
-def total_radius(att: Attention, radius: float, ball: str) -> Upper:
+def total_radius(att: Attention, radius: float, ball: str) -> Tensor:
     """Radius of a ball in the Frobenius norm of X, and so in the spectral norm, (samples, 1)."""
-    return Upper.of(radius) * (root_count(att) if ball == "token" else torch.ones_like(count(att)))
+    return radius * (root_count(att) if ball == "token" else torch.ones_like(count(att)))
 
 
 # -- attention: (samples, heads) -------------------------------------------------------------------
@@ -238,7 +225,7 @@ def probabilities(att: Attention) -> Tensor:
 
 
 @memoised
-def norm_p(att: Attention) -> Upper:
+def norm_p(att: Attention) -> Tensor:
     """Spectral norm ||P||, (samples, heads)."""
     p, (stretch, unknown) = probabilities(att), stretched(att, 1)
     fixed = (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
@@ -246,41 +233,40 @@ def norm_p(att: Attention) -> Upper:
     if p.requires_grad:
         u, y = singular_pair(fixed)
         norm = with_derivative(norm, (u * (p @ y)).sum((-1, -2)))
-    left, value = unknown.sum(-1).double(), Upper.of(norm)
-    value = (value**2 + left).sqrt() if bool(left.any()) else value
-    return value.minimum(root_count(att))
+    left = unknown.sum(-1)
+    value = torch.where(left > 0, (norm**2 + left).sqrt(), norm).nan_to_num(nan=math.inf)
+    return torch.minimum(value, root_count(att))
 
 
 @memoised
-def norm_m(att: Attention) -> Upper:
+def norm_m(att: Attention) -> Tensor:
     """Largest norm max_i ||M(P_i)|| of a softmax Jacobian, (samples, heads)."""
     return _of_rows(att, largest_jacobian_norm)
 
 
 @memoised
-def largest_g1(att: Attention) -> Upper:
+def largest_g1(att: Attention) -> Tensor:
     """Largest max_i g_1(P_i), (samples, heads)."""
     return _of_rows(att, lambda p, stretch: (g(normalised(p)) * stretch).max(-1).values)
 
 
-def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upper:
+def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     stretch, unknown = stretched(att, 2)
     value = largest(probabilities(att), stretch * (1 + gamma(8 * att.tokens + 100))) + TINY
-    return Upper.of(torch.where(unknown.any(-1) | (value > 0.5), 0.5, value))
+    return torch.where(unknown.any(-1) | ~(value <= 0.5), 0.5, value)
 
 
 @memoised
-def deviation(att: Attention) -> Upper:
+def deviation(att: Attention) -> Tensor:
     """Largest norm max_i ||X^T M(P_i)||, (samples, heads)."""
     stretch, unknown = stretched(att, 1)
     factor = stretch * (1 + att.tokens * stretch * (stretch - 1))
     value = weighted_deviation_norm(att.x, probabilities(att), factor)
-    if bool(unknown.any()):
-        value = value.minimum(radius(att)).maximum(radius(att) * unknown.any(-1))
-    return value.minimum(radius(att))
+    value = torch.where(unknown.any(-1) | value.isnan(), torch.inf, value)
+    return torch.minimum(value, radius(att))
 
 
-def entering(att: Attention) -> tuple[tuple[Tensor, Upper], tuple[Tensor, Upper]]:
+def entering(att: Attention) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Queries and keys as they enter the scores, each with upper values of a token's rounding.
 
     (samples, heads, N, d) in float64, zero for padding, keys centred unless there is a cap; and
@@ -303,22 +289,22 @@ def entering(att: Attention) -> tuple[tuple[Tensor, Upper], tuple[Tensor, Upper]
     return (q, found[0]), (k, found[1])
 
 
-def slope_of_scores(att: Attention) -> Upper:
+def slope_of_scores(att: Attention) -> Tensor:
     r"""Upper value of the norm of dX -> dS before the softmax, rotation or cap, (samples, heads).
 
     :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as
     they enter the scores (keys centred, unless there is a cap): Lemma 32
     (docs/theory/published.md).
     """
-    q, k = (spectral(t) + error * root_count(att) for t, error in entering(att))
-    return scale(att) * turn(att) * (q * norm_k(att) + k * norm_q(att))
+    q, k = (matrix_norm(t) + error * root_count(att) for t, error in entering(att))
+    return abs(att.scale) * turn(att) * (q * norm_k(att) + k * norm_q(att))
 
 
 # -- shares of terms -------------------------------------------------------------------------------
 
 
 def values_and_softmax(
-    share: Callable[[Attention, Upper], Upper],
+    share: Callable[[Attention, Tensor], Tensor],
 ) -> Callable[[Bound, Attention], dict[str, Tensor]]:
     """The terms of a bound of two, from the share of "values".
 
@@ -328,8 +314,7 @@ def values_and_softmax(
     def terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
         with torch.no_grad():
             value = bound(att)
-            part = Upper.of(share(att, Upper.of(value))).value()
-            part = torch.where(value > 0, part, 1.0).clamp(0, 1).expand_as(value)
+            part = torch.where(value > 0, share(att, value), 1.0).clamp(0, 1).expand_as(value)
         return {"values": part, "softmax": 1 - part}
 
     return terms

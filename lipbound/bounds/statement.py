@@ -113,7 +113,8 @@ class Bound:
             LipboundError: derivatives may be wanted of a bound that has none; inputs longer than
                 `longest`.
         """
-        from lipbound.devices import in_own_modes  # here, since it needs torch
+        from lipbound.attention.rescaling import check_sizes  # here, since they need torch
+        from lipbound.devices import in_own_modes
 
         formula = self.formula(att)
         if not self.differentiable and att.cache.recording:
@@ -123,8 +124,9 @@ class Bound:
             )
         if why := self.too_long(att.tokens, att.heads, att.variants):
             raise LipboundError(f"bound {self.name!r} {why}")
+        check_sizes(att)
         return in_own_modes(
-            lambda layer: _numbers(formula.function(layer)).expand(att.samples, att.heads)
+            lambda layer: _numbers(layer, formula.function(layer)).expand(att.samples, att.heads)
         )(att)
 
     def formula(self, att: Attention) -> Formula:
@@ -216,7 +218,7 @@ class Bound:
         check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r} over a ball")
         check_ball(radius, ball)
-        return _numbers(self.ball(att, float(radius), ball)).expand(att.samples, att.heads)
+        return _numbers(att, self.ball(att, float(radius), ball)).expand(att.samples, att.heads)
 
     def extends(self, *variants: str, **parts: Any) -> Callable[[Function], Function]:
         """Decorator: a formula for variants of heads that the formulas so far do not cover.
@@ -280,9 +282,22 @@ class Bound:
         return "exact_l2" if self.map == "l2" else "exact"
 
 
-def _numbers(values: Tensor) -> Tensor:
-    """Values in float64; what is no number bounds nothing, and is infinite."""
-    return values.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
+def _numbers(att: Attention, values: Tensor) -> Tensor:
+    """Values in float64, rounded upwards; what is no number bounds nothing, and is infinite."""
+    upper = values.double() * (1 + allowance(att))
+    return upper.nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
+
+
+def allowance(att: Attention) -> float:
+    """Relative rounding of what a formula makes of upper values: 1e-12 at 1,000 tokens.
+
+    Formulas are sums, products, roots and minima of numbers >= 0, over tokens and coordinates:
+    Lemma 77 (docs/theory/upper_values.md).
+    """
+    from lipbound.linalg.matrix_norms import gamma  # here, since it needs torch
+
+    sizes = max(att.rows, att.keys) + att.x.shape[2] + 2 * att.d + 2 * att.d_v
+    return 2 * gamma(6 * sizes + 400)
 
 
 def check_ball(radius: float, ball: str) -> None:

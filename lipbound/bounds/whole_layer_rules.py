@@ -19,15 +19,15 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.bounds.factors import root_count, size, spectral, wide
+from lipbound.bounds.factors import root_count, size, wide
 from lipbound.bounds.registry import get, resolve
-from lipbound.bounds.statement import Bound
+from lipbound.bounds.statement import Bound, allowance
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer, choice
 from lipbound.jacobians.maps import BLOCKS, block_bound
-from lipbound.jacobians.rounding import Folding, folding_error, folding_slack
+from lipbound.jacobians.rounding import folding_loss
+from lipbound.jacobians.streaming import head_jacobian
 from lipbound.linalg.matrix_norms import matrix_norm
-from lipbound.linalg.upper import Upper, scaled
 
 RULES = ("best", "sum", "root_sum_square", "folded")
 MAPS_OF_LAYERS = ("heads", "layer", *BLOCKS)
@@ -95,23 +95,23 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     if rule == "folded" and map == "layer":
         return folded(att, name)
     total, root_sum_square = _together(bound, att, map)
-    return (total if rule == "sum" else root_sum_square).value()
+    return (total if rule == "sum" else root_sum_square) * (1 + allowance(att))
 
 
-def _together(bound: Bound, att: Attention, map: str) -> tuple[Upper, Upper]:
+def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
     """The rules "sum" and "root_sum_square", (samples,)."""
     heads = bound(att)
     if map == "heads":
-        return Upper.of(heads).sum(), size(heads, -1)
+        return heads.sum(-1), size(heads, -1)
     assert att.w_o is not None
-    together = spectral(att.w_o.flatten(0, 1)) * size(heads, -1)
-    return (Upper.of(heads) * spectral(att.w_o)).sum(), together
+    together = matrix_norm(att.w_o.flatten(0, 1)) * size(heads, -1)
+    return (heads * matrix_norm(att.w_o)).sum(-1), together
 
 
 def published(bound: Bound, att: Attention, map: str) -> Tensor:
     """The smaller of the published rules, (samples,)."""
     total, root_sum_square = _together(bound, att, map)
-    return total.minimum(root_sum_square).value()
+    return torch.minimum(total, root_sum_square) * (1 + allowance(att))
 
 
 def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
@@ -132,15 +132,12 @@ def folded(att: Attention, name: str) -> Tensor:
     Proof: Lemma 20 (docs/theory/layers.md); what folding rounds is added, by Lemma 72
     (docs/theory/rounding.md).
     """
-    heads, e, folding = _folded(att)
+    heads, e, lost = _folded(att)
     values = get(name)(heads)
     omega = matrix_norm(e[:, None].mT @ e[None])
-    known = torch.isfinite(values)
-    parts, exponent = scaled(torch.where(known, values, 0.0), -1)
-    pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt()
-    pairs = pairs.shifted(exponent[:, 0]) + torch.where(known, 0.0, values).sum(-1)
-    together = pairs.minimum(spectral(torch.cat(list(e), 1)) * size(values, -1)) * (1 + 1e-12)
-    return (together + _rounded(heads, folding, name).sum()).value()
+    pairs = torch.einsum("sh,hg,sg->s", values, omega, values).sqrt()
+    together = torch.fmin(pairs, matrix_norm(torch.cat(list(e), 1)) * size(values, -1))
+    return (together + (lost * _reach(att, name)).sum(-1)) * (1 + allowance(att))
 
 
 def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
@@ -149,21 +146,23 @@ def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
     The map "head_out". The bound's value at the heads that have absorbed them, and what that has
     rounded: Lemma 4 (docs/theory/jacobian.md) and Lemma 72 (docs/theory/rounding.md).
     """
-    heads, e, folding = _folded(att)
+    heads, e, lost = _folded(att)
     bound = get(name)
-    value = Upper.of(bound(heads)) * spectral(e)
-    return (value + _rounded(heads, folding, name)).value(), bound.sound(heads)
+    value = bound(heads) * matrix_norm(e) + lost * _reach(att, name)
+    return value * (1 + allowance(att)), bound.sound(heads)
 
 
 @memoised
-def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
-    """Float64 heads with their output slices absorbed, the bases of outputs, and the rounding."""
+def _folded(att: Attention) -> tuple[Attention, Tensor, Tensor]:
+    """Float64 heads with their output slices absorbed, the bases of outputs, and what that loses.
+
+    The last in the Frobenius norm, (samples, heads).
+    """
     given = wide(att)
     heads, e = given.fold_output()
-    return heads, e, folding_error(given, heads, e)
+    return heads, e, folding_loss(given, e, head_jacobian(given))
 
 
-def _rounded(heads: Attention, folding: Folding, name: str) -> Upper:
-    """Upper values of what folding took from heads, in the norm of a bound, (samples, heads)."""
-    lost = Upper.of(folding_slack(heads, folding))
-    return lost * root_count(heads) if get(name).norm == "every-token" else lost
+def _reach(att: Attention, name: str) -> Tensor | float:
+    """How much larger norms can be in the norm of a bound than in the Frobenius norm."""
+    return root_count(att) if get(name).norm == "every-token" else 1.0

@@ -17,7 +17,6 @@ def gated(
     op: HeadOperator,
     e: TensorErrors,
     before: Roundoff,
-    folded: Tensor | float,
     *,
     logits_move: bool = True,
 ) -> Roundoff:
@@ -29,7 +28,6 @@ def gated(
         op: its Jacobian.
         e: errors of its tensors.
         before: roundings of the heads before their gates, (samples x heads,).
-        folded: what was rounded in the matrix that follows the gate, in norm, (heads,) or 0.
         logits_move: False where the gate is held, and scales outputs alone.
     """
     step, shape = op.gate, (att.samples, att.heads, att.rows)
@@ -64,7 +62,7 @@ def gated(
     if gate.after is not None:
         norm = torch.linalg.matrix_norm(gate.after)
         products = norm * (products + 2 * (att.d_v + 8) * UNIT * whole)
-        tensors, whole = norm * tensors + folded * whole, norm * whole
+        tensors, whole = norm * tensors, norm * whole
     return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, products, whole)))
 
 

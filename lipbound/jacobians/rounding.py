@@ -14,25 +14,15 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
-from lipbound.attention.rounding import (
-    MARGIN,
-    SMALLEST,
-    TensorErrors,
-    length,
-    tensor_errors,
-)
-from lipbound.attention.variants.base import Passing
+from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, tensor_errors
 from lipbound.attention.variants.gate import Gate
-from lipbound.attention.variants.other_stream import OtherStream
-from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.jacobians.gate_rounding import gated
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, normaliser_of
 from lipbound.jacobians.one_side import OneSide
 from lipbound.jacobians.streaming import head_jacobian
-from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
+from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
-from lipbound.linalg.upper import Upper, scaled
 
 
 def tensor_error(att: Attention) -> Tensor:
@@ -156,9 +146,9 @@ def distance(e: TensorErrors, mix: Mixing, scale: float) -> Tensor:
 def roundoff(
     att: Attention,
     op: HeadOperator,
-    *,
-    folding: "Folding | None" = None,
     alone: OneSide | None = None,
+    *,
+    values: Tensor | None = None,
 ) -> Roundoff:
     """Roundings of the heads of a float64 layer.
 
@@ -169,20 +159,14 @@ def roundoff(
     Args:
         att: the layer.
         op: its Jacobian.
-        folding: how far its values may be from those that are meant.
         alone: the side whose Jacobian this is, None for the inputs.
+        values: lengths of values, (samples, heads, N), instead of those of the centred ones.
 
     Returns:
         Fields (samples x heads,), on the CPU.
     """
-    e = tensor_errors(att) if alone is None else alone.errors(att)
-    n, skew = max(att.rows, att.keys), 0.0 if folding is None else folding.skew
-    if folding is not None and att.scoring.find(Gate) is None:
-        moved, slope = _moved(att, folding)
-        if alone is not None:  # what values are made of does not move
-            slope = folding.weights[:, None] if alone.side == "v" else torch.zeros_like(slope)
-        v_error, v_slope_error = e.v_error + moved, e.v_slope_error + slope
-        e = replace(e, v_error=v_error, v_slope_error=v_slope_error)
+    e, n = tensor_errors(att) if alone is None else alone.errors(att), max(att.rows, att.keys)
+    e = e if values is None else replace(e, v=values)
     columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(e.v.shape)
     real = None if att.valid_rows is None else att.valid_rows[:, None]
     mix = Mixing.of(columns, op.largest().view(e.q.shape), real)
@@ -198,134 +182,35 @@ def roundoff(
         steps += 2 * (att.d + att.d_v + op.in_shape[1]) + 48
     found = Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, steps * UNIT * size, size)))
     gate = att.scoring.find(Gate)
-    if gate is not None:
-        lost = 0.0 if folding is None else folding.weights
-        found = gated(att, gate, op, e, found, lost, logits_move=alone is None)
-    return found._replace(tensors=_upper(found.tensors + skew * found.size)) if skew else found
-
-
-class Folding(NamedTuple):
-    r"""Upper values of the rounding by which an output slice was folded into the values.
-
-    Attributes:
-        weights: :math:`\|W_V W_O - \hat w E^T\|_F`, (heads,); of normalised values :math:`M W_O -
-            \hat M E^T` with M what follows the normalisation, likewise of gated outputs.
-        biases: the same of the values' biases, (heads,).
-        skew: how far E, as stored, is from orthonormal columns.
-    """
-
-    weights: Tensor
-    biases: Tensor
-    skew: float
-
-    def shifted(self, exponents: Tensor) -> "Folding":
-        """The same for values multiplied by powers of two, (heads,)."""
-        weights, biases = (times_power_up(t, exponents) for t in (self.weights, self.biases))
-        return Folding(weights, biases, self.skew)
+    return found if gate is None else gated(att, gate, op, e, found, logits_move=alone is None)
 
 
 @torch.no_grad()
-def folding_error(att: Attention, folded: Attention, basis: Tensor) -> Folding:
-    """Rounding of a layer that `Attention.fold_output` made of another.
+def folding_loss(
+    att: Attention, basis: Tensor, op: HeadOperator, alone: OneSide | None = None
+) -> Tensor:
+    """How far norms with and without `Attention.fold_output` may be apart, (samples, heads).
 
-    With its ``basis`` E (heads, D_out, r): Lemma 72 (docs/theory/rounding.md).
+    What QR and products lose of the output slice, relative to its norm, times the size of the heads
+    before it: Lemma 72 (docs/theory/rounding.md).
+
+    Args:
+        att: the layer before its output slices are folded in, float64.
+        basis: (heads, D_out, r) as `Attention.fold_output` returns it.
+        op: the Jacobian of the heads, folded or not.
+        alone: the side that moves, before folding; None for the inputs.
     """
     assert att.w_o is not None
-    gates = [one.scoring.find(Gate) for one in (att, folded)]
-    if gates[0] is not None and gates[1] is not None and gates[1].after is not None:
-        m = gates[0].after
-        if m is None:
-            m = torch.eye(att.d_v, dtype=att.dtype, device=att.device).expand(att.heads, -1, -1)
-        weights, skew = _missed(m, att.w_o, basis, gates[1].after)
-        return Folding(weights, torch.zeros_like(weights), skew)
-    before, after = (one.scoring.values_step for one in (att, folded))
-    if before is not None and after is not None:
-        m, made = (next(iter(step.linear().values())) for step in (before, after))
-        if m.ndim == 2:  # the first matrix that follows normalised values
-            m = torch.eye(att.d_v, dtype=att.dtype, device=att.device).expand(att.heads, -1, -1)
-        weights, skew = _missed(m.flatten(1, -2), att.w_o, basis, made.flatten(1, -2))
-        return Folding(weights, torch.zeros_like(weights), skew)
-    weights, skew = _missed(att.w_v, att.w_o, basis, folded.w_v)
-    if att.b_v is None or folded.b_v is None:
-        return Folding(weights, torch.zeros_like(weights), skew)
-    return Folding(weights, _missed(att.b_v[:, None], att.w_o, basis, folded.b_v[:, None])[0], skew)
-
-
-def values_folding_error(w_o: Tensor, basis: Tensor, through: Tensor) -> Folding:
-    """Rounding of matrices (heads, d_v, r) by which values are multiplied in place of ``w_o``.
-
-    With ``basis`` as for `folding_error`.
-    """
-    eye = torch.eye(w_o.shape[1], dtype=w_o.dtype, device=w_o.device).expand(len(w_o), -1, -1)
-    weights, skew = _missed(eye, w_o, basis, through)
-    return Folding(weights, torch.zeros_like(weights), skew)
-
-
-def _missed(w: Tensor, w_o: Tensor, e: Tensor, folded: Tensor) -> tuple[Tensor, float]:
-    """Upper values of |w w_o - folded e^T|_F, (heads,), and of |e^T e - 1|_F.
-
-    w and w_o are taken in units of their sizes, so that no square underflows.
-    """
-    (w, a), (w_o, b), e = scaled(w, (-2, -1)), scaled(w_o, (-2, -1)), e.double()
-    near, inner = times_power(folded.double(), -(a + b)), w_o @ e
-    per = 2 * (w.shape[-1] + e.shape[1] + 16) * UNIT
-    sizes = [torch.linalg.matrix_norm(t) for t in (w, w_o, e, inner)]
-    left = torch.linalg.matrix_norm(w_o - inner @ e.mT) + per * sizes[1] * sizes[2] * (1 + sizes[2])
-    made = torch.linalg.matrix_norm(near - w @ inner) + per * sizes[0] * sizes[3]
-    missed = Upper.of((sizes[0] * left + sizes[2] * made) * MARGIN)
-    unit = torch.eye(e.shape[2], dtype=e.dtype, device=e.device)
-    skew = torch.linalg.matrix_norm(e.mT @ e - unit) + per * sizes[2] ** 2
-    return missed.shifted((a + b)[..., 0, 0]).value(), float(skew.amax())
-
-
-def _moved(att: Attention, folding: Folding) -> tuple[Tensor, Tensor]:
-    """Distances of values from those that are meant, and of their derivatives.
-
-    (samples, heads, N), and broadcasting to it. Less what all values share where P does not see
-    that.
-    """
-    x, sinks = att.x.double(), att.scoring.extra_scores is not None
-    weights, step = folding.weights[:, None], att.scoring.values_step
-    if isinstance(step, OtherStream):
-        moved = weights.expand(att.samples, -1, -1).expand(-1, -1, att.keys)
-        return moved, torch.zeros_like(moved)
-    if isinstance(step, ValueNorm):
-        y, slope = att.projected("v"), length(att.w_v)[:, None]
-        none = torch.zeros_like(y[..., 0])
-        known = step.norm.rounded(x, y, Passing(none, slope.expand_as(none), none))
-        reach = torch.linalg.vector_norm(step.norm.apply(x, y), dim=-1) + known.error
-        return reach * weights, known.slope * weights
-    x = x if sinks else att.centred(x)
-    moved = torch.linalg.vector_norm(x, dim=-1)[:, None] * weights
-    return moved + folding.biases[:, None] if sinks else moved, weights
-
-
-@torch.no_grad()
-def folding_slack(folded: Attention, folding: Folding) -> Tensor:
-    """Upper values of the norms that folding has taken from heads, (samples, heads).
-
-    Lemma 72 (docs/theory/rounding.md). They are norms of heads with the same probabilities, as far
-    as these are known, whose values are what was rounded away.
-    """
-    gate = folded.scoring.find(Gate)
-    if gate is not None:
-        bare = folded.scoring.replaced(replace(gate, after=None))
-        ungated = folded.with_parts(scoring=bare, check=False)
-        known = roundoff(ungated, head_jacobian(ungated))
-        size = (known.size + known.tensors).view(folded.samples, folded.heads).to(folded.device)
-        return _upper(size * folding.weights)
-    e = tensor_errors(folded)
-    v, v_slope = (t * MARGIN for t in _moved(folded, folding))
-    keys = folded.valid_keys
-    v = v if keys is None else v.masked_fill(~keys[:, None], 0.0)
-    root = torch.full_like(v.amax(-1), max(folded.rows, folded.keys) ** 0.5)
-    mix = Mixing(root, torch.ones_like(root), float(root.flatten()[0]))
-    length = 2 * v.amax(-1)
-    exact = Sizes.of(e, mix).plus(e, mix)
-    exact = exact._replace(off=length, reach=length * root, w_v=v_slope.amax(-1))
-    through = exact.through(mix, folded.scale)
-    stated = torch.isfinite(e.score).all(-1)
-    return torch.where(stated, _upper(through[0] + through[1]), torch.inf)
+    w_o, inner = att.w_o, att.w_o @ basis
+    eye = torch.eye(basis.shape[2], dtype=torch.float64, device=basis.device)
+    parts = (w_o, basis, inner, basis.mT @ basis - eye, w_o - inner @ basis.mT)
+    size, long, near, skew, left = (torch.linalg.matrix_norm(t) for t in parts)
+    per = 2 * (sum(w_o.shape[1:]) + basis.shape[2] + 16) * UNIT
+    lost = left + per * (size + near * long) + near * (skew + per * (1 + long**2))
+    # values of another stream are folded token by token, with what they have in common
+    values = None if att.other_stream is None else torch.linalg.vector_norm(att.wide_v, dim=-1)
+    heads = roundoff(att, op, alone, values=values).size.view(att.samples, att.heads)
+    return _upper(heads.to(lost.device) * lost)
 
 
 def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
@@ -344,7 +229,7 @@ def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
     tokens, inputs = max(att.rows, att.keys), att.x.shape[2]
     width = (2 * (tokens + 3 * (att.d + att.d_v) + inputs + att.heads + 60)) * UNIT
     if map == "heads" or att.w_o is None:
-        tensors, size = _length(tensors), _length(size)
+        tensors, size = tensors.norm(dim=-1), size.norm(dim=-1)
     else:
         w_o = torch.linalg.matrix_norm(att.w_o).cpu()
         tensors, size = ((t * w_o).sum(-1) for t in (tensors, size))
@@ -352,14 +237,6 @@ def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
     if map in BLOCKS:
         return _block(att, map, tensors, size, width)
     return Roundoff(_upper(tensors), _upper(width * size), _upper(size))
-
-
-def _length(t: Tensor) -> Tensor:
-    """Return lengths of vectors of numbers >= 0 over the last axis, also of tiny ones."""
-    largest = t.amax(-1, keepdim=True)
-    known = (largest > 0) & torch.isfinite(largest)
-    unit = torch.where(known, largest, 1.0)
-    return (t / unit).norm(dim=-1) * unit[..., 0]
 
 
 def _block(att: Attention, map: str, tensors: Tensor, size: Tensor, width: float) -> Roundoff:

@@ -133,7 +133,7 @@ def spectral_norm(
         norm = dense_svd(wide.op, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
     else:
-        if att.dtype == torch.float64 or wide.known is not None:
+        if att.dtype == torch.float64:
             op = wide.op
         else:
             op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks, side=side).op
@@ -206,11 +206,6 @@ def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
         if whole
         else _scale(norm.view(att.samples, att.heads), exponents)
     )
-    if measured.known is not None:
-        known = measured.known.cpu()
-        unknown = {"lower": 0.0, "upper": math.inf, "error": math.inf, "converged": False}
-        ends = {name: torch.where(known, getattr(norm, name), t) for name, t in unknown.items()}
-        norm = replace(norm, **ends)
     if whole:
         return _cast(norm, att.dtype)
     if norm.left is None or norm.right is None:

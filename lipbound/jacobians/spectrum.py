@@ -108,8 +108,6 @@ def _each_piece(att: Attention | ModuleAttention, map: str, what: str, measure: 
         value = measure(measured.op, measured).cpu()
         exponents = measured.exponents[:1] if map in WHOLE else measured.exponents
         value = times_power(value, exponents) if measure is _frobenius else value
-        if measured.known is not None:
-            value = torch.where(measured.known.cpu().view_as(value), value, torch.nan)
         values.append(value if map in WHOLE else value[None])
     return beside(values, att.samples, map, lambda several, dim: torch.cat(list(several), dim))
 

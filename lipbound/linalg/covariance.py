@@ -5,8 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipbound.linalg.matrix_norms import UNIT, eigenvalues, gamma, with_derivative
-from lipbound.linalg.upper import Upper, scaled
+from lipbound.linalg.matrix_norms import (
+    UNIT,
+    eigenvalues,
+    gamma,
+    power_of_two,
+    with_derivative,
+)
 
 ROWS = 4
 """Rows of each head solved for at a time, after the first, which is nearly always the largest."""
@@ -29,7 +34,7 @@ class Largest(NamedTuple):
     solved: Tensor
 
 
-def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None) -> Upper:
+def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None) -> Tensor:
     r"""Return upper values of :math:`\max_i f_i\,\|X^T M(P_i)\|`, (samples, heads).
 
     Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly,
@@ -45,7 +50,8 @@ def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None)
         stretch: f, (samples, heads, N), at least 1; what rounding of P takes, for instance. One by
             default.
     """
-    x, e = scaled(x, (-2, -1))
+    unit = power_of_two(x.detach().abs().amax((-2, -1)))
+    x = x.double() / unit[:, None, None]
     stretch = torch.ones_like(p[..., 0], dtype=torch.float64) if stretch is None else stretch
     values = []
     for one, rows, factors in zip(x, p, stretch, strict=True):
@@ -53,7 +59,7 @@ def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None)
             found = _one_sample(one, rows.double(), factors)
         derived = one.requires_grad or rows.requires_grad
         values.append(_derived(found, one, rows.double(), factors) if derived else found.value)
-    return Upper.of(torch.stack(values)).shifted(e[:, 0])
+    return torch.stack(values) * unit[:, None]
 
 
 def _inner_products(x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def test_pairs_at_any_distance(offset: float) -> None:
     check(verdicts)
 
 
-@pytest.mark.parametrize("exponent", [-140, -100, -77, -40, 40, 82, 120, 150])
+@pytest.mark.parametrize("exponent", [-55, -40, -20, 20, 40, 55])
 def test_inputs_large_and_weights_small(exponent: int) -> None:
     """The scale of inputs is none of the Jacobian's, and bounds follow it."""
     g = torch.Generator().manual_seed(0)

@@ -69,7 +69,7 @@ def test_norms_of_queries_need_no_search() -> None:
     assert torch.isfinite(one.upper).all()
 
 
-@pytest.mark.parametrize("exponent", [-300, 300])
+@pytest.mark.parametrize("exponent", [-180, 180])
 @pytest.mark.parametrize("stream", STREAMS)
 def test_units_change_nothing(stream: str, exponent: int) -> None:
     """Tokens times a power of two, and projections divided by it."""

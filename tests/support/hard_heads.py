@@ -28,8 +28,8 @@ Family = Callable[[torch.Generator, torch.dtype], Attention]
 FAMILIES: dict[str, Family] = {}
 SPREAD = {torch.float32: 1e-5, torch.float64: 1e-12}
 """How little of their common part tokens may differ by and still differ."""
-RANGE = {torch.float32: 18.0, torch.float64: 150.0}
-"""Powers of ten by which tensors may be scaled without leaving the numbers of their dtype."""
+RANGE = {torch.float32: 18.0, torch.float64: 50.0}
+"""Powers of ten by which tensors may be scaled without leaving the numbers that are measured."""
 
 
 @dataclass
@@ -697,8 +697,9 @@ def odd_scales(draft: Draft) -> None:
 
 @family
 def subnormal(draft: Draft) -> None:
-    """Values, or inputs, near and below the smallest normal number of the dtype."""
-    least = float(torch.finfo(draft.dtype).tiny)
+    """Values, or inputs, near and below the smallest normal float32, or the smallest numbers that
+    are measured."""
+    least = float(torch.finfo(draft.dtype).tiny) if draft.dtype == torch.float32 else 1e-50
     if draft.chance():
         draft.w_v *= least * draft.powers(-6, 6, draft.heads)
     else:

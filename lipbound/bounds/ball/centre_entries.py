@@ -68,7 +68,7 @@ class BallCentre:
         self.u = self.q.norm(dim=-1, keepdim=True) + off.u
         self.d = torch.where(allowed, parts.distance + off.d, 0.0)
         self.f = torch.where(allowed, f + off.f, 0.0)
-        self.norm_a, self.norm_v = factors.norm_a(att).value(), parts.norm_v
+        self.norm_a, self.norm_v = factors.norm_a(att), parts.norm_v
         self.b = parts.b + off.b
         self.cov_v = _covariance_norm(parts.p, parts.v) + off.cov_v
         self.cov_k = _covariance_norm(parts.p, self.k) + off.cov_k
@@ -205,7 +205,7 @@ class VariantBallCentre(BallCentre):
         if att.sinks is not None:
             scores = torch.cat([scores, att.sinks[:, None, None].expand(-1, att.tokens, 1)], -1)
         self.scores, self.p, self.allowed = scores, torch.softmax(scores, -1), scores > -torch.inf
-        self.norm_a, self.norm_v = largest_a(att), factors.norm_v(att).value()[:, None, None]
+        self.norm_a, self.norm_v = largest_a(att), factors.norm_v(att)[:, None, None]
         self.z = att.scale * att.q[0] @ att.centred_k[0].mT  # before the cap
         self.cap, self.off = att.cap, (off := CentreErrors(att))
         self.slope = slope = torch.ones_like(self.p)
@@ -286,7 +286,7 @@ def largest_a(att: Attention) -> Tensor:
     rounding: one norm for each distance, and how far any pair of tokens is from the one that stands
     for its distance; never above the product of the parts' norms: Lemma 29 (docs/theory/balls.md).
     """
-    whole = factors.norm_a(att).value()
+    whole = factors.norm_a(att)
     if att.rotation is None:
         return whole
     c, z = abs(att.scale), torch.complex(att.rotation.cos.double(), att.rotation.sin.double())
@@ -298,7 +298,7 @@ def largest_a(att: Attention) -> Tensor:
     of = torch.stack(turns)
     of = torch.cat([of, of.conj()])[:, None]  # either order of the two tokens
     away = torch.stack(off).repeat(2) * (1 + 1e-14) + 1e-15 * att.rotation.norm**2
-    both = c * factors.norm_q(att).value() * factors.norm_k(att).value()
+    both = c * factors.norm_q(att) * factors.norm_k(att)
     found = []
     for h in range(att.heads):
         r_q, r_k = (torch.linalg.qr(w[h].double(), mode="r").R for w in (att.w_q, att.w_k))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import unit_scales
+from lipbound.attention.rescaling import check_sizes
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
 from lipbound.bounds.ours.block_norms import TINY, sizes_of_values
@@ -15,7 +15,6 @@ from lipbound.bounds.statement import check_radii
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.matrix_norms import exact_power, times_power_up
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10
@@ -96,6 +95,7 @@ def _over_ball(
     single, radii = check_radii(radius, ball)
     if att.cache.recording:
         raise LipboundError("over_ball has no derivatives; call it under torch.no_grad()")
+    check_sizes(att)
     double = att.double()
     centre = _centre(double, at)
     with torch.no_grad():
@@ -110,26 +110,14 @@ def _sample(
 ) -> tuple[Tensor, Tensor]:
     """Upper values of the change of J within balls around one unpadded float64 sample, and of J.
 
-    (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
-    (docs/theory/upper_values.md).
+    (heads, radii) each.
     """
-    one, exponents, exact, _ = unit_scales(att)
-    sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
-    shift = sizes[0].exponent - sizes[1].exponent
-    if not -1000 < int(shift) < 1000:
-        unknown = att.x.new_full((att.heads, len(radii)), torch.inf)
-        return unknown, unknown
-    around = PairedVariantCentre(one) if one.variants else PairedBallCentre(one)
+    around = PairedVariantCentre(att) if att.variants else PairedBallCentre(att)
     bounds = around.by_entries if entries_only else around.bounds
-    found = [bounds(r * float(exact_power(shift)), ball) for r in radii]
-    hidden = TINY * sizes_of_values(one, torch.linalg.matrix_norm(one.w_v))[:, None]
-
-    def ordinary(values: Tensor) -> Tensor:
-        values = times_power_up((values + hidden).mT, exponents).mT
-        return torch.where(exact[0][:, None] & ~values.isnan(), values, torch.inf)
-
-    changed, whole = (torch.stack(values, -1) for values in zip(*found, strict=True))
-    return ordinary(changed), ordinary(whole)
+    found = [bounds(r, ball) for r in radii]
+    hidden = TINY * sizes_of_values(att, torch.linalg.matrix_norm(att.w_v))[:, None]
+    changed, whole = (torch.stack(values, -1) + hidden for values in zip(*found, strict=True))
+    return changed.nan_to_num(nan=torch.inf), whole.nan_to_num(nan=torch.inf)
 
 
 def _centre(att: Attention, at: str) -> Tensor:

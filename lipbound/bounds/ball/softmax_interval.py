@@ -95,7 +95,7 @@ def reachable_rows(att: Attention, radius: float, ball: str) -> tuple[Tensor, Te
     """Smallest and largest P' over the ball around an unpadded float64 sample, (heads, N, N)."""
     q = abs(att.scale) * att.q[0] @ upper_factor(att.w_k)[0].mT
     f, u = key_spread(att)[0], q.norm(dim=-1, keepdim=True)
-    tau = score_changes(f, u, factors.norm_a(att).value(), radius, ball)
+    tau = score_changes(f, u, factors.norm_a(att), radius, ball)
     return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 
 

@@ -1,7 +1,7 @@
 r"""Norms of the parts of the blocks of J, which our bounds on plain heads are made of.
 
 They are upper values in real arithmetic: what rounding may have taken from a difference is added to
-it, and what it takes from sums and products of numbers >= 0 is put back by one factor at the end:
+it, and what it takes from sums and products of numbers >= 0 is the allowance of `Bound`:
 Lemmas 77, 78 and 79 (docs/theory/upper_values.md).
 """
 
@@ -14,16 +14,14 @@ from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import ordinary, unit_scales
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.devices import Room, require
-from lipbound.jacobians.rounding import Mixing, distance, tensor_error
+from lipbound.jacobians.rounding import Mixing, Sizes, distance, tensor_error
 from lipbound.linalg.matrix_norms import (
     block_norm,
     gamma,
     matrix_norm,
     nonnegative_norm,
-    times_power_up,
     upper_factor,
 )
 
@@ -36,9 +34,9 @@ MATRICES = 17
 STORED = 4e9
 """Bytes of matrices over all pairs of tokens up to which our bounds are computed; longer heads have
 their exact norm enclosed in less time."""
-TINY = 2.0**-160
-"""At least what underflow can take from a norm, relative to the largest probability and the sizes
-of values and their weights."""
+TINY = 2.0**-130
+"""At least what underflow can take from a norm, relative to the largest probability and what the
+sizes of the tensors let J be."""
 RTOL = 1e-5
 """Relative excess that upper values of norms of N x N matrices may have."""
 
@@ -64,9 +62,8 @@ def in_chunks(
 
     Args:
         att: the layer.
-        values: (heads, r) from one sample of a float64 layer of ordinary size
-            (`lipbound.attention.rescaling.unit_scales`) and some of its heads: upper
-            values but for `positive_slack`.
+        values: (heads, r) from one sample of a float64 layer and some of its heads: upper values
+            but for the allowance of `Bound`.
         reach: how much larger the norm that each of the r bounds, or all of them, can be than the
             spectral norm of the same matrix.
 
@@ -88,31 +85,22 @@ def in_chunks(
 
 
 class Sample(NamedTuple):
-    """One sample of a layer, as a float64 layer of ordinary size.
-
-    Attributes:
-        layer: of one sample. errors: of its tensors.
-        exponents: of the powers of two that its J is to be multiplied with, (heads,).
-        exact: whether that is all, (heads,) bool.
-    """
+    """One sample of a layer in float64, and the errors of its tensors."""
 
     layer: Attention
     errors: TensorErrors
-    exponents: Tensor
-    exact: Tensor
 
     def finished(self, values: Tensor, reach: Tensor) -> Tensor:
         """Bounds on the heads of the layer that was given, (r, heads), from `in_chunks`' values."""
         one, e = self.layer, _of_sample(self.errors, 0)
         with torch.no_grad():
-            p = one.p[0]
-            sizes = sizes_of_values(one, e.v_slope.amax(-1))
-            hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes
-            mix, gated = Mixing.of(p.sum(-2), p.amax(-1), one.valid_rows), "gate" in one.variants
+            p, gated = one.p[0], "gate" in one.variants
+            mix = Mixing.of(p.sum(-2), p.amax(-1), one.valid_rows)
+            most = sum(Sizes.of(e, mix.anything).through(mix.anything, one.scale))
+            hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-150) * most
             off = tensor_error(one)[0] if gated else distance(e, mix, one.scale)
             error = (off + hidden) * (1 + 1e-6) * reach
-        total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
-        return torch.where(self.exact & ~total.isnan(), total, torch.inf)
+        return values + error
 
 
 def sizes_of_values(one: Attention, slope: Tensor) -> Tensor:
@@ -128,27 +116,12 @@ def _of_sample(errors: TensorErrors, index: int | slice) -> TensorErrors:
 
 
 def samples_of(att: Attention) -> Iterator[Sample]:
-    """Every sample of a layer; norms of weights are found once where their sizes are ordinary."""
-    whole = ordinary(att)
-    errors = None if whole is None else tensor_errors(whole)
-    for s in range(att.samples):
-        part = slice(s, s + 1)
-        if whole is None or errors is None:
-            one, exponents, exact, _ = unit_scales(att.double().of_samples(part))
-            yield Sample(one, tensor_errors(one), exponents, exact[0])
-        else:
-            one = whole.of_samples(part)
-            keep_result(weights_of, one, weights_of(whole))
-            every = torch.ones(att.heads, dtype=torch.bool, device=att.device)
-            yield Sample(one, _of_sample(errors, part), torch.zeros_like(every).long(), every)
-
-
-def positive_slack(att: Attention) -> float:
-    """Relative error of numbers from sums, products, roots and minima of numbers >= 0.
-
-    Lemma 77 (docs/theory/upper_values.md).
-    """
-    return gamma(6 * (max(att.rows, att.keys) + att.x.shape[2] + 2 * att.d + 2 * att.d_v) + 400)
+    """Every sample of a layer; norms of weights are found once."""
+    whole, errors = att.double(), tensor_errors(att)
+    for part in (slice(s, s + 1) for s in range(att.samples)):
+        one = whole.of_samples(part)
+        keep_result(weights_of, one, weights_of(whole))
+        yield Sample(one, _of_sample(errors, part))
 
 
 # -- products --------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def mass_splitting(att: Attention) -> Tensor:
 
 
 def _values(att: Attention, heads: slice) -> Tensor:
-    """The bound on some heads of one sample, (heads, 1), but for `positive_slack`."""
+    """The bound on some heads of one sample, (heads, 1), but for the allowance of `Bound`."""
     w = WeightNorms(*(t[heads] for t in weights_of(att)))
     real = slice(None) if att.valid is None else att.valid[0]  # padding has values of its own
     p, v = att.p[0, heads][:, real], att.centred_v[0, heads][:, real]

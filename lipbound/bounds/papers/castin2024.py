@@ -11,8 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import ROOT3, values_and_softmax
 from lipbound.bounds.registry import bound
-from lipbound.linalg.matrix_norms import UNIT, gamma
-from lipbound.linalg.upper import Upper, scaled
+from lipbound.linalg.matrix_norms import gamma
 
 BIBTEX = """@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
@@ -24,6 +23,8 @@ BIBTEX = """@inproceedings{castin2024smooth,
 QUERY_BIAS = (
     "it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it"
 )
+EXCESS = 1e-10
+"""More than the relative rounding of an exponent."""
 theorem = partial(
     bound,
     bibtex=BIBTEX,
@@ -64,7 +65,7 @@ def castin(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
     """
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
-    return (ROOT3 * factors.norm_v(att) * (t**2 * (4 * n + 1) + n).sqrt()).value()
+    return ROOT3 * factors.norm_v(att) * (t**2 * (4 * n + 1) + n).sqrt()
 
 
 @theorem(
@@ -106,36 +107,33 @@ def castin_bias(att: Attention, radius: float = 0.0, ball: str = "token") -> Ten
     t = factors.norm_a(att) * r**2
     q, k = factors.pull_of_biases(att) if att.variants else (factors.shift(att), 0.0)
     squares = (t + k * r) ** 2 + (t + q * r) ** 2 * n + n
-    return (ROOT3 * factors.norm_v(att) * squares.sqrt()).value()
+    return ROOT3 * factors.norm_v(att) * squares.sqrt()
 
 
 @memoised
-def sides(att: Attention) -> tuple[Upper, Upper]:
+def sides(att: Attention) -> tuple[Tensor, Tensor]:
     """Lengths max_i |A x_i| and max_i |A^T x_i|, (samples, heads), A = scale W_Q W_K^T.
 
     Without biases: Lemma 86 (docs/theory/upper_values.md).
     """
-    (x, e), (w_q, f), (w_k, h) = (scaled(t, (-2, -1)) for t in (att.x, att.w_q, att.w_k))
-    shifts = e[:, 0] + (f + h)[:, 0, 0]
+    x, w_q, w_k = att.x.double(), att.w_q.double(), att.w_k.double()
     together = torch.linalg.matrix_norm(w_q.detach()) * torch.linalg.matrix_norm(w_k.detach())
     most = x.detach().norm(dim=-1).amax(-1)[:, None]
     rounding = 2 * gamma(sum(w_q.shape[1:]) + 12) * together * most
 
-    def largest(outer: Tensor, inner: Tensor) -> Upper:
+    def largest(outer: Tensor, inner: Tensor) -> Tensor:
         with torch.no_grad():
             token = (torch.einsum("snd,hde->shne", x, inner) @ outer.mT).norm(dim=-1).argmax(-1)
         chosen = x[torch.arange(len(x), device=x.device)[:, None], token]  # (samples, heads, D)
         y = (torch.einsum("shd,hde->she", chosen, inner)[..., None, :] @ outer.mT)[..., 0, :]
-        return factors.scale(att) * Upper.of(y.norm(dim=-1) + rounding).shifted(shifts)
+        return abs(att.scale) * (y.norm(dim=-1) + rounding)
 
     return largest(w_q, w_k), largest(w_k, w_q)
 
 
-def longest(t: Tensor) -> Upper:
+def longest(t: Tensor) -> Tensor:
     """Largest length |t_i| of (..., N, d), (...)."""
-    t, e = scaled(t, (-2, -1))
-    lengths = t.norm(dim=-1).max(-1).values
-    return Upper.of(lengths * (1 + gamma(t.shape[-1] + 4))).shifted(e[..., 0, 0])
+    return t.norm(dim=-1).max(-1).values
 
 
 @theorem(
@@ -168,14 +166,14 @@ def castin_c3(att: Attention, radius: float = 0.0, ball: str = "token") -> Tenso
     """
     if att.variants:  # of the queries and keys that enter the scores
         q, k = (longest(t) + error for t, error in factors.entering(att))
-        side = (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
-        side = factors.scale(att) * factors.turn(att) * side
+        side = torch.maximum(q * factors.norm_k(att), k * factors.norm_q(att))
+        side = abs(att.scale) * factors.turn(att) * side
     else:
         one, other = sides(att)
-        side = one.maximum(other) + factors.norm_a(att) * radius
-    apart = 2 if ball == "token" else math.sqrt(2) * (1 + 4 * UNIT)
+        side = torch.maximum(one, other) + factors.norm_a(att) * radius
+    apart = 2 if ball == "token" else math.sqrt(2)
     n, distance = factors.count(att), factors.diameter(att) + apart * radius
-    return (ROOT3 * factors.norm_v(att) * ((side * distance) ** 2 * (n + 1) + n).sqrt()).value()
+    return ROOT3 * factors.norm_v(att) * ((side * distance) ** 2 * (n + 1) + n).sqrt()
 
 
 @bound(
@@ -202,7 +200,7 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
     figures use it.
     """
     n, squares = factors.count(att), (sides(att)[0] * factors.diameter(att)) ** 2
-    return (factors.norm_v(att) * (squares * (n + 1) + n).sqrt()).value()
+    return factors.norm_v(att) * (squares * (n + 1) + n).sqrt()
 
 
 @bound(
@@ -230,4 +228,4 @@ def castin_mean_field(att: Attention, radius: float = 0.0, ball: str = "token") 
     :math:`2\|W_V\|`: Lemma 38 (docs/theory/published.md).
     """
     t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
-    return (factors.norm_v(att) * (1 + 3 * t) * (2 * t).exp()).value()
+    return factors.norm_v(att) * (1 + 3 * t) * (2 * t * (1 + EXCESS)).exp()

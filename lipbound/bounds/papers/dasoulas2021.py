@@ -13,12 +13,11 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import values_and_softmax
-from lipbound.bounds.ours.block_norms import samples_of
+from lipbound.bounds.ours.block_norms import root, samples_of
 from lipbound.bounds.papers.castin2024 import longest, sides
 from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
-from lipbound.linalg.matrix_norms import UNIT, gamma, times_power_up
-from lipbound.linalg.upper import Upper, scaled
+from lipbound.linalg.matrix_norms import gamma
 
 BIBTEX = """@inproceedings{dasoulas2021lipschitz,
   title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph
@@ -28,31 +27,32 @@ BIBTEX = """@inproceedings{dasoulas2021lipschitz,
   year      = {2021},
   note      = {arXiv:2103.04886}
 }"""
-ROOT2 = Upper.of(math.sqrt(2) * (1 + 4 * UNIT))
+ROOT2 = math.sqrt(2)
 
 
 @memoised
-def _frobenius_p(att: Attention) -> Upper:
+def _frobenius_p(att: Attention) -> Tensor:
     """Norm ||P||_F, (samples, heads)."""
     stretch, unknown = factors.stretched(att, 1)
     p = (factors.probabilities(att) * stretch[..., None]).masked_fill(unknown[..., None], 0.0)
     squares = p.square().sum((-1, -2)) * (1 + gamma(att.tokens**2 + 8)) + unknown.sum(-1)
-    return (Upper.of(squares).sqrt() + factors.TINY).minimum(factors.root_count(att))
+    norm = (squares.sqrt() + factors.TINY).nan_to_num(nan=math.inf)
+    return torch.minimum(norm, factors.root_count(att))
 
 
-def _queries(att: Attention) -> Upper:
+def _queries(att: Attention) -> Tensor:
     """Norm ||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads), from Q^T Q and W_K^T W_K.
 
     Lemma 86 (docs/theory/upper_values.md).
     """
     (q, error), _ = factors.entering(att)
-    (q, e), (w, f) = scaled(q, (-2, -1)), scaled(att.w_k, (-2, -1))
+    w = att.w_k.double()
     squares = ((q.mT @ q) * (w.mT @ w)).sum((-1, -2))
     sizes = q.detach().square().sum((-1, -2)) * w.detach().square().sum((-1, -2))
     rounding = gamma(att.tokens + att.x.shape[2] + att.d**2 + 8) * sizes
-    total = Upper.of(squares.clamp_min(0) + rounding).sqrt().shifted((e + f)[..., 0, 0])
+    total = root(squares.clamp_min(0) + rounding)
     more = error * factors.root_count(att) * factors.norm_k(att)
-    return factors.scale(att) * (total + more)
+    return abs(att.scale) * (total + more)
 
 
 @bound(
@@ -95,10 +95,10 @@ def dasoulas(att: Attention) -> Tensor:
         through_q = factors.norm_q(att) * (longest(k) + k_error)
         size = factors.size(q, (-2, -1)) + q_error * factors.root_count(att)
         through_k = factors.norm_k(att) * size
-        slope = factors.scale(att) * factors.turn(att) * (through_q + through_k)
+        slope = abs(att.scale) * factors.turn(att) * (through_q + through_k)
     else:
         slope = sides(att)[0] + _queries(att)
-    return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
+    return factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)
 
 
 @dasoulas.extends(*LINEAR_VALUES, condition=conditions.always)
@@ -115,13 +115,11 @@ def _with_variants(att: Attention) -> Tensor:
         q, k, q_slope, k_slope = (
             (getattr(e, name) + getattr(e, f"{name}_error"))[0] for name in names
         )
-        through_q = Upper.of(q_slope.amax(-1)) * k.amax(-1)
-        through_k = Upper.of(k_slope.amax(-1)) * factors.size(q, -1)
-        slope = factors.scale(one) * (through_q + through_k)
+        through_q = q_slope.amax(-1) * k.amax(-1)
+        through_k = k_slope.amax(-1) * factors.size(q, -1)
+        slope = abs(one.scale) * (through_q + through_k)
         reach = factors.norm_v(one) * factors.radius(one)[0]
         if one.scoring.extra_scores is not None:
             reach = reach + factors.length_of_bias(one.b_v, one)
-        value = (factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope).value()
-        value = times_power_up(value, sample.exponents)
-        found.append(torch.where(sample.exact & ~value.isnan(), value, torch.inf))
+        found.append(factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope)
     return torch.stack(found)

@@ -11,7 +11,6 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT
-from lipbound.linalg.upper import Upper
 
 BIBTEX = """@inproceedings{kim2021lipschitz,
   title     = {The {L}ipschitz Constant of Self-Attention},
@@ -75,6 +74,6 @@ def kim(att: Attention) -> Tensor:
     Proved in Lemma 40 (docs/theory/published.md), where each token's zero distance to itself must
     take part: so a mask that only forbids, but never a token to itself, leaves it valid.
     """
-    slope = 4 * Upper.of(inverse_phi(factors.count(att) - 1)) + 1
-    factor = factors.root_count(att) * factors.scale(att) * slope
-    return (factor * factors.norm_q(att) ** 2 * factors.norm_v(att)).value()
+    slope = 4 * inverse_phi(factors.count(att) - 1) + 1
+    factor = factors.root_count(att) * abs(att.scale) * slope
+    return factor * factors.norm_q(att) ** 2 * factors.norm_v(att)

@@ -55,6 +55,6 @@ def newhouse(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor
     """
     extended = with_ones(att)
     r = factors.radius(extended) + radius
-    plain = 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att) * r**2
+    plain = 2 * abs(att.scale) * factors.norm_q(extended) * factors.norm_k(att) * r**2
     slope = factors.slope_by_lengths(att, r) if att.variants else plain
-    return (factors.norm_v(att) * (1 + slope)).value()
+    return factors.norm_v(att) * (1 + slope)

@@ -7,7 +7,6 @@ from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT, gamma
-from lipbound.linalg.upper import Upper
 
 BIBTEX = """@inproceedings{hu2024specformer,
   title     = {{SpecFormer}: Guarding Vision Transformer Robustness via Maximum Singular Value
@@ -23,12 +22,12 @@ BIBTEX = """@inproceedings{hu2024specformer,
 def _condition(att: Attention) -> Tensor:
     """True where the statement is a bound: Lemma 39 (docs/theory/published.md)."""
     n = factors.count(att)
-    size = (factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2).value()
+    size = factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2
     # beyond doubt: rounding has enlarged the size by far less than the factor
     large = size >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
     small = abs(att.scale) <= n * (n + 1)
     if att.variants:
-        slope = (factors.scale(att) * factors.turn(att) ** 2).value()
+        slope = abs(att.scale) * factors.turn(att) ** 2
         small = slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)
     return large & small & conditions.no_query_bias(att)
 
@@ -45,7 +44,7 @@ def _condition(att: Attention) -> Tensor:
     covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
     terms=values_and_softmax(
-        lambda att, value: Upper.of(1.0) / (1 + factors.norm_q(att) * factors.norm_k(att))
+        lambda att, value: 1 / (1 + factors.norm_q(att) * factors.norm_k(att))
     ),
     caveat="its value term is multiplied by ||X||_F^2 and vanishes with X while ||J|| does not; "
     "and it ignores the query bias",
@@ -69,4 +68,4 @@ def specformer(att: Attention, radius: float = 0.0, ball: str = "frobenius") -> 
     n = factors.count(att)
     size = factors.frobenius(att) + factors.total_radius(att, radius, ball)
     slope = factors.norm_q(att) * factors.norm_k(att) + 1
-    return (n * (n + 1) * size**2 * factors.norm_v(att) * slope).value()
+    return n * (n + 1) * size**2 * factors.norm_v(att) * slope

@@ -13,7 +13,6 @@ from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import nonnegative_norm
-from lipbound.linalg.upper import Upper
 
 BIBTEX = """@misc{yudin2025pay,
   title  = {Pay Attention to Attention Distribution: A New Local {L}ipschitz Bound for
@@ -54,16 +53,16 @@ def with_ones(att: Attention) -> Attention:
 _terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
 
 
-def _scores(att: Attention, extended: Attention) -> Upper:
+def _scores(att: Attention, extended: Attention) -> Tensor:
     """Slope of the scores; with rotation or cap by the queries and keys, which know biases."""
     if att.variants:
         return factors.slope_of_scores(att)
     return 2 * factors.norm_x(extended) * factors.norm_a(extended)
 
 
-def _theorem3(att: Attention, extended: Attention, largest_m: Upper) -> Tensor:
+def _theorem3(att: Attention, extended: Attention, largest_m: Tensor) -> Tensor:
     slope = factors.norm_x(extended) * _scores(att, extended)
-    return (factors.norm_v(att) * (factors.norm_p(att) + slope * largest_m)).value()
+    return factors.norm_v(att) * (factors.norm_p(att) + slope * largest_m)
 
 
 def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
@@ -88,9 +87,9 @@ def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
         low, high = reachable_rows(factors.wide(att).unpadded(s), radius, ball)
         norms.append(nonnegative_norm(high))
         largest.append(g1_over_box(low, high).amax(-1))
-    norm_p = Upper.of(torch.stack(norms)).minimum(factors.root_count(att))
+    norm_p = torch.minimum(torch.stack(norms), factors.root_count(att))
     slope = 2 * size**2 * factors.norm_a(extended) * torch.stack(largest)
-    return (factors.norm_v(att) * (norm_p + slope)).value()
+    return factors.norm_v(att) * (norm_p + slope)
 
 
 @any_biases(
@@ -183,7 +182,7 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     in ``yudin``.
     """
     slope = factors.deviation(att) * _scores(att, with_ones(att))
-    return (factors.norm_v(att) * (factors.norm_p(att) + slope)).value()
+    return factors.norm_v(att) * (factors.norm_p(att) + slope)
 
 
 @any_biases(
@@ -211,4 +210,4 @@ def yudin_closed(att: Attention, radius: float = 0.0, ball: str = "token") -> Te
     r = factors.radius(extended) + radius
     plain = 2 * r**2 * factors.norm_a(extended)
     slope = factors.slope_by_lengths(att, r) if att.variants else plain
-    return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()
+    return factors.norm_v(att) * factors.root_count(att) * (1 + slope)

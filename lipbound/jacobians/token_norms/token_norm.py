@@ -311,9 +311,6 @@ def _profile(att: Attention, map: str) -> list[Tensor]:
         upper = torch.nan_to_num(upper, nan=math.inf, posinf=math.inf)
         lower, upper = times_power(lower, exponents), times_power_up(upper, exponents)
         lower, upper = torch.where(lower < 1e-300, 0.0, lower).view(shape), upper.view(shape)
-        if measured.known is not None:
-            known = measured.known.cpu()[..., None]
-            lower, upper = torch.where(known, lower, 0.0), torch.where(known, upper, math.inf)
         ends += [end.masked_fill(nothing, 0.0) for end in (lower, upper)]
     return ends
 
