@@ -40,7 +40,7 @@ length, and more of them do not help."""
 LARGEST_DENSE = 512
 """Largest output dimension for which what random starts leave open is settled by a dense
 decomposition."""
-ADDED = 16
+ADDED = 4
 """Rounding of one product where it is not measured, in units of the last digit of a bound on the
 norm."""
 HIDDEN = 4
