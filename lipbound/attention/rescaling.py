@@ -17,7 +17,7 @@ ORDINARY = 16
 """Logarithms to base 2 within which sizes of tensors are left as they are by `unit_scales`."""
 LARGEST_SCORES = 80
 """Logarithm to base 2 of the size of scores beyond which no bound is evaluated."""
-FIXED = {"qk_norm", "cross", "offsets", "relative_keys", "relative_queries"}
+FIXED = {"qk_norm", "cross"}
 """Variants under which sizes of queries and keys do not go together."""
 ZERO = -100_000
 """Stands for the logarithm of zero."""

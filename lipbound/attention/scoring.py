@@ -78,10 +78,8 @@ class Scoring:
         names = [step.name for step in self.steps]
         if len(set(names)) < len(names):
             raise AttentionError(f"variants {names} were given, one of them twice; give each once")
-        for one in ("gate", "relative_keys", "relative_queries"):
-            if {one, "cross"} <= set(names):
-                title = next(step.title for step in self.steps if step.name == one)
-                raise AttentionError(f"{title} of cross-attention have no closed form here")
+        if {"gate", "cross"} <= set(names):
+            raise AttentionError("gated outputs of cross-attention have no closed form here")
         object.__setattr__(self, "steps", tuple(sorted(self.steps, key=lambda step: step.order)))
 
     def inputs(self) -> list[Tensor]:
@@ -152,14 +150,6 @@ class Scoring:
         return step.enter(side, x, y(), None)
 
     # -- scores ------------------------------------------------------------------------------------
-
-    def products(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the products of queries and keys that scores are made of, before their scale."""
-        found = q @ k.mT
-        for step in self.steps:
-            if (more := step.products(q, k)) is not None:
-                found = found + more
-        return found
 
     def transformed(self, z: Tensor, heads: slice | int = EVERY, rows: slice = EVERY) -> Tensor:
         """Return scaled scores z as they are before the mask.

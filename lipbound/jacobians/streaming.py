@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import Scoring, add_mask
-from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products.row_blocks import ROWS, Group, RowBlock, RowBlocks
 from lipbound.linalg.operators import PerEntry
@@ -33,9 +32,9 @@ FEW = 0.6
 def head_jacobian(att: Attention) -> HeadOperator:
     """`HeadJacobian` where all of P fits and is worth its memory, else `StreamedHeadJacobian`.
 
-    Cross-attention and relative positions are always the former.
+    Cross-attention is always the former.
     """
-    if {"cross", "relative_keys", "relative_queries"} & att.variants:
+    if "cross" in att.variants:
         return HeadJacobian(att)
     if att.samples * att.heads * att.tokens**2 * SCORE_BYTES > _budget(WHOLE_BYTES, att.device):
         return StreamedHeadJacobian(att)
@@ -112,8 +111,6 @@ class StreamedHeadJacobian(HeadOperator):
     """All of P that is not zero, where it fits."""
 
     def __init__(self, att: Attention):
-        if {"relative_keys", "relative_queries"} & att.variants:
-            raise AttentionError("products of heads with relative positions are formed of all of P")
         self._set(att)
         self.wide_q, self.wide_k = (t.flatten(0, 1) for t in (att.wide_q, att.centred_k))
         self.scale, self.scoring, self.valid, self.heads = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.layers import changed, window
 from support.oracles import encloses, oracle
 from support.strategies import examples
-from support.variants import RELATIVE, VARIANTS, layer
+from support.variants import VARIANTS, layer
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
@@ -34,11 +34,8 @@ def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "ROWS", 2)
 
 
-STREAMED = tuple(name for name in VARIANTS if name not in RELATIVE)
-
-
 @st.composite
-def masked(draw: st.DrawFn, has: tuple[str, ...] = STREAMED) -> Attention:
+def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> Attention:
     """Two samples x three heads of 3 to 9 tokens, with or without a variant.
 
     Under any mask: random, banded, of each head or sample, with offsets, padding.

@@ -198,9 +198,12 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = 
     "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "normalised values": (NormalisedValues, {"x": X}, {"qk_norm", "value_norm"}),
+    "cross": (Crossing, {"x": X, "encoder_hidden_states": Y[..., :10].contiguous()}, {"cross"}),
+}
+PLACES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], str]] = {
     "added positions": (
         *(AddedPositions, {"x": X, "position_embeddings": X[1:].expand(2, -1, -1).contiguous()}),
-        {"offsets"},
+        "of the same token at other positions",
     ),
     "cross with positions": (
         CrossingPositions,
@@ -211,18 +214,17 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = 
                 "encoder_pos": Y[:1, :, 10:20].expand(2, -1, -1),
             },
         },
-        {"cross", "offsets"},
+        "of the same token at other positions",
     ),
     **{
         f"relative positions, {fused}, {both}": (
-            partial(RelativePositions, fused, both),
-            {"x": X},
-            {"relative_keys"} | ({"relative_queries"} if both else set()),
+            *(partial(RelativePositions, fused, both), {"x": X}),
+            "adds other products of its tokens to those of queries and keys",
         )
         for fused, both in itertools.product((False, True), repeat=2)
     },
-    "cross": (Crossing, {"x": X, "encoder_hidden_states": Y[..., :10].contiguous()}, {"cross"}),
 }
+"""Modules whose positions act on queries, keys or scores otherwise than by a rotation or a mask."""
 Case = tuple[Callable[[], nn.Module], dict[str, Tensor], str, str]
 LACKING = {
     "T5": "the softmax of its module is in float32",
@@ -266,7 +268,7 @@ CASES: dict[str, Case] = {
     ),
     "DeBERTa": (
         *(lambda: tf.DebertaV2Model(tf.DebertaV2Config(**DEBERTA)), {"input_ids": IDS_9}),
-        *("", "closed form"),
+        *("", "automatic"),
     ),
     "latent": (
         *(lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)), {"input_ids": IDS_9}),
@@ -380,6 +382,27 @@ def test_closed_forms_to_eight_digits(case: str) -> None:
         )
 
 
+@pytest.mark.parametrize("case", PLACES)
+def test_positions_that_have_no_closed_form_to_eight_digits(case: str) -> None:
+    """They are measured by automatic differentiation, in float32 as well, and why is told."""
+    make, inputs, why = PLACES[case]
+    model, single = build(make).double(), build(make)
+    wide = {name: t.double() for name, t in inputs.items()}
+    for layer in lb.models.capture.capture.Capturer(model).run(wide):
+        att = layer.attention
+        assert isinstance(att, ModuleAttention)
+        assert why in att.reason
+        expected = dense_norms(model, "", wide, "out", att.perturbed, 4)
+        norm = lb.spectral_norm(att, tol=1e-9, delta=1e-6)
+        torch.testing.assert_close(norm.lower[0], expected, rtol=1e-8, atol=0)
+        assert bool((norm.upper[0] >= expected).all())
+        narrow = {name: t.float() for name, t in inputs.items()}
+        found = lb.capture(single, narrow, layers=[layer.index])[0]
+        torch.testing.assert_close(
+            lb.spectral_norm(found, tol=1e-7).lower[0], expected, rtol=1e-4, atol=0
+        )
+
+
 @pytest.mark.parametrize("case", marked(CASES, LACKING))
 def test_norms_are_those_of_the_models_own_module(case: str) -> None:
     make, inputs, projection, measured = CASES[case]
@@ -419,13 +442,21 @@ def test_tokens_that_stand_before_samples() -> None:
     )
     model = build(lambda: tf.XLNetModel(tf.XLNetConfig(**XLNET))).double()
     mask = torch.ones(2, 9).index_fill(1, torch.arange(3), 0.0)
-    both = lb.capture(model, {"input_ids": IDS_9, "attention_mask": mask})
-    one = lb.capture(model, {"input_ids": IDS_9[1:], "attention_mask": mask[1:]}, closed=False)
-    for mine, automatic in zip(both, one, strict=True):
-        assert mine.variants == {"relative_keys"}
-        found = lb.spectral_norm(mine, tol=1e-9).lower[1]
-        expected = lb.spectral_norm(automatic, tol=1e-9).lower[0]
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=0)
+    batch = {"input_ids": IDS_9, "attention_mask": mask}
+    (att,) = lb.capture(model, batch)
+    assert isinstance(att, ModuleAttention)
+    assert "adds other products of its tokens" in att.reason
+    own, given = model.layer[0].rel_attn, given_to(model, "layer.0.rel_attn", batch)
+    core, seen = own.rel_attn_core, list[Tensor]()
+    own.rel_attn_core = lambda *args, **kwargs: seen.append(core(*args, **kwargs)) or seen[-1]
+    h = given["h"].detach().requires_grad_()
+    own(**{**given, "h": h})  # (N, samples, D) to (N, samples, heads, d_v)
+    rows = [torch.autograd.grad(o, h, retain_graph=True)[0] for o in seen[0][3:, 1].flatten()]
+    jacobian = torch.stack(rows)[:, 3:, 1].unflatten(0, (6, 4, 6)).flatten(3)
+    expected = torch.linalg.matrix_norm(jacobian.transpose(0, 1).flatten(1, 2), 2)
+    torch.testing.assert_close(
+        lb.spectral_norm(att, tol=1e-9).lower[1], expected, rtol=1e-7, atol=0
+    )
 
 
 class Anchors(nn.Module):

@@ -141,13 +141,6 @@ class Variant(NamedAxes):
 
     # -- scores ------------------------------------------------------------------------------------
 
-    def products(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Return what is added to q k^T, (samples, heads, N, N); None for nothing.
-
-        q, k: as they enter the scores, (samples, heads, N, d), float64.
-        """
-        return None
-
     def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
         """Return scores z before the mask as they go on.
 
