@@ -67,7 +67,8 @@ def through_module(
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
         arrange = _as_they_are if until == HEADS else arrangement(call, x, whole, heads)
-        made = (heads[0].k if stream == MEMORY else heads[0].q)[0]
+        sides = heads[0].form[:2] or (heads[0].q[0], heads[0].k[0])
+        made = sides[stream == MEMORY]
         if len(heads) > 1 or (call.form is not None and call.form.turned):
             made = whole  # samples stand elsewhere among these
         axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
