@@ -45,6 +45,11 @@ LONGFORMER = {**TEXT, "num_hidden_layers": 1, "attention_window": [4]}
 SPARSE = {**LATENT, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 XLNET = {"vocab_size": 60, "d_model": 24, "n_layer": 1, "n_head": 4, "d_inner": 32}
 DEBERTA = {**TEXT, "num_hidden_layers": 1, "relative_attention": True, "pos_att_type": "p2c|c2p"}
+CONFORMER = {
+    **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"intermediate_size": 32, "feature_projection_input_dim": 24},
+    "conv_depthwise_kernel_size": 3,
+}
 
 
 class NanoBlock(nn.Module):
@@ -269,6 +274,10 @@ CASES: dict[str, Case] = {
     "DeBERTa": (
         *(lambda: tf.DebertaV2Model(tf.DebertaV2Config(**DEBERTA)), {"input_ids": IDS_9}),
         *("", "automatic"),
+    ),
+    "Wav2Vec2-BERT": (
+        *(lambda: tf.Wav2Vec2BertModel(tf.Wav2Vec2BertConfig(**CONFORMER)), {"input_features": X}),
+        *("linear_out", "automatic"),
     ),
     "latent": (
         *(lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)), {"input_ids": IDS_9}),
