@@ -160,16 +160,10 @@ class StreamedHeadJacobian(HeadOperator):
         """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
         return self.scale * (self.wide_q[b, rows] @ self.wide_k[b, keys].mT)
 
-    def _seen(self, keys: slice) -> tuple[slice, slice]:
-        """The keys to form scores of, and among them those that are wanted."""
-        every = slice(0, self.out_shape[0])
-        return (keys, slice(None)) if self.scoring.entrywise else (every, keys)
-
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
         s, h = self._place(b)
-        formed, wanted = self._seen(keys)
-        scores = self.scoring.transformed(self._scaled(b, rows, formed), h, rows)[:, wanted]
+        scores = self.scoring.transformed(self._scaled(b, rows, keys))
         mask = self.scoring.mask_part(s, h, rows, keys)
         if mask is not None:
             scores = add_mask(scores, mask)
@@ -186,9 +180,8 @@ class StreamedHeadJacobian(HeadOperator):
         """Weights of changes of q k^T in a block of P."""
         if not self.sloped:
             return p
-        formed, wanted = self._seen(keys)
-        slopes = self.scoring.slopes(self._scaled(b, rows, formed), self._place(b)[1], rows)
-        return p if slopes is None else p * slopes[:, wanted].to(self.dtype)
+        slopes = self.scoring.slopes(self._scaled(b, rows, keys))
+        return p if slopes is None else p * slopes.to(self.dtype)
 
     def _read(self, b: int) -> Iterator[RowBlock]:
         """The blocks of an entry that are not all zero."""

@@ -262,13 +262,13 @@ def test_one_unit_in_the_last_place_is_a_miss() -> None:
 
 
 def test_a_variant_that_is_not_known_is_refused() -> None:
-    class Alibi(Variant):
-        name = title = "alibi"
+    class Unknown(Variant):
+        name = title = "unknown"
         stage, place = 2, 9
 
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     try:
         with pytest.raises(AssertionError, match="does not know"):
-            mp_oracle.norm(Attention(one, one, one, one, steps=[Alibi()]))
+            mp_oracle.norm(Attention(one, one, one, one, steps=[Unknown()]))
     finally:
-        REGISTERED.remove(Alibi)
+        REGISTERED.remove(Unknown)
