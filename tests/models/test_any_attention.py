@@ -434,6 +434,20 @@ def test_norms_are_those_of_the_models_own_module(case: str) -> None:
         assert streams == ["input", "input", "queries", "memory"]
 
 
+def test_heads_that_hardly_move_are_measured_like_others() -> None:
+    """Where every probability is all but one or zero, much of a derivative by queries is rounding,
+    and automatic differentiation is not refused for that."""
+    model = build(Crossing).double()
+    with torch.no_grad():
+        model.q.weight[:6] *= 40
+    inputs = {"x": X.double(), "encoder_hidden_states": Y[..., :10].double()}
+    (automatic, _), (closed, _) = (lb.capture(model, inputs, closed=one) for one in (False, True))
+    found = lb.spectral_norm(automatic, tol=1e-6).lower
+    expected = torch.linalg.matrix_norm(lb.HeadJacobian(closed).dense(), 2).view(2, 4)
+    assert bool((expected[:, 0] < 1e-9).all())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-13)
+
+
 def test_tokens_that_stand_before_samples() -> None:
     """torch's layers are given (N, samples, D) by default; XLNet hands its own that."""
     torch.manual_seed(0)
