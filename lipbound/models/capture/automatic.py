@@ -113,7 +113,7 @@ def through_module(
 def _output(
     call: Call, owner: Owner, arrange: Callable[[Tensor], Tensor], whole: Tensor, out: Tensor
 ) -> tuple[Tensor | None, bool]:
-    """Return slices of the output projection where they are known, and whether no other map follows.
+    """Return slices of the output projection where known, and whether no other map follows.
 
     Args:
         call: of the layer.
