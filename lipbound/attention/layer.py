@@ -493,7 +493,7 @@ class Attention:
 
         They are -inf where mask or padding forbid attention.
         """
-        return self.forbid(self.scoring.transformed(self.scale * self.scoring.products(q, k)))
+        return self.forbid(self.scoring.transformed(self.scale * (q @ k.mT)))
 
     @derived
     def weights(self) -> Tensor:
@@ -503,8 +503,7 @@ class Attention:
         """
         if not self.scoring.sloped:
             return self.p
-        products = self.scoring.products(self.wide_q, self.centred_k)
-        slopes = self.scoring.slopes(self.scale * products)
+        slopes = self.scoring.slopes(self.scale * (self.wide_q @ self.centred_k.mT))
         return self.p if slopes is None else (self.p.double() * slopes).to(self.dtype)
 
     def forbid(self, scores: Tensor) -> Tensor:

@@ -13,8 +13,6 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import BLOCKED, four_axes
 from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side, Variant
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries
 
 MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that
@@ -32,8 +30,7 @@ class TensorErrors:
     Infinite where nothing can be said. Padding counts as zero.
 
     Attributes:
-        q, k, v: lengths of the queries, centred keys and centred values; with relative queries or
-            keys at least those of q_i + t_ij, k_j + r_ij.
+        q, k, v: lengths of the queries, centred keys and centred values.
         q_error, k_error, v_error: their distances from those of exact arithmetic (centred at the
             same points).
         q_slope, k_slope, v_slope: how much faster than a token its query, key or value can move;
@@ -80,10 +77,6 @@ def _tensor_errors(att: Attention) -> TensorErrors:
     found = [_entered(att, side, size, around) for side in SIDES]
     vectors = (att.wide_q, att.centred_k, att.centred_v)
     lengths = [torch.linalg.vector_norm(t, dim=-1) for t in vectors]
-    if (relative := att.scoring.find(RelativeKeys)) is not None:
-        lengths[1] = lengths[1] + relative.lengths().amax(1)  # of a key, as any query sees it
-    if (other := att.scoring.find(RelativeQueries)) is not None:
-        lengths[0] = lengths[0] + other.lengths().amax(2)
     errors = [one.error for one in found]
     errors[2] = errors[2] + 2 * UNIT * lengths[2]
     slope_errors = [one.slope_error for one in found]

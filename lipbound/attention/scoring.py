@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.base import Side
+from lipbound.attention.variants.other_stream import OtherStream
+from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap, TokenStep
 from lipbound.errors import AttentionError
 
@@ -78,10 +80,8 @@ class Scoring:
         names = [step.name for step in self.steps]
         if len(set(names)) < len(names):
             raise AttentionError(f"variants {names} were given, one of them twice; give each once")
-        for one in ("gate", "relative_keys", "relative_queries"):
-            if {one, "cross"} <= set(names):
-                title = next(step.title for step in self.steps if step.name == one)
-                raise AttentionError(f"{title} of cross-attention have no closed form here")
+        if {"gate", "cross"} <= set(names):
+            raise AttentionError("gated outputs of cross-attention have no closed form here")
         object.__setattr__(self, "steps", tuple(sorted(self.steps, key=lambda step: step.order)))
 
     def inputs(self) -> list[Tensor]:
@@ -153,42 +153,26 @@ class Scoring:
 
     # -- scores ------------------------------------------------------------------------------------
 
-    def products(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the products of queries and keys that scores are made of, before their scale."""
-        found = q @ k.mT
+    def transformed(self, z: Tensor) -> Tensor:
+        """Return scaled scores z, in any shape, as they are before the mask."""
         for step in self.steps:
-            if (more := step.products(q, k)) is not None:
-                found = found + more
-        return found
-
-    def transformed(self, z: Tensor, heads: slice | int = EVERY, rows: slice = EVERY) -> Tensor:
-        """Return scaled scores z as they are before the mask.
-
-        (samples, heads, rows, N), or (rows, N) of one head.
-        """
-        for step in self.steps:
-            z = step.scores(z, heads, rows)
+            z = step.scores(z)
         return z
 
-    def slopes(self, z: Tensor, heads: slice | int = EVERY, rows: slice = EVERY) -> Tensor | None:
+    def slopes(self, z: Tensor) -> Tensor | None:
         """Return the derivative of `transformed` entry by entry; None where it is one."""
         total = None
         last = max((i for i, step in enumerate(self.steps) if step.sloped), default=-1)
         for i, step in enumerate(self.steps[: last + 1]):
-            slope = step.slopes(z, heads, rows)
+            slope = step.slopes(z)
             total = slope if total is None else total if slope is None else total * slope
-            z = step.scores(z, heads, rows) if i < last else z
+            z = step.scores(z) if i < last else z
         return total
 
     @property
     def sloped(self) -> bool:
         """True if `slopes` may be other than one."""
         return any(step.sloped for step in self.steps)
-
-    @property
-    def entrywise(self) -> bool:
-        """True if every score passes by itself: those that a mask forbids need not be known."""
-        return all(step.entrywise for step in self.steps)
 
     @cached_property
     def level_mask(self) -> Tensor | None:
@@ -231,9 +215,9 @@ class Scoring:
 
     @property
     def extra_scores(self) -> Tensor | None:
-        """Scores (heads, n) whose probabilities are dropped, or None."""
-        found = [extra for step in self.steps if (extra := step.extra_scores()) is not None]
-        return torch.cat(found, -1) if found else None
+        """Scores (heads, 1) whose probabilities are dropped, or None."""
+        sinks = self.find(Sinks)
+        return None if sinks is None else sinks.logits[:, None]
 
     def probabilities(self, scores: Tensor, valid: Tensor | None) -> Tensor:
         """Return the softmax over keys and what else takes part, rows of padded queries zero.
@@ -283,11 +267,14 @@ class Scoring:
         mask = self.mask
         if mask is not None:
             mask = mask.expand(*mask.shape[:-2], len(rows), len(keys))[..., rows, :][..., keys]
-        return self._changed(mask, lambda step: step.of_tokens(keep).unpadded())
+        other = self.find(OtherStream)
+        own = self if other is None else self.replaced(other.unpadded())
+        return own._changed(mask, lambda step: step.of_tokens(keep))
 
     def repeated(self, samples: int) -> "Scoring":
         """Return that of one sample for so many."""
-        return self._changed(self.mask, lambda step: step.repeated(samples))
+        other = self.find(OtherStream)
+        return self if other is None else self.replaced(other.repeated(samples))
 
     def without_biases(self) -> "Scoring":
         """Return that for projections without biases.

@@ -31,7 +31,7 @@ def attention_statistics(att: Attention | ModuleAttention) -> dict[str, Tensor]:
     if isinstance(att, ModuleAttention):
         return {name: torch.full((att.samples, att.heads), torch.nan) for name in STATISTICS}
     p, rows, keys = att.p.double(), att.valid_rows, att.valid_keys
-    logits = att.scoring.transformed(att.scale * att.scoring.products(att.wide_q, att.wide_k))
+    logits = att.scoring.transformed(att.scale * (att.wide_q @ att.wide_k.mT))
     hidden = torch.isneginf(att.forbid(torch.zeros_like(logits)))
     if rows is not None:
         hidden = hidden | ~rows[:, None, :, None]

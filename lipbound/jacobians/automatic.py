@@ -22,6 +22,9 @@ STEPS = (1e-6, 1e-8, 1e-4, 1e-3)
 """Lengths of differences, relative to the tokens'; one of them must tell the derivative."""
 AGREES, TRANSPOSED = 1e-4, 1e-5
 """Relative errors of differences, and of products with J and its transpose, that are allowed."""
+ROUNDED = 1e-7
+"""Derivatives of this part of what outputs may be expected to change by are of heads that hardly
+move, as where every probability is one or zero: `TRANSPOSED` of that is rounding."""
 ASSEMBLED = 2**26
 """Number of entries of matrices that are put together row by row."""
 
@@ -114,13 +117,14 @@ class AutomaticJacobian(JacobianOperator):
             return torch.linalg.vector_norm(z.flatten(2), dim=-1)  # (samples, groups)
 
         both = push(torch.stack([t, t]))  # several at once, as later
-        jx, of_jx = both[0], size(both[0])
+        scale, jx, of_jx = float(x.square().mean().sqrt()) or 1.0, both[0], size(both[0])
+        of_jx = of_jx.maximum(ROUNDED * size(y) / scale)
         u *= of_jx.reciprocal().nan_to_num(posinf=0)[(..., *[None] * (u.ndim - 2))]
         back = self._grad(self._y, self._x, torch.stack([u, u]))
         off = float(((both * u).flatten(1).sum(1) - (back * t).flatten(1).sum(1)).abs().max())
         if not off <= TRANSPOSED * of_jx.numel() ** 0.5:
             return f"its products with J and with the transpose of J are {off:.1e} apart"
-        scale, least = float(x.square().mean().sqrt()) or 1.0, float("inf")
+        least = float("inf")
         for h in (step * scale for step in STEPS):
             with torch.no_grad():
                 difference = (self._function(x + h * t) - self._function(x - h * t)) / (2 * h)

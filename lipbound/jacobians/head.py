@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate, GateStep
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries, RelativeStep
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, narrow
@@ -87,9 +85,6 @@ class HeadOperator(TensorOperator):
     to_q: PerEntry[TokenMap]
     to_k: PerEntry[TokenMap]
     to_v: PerEntry[TokenMap]
-    by_key: PerEntry[RelativeStep | None]
-    by_query: PerEntry[Tensor | None]
-    """Derivatives of outputs by queries through relative keys, (batch, N, d_v, d), or None."""
     gate: PerEntry[GateStep | None]
     """Derivative of the gate, whose logits are one more part of m; None without a gate."""
 
@@ -102,7 +97,7 @@ class HeadOperator(TensorOperator):
         gate = att.scoring.find(Gate)
         weights = [att.scale * att.w_q, att.scale * att.w_k, att.w_v]
         self.w = torch.cat([*weights, *([] if gate is None else [gate.w])], -1)
-        self.by_key = self.by_query = self.gate = self.cross = self.own = None
+        self.gate = self.cross = self.own = None
         self.head = torch.arange(att.heads, device=att.device).repeat(att.samples)
         self.sample = torch.arange(att.samples, device=att.device).repeat_interleave(att.heads)
         self.to_q, self.to_k, self.to_v = att.passages().values()
@@ -174,7 +169,7 @@ class HeadOperator(TensorOperator):
             t = getattr(self, name)
             if isinstance(t, TokenMap):
                 changes[name] = replace(t, dtype=torch.float32)
-            elif isinstance(t, RowSpace | GateStep | RelativeStep) or (
+            elif isinstance(t, RowSpace | GateStep) or (
                 isinstance(t, Tensor) and t.is_floating_point()
             ):
                 changes[name] = t.to(torch.float32)
@@ -194,10 +189,7 @@ class HeadOperator(TensorOperator):
         Those of scores are already scaled; side by side, or part by part.
         """
         parts = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
-        arriving = self._arriving(parts)
-        out = self._mixed(arriving)
-        if self.by_query is not None:
-            out = out + (arriving[0][..., None, :] @ self.by_query.mT)[..., 0, :]
+        out = self._mixed(self._arriving(parts))
         return out if self.gate is None else self.gate.push(out, parts[3])
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -265,10 +257,7 @@ class HeadOperator(TensorOperator):
         if self.gate is not None:
             y, logits = self.gate.pull(y)
             of_gate = [logits]
-        of_q, *others = self._cotangents(y)
-        if self.by_query is not None:
-            of_q = of_q + (y[..., None, :] @ self.by_query)[..., 0, :]
-        cotangents = zip(self._passages, (of_q, *others), strict=True)
+        cotangents = zip(self._passages, self._cotangents(y), strict=True)
         parts, extra = zip(*(to.pull(t) for to, t in cotangents), strict=True)
         return [*parts, *of_gate, *(t for t in extra if t is not None)]
 
@@ -286,8 +275,8 @@ class HeadOperator(TensorOperator):
         Laid out coordinate by coordinate.
         """
         groups = self._groups()
-        bare = self.gate is None and self.by_query is None
-        if groups is not None and bare and not any(to.steps for to in self._passages):
+        bare = self.gate is None and not any(to.steps for to in self._passages)
+        if groups is not None and bare:
             return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
         return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
@@ -399,10 +388,6 @@ class HeadJacobian(InParts, HeadOperator):
         self.p = _flat(att.p)
         self.t = self.p if att.weights is att.p else _flat(att.weights)
         self.o = self.p @ self.v
-        if (relative := att.scoring.find(RelativeKeys)) is not None:
-            self.by_query = relative.by_query(self.t, self.v, self.o, self.head)
-        if (other := att.scoring.find(RelativeQueries)) is not None:
-            self.by_key = RelativeStep(other.vectors.transpose(1, 2).contiguous(), self.head)
         self._set_gate(att)
         dense = att.mask is None and att.valid is None
         self.blocks = None if dense or att.rows != att.keys else worthwhile(self.p)
@@ -415,7 +400,7 @@ class HeadJacobian(InParts, HeadOperator):
         return [RowBlock(*at, self.p[:, *at], self.t[:, *at]) for at in places]
 
     def _groups(self) -> Iterable[Group] | None:
-        if self.blocks is None or self.by_key is not None or torch.is_grad_enabled():
+        if self.blocks is None or torch.is_grad_enabled():
             return None
         return [(slice(None), self.tokens, self._shared)]
 
@@ -425,16 +410,13 @@ class HeadJacobian(InParts, HeadOperator):
         g = y @ self.v.mT
         shift = (y * self.o).sum(-1, keepdim=True)
         g = self.t * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self.t)
-        to_k = narrow(g.mT, self.q)
-        to_k = to_k if self.by_key is None else to_k + self.by_key.pull(g)
-        return narrow(g, self.k), to_k, narrow(self.p.mT, y)
+        return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         if self._groups() is not None:
             return super()._mixed(arriving)
         z_q, z_k, z_v = arriving
         s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)
-        s = s if self.by_key is None else s + self.by_key.push(z_k)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
         return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, z_v)

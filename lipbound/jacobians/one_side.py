@@ -70,7 +70,6 @@ class OneSide:
         if gate is not None:
             gate = GateStep(gate.factor, torch.zeros_like(gate.slope), gate.after)
         changes |= {"to_q": to_q, "to_k": to_k, "to_v": to_v, "gate": gate}
-        changes |= {"by_query": op.by_query if self.side == "q" else None}
         changes |= {"extra": None, "cross": None, "own": None, "w": w}
         changes |= {"sizes": [*sizes, 0, 0, 0], "in_shape": (own, w.shape[1])}
         return op._with(rows=RowSpace(w, [], op.dtype, everything=True), **changes)

@@ -40,8 +40,8 @@ def frobenius_norm(att: Attention | ModuleAttention, *, map: str = "head") -> Te
     r"""Frobenius norm of the Jacobian of every head at every input: the root of all squares.
 
     :math:`\|J\|_F^2 = \sum_{ij} \|J_{ij}\|_F^2`, added up in float64 over blocks in closed form;
-    of gated heads, cross-attention, relative queries, and layers without closed form, over products
-    with all unit vectors of outputs. :math:`\|J\|_F^2 / \|J\|^2` is the stable rank: how many
+    of gated heads, cross-attention, and layers without closed form, over products with all unit
+    vectors of outputs. :math:`\|J\|_F^2 / \|J\|^2` is the stable rank: how many
     directions are about as steep as the steepest.
 
     Args:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import Scoring, add_mask
-from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products.row_blocks import ROWS, Group, RowBlock, RowBlocks
 from lipbound.linalg.operators import PerEntry
@@ -33,9 +32,9 @@ FEW = 0.6
 def head_jacobian(att: Attention) -> HeadOperator:
     """`HeadJacobian` where all of P fits and is worth its memory, else `StreamedHeadJacobian`.
 
-    Cross-attention and relative positions are always the former.
+    Cross-attention is always the former.
     """
-    if {"cross", "relative_keys", "relative_queries"} & att.variants:
+    if "cross" in att.variants:
         return HeadJacobian(att)
     if att.samples * att.heads * att.tokens**2 * SCORE_BYTES > _budget(WHOLE_BYTES, att.device):
         return StreamedHeadJacobian(att)
@@ -112,8 +111,6 @@ class StreamedHeadJacobian(HeadOperator):
     """All of P that is not zero, where it fits."""
 
     def __init__(self, att: Attention):
-        if {"relative_keys", "relative_queries"} & att.variants:
-            raise AttentionError("products of heads with relative positions are formed of all of P")
         self._set(att)
         self.wide_q, self.wide_k = (t.flatten(0, 1) for t in (att.wide_q, att.centred_k))
         self.scale, self.scoring, self.valid, self.heads = (
@@ -163,16 +160,10 @@ class StreamedHeadJacobian(HeadOperator):
         """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
         return self.scale * (self.wide_q[b, rows] @ self.wide_k[b, keys].mT)
 
-    def _seen(self, keys: slice) -> tuple[slice, slice]:
-        """The keys to form scores of, and among them those that are wanted."""
-        every = slice(0, self.out_shape[0])
-        return (keys, slice(None)) if self.scoring.entrywise else (every, keys)
-
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
         s, h = self._place(b)
-        formed, wanted = self._seen(keys)
-        scores = self.scoring.transformed(self._scaled(b, rows, formed), h, rows)[:, wanted]
+        scores = self.scoring.transformed(self._scaled(b, rows, keys))
         mask = self.scoring.mask_part(s, h, rows, keys)
         if mask is not None:
             scores = add_mask(scores, mask)
@@ -189,9 +180,8 @@ class StreamedHeadJacobian(HeadOperator):
         """Weights of changes of q k^T in a block of P."""
         if not self.sloped:
             return p
-        formed, wanted = self._seen(keys)
-        slopes = self.scoring.slopes(self._scaled(b, rows, formed), self._place(b)[1], rows)
-        return p if slopes is None else p * slopes[:, wanted].to(self.dtype)
+        slopes = self.scoring.slopes(self._scaled(b, rows, keys))
+        return p if slopes is None else p * slopes.to(self.dtype)
 
     def _read(self, b: int) -> Iterator[RowBlock]:
         """The blocks of an entry that are not all zero."""

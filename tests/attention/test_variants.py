@@ -3,7 +3,6 @@ from its own methods."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -19,69 +18,58 @@ from lipbound.jacobians.streaming import StreamedHeadJacobian
 
 
 @pytest.fixture
-def alibi() -> type[Variant]:
-    """Linear biases of positions (Press et al. 2022), known for the time of one test."""
+def root_cap() -> type[Variant]:
+    """A cap by a root, known for the time of one test."""
 
     @dataclass(frozen=True)
-    class Alibi(Variant):
-        falls: Tensor
-        """(heads,): how much a score falls with every token between query and key."""
+    class RootCap(Variant):
+        value: float
 
-        name = "alibi_of_this_test"
-        title = "linear position biases"
+        name = "root_cap_of_this_test"
+        title = "scores capped by a root"
         stage = 2
         place = 4
-        axes: ClassVar = {"falls": "h"}
-
-        def tensors(self) -> dict[str, Tensor]:
-            return {"alibi": self.falls}
+        shift_invariant = False
 
         def check(self, shapes: Shapes) -> None:
-            if tuple(self.falls.shape) != shapes.w_q[:1]:
-                raise AttentionError(
-                    f"alibi has shape {tuple(self.falls.shape)}; it must be {shapes.w_q[:1]}"
-                )
+            if not self.value > 0:
+                raise AttentionError(f"root cap is {self.value}; it must be a positive number")
 
-        def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
-            places = torch.arange(z.shape[-1], device=z.device)
-            return z - self.falls[heads][..., None, None] * (places[rows, None] - places).abs()
+        def scores(self, z: Tensor) -> Tensor:
+            return z * (1 + (z / self.value) ** 2) ** -0.5
+
+        def slopes(self, z: Tensor) -> Tensor:
+            return (1 + (z / self.value) ** 2) ** -1.5
 
         def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
-            # where a probability does not vanish, what is taken away is at most 690 larger than the
-            # scores
-            return error + 8 * UNIT * (690 + 2 * reach), 0.0
+            # the slope is at most 1, and that of its logarithm at most 1.5 / value
+            slopes = torch.expm1(1.5 * error / self.value) * (1 + 64 * UNIT) + 64 * UNIT
+            return error + 16 * UNIT * reach.clamp_max(self.value), slopes
 
-    REGISTERED.remove(Alibi)
-    return Alibi
+    REGISTERED.remove(RootCap)
+    return RootCap
 
 
-def layer(alibi: type[Variant], **others: object) -> lb.Attention:
+def layer(root_cap: type[Variant], **others: object) -> lb.Attention:
     g = torch.Generator().manual_seed(0)
     x, w_q, w_k, w_v = (
         torch.randn(s, generator=g, dtype=torch.float64)
         for s in [(2, 6, 9), (3, 9, 4), (3, 9, 4), (3, 9, 4)]
     )
-    return lb.Attention(
-        x,
-        w_q,
-        w_k,
-        w_v,
-        steps=[alibi(torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64))],
-        **others,
-    )
+    return lb.Attention(x, w_q, w_k, w_v, steps=[root_cap(0.7)], **others)
 
 
 @pytest.mark.parametrize("cap", [None, 1.5])
-def test_exact_norms_of_a_new_variant(alibi: type[Variant], cap: float | None) -> None:
-    att = layer(alibi, mask=causal(6), cap=cap)
-    falls = [0.0, 0.3, 2.0]
+def test_exact_norms_of_a_new_variant(root_cap: type[Variant], cap: float | None) -> None:
+    att = layer(root_cap, mask=causal(6), cap=cap)
     exact, error = lb.spectral_norm(att, method="dense"), tensor_error(att)
     for s in range(2):
         for h in range(3):
 
             def head(x: Tensor, h: int = h) -> Tensor:
                 i = torch.arange(6.0, dtype=torch.float64)
-                z = 0.5 * (x @ att.w_q[h]) @ (x @ att.w_k[h]).T - falls[h] * (i[:, None] - i).abs()
+                z = 0.5 * (x @ att.w_q[h]) @ (x @ att.w_k[h]).T
+                z = z / (1 + z**2 / 0.49).sqrt()
                 # of variants of one stage the one that was given first acts first
                 z = z if cap is None else cap * torch.tanh(z / cap)
                 return torch.softmax(z.masked_fill(i > i[:, None], -math.inf), -1) @ (
@@ -97,39 +85,37 @@ def test_exact_norms_of_a_new_variant(alibi: type[Variant], cap: float | None) -
             )
 
 
-def test_copies_and_streams_of_a_new_variant(alibi: type[Variant]) -> None:
-    att = layer(alibi, valid=torch.tensor([[True] * 6, [True] * 4 + [False] * 2]))
+def test_copies_and_streams_of_a_new_variant(root_cap: type[Variant]) -> None:
+    att = layer(root_cap, valid=torch.tensor([[True] * 6, [True] * 4 + [False] * 2]))
     y = torch.randn(6, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
         StreamedHeadJacobian(att).gram(y), HeadJacobian(att).gram(y), rtol=1e-12, atol=1e-12
     )
     torch.testing.assert_close(att.select(slice(1, 2), slice(2, 3)).p, att.p[1:, 2:])
     torch.testing.assert_close(att.unpadded(1).p[0], att.p[1, :, :4, :4])
-    assert repr(att).endswith("with valid, alibi_of_this_test)")
+    assert repr(att).endswith("with valid, root_cap_of_this_test)")
 
 
-def test_nothing_claims_to_cover_a_new_variant(alibi: type[Variant]) -> None:
-    att = layer(alibi)
+def test_nothing_claims_to_cover_a_new_variant(root_cap: type[Variant]) -> None:
+    att = layer(root_cap)
     for name in lb.bounds.names():
         assert not lb.bounds.get(name).applies(att)
         with pytest.raises(
-            AttentionError, match=f"bound '{name}' does not cover linear position biases"
+            AttentionError, match=f"bound '{name}' does not cover scores capped by a root"
         ):
             lb.bounds.get(name)(att)
     with pytest.raises(AttentionError, match="twice"):
-        layer(alibi, norm_q=None).with_parts(
+        layer(root_cap, norm_q=None).with_parts(
             scoring=replace(att.scoring, steps=att.scoring.steps * 2)
         )
-    with pytest.raises(AttentionError, match=r"alibi has shape \(2,\); it must be \(3,\)"):
-        att.with_parts(
-            scoring=replace(att.scoring, steps=(alibi(torch.ones(2, dtype=torch.float64)),))
-        )
+    with pytest.raises(AttentionError, match=r"root cap is -1.0; it must be a positive number"):
+        att.with_parts(scoring=replace(att.scoring, steps=(root_cap(-1.0),)))
 
 
 def test_nothing_is_said_of_scores_whose_rounding_is_unknown(
-    alibi: type[Variant], monkeypatch: pytest.MonkeyPatch
+    root_cap: type[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alibi, "rounded_scores", Variant.rounded_scores)
-    norm = lb.spectral_norm(layer(alibi), delta=1e-6)
+    monkeypatch.setattr(root_cap, "rounded_scores", Variant.rounded_scores)
+    norm = lb.spectral_norm(layer(root_cap), delta=1e-6)
     assert not bool(norm.lower.any())
     assert bool(norm.upper.isinf().all())

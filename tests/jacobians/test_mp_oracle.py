@@ -18,8 +18,6 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.base import REGISTERED, Variant
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries
 
 COMBINATIONS = [
     frozenset(has)
@@ -27,7 +25,7 @@ COMBINATIONS = [
     for has in itertools.combinations(VARIANTS, size)
     if not {"norm", "together"} <= set(has)
     and not {"values", "latent"} <= set(has)
-    and (size < 4 or not {"values", "latent", "gate", "offsets", "relative"} & set(has))
+    and (size < 4 or not {"values", "latent", "gate"} & set(has))
 ]
 
 
@@ -195,21 +193,8 @@ def forward(
     logits = (
         None if gate is None else linear(gate.w[head], None if gate.b is None else gate.b[head])
     )
-    relative = att.scoring.find(RelativeKeys)
-    r = None if relative is None else relative.of_head(head)
-    by_key = att.scoring.find(RelativeQueries)
-    t = None if by_key is None else by_key.of_head(head)
     for i in range(len(q)):
         scores = [mpmath.mpf(att.scale) * mpmath.fdot(q[i], k[j]) for j in range(len(k))]
-        if t is not None:
-            added = [
-                mpmath.mpf(att.scale) * mpmath.fdot(one, k[j])
-                for j, one in enumerate(t[i].tolist())
-            ]
-            scores = [score + more for score, more in zip(scores, added, strict=True)]
-        if r is not None:
-            added = [mpmath.mpf(att.scale) * mpmath.fdot(q[i], one) for one in r[i].tolist()]
-            scores = [score + more for score, more in zip(scores, added, strict=True)]
         scores = (
             scores
             if att.cap is None
@@ -277,13 +262,13 @@ def test_one_unit_in_the_last_place_is_a_miss() -> None:
 
 
 def test_a_variant_that_is_not_known_is_refused() -> None:
-    class Alibi(Variant):
-        name = title = "alibi"
+    class Unknown(Variant):
+        name = title = "unknown"
         stage, place = 2, 9
 
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     try:
         with pytest.raises(AssertionError, match="does not know"):
-            mp_oracle.norm(Attention(one, one, one, one, steps=[Alibi()]))
+            mp_oracle.norm(Attention(one, one, one, one, steps=[Unknown()]))
     finally:
-        REGISTERED.remove(Alibi)
+        REGISTERED.remove(Unknown)

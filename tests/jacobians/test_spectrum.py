@@ -15,7 +15,7 @@ from lipbound.errors import LipboundError
 from lipbound.models.capture.capture import Capturer
 
 HAS = ((), ("rotation",), ("together", "rotation"), ("cap", "sinks"), ("values",), ("latent",))
-HAS = (*HAS, ("relative",), ("by_key",), ("gate",), ("gate", "norm"))
+HAS = (*HAS, ("gate",), ("gate", "norm"))
 
 
 def singular_values(att: Attention, map: str = "head") -> list[list[Tensor]]:

@@ -172,7 +172,7 @@ def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
             assert torch.allclose(torch.linalg.vector_norm(starts, dim=-1), torch.ones(1).double())
 
 
-OTHERS = ("gates", "modern", "memory", "asking", "disentangled")
+OTHERS = ("gates", "modern", "memory", "asking")
 FAMILIES = [one for one in hard_heads.FAMILIES if one not in OTHERS]
 """Those whose heads have token norms."""
 

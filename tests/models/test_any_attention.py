@@ -45,6 +45,11 @@ LONGFORMER = {**TEXT, "num_hidden_layers": 1, "attention_window": [4]}
 SPARSE = {**LATENT, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 XLNET = {"vocab_size": 60, "d_model": 24, "n_layer": 1, "n_head": 4, "d_inner": 32}
 DEBERTA = {**TEXT, "num_hidden_layers": 1, "relative_attention": True, "pos_att_type": "p2c|c2p"}
+CONFORMER = {
+    **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"intermediate_size": 32, "feature_projection_input_dim": 24},
+    "conv_depthwise_kernel_size": 3,
+}
 
 
 class NanoBlock(nn.Module):
@@ -198,9 +203,12 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = 
     "everything": (Everything, {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "a gate a head": (lambda: Everything(True), {"x": X}, {"qk_norm", "value_norm", "gate"}),
     "normalised values": (NormalisedValues, {"x": X}, {"qk_norm", "value_norm"}),
+    "cross": (Crossing, {"x": X, "encoder_hidden_states": Y[..., :10].contiguous()}, {"cross"}),
+}
+PLACES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], str]] = {
     "added positions": (
         *(AddedPositions, {"x": X, "position_embeddings": X[1:].expand(2, -1, -1).contiguous()}),
-        {"offsets"},
+        "of the same token at other positions",
     ),
     "cross with positions": (
         CrossingPositions,
@@ -211,18 +219,17 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str]]] = 
                 "encoder_pos": Y[:1, :, 10:20].expand(2, -1, -1),
             },
         },
-        {"cross", "offsets"},
+        "of the same token at other positions",
     ),
     **{
         f"relative positions, {fused}, {both}": (
-            partial(RelativePositions, fused, both),
-            {"x": X},
-            {"relative_keys"} | ({"relative_queries"} if both else set()),
+            *(partial(RelativePositions, fused, both), {"x": X}),
+            "adds other products of its tokens to those of queries and keys",
         )
         for fused, both in itertools.product((False, True), repeat=2)
     },
-    "cross": (Crossing, {"x": X, "encoder_hidden_states": Y[..., :10].contiguous()}, {"cross"}),
 }
+"""Modules whose positions act on queries, keys or scores otherwise than by a rotation or a mask."""
 Case = tuple[Callable[[], nn.Module], dict[str, Tensor], str, str]
 LACKING = {
     "T5": "the softmax of its module is in float32",
@@ -266,7 +273,11 @@ CASES: dict[str, Case] = {
     ),
     "DeBERTa": (
         *(lambda: tf.DebertaV2Model(tf.DebertaV2Config(**DEBERTA)), {"input_ids": IDS_9}),
-        *("", "closed form"),
+        *("", "automatic"),
+    ),
+    "Wav2Vec2-BERT": (
+        *(lambda: tf.Wav2Vec2BertModel(tf.Wav2Vec2BertConfig(**CONFORMER)), {"input_features": X}),
+        *("linear_out", "automatic"),
     ),
     "latent": (
         *(lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)), {"input_ids": IDS_9}),
@@ -380,6 +391,27 @@ def test_closed_forms_to_eight_digits(case: str) -> None:
         )
 
 
+@pytest.mark.parametrize("case", PLACES)
+def test_positions_that_have_no_closed_form_to_eight_digits(case: str) -> None:
+    """They are measured by automatic differentiation, in float32 as well, and why is told."""
+    make, inputs, why = PLACES[case]
+    model, single = build(make).double(), build(make)
+    wide = {name: t.double() for name, t in inputs.items()}
+    for layer in lb.models.capture.capture.Capturer(model).run(wide):
+        att = layer.attention
+        assert isinstance(att, ModuleAttention)
+        assert why in att.reason
+        expected = dense_norms(model, "", wide, "out", att.perturbed, 4)
+        norm = lb.spectral_norm(att, tol=1e-9, delta=1e-6)
+        torch.testing.assert_close(norm.lower[0], expected, rtol=1e-8, atol=0)
+        assert bool((norm.upper[0] >= expected).all())
+        narrow = {name: t.float() for name, t in inputs.items()}
+        found = lb.capture(single, narrow, layers=[layer.index])[0]
+        torch.testing.assert_close(
+            lb.spectral_norm(found, tol=1e-7).lower[0], expected, rtol=1e-4, atol=0
+        )
+
+
 @pytest.mark.parametrize("case", marked(CASES, LACKING))
 def test_norms_are_those_of_the_models_own_module(case: str) -> None:
     make, inputs, projection, measured = CASES[case]
@@ -402,6 +434,20 @@ def test_norms_are_those_of_the_models_own_module(case: str) -> None:
         assert streams == ["input", "input", "queries", "memory"]
 
 
+def test_heads_that_hardly_move_are_measured_like_others() -> None:
+    """Where every probability is all but one or zero, much of a derivative by queries is rounding,
+    and automatic differentiation is not refused for that."""
+    model = build(Crossing).double()
+    with torch.no_grad():
+        model.q.weight[:6] *= 40
+    inputs = {"x": X.double(), "encoder_hidden_states": Y[..., :10].double()}
+    (automatic, _), (closed, _) = (lb.capture(model, inputs, closed=one) for one in (False, True))
+    found = lb.spectral_norm(automatic, tol=1e-6).lower
+    expected = torch.linalg.matrix_norm(lb.HeadJacobian(closed).dense(), 2).view(2, 4)
+    assert bool((expected[:, 0] < 1e-9).all())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-13)
+
+
 def test_tokens_that_stand_before_samples() -> None:
     """torch's layers are given (N, samples, D) by default; XLNet hands its own that."""
     torch.manual_seed(0)
@@ -419,13 +465,22 @@ def test_tokens_that_stand_before_samples() -> None:
     )
     model = build(lambda: tf.XLNetModel(tf.XLNetConfig(**XLNET))).double()
     mask = torch.ones(2, 9).index_fill(1, torch.arange(3), 0.0)
-    both = lb.capture(model, {"input_ids": IDS_9, "attention_mask": mask})
-    one = lb.capture(model, {"input_ids": IDS_9[1:], "attention_mask": mask[1:]}, closed=False)
-    for mine, automatic in zip(both, one, strict=True):
-        assert mine.variants == {"relative_keys"}
-        found = lb.spectral_norm(mine, tol=1e-9).lower[1]
-        expected = lb.spectral_norm(automatic, tol=1e-9).lower[0]
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=0)
+    batch = {"input_ids": IDS_9, "attention_mask": mask}
+    (att,) = lb.capture(model, batch)
+    assert isinstance(att, ModuleAttention)
+    assert "adds other products of its tokens" in att.reason
+    own, given = model.layer[0].rel_attn, given_to(model, "layer.0.rel_attn", batch)
+    core, seen = own.rel_attn_core, list[Tensor]()
+    own.rel_attn_core = lambda *args, **kwargs: seen.append(core(*args, **kwargs)) or seen[-1]
+    h = given["h"].detach().requires_grad_()
+    own(**{**given, "h": h})  # (N, samples, D) to (N, samples, heads, d_v)
+    # masked tokens attend to themselves, and so are no padding
+    rows = [torch.autograd.grad(o, h, retain_graph=True)[0] for o in seen[0][:, 1].flatten()]
+    jacobian = torch.stack(rows)[:, :, 1].unflatten(0, (9, 4, 6)).flatten(3)
+    expected = torch.linalg.matrix_norm(jacobian.transpose(0, 1).flatten(1, 2), 2)
+    torch.testing.assert_close(
+        lb.spectral_norm(att, tol=1e-9).lower[1], expected, rtol=1e-7, atol=0
+    )
 
 
 class Anchors(nn.Module):

@@ -84,7 +84,7 @@ class Placed(nn.Module):
 
 def test_positions_that_are_no_rotation() -> None:
     model = build(Placed)
-    told = "are not one affine map of the layer's tokens"
+    told = "makes other queries, keys or values of the same token at other positions"
     with pytest.warns(Notice, match=told):
         (layer,) = capture(model, torch.randn(2, 6, 24))
     assert isinstance(layer, ModuleAttention)

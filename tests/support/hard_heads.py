@@ -15,12 +15,9 @@ from support.layers import causal, window
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.base import Variant
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.attention.variants.rotary import Rotation
 
 SAMPLES = 6
@@ -462,27 +459,6 @@ def capped(draft: Draft) -> None:
     """Caps of 0.01 to 100, scores from far below to far above."""
     draft.more["cap"] = float(draft.powers(-2, 2, 1))
     draft.w_q *= draft.powers(-2, 4, draft.heads)
-
-
-@family
-def relative(draft: Draft) -> None:
-    """Relative keys of 1e-6 to 1e6 beside keys of ordinary size, of all heads or of each."""
-    heads = draft.heads if draft.chance() else 1
-    r = draft.normal(heads, draft.n, draft.n, draft.w_q.shape[2])
-    draft.more["steps"] = [RelativeKeys(r * draft.powers(-6, 6, heads)[..., None])]
-    draft.w_q *= draft.powers(-6, 2, draft.heads)
-
-
-@family
-def disentangled(draft: Draft) -> None:
-    """Relative queries of 1e-6 to 1e3, with relative keys or without."""
-    heads = draft.heads if draft.chance() else 1
-    t, r = draft.normal(2, heads, draft.n, draft.n, draft.w_q.shape[2])
-    steps: list[Variant] = [RelativeQueries(t * draft.powers(-6, 3, heads)[..., None])]
-    if draft.chance():
-        steps.append(RelativeKeys(r * draft.powers(-6, 6, heads)[..., None]))
-    draft.more["steps"] = steps
-    draft.w_q *= draft.powers(-6, 2, draft.heads)
 
 
 @family

@@ -32,10 +32,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
-from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries
 
 Exact = npt.NDArray[np.object_]
 """Arrays of `Decimal`."""
@@ -43,8 +40,7 @@ DIGITS = (80, 200, 500)
 """Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the
 norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
-KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "offsets"}
-KNOWN |= {"relative_keys", "relative_queries", "cap", "sinks"}
+KNOWN = {"rotation", "qk_norm", "value_norm", "gate", "cross", "cap", "sinks"}
 """Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
@@ -260,17 +256,6 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None)
     k = q if l2 else _projected(x, exact(att.w_k[head]), b_k)
     norms = att.scoring.find(QKNormalised)
     assert norms is None or not norms.late, "the oracle turns what is normalised"
-    added = att.scoring.find(Offsets)
-    if added is not None:
-        assert added.q is not None
-        assert added.k is not None
-        q, k = (
-            replace(side, y=side.y + more, size=side.size + _largest(more))
-            for side, more in (
-                (side, exact(t[head, min(sample, t.shape[1] - 1)][keep]))
-                for side, t in ((q, added.q), (k, added.k))
-            )
-        )
     q, k = (
         side if norm is None else _normalised(x, side, norm, head)
         for side, norm in ((q, att.norm_q), (k, att.norm_k))
@@ -294,16 +279,6 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None)
         width = sides[side].y.shape[1]
         q, k, v = (_alone(t, side == name, width) for name, t in sides.items())
     z, by_query, by_key = _distances(q, scale) if l2 else _products(q, k, scale)
-    if (relative := att.scoring.find(RelativeKeys)) is not None:
-        r = scale * exact(relative.vectors[min(head, len(relative.vectors) - 1)][keep][:, keep])
-        z = z + (q.y[:, None] * r).sum(-1)
-        by_query = by_query + (q.dy[:, None] * r[..., None]).sum(2)
-        k = replace(k, size=k.size + _largest(r / scale))
-    if (turned := att.scoring.find(RelativeQueries)) is not None:
-        t = scale * exact(turned.vectors[min(head, len(turned.vectors) - 1)][keep][:, keep])
-        z = z + (t * k.y[None]).sum(-1)
-        by_key = by_key + (t[..., None] * k.dy[None]).sum(2)
-        q = replace(q, size=q.size + _largest(t / scale))
     score, slope = (
         abs(scale) * q.size * k.size * q.y.shape[1],
         abs(scale) * (q.size * k.slope + k.size * q.slope) * q.y.shape[1],

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
-from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.attention.variants.value_norm import ValueNorm
 
 
@@ -42,9 +39,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tenso
     if att.rotation is not None:
         angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
     step, gate = att.scoring.find(ValueNorm), att.scoring.find(Gate)
-    added, norms = att.scoring.find(Offsets), att.scoring.find(QKNormalised)
+    norms = att.scoring.find(QKNormalised)
     late = norms is not None and norms.late
-    relative, by_key = att.scoring.find(RelativeKeys), att.scoring.find(RelativeQueries)
     after = None if step is None else step.after
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.rows, att.keys)[sample, head]
@@ -62,11 +58,6 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tenso
 
     def f(x: Tensor, **given: Tensor) -> Tensor:
         q, k = projected(x, att.w_q, att.b_q), projected(x, att.w_k, att.b_k)
-        if added is not None:
-            q, k = (
-                y if t is None else y + t[head, min(sample, t.shape[1] - 1)][keep]
-                for y, t in ((q, added.q), (k, added.k))
-            )
         if late:
             q, k = rotated(q), rotated(k)
         q, k = _normed(x, q, att.norm_q, head), _normed(x, k, att.norm_k, head)
@@ -74,14 +65,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tenso
             q, k = rotated(q), rotated(k)
         q = given.get("q", q if fixed["q"] is None else fixed["q"])
         k = given.get("k", k if fixed["k"] is None else fixed["k"])
-        scores = q @ k.mT
-        if relative is not None:
-            r = relative.of_head(head)[keep][:, keep]
-            scores = scores + torch.einsum("id,ijd->ij", q, r.to(q))
-        if by_key is not None:
-            t = by_key.of_head(head)[keep][:, keep]
-            scores = scores + torch.einsum("ijd,jd->ij", t.to(k), k)
-        scores = att.scale * scores
+        scores = att.scale * (q @ k.mT)
         if att.cap is not None:
             scores = torch.tanh(scores / att.cap) * att.cap
         scores = scores if mask is None else scores + mask

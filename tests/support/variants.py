@@ -6,17 +6,13 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
-from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.attention.variants.rotary import Rotation
 
-LINEAR = ("rotation", "norm", "together", "cap", "sinks", "offsets", "relative")
-RELATIVE = ("relative", "by_key")
+LINEAR = ("rotation", "norm", "together", "cap", "sinks")
 """Those that leave values alone."""
-VARIANTS = (*LINEAR, "values", "latent", "gate", "by_key")
+VARIANTS = (*LINEAR, "values", "latent", "gate")
 MASKS = ("none", "causal", "window", "padded", "offsets")
 
 
@@ -76,13 +72,6 @@ def layer(
         shift = draw(heads, d_v) if seed % 2 else None
         extra["norm_v"] = QKNorm(1 + draw(heads, d_v), shift, 1e-6, latent)
     extra["steps"] = []
-    if "offsets" in has:
-        each = samples if seed % 2 else 1
-        extra["steps"] += [Offsets(draw(heads, each, n, d), draw(heads, each, n, d))]
-    if "relative" in has:
-        extra["steps"] += [RelativeKeys(draw(heads if seed % 2 else 1, n, n, d))]
-    if "by_key" in has:
-        extra["steps"] += [RelativeQueries(draw(1 if seed % 2 else heads, n, n, d))]
     if "gate" in has:
         b_gate = draw(heads, d_v) if biases else None
         extra["steps"] += [Gate(draw(heads, 7, d_v), b_gate)]

@@ -34,13 +34,9 @@ def listed(words: Sequence[str]) -> str:
     return (" and " if len(words) < 3 else ", ").join(words)
 
 
-WITH_TOKEN_NORMS = tuple(
-    name for name in VARIANTS if name not in ("cross", "gate", "relative_queries")
-)
+WITH_TOKEN_NORMS = tuple(name for name in VARIANTS if name not in ("cross", "gate"))
 """Names of those that norms which tell tokens apart cover."""
-LINEAR_VALUES = tuple(
-    name for name in VARIANTS if name not in ("value_norm", "cross", "gate", "relative_queries")
-)
+LINEAR_VALUES = tuple(name for name in WITH_TOKEN_NORMS if name != "value_norm")
 """Names of those under which outputs are averages of projections of the layer's own tokens."""
 
 __all__ = [

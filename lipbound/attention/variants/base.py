@@ -141,31 +141,13 @@ class Variant(NamedAxes):
 
     # -- scores ------------------------------------------------------------------------------------
 
-    def products(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Return what is added to q k^T, (samples, heads, N, N); None for nothing.
-
-        q, k: as they enter the scores, (samples, heads, N, d), float64.
-        """
-        return None
-
-    def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
-        """Return scores z before the mask as they go on.
-
-        (samples, heads, rows, N) of some heads and queries, or (rows, N) of one head.
-        """
+    def scores(self, z: Tensor) -> Tensor:
+        """Return scores z before the mask as they go on, every entry alike, wherever it stands."""
         return z
 
-    def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor | None:
+    def slopes(self, z: Tensor) -> Tensor | None:
         """Return the derivative of `scores` entry by entry, shaped like z; None where it is one."""
         return None
-
-    @property
-    def entrywise(self) -> bool:
-        """True if `scores` and `slopes` treat every entry of z alike, wherever it stands.
-
-        They may then be given some columns of z only.
-        """
-        return type(self).scores is Variant.scores and type(self).slopes is Variant.slopes
 
     def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return upper values of the error of `scores`, and of the relative error of `slopes`.
@@ -183,21 +165,7 @@ class Variant(NamedAxes):
         """True if `slopes` may be other than one."""
         return type(self).slopes is not Variant.slopes
 
-    # -- the softmax -------------------------------------------------------------------------------
-
-    def extra_scores(self) -> Tensor | None:
-        """Return scores (heads, n) in every softmax of a head whose probabilities are dropped."""
-        return None
-
     # -- copies ------------------------------------------------------------------------------------
-
-    def repeated(self, samples: int) -> Self:
-        """Return that of one sample for so many, which differ in the layer's inputs alone."""
-        return self
-
-    def unpadded(self) -> Self:
-        """Return that without padding of its own, for one sample."""
-        return self
 
     def without_biases(self) -> Self:
         """Return that for projections without biases."""

@@ -32,15 +32,11 @@ class Cap(Variant):
         if not 0 < self.value < math.inf:
             raise AttentionError(f"cap is {self.value}; it must be a positive number")
 
-    def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
+    def scores(self, z: Tensor) -> Tensor:
         return self.value * torch.tanh(z / self.value)
 
-    def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
+    def slopes(self, z: Tensor) -> Tensor:
         return cap_slope(z / self.value)
-
-    @property
-    def entrywise(self) -> bool:
-        return True
 
     def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
         # tanh has slope at most 1, and the logarithm of its derivative slope at most 2;

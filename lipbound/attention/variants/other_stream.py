@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.variants.base import Passing, Shapes, Side, Variant
+from lipbound.attention.variants.token_maps import TokenStep
 from lipbound.errors import AttentionError
 
 
@@ -101,12 +102,14 @@ class OtherStream(Variant):
         return OtherStream(q, k, v, self.valid)
 
     def repeated(self, samples: int) -> "OtherStream":
+        """Return that of one sample for so many, which differ in the layer's inputs alone."""
         if next(iter(self._given().values())).shape[1] != 1:
             return self
         valid = None if self.valid is None else self.valid.expand(samples, -1)
         return replace(self._each(lambda t: t.expand(-1, samples, -1, -1)), valid=valid)
 
     def unpadded(self) -> "OtherStream":
+        """Return that without padding of its own, for one sample."""
         if self.valid is None:
             return self
         keep = self.valid[0]
@@ -114,7 +117,7 @@ class OtherStream(Variant):
 
 
 @dataclass(frozen=True)
-class FixedStep:
+class FixedStep(TokenStep):
     """The derivative of what does not move: zero.
 
     Attributes:
@@ -124,7 +127,6 @@ class FixedStep:
 
     tokens: int
     fixed: int
-    direction = None
 
     def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
         """Return zero for every token of the other stream."""
@@ -133,18 +135,3 @@ class FixedStep:
     def pull(self, g: Tensor) -> tuple[Tensor, None]:
         """Return zero for every token of the layer's inputs."""
         return g.new_zeros(len(g), self.tokens, g.shape[-1]), None
-
-    def select(self, index: Tensor | slice) -> "FixedStep":
-        """Return that of some entries of the batch."""
-        return self
-
-    def of_tokens(self, tokens: slice | Tensor) -> "FixedStep":
-        """Return that of some tokens."""
-        return self
-
-    def double(self) -> "FixedStep":
-        """Return itself."""
-        return self
-
-    def turns(self) -> None:
-        """Return None: it turns nothing."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
 from lipbound.attention.variants.named_axes import NamedAxes
+from lipbound.attention.variants.token_maps import TokenStep
 from lipbound.errors import AttentionError
 
 
@@ -269,7 +270,7 @@ class QKNormalised(Variant):
 
 
 @dataclass(frozen=True, eq=False)
-class NormStep:
+class NormStep(TokenStep):
     r"""The derivative of `QKNorm`, token by token.
 
     :math:`dy \mapsto gain \circ (dy - u\,\tau)/s` with u = y / s. Where a head's own vector is
@@ -327,9 +328,6 @@ class NormStep:
         """Return the same with products in float64."""
         direction = None if self.direction is None else self.direction.double()
         return NormStep(self.unit.double(), self.gain.double(), direction)
-
-    def turns(self) -> None:
-        """Return None: it turns nothing."""
 
 
 def _length(y: Tensor) -> Tensor:

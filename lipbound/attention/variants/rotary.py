@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
+from lipbound.attention.variants.token_maps import TokenStep
 from lipbound.errors import AttentionError
 
 
@@ -117,11 +118,10 @@ class Rotation(Variant):
 
 
 @dataclass(frozen=True)
-class RotationStep:
+class RotationStep(TokenStep):
     """The derivative of a rotation, which is the rotation, the same for every entry of a batch."""
 
     rotation: Rotation
-    direction = None
 
     def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
         """Return perturbations as they go on."""
@@ -131,17 +131,9 @@ class RotationStep:
         """Return the transposed map of g."""
         return self.rotation.back(g), None
 
-    def select(self, index: Tensor | slice) -> "RotationStep":
-        """Return that of some entries of the batch."""
-        return self
-
     def of_tokens(self, tokens: slice | Tensor) -> "RotationStep":
         """Return that of some tokens."""
         return RotationStep(self.rotation.of_tokens(tokens))
-
-    def double(self) -> "RotationStep":
-        """Return itself: angles are stored in the dtype that they have."""
-        return self
 
     def turns(self) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of all tokens."""

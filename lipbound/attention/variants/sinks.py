@@ -36,6 +36,3 @@ class Sinks(Variant):
         if tuple(self.logits.shape) != shapes.w_q[:1]:
             given = f"sinks has shape {tuple(self.logits.shape)}; with x {shapes.x}"
             raise AttentionError(f"{given} and w_q {shapes.w_q} it must be {shapes.w_q[:1]}")
-
-    def extra_scores(self) -> Tensor:
-        return self.logits[:, None]

@@ -1,43 +1,53 @@
 """Linear maps, one for each token, from perturbed projections to queries, keys and values."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class TokenStep(Protocol):
-    """Derivative of one variant: a linear map for each token of each entry of a batch of heads."""
+class TokenStep(ABC):
+    """Derivative of one variant: a linear map for each token of each entry of a batch of heads.
+
+    Alike for all entries, tokens and dtypes unless it says otherwise.
+    """
 
     @property
     def direction(self) -> Tensor | None:
         r"""Direction (samples, N, D) of the extra coordinate :math:`\tau` of a change, or None."""
+        return None
 
+    @abstractmethod
     def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
         r"""Return perturbations (batch, N, d) as they go on.
 
         ``extra`` is :math:`\tau`, (batch, N, 1), where the step sees it.
         """
 
+    @abstractmethod
     def pull(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
         r"""Return the transposed map of g (batch, N, d), and the cotangent of :math:`\tau`."""
 
     def select(self, index: Tensor | slice) -> "TokenStep":
         """Return that for some entries of the batch."""
+        return self
 
     def of_tokens(self, tokens: slice | Tensor) -> "TokenStep":
-        """Return that for some tokens."""
+        """Return that for some tokens; ``direction`` stays."""
+        return self
 
     def double(self) -> "TokenStep":
         """Return the same with products in float64."""
+        return self
 
     def turns(self) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines (N, r) of a step that turns coordinates i and i + r.
 
         None for steps that do anything else.
         """
+        return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
 from lipbound.attention.variants.qk_norm import NormStep, QKNorm
+from lipbound.attention.variants.token_maps import TokenStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +106,7 @@ class ValueNorm(Variant):
 
 
 @dataclass(frozen=True, eq=False)
-class ValueStep:
+class ValueStep(TokenStep):
     """The derivative of `ValueNorm`, token by token.
 
     Attributes:
@@ -143,6 +144,3 @@ class ValueStep:
         """Return the same with products in float64."""
         after = None if self.after is None else self.after.double()
         return ValueStep(self.norm.double(), after)
-
-    def turns(self) -> None:
-        """Return None: it turns nothing."""

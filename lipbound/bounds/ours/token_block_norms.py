@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate, GateStep
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.bounds.ours.block_norms import CHUNK, root, seen
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import (
@@ -71,13 +69,11 @@ class VariantHead:
             - o_i|`, with a gate the norm of what it makes of v_j - o_i. distance: :math:`|v_j -
             o_i|`, (N, N).
         q, k, v, o: queries times the scale, centred keys and values, outputs, (N, d or d_v).
-        r: relative keys, (N, N, d), or None. by_key: relative queries times the scale, or None.
         norm_v, size_v: upper values of :math:`\|D^v_j\|`, and Frobenius norms with absolute values
             inside, (N,), or () where they are those of W_V for all tokens.
         own_queries: whether tokens are queries as well as keys: not so for cross-attention.
         tangents: how queries, keys and values follow their tokens, named by ``kept``.
-        size: :math:`|c q_i|`, with relative queries at least that of all :math:`q_i + t_{ij}`,
-            (N,).
+        size: :math:`|c q_i|`, (N,).
         width: how many numbers the largest temporary has for every pair of tokens.
     """
 
@@ -90,10 +86,6 @@ class VariantHead:
         self.kept = torch.arange(att.tokens, device=att.device)[keep]
         p, t = (w[0, h][rows][:, keys] for w in (att.p, att.weights))
         self.k, self.v = att.centred_k[0, h][keys], att.centred_v[0, h][keys]
-        relative = att.scoring.find(RelativeKeys)
-        self.r = None if relative is None else relative.of_head(h)[rows][:, keys]
-        other = att.scoring.find(RelativeQueries)
-        self.by_key = None if other is None else att.scale * other.of_head(h)[rows][:, keys]
         self.q, self.o = att.scale * att.q[0, h][rows], p @ self.v
         self.unit = power_of_two(p.detach().amax())
         self.p, self.t = p / self.unit, t / self.unit
@@ -108,8 +100,6 @@ class VariantHead:
                 self.after = matrix_norm(self.gate.after[0])
         self.scale, self.w_v = att.scale, att.w_v[h]
         self.tangents, self.size = Tangents(att, 0, h), self.q.detach().norm(dim=-1)
-        if self.by_key is not None:
-            self.size = self.size + self.by_key.norm(dim=-1).amax(1)
         plain, self.values_move = att.scoring.plain("v"), att.values_move
         self.own_queries = att.other_stream is None
         n, d, d_v = max(p.shape), att.d + 1, att.d_v if plain else 4 * (att.d_v + 1)
@@ -161,23 +151,16 @@ class VariantHead:
         return self.size_v[part, None] if self.size_v.ndim else self.size_v[None, None]
 
     def covariances(self, rows: slice | Tensor, keys: slice = slice(None)) -> Tensor:
-        r"""Sums :math:`C_i = c \sum_j T_{ij} (v_j - o_i) (k_j + r_{ij})^T` over some keys.
-
-        (rows, d_v, d); r where keys are relative.
-        """
+        r"""Sums :math:`C_i = c \sum_j T_{ij} (v_j - o_i) k_j^T` over some keys, (rows, d_v, d)."""
         a = self.t[rows, keys, None] * (self.v[None, keys] - self.o[rows, None, :])
-        k = self.k[keys] if self.r is None else self.k[keys] + self.r[rows][:, keys]
-        return a.mT @ (self.scale * k)
+        return a.mT @ (self.scale * self.k[keys])
 
     def by_query(self, rows: slice | Tensor) -> Tensor:
         """Frobenius norms of B_i with absolute values inside, (rows,).
 
         Rounding is relative to them.
         """
-        lengths = self.k.detach().norm(dim=-1)
-        if self.r is not None:
-            lengths = lengths + self.r.norm(dim=-1).amax(0)
-        reach = abs(self.scale) * self.e.detach()[rows] @ lengths
+        reach = abs(self.scale) * self.e.detach()[rows] @ self.k.detach().norm(dim=-1)
         return reach * self.tangents.size("q", self.kept[rows]).detach()
 
     def own(self, part: slice, keys: slice, *, squarings: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,8 +212,6 @@ class VariantHead:
             weights: E_it, (N, n), or None where ``inner`` is not wanted.
         """
         tokens, q = self.kept[part], self.q[None, rows]
-        if self.by_key is not None:
-            q = q + self.by_key[rows, part].transpose(0, 1)
         reach = self.tangents.size("k", tokens).detach()[:, None] * self.size[rows]
         u = self.tangents.turned("k", q, tokens)
         y = _times(u, self.tangents.metric("k", "k", tokens))

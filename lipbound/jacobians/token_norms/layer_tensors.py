@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
-from lipbound.attention.variants.relative_keys import RelativeKeys
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.token_norms.block_rows import Blocks
@@ -28,7 +27,6 @@ class LayerTensors:
 
     Attributes:
         p, t: P and its weights, (b, h, n, n). q, k: (b, h, n, d).
-        r: relative keys, (b, h, n, n, d), or None.
         v, o: values and outputs, (b, h, n, d_v).
         to_q, to_k: :math:`D^{qT}_j` times the scale, and the same of keys, (b, h, n or 1, m, d).
             to_v: of values, without scale, (b, h, n or 1, m, d_v).
@@ -42,7 +40,6 @@ class LayerTensors:
     t: Tensor
     q: Tensor
     k: Tensor
-    r: Tensor | None
     v: Tensor
     o: Tensor
     to_q: Tensor
@@ -93,19 +90,14 @@ class LayerTensors:
         )
         to_q, to_k, to_v = (x.view(*shape, *x.shape[1:]) for x in maps)
         q_size, k_size, v_size = (x.reshape(*shape, -1) for x in sizes)
-        relative, r = att.scoring.find(RelativeKeys), None
-        if relative is not None:
-            pairs = relative.vectors.double().expand(att.samples, att.heads, -1, -1, -1)
-            r = pairs.reshape(*shape, *pairs.shape[2:])
         return LayerTensors(
-            p, t, q, k, r, v, o, to_q, to_k, to_v, w_o, q_size, k_size, v_size, roundings
+            p, t, q, k, v, o, to_q, to_k, to_v, w_o, q_size, k_size, v_size, roundings
         )
 
     def of_maps(self, maps: slice) -> Self:
         """Some of the maps."""
         names = (f.name for f in fields(self) if f.name not in ("w_o", "roundings"))
-        given = {name: getattr(self, name) for name in names}
-        tensors: dict[str, Any] = {name: t[maps] for name, t in given.items() if t is not None}
+        tensors: dict[str, Any] = {name: getattr(self, name)[maps] for name in names}
         return replace(self, **tensors)
 
     @property
@@ -126,7 +118,7 @@ class LayerTensors:
     def vanished(self) -> Tensor:
         """Far more than what underflows can take from a norm, (b,); zero where J is."""
         q, v = (torch.linalg.vector_norm(x, dim=-1).amax(-1) for x in (self.q, self.v))
-        k = self._key_lengths().amax(-1)
+        k = torch.linalg.vector_norm(self.k, dim=-1).amax(-1)
         size = self.v_size.amax(-1) + v * (
             k * self.q_size.amax(-1) + q * self.k_size.amax(-1) + (v > 0)
         )
@@ -138,23 +130,13 @@ class LayerTensors:
             return size
         return size * torch.linalg.matrix_norm(self.w_o).view(-1, *(1,) * (size.ndim - 2))
 
-    def _keys(self, rows: slice) -> Tensor:
-        """Keys as some queries see them, (b, h, i or 1, n, d)."""
-        k = self.k[:, :, None]
-        return k if self.r is None else k + self.r[:, :, rows]
-
-    def _key_lengths(self) -> Tensor:
-        """Upper values of the lengths of keys, whoever sees them, (b, h, n)."""
-        k = torch.linalg.vector_norm(self.k, dim=-1)
-        return k if self.r is None else k + torch.linalg.vector_norm(self.r, dim=-1).amax(2)
-
     def rows(self, rows: slice) -> Blocks:
         """Blocks of some output tokens of every map."""
         p, t, q, o = (x[:, :, rows] for x in (self.p, self.t, self.q, self.o))
         a = t[..., None] * (self.v[:, :, None] - o[..., None, :])  # (b, h, i, n, d_v)
         lengths = torch.linalg.vector_norm(a, dim=-1)
         own_q = self.to_q if self.to_q.shape[2] == 1 else self.to_q[:, :, rows]
-        own = own_q @ (a.mT @ self._keys(rows)).mT  # (b, h, i, m, d_v)
+        own = own_q @ (a.mT @ self.k[:, :, None]).mT  # (b, h, i, m, d_v)
         qt = torch.einsum("bhnmd,bhid->bhinm", self.to_k, q)
         reach = torch.linalg.vector_norm(q, dim=-1)[..., None] * self.k_size[:, :, None]
         size = p * self.v_size[:, :, None] + lengths * reach
@@ -169,7 +151,7 @@ class LayerTensors:
 
         From the lengths of columns of A_i of the tokens ``place``, (b, h, i, n).
         """
-        reach = (lengths * self._key_lengths()[:, :, None]).sum(-1)
+        reach = (lengths * torch.linalg.vector_norm(self.k, dim=-1)[:, :, None]).sum(-1)
         reach = reach * self.q_size[:, :, place]
         mine = place[:, None] == torch.arange(self.tokens, device=place.device)
         return torch.where(mine, reach[..., None], 0.0)
@@ -185,7 +167,7 @@ class LayerTensors:
         place = torch.arange(self.tokens, device=p.device)[tokens]
         near = self.v[:, :, None] - self.o[:, :, tokens, None]
         near = self.t[:, :, tokens, :, None] * near  # A_j, (b, h, j, n, d_v)
-        c = near.mT @ self._keys(tokens)  # C_j, (b, h, j, d_v, d)
+        c = near.mT @ self.k[:, :, None]  # C_j, (b, h, j, d_v, d)
         each = (
             x if x.shape[2] == 1 else x[:, :, tokens] for x in (self.to_v, self.to_k, self.to_q)
         )

@@ -59,7 +59,7 @@ def variants_of(call: Call, weights: ProbedWeights, late: bool = False) -> list[
         late: whether queries and keys are normalised after they are turned.
     """
     dtype = call.x.dtype
-    found: list[Variant | None] = [weights.offsets, weights.gate, *call.relative]
+    found: list[Variant | None] = [weights.gate]
     norm_q, norm_k, norm_v = weights.norms
     if norm_q is not None or norm_k is not None:
         found.append(QKNormalised(norm_q, norm_k, late))

@@ -4,6 +4,7 @@ The module whose inputs determine queries, keys and values is copied to float64 
 these inputs; what its output projection is given is cut out of the pass as the outputs of heads.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -67,7 +68,8 @@ def through_module(
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
         arrange = _as_they_are if until == HEADS else arrangement(call, x, whole, heads)
-        made = (heads[0].k if stream == MEMORY else heads[0].q)[0]
+        sides = heads[0].form[:2] or (heads[0].q[0], heads[0].k[0])
+        made = sides[stream == MEMORY]
         if len(heads) > 1 or (call.form is not None and call.form.turned):
             made = whole  # samples stand elsewhere among these
         axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
@@ -96,17 +98,8 @@ def through_module(
         raise CaptureError(
             f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
         )
-    w_o, layer = None, None
-    try:
-        w_o = from_heads(call)
-        if w_o is None and arrange(whole).flatten(-2).shape == whole.shape:
-            flat = probe_output(call, whole.detach()[..., None, :])
-            if flat is not None:
-                rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
-                w_o = arrange(rows).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
-    except CaptureError:  # it is not affine
-        inside = owner.run.module is call.module and not same_numbers(owner.run.returned, call.out)
-        layer = projected if inside else None
+    w_o, is_affine = _output(call, owner, arrange, whole.detach(), out)
+    layer = None if is_affine else projected
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
@@ -115,6 +108,31 @@ def through_module(
     )
     attention = replace(attention, details=_details(call, owner, out, heads, streams.held))
     return attention, error, owner.run.name
+
+
+def _output(
+    call: Call, owner: Owner, arrange: Callable[[Tensor], Tensor], whole: Tensor, out: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Return slices of the output projection where known, and whether no other map follows.
+
+    Args:
+        call: of the layer.
+        owner: of its streams.
+        arrange: from what the projection is given to (..., heads, d_v).
+        whole: what it is given.
+        out: outputs of heads, (samples, N, heads, d_v).
+    """
+    try:
+        w_o = from_heads(call)
+        if w_o is None and arrange(whole).flatten(-2).shape == whole.shape:
+            flat = probe_output(call, whole[..., None, :])
+            if flat is not None:
+                rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
+                w_o = arrange(rows).reshape(-1, *out.shape[-2:]).permute(1, 2, 0)
+        return w_o, True
+    except CaptureError:  # it is not affine
+        same = owner.run.module is call.module and not same_numbers(owner.run.returned, call.out)
+        return None, not same
 
 
 def _as_they_are(t: Tensor) -> Tensor:

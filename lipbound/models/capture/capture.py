@@ -27,7 +27,7 @@ from lipbound.models.capture.assembly import assemble
 from lipbound.models.capture.automatic import through_module
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_by_names, same_weights
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
-from lipbound.models.capture.scores import ScoreParts, score_parts
+from lipbound.models.capture.scores import score_parts
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.streams import Padding, of_stream, stream_names
@@ -100,7 +100,6 @@ class Capturer:
     _weights: dict[Row, ProbedWeights] = field(default_factory=dict)
     _named: set[Row] | None = None
     _turns: list[Turns] = field(default_factory=list)
-    _parts: dict[Row, ScoreParts] = field(default_factory=dict)
     _verified: dict[tuple[bool, str, int], float] = field(default_factory=dict)
     """Errors of calls, by whether they have padding, the module, and its calls before."""
     _told: set[tuple[str, str]] = field(default_factory=set)
@@ -201,13 +200,11 @@ class Capturer:
         try:
             weights = self._probed(row, call)
             if weights.sums:
-                parts = score_parts(call, self._parts.get(row))
-                scale, call.mask, call.relative = parts
+                scale, call.mask = score_parts(call)
                 call.scale = None if isinstance(scale, Tensor) else scale
                 if isinstance(scale, Tensor):  # a temperature for each head
                     factor = scale * call.q.shape[-1] ** 0.5
                     call.q, weights = call.q * factor.to(call.q), weights.times(factor)
-                self._parts[row] = parts._replace(mask=None)
                 call.extras = {k: t for k, t in call.extras.items() if k != "position_bias"}
             attention = assemble(call, weights)
             try:
@@ -274,7 +271,6 @@ class Capturer:
     def release(self) -> None:
         """Free the probed weights; they are probed again when they are needed."""
         self._weights.clear()
-        self._parts.clear()
 
     def renew(self, model: nn.Module) -> None:
         """Capture other weights of the same architecture from now on.

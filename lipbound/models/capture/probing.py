@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lipbound.attention.variants.gate import Gate
-from lipbound.attention.variants.offsets import Offsets
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
@@ -79,7 +78,6 @@ class ProbedWeights:
         gate: of head outputs, or None.
         turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
             normalisations are; None where it has none.
-        offsets: what positions add to queries and keys, where they do that.
         sums: whether what is added to scores is still to be read off
             (`lipbound.models.capture.scores`).
     """
@@ -90,13 +88,12 @@ class ProbedWeights:
     norms: tuple[QKNorm | None, ...]
     gate: Gate | None = None
     turns: Turns | None = None
-    offsets: Offsets | None = None
     sums: bool = False
 
     @property
     def plain(self) -> bool:
         """True for affine maps alone: nothing that moves, turns, normalises or gates vectors."""
-        steps = (self.turns, self.offsets, self.gate, *self.norms)
+        steps = (self.turns, self.gate, *self.norms)
         return not self.sums and all(step is None for step in steps)
 
     def times(self, factor: Tensor) -> "ProbedWeights":
@@ -105,18 +102,17 @@ class ProbedWeights:
         def longer(t: Tensor | None) -> Any:
             return None if t is None else t * factor.view(-1, *[1] * (t.ndim - 1))
 
-        (w, *others), (b, *biases), (norm, *norms), moved = self.w, self.b, self.norms, self.offsets
+        (w, *others), (b, *biases), (norm, *norms) = self.w, self.b, self.norms
         if norm is not None:
             norm = replace(norm, gain=longer(norm.gain), bias=longer(norm.bias))
             return replace(self, norms=(norm, *norms))
-        moved = None if moved is None else replace(moved, q=longer(moved.q))
-        return replace(self, w=(longer(w), *others), b=(longer(b), *biases), offsets=moved)
+        return replace(self, w=(longer(w), *others), b=(longer(b), *biases))
 
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
         mine = None if self.turns is None else self.turns.positions
-        if self.offsets is not None or (self.turns is not None and mine is None):
-            return False  # what moves or turns its tokens is not known
+        if self.turns is not None and mine is None:
+            return False  # what turns its tokens is not known
         return same_values(mine, call.run.kwargs.get(POSITIONS))
 
 
@@ -257,28 +253,19 @@ class ProbedLayer:
         except CaptureError:
             return None
 
-    def offsets(self) -> tuple[Offsets, Tensors] | None:
-        """Return what positions add to queries and keys, and q, k, v of zero tokens.
-
-        The latter (samples N, H or H_kv, d) each. None where they are the same at all positions, or
-        positions act on values, too. That it does not depend on the tokens is for the check of
-        rebuilt queries.
-        """
-        shape, heads = self._call.x.shape, self._call.q.shape[1]
+    def refuse_added_positions(self) -> None:
+        """Refuse layers that make other queries, keys or values of zero tokens at each position."""
         some = self.random(torch.Generator().manual_seed(5))
         made, other = (self.projections(t, turned=True) for t in (torch.zeros_like(some), some))
-        found: list[Tensor | None] = [None, None, None]
         for side in ("qkv".index(name) for name in self._call.sides):
-            if len(made[side]) != shape[0] * shape[1]:
+            if len(made[side]) != some[..., 0].numel():
                 raise self._call.unsupported("has queries, keys or values whose axes are not known")
-            each = made[side].unflatten(0, shape[:2])
-            moved = each - each[:1, :1]  # (samples, N, H or H_kv, d)
-            if float(moved.abs().amax()) > ROTATION_TOLERANCE * float(other[side].abs().amax()):
-                alike = bool((moved == moved[:1]).all())
-                t = moved[: 1 if alike else None].permute(2, 0, 1, 3)
-                found[side] = t.repeat_interleave(heads // len(t), 0).contiguous()
-        q, k, v = found
-        return None if v is not None or (q is None and k is None) else (Offsets(q, k), made)
+            moved = (made[side] - made[side][:1]).abs().amax()
+            if bool(moved > ROTATION_TOLERANCE * other[side].abs().amax()):
+                raise self._call.unsupported(
+                    "makes other queries, keys or values of the same token at other positions (as "
+                    "where positions are added to tokens)"
+                )
 
 
 def _unturned(positions: Any) -> Any:
@@ -308,7 +295,8 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     latents = [one.latent for one in found if one is not None and one.latent is not None]
 
     turns = layer.turns(known) if len(sides) == 3 else None
-    offsets = layer.offsets() if turns is None and not latents else None
+    if turns is None and not latents:
+        layer.refuse_added_positions()
 
     def made(tokens: Tensor) -> list[Tensor]:
         vectors = layer.projections(tokens, turned=turns is None)
@@ -321,10 +309,6 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         for side, t in enumerate(read[:3])
     ]
     rows = torch.arange(width + 1, device=call.x.device) % (samples * n)
-    if offsets is not None:
-        for side in sides:
-            zero = offsets[1][side]
-            maps[side] = maps[side] - zero[rows] + zero[0]
     if turns is not None:
         maps[:2] = [turns.undone(t, rows % n) for t in maps[:2]]
 
@@ -362,7 +346,6 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         tuple(norms),
         outputs.probe_gate(call),
         turns,
-        None if offsets is None else offsets[0],
         sums,
     )
 

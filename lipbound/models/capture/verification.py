@@ -75,8 +75,8 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
             raise CaptureError(
                 f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map "
                 f"of the layer's tokens (off by {difference:.1e} relative), but for a "
-                "normalisation, and a rotation or an offset for each position: they are made of "
-                "several tokens, of another input, or in another way"
+                "normalisation and a rotation: they are made of several tokens, of another input, "
+                "or in another way"
             )
         error = max(error, difference)
     size = att.v.abs().amax((-1, -2))

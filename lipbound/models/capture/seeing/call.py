@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lipbound.attention.scoring import four_axes
-from lipbound.attention.variants.relative_keys import RelativeKeys
-from lipbound.attention.variants.relative_queries import RelativeQueries
 from lipbound.errors import CaptureError
 
 INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by hand"
@@ -109,7 +107,6 @@ class Call:
             cross-attention.
         valid_rows: which queries are not padding, (samples, N) bool, or None for all.
         valid_keys: the same of keys, (samples, M) bool.
-        relative: what keys and queries differ by from pair to pair, once it was read off.
         reason: why it has no closed form, where that is known.
         projection: the run of the outermost module that is given nothing but the head outputs, or
             what was made of them on the way, and multiplies them with weights.
@@ -146,7 +143,6 @@ class Call:
     sides: str = "qkv"
     valid_rows: Tensor | None = None
     valid_keys: Tensor | None = None
-    relative: tuple[RelativeKeys | RelativeQueries, ...] = ()
     reason: str = ""
     w_o: list[Tensor | None] = field(default_factory=list)
 
