@@ -170,3 +170,10 @@ class Variant(NamedAxes):
     def without_biases(self) -> Self:
         """Return that for projections without biases."""
         return self
+
+    def of_scaled_inputs(self, exponent: int) -> Self:
+        """Return that for inputs times 2 to the exponent.
+
+        Projections of queries and keys make up for it: the same map of what is projected.
+        """
+        return self

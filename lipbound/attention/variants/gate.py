@@ -74,6 +74,10 @@ class Gate(Variant):
     def without_biases(self) -> "Gate":
         return replace(self, b=None)
 
+    def of_scaled_inputs(self, exponent: int) -> "Gate":
+        first, second = 2.0 ** -(exponent // 2), 2.0 ** -((exponent + 1) // 2)
+        return replace(self, w=self.w * first * second)
+
 
 @dataclass(frozen=True, eq=False)
 class GateStep:

@@ -175,6 +175,13 @@ class QKNorm(NamedAxes):
         """Return that for projections without biases; its own shift stays."""
         return self if self.over is None else replace(self, over=(self.over[0], None))
 
+    def of_scaled_inputs(self, exponent: int) -> "QKNorm":
+        """Return that for inputs times 2 to the exponent."""
+        if self.over is None:
+            return self
+        first, second = 2.0 ** -(exponent // 2), 2.0 ** -((exponent + 1) // 2)
+        return replace(self, over=(self.over[0] * first * second, self.over[1]))
+
     def check(self, name: str, shapes: Shapes) -> None:
         """Check that it fits a layer, where it is called norm_q, norm_k or norm_v.
 
@@ -257,6 +264,9 @@ class QKNormalised(Variant):
 
     def without_biases(self) -> "QKNormalised":
         return self._each(QKNorm.without_biases)
+
+    def of_scaled_inputs(self, exponent: int) -> "QKNormalised":
+        return self._each(lambda norm: norm.of_scaled_inputs(exponent))
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,6 +101,9 @@ class ValueNorm(Variant):
     def without_biases(self) -> "ValueNorm":
         return replace(self, norm=self.norm.without_biases())
 
+    def of_scaled_inputs(self, exponent: int) -> "ValueNorm":
+        return replace(self, norm=self.norm.of_scaled_inputs(exponent))
+
 
 @dataclass(frozen=True, eq=False)
 class ValueStep(TokenStep):
