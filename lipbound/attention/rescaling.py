@@ -1,5 +1,6 @@
 """Sizes of a layer's numbers: for which norms are computed, and values in units of theirs."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,10 @@ from lipbound.errors import LipboundError
 LARGEST = 1e60
 """Largest entries of tensors from which norms are computed, and its inverse the smallest: products
 of four of them, and squares of norms, are in the range of float64. All float32 numbers are."""
+ORDINARY = 16
+"""Logarithms to base 2 of ordinary sizes of tensors: products of many are in range."""
+FIXED = {"qk_norm", "cross"}
+"""Variants under which sizes of queries and keys do not go together."""
 
 
 @memoised
@@ -92,3 +97,57 @@ def _with_linear(att: Attention, tensors: dict[str, Tensor], *, check: bool) -> 
         scoring = att.scoring.replaced(step.with_linear(tensors))
         return att.with_parts(scoring=scoring, check=check)
     return att.with_parts(projections=replace(att.projections, **tensors), check=check)
+
+
+def ordinary(att: Attention) -> tuple[Attention, Tensor]:
+    r"""Return the layer in float64 with tensors of ordinary size, and what J is multiplied with.
+
+    :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)` have one J, which is linear
+    in the values: Lemma 73 (docs/theory/upper_values.md). Layers of ordinary size stay as they are.
+
+    Args:
+        att: the layer, of sizes as of `check_sizes`.
+
+    Returns:
+        The layer, and exponents of the powers of two that its J is to be multiplied with, (heads,).
+    """
+    att, (_, e_c) = att.double(), math.frexp(att.scale)
+    own, invariant = att.projections, not FIXED & att.scoring.names
+    if att.scoring.plain("k") and att.scoring.shift_invariant:
+        own = replace(own, b_k=None)  # J does not see it
+    e_x, e = int(_exponents(att.x[None])[0]), {n: _exponents(t) for n, t in own.tensors().items()}
+    e.pop("w_o", None)
+    sizes = torch.cat([*e.values(), torch.tensor([e_x, e_c], device=att.device)])
+    if bool((sizes.abs() <= ORDINARY).all()):
+        return att, torch.zeros(att.heads, dtype=torch.long, device=att.device)
+    q, k = (
+        torch.maximum(e[f"w_{side}"] + e_x, e.get(f"b_{side}", e[f"w_{side}"])) for side in "qk"
+    )
+    turn = (k + e_c - q) // 2 if invariant else torch.zeros_like(q)
+    by = {"w_q": e_x + turn, "b_q": turn, "w_v": e["w_v"] * 0 + e_x}
+    back = e_c - turn if invariant else turn
+    by |= {"w_k": e_x + back, "b_k": back}
+    own = replace(
+        own, **{name: _times(t, by[name]) for name, t in own.tensors().items() if name in by}
+    )
+    scoring = replace(
+        att.scoring,
+        scale=math.ldexp(att.scale, -e_c) if invariant else att.scale,
+        steps=tuple(step.of_scaled_inputs(-e_x) for step in att.scoring.steps),
+    )
+    x = _times(att.x[None], torch.tensor([-e_x], device=att.device))[0]
+    other = att.with_parts(x=x, projections=own, scoring=scoring, surroundings=None, check=False)
+    other, unit = unit_values(other)
+    return other, unit.log2().round().long() - e_x
+
+
+def _exponents(t: Tensor) -> Tensor:
+    """Return exponents of the largest entries of t (n, ...), (n,); 0 where all are zero."""
+    size = t.detach().flatten(1).abs().amax(1)
+    return torch.frexp(size).exponent.long()
+
+
+def _times(t: Tensor, exponents: Tensor) -> Tensor:
+    """Return t (n, ...), float64, times 2 to the exponents (n,), which are below 1,000."""
+    power = ((exponents + 1023) << 52).view(torch.float64)
+    return t * power.view(-1, *[1] * (t.ndim - 1))

@@ -16,7 +16,6 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, tensor_errors
 from lipbound.attention.variants.gate import Gate
-from lipbound.jacobians.gate_rounding import gated
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, normaliser_of
 from lipbound.jacobians.one_side import OneSide
@@ -182,7 +181,48 @@ def roundoff(
         steps += 2 * (att.d + att.d_v + op.in_shape[1]) + 48
     found = Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, steps * UNIT * size, size)))
     gate = att.scoring.find(Gate)
-    return found if gate is None else gated(att, gate, op, e, found, logits_move=alone is None)
+    return found if gate is None else gated(att, gate, op, e, found, alone=alone is not None)
+
+
+def gated(
+    att: Attention, gate: Gate, op: HeadOperator, e: TensorErrors, before: Roundoff, *, alone: bool
+) -> Roundoff:
+    """Return roundings of gated heads of a float64 layer: Lemma 17 (docs/theory/bounds.md).
+
+    Gates are at most 1, their slopes at most 1/4, and outputs no longer than the longest value.
+
+    Args:
+        att: the layer.
+        gate: its gate.
+        op: its Jacobian.
+        e: errors of its tensors.
+        before: roundings of the heads before their gates, (samples x heads,).
+        alone: whether the gate is held, as where one side moves alone, and scales outputs only.
+    """
+    inner = [t.view(att.samples, att.heads).to(att.device) for t in before]
+    size, token = torch.linalg.matrix_norm(gate.w), torch.linalg.vector_norm(att.x, dim=-1)
+    bias = 0.0 if gate.b is None else torch.linalg.vector_norm(gate.b, dim=-1)
+    values, real = torch.linalg.vector_norm(att.wide_v, dim=-1), att.valid
+    if real is not None:
+        token, values = token.masked_fill(~real, 0.0), values.masked_fill(~real[:, None], 0.0)
+    token, longest = token.amax(-1, keepdim=True), values.amax(-1)
+    logits = 2 * (gate.w.shape[1] + 8) * UNIT * (token * size + bias)
+    shift = 0.0 if att.b_v is None else torch.linalg.vector_norm(att.b_v, dim=-1)
+    made = token * torch.linalg.matrix_norm(att.w_v) + shift
+    made = 4 * (att.x.shape[2] + att.tokens + 32) * UNIT * made + e.v_error.amax(-1)
+    p = e.p.amax(-1)
+    off = p * longest + (1 + p) * made  # of outputs
+    own = torch.zeros_like(longest) if alone else size * longest / 4
+    moved = torch.zeros_like(own) if alone else size * (longest * (logits + 16 * UNIT) + off / 2)
+    tensors = inner[0] + (logits / 4 + 16 * UNIT) * inner[2] + moved + op.rows.loss * own
+    width = op.w.shape[2] + 2 * op.in_shape[1] + 40
+    products = inner[1] + UNIT * (width * own + 8 * inner[2])
+    whole = inner[2] + own
+    if gate.after is not None:
+        norm = torch.linalg.matrix_norm(gate.after)
+        products = norm * (products + 2 * (att.d_v + 8) * UNIT * whole)
+        tensors, whole = norm * tensors, norm * whole
+    return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, products, whole)))
 
 
 @torch.no_grad()

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import ordinary
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.devices import Room, require
-from lipbound.jacobians.rounding import Mixing, Sizes, distance, tensor_error
+from lipbound.jacobians.rounding import Mixing, distance, tensor_error
 from lipbound.linalg.matrix_norms import (
     block_norm,
     gamma,
     matrix_norm,
     nonnegative_norm,
+    times_power_up,
     upper_factor,
 )
 
@@ -34,9 +36,9 @@ MATRICES = 17
 STORED = 4e9
 """Bytes of matrices over all pairs of tokens up to which our bounds are computed; longer heads have
 their exact norm enclosed in less time."""
-TINY = 2.0**-130
-"""At least what underflow can take from a norm, relative to the largest probability and what the
-sizes of the tensors let J be."""
+TINY = 2.0**-160
+"""At least what underflow can take from a norm, relative to the largest probability and the sizes
+of values and their weights."""
 RTOL = 1e-5
 """Relative excess that upper values of norms of N x N matrices may have."""
 
@@ -62,8 +64,9 @@ def in_chunks(
 
     Args:
         att: the layer.
-        values: (heads, r) from one sample of a float64 layer and some of its heads: upper values
-            but for the allowance of `Bound`.
+        values: (heads, r) from one sample of a float64 layer of ordinary size
+            (`lipbound.attention.rescaling.ordinary`) and some of its heads: upper values but for
+            the allowance of `Bound`.
         reach: how much larger the norm that each of the r bounds, or all of them, can be than the
             spectral norm of the same matrix.
 
@@ -85,10 +88,16 @@ def in_chunks(
 
 
 class Sample(NamedTuple):
-    """One sample of a layer in float64, and the errors of its tensors."""
+    """One sample of a layer, as a float64 layer of ordinary size.
+
+    Attributes:
+        layer: of one sample. errors: of its tensors.
+        exponents: of the powers of two that its J is to be multiplied with, (heads,).
+    """
 
     layer: Attention
     errors: TensorErrors
+    exponents: Tensor
 
     def finished(self, values: Tensor, reach: Tensor) -> Tensor:
         """Bounds on the heads of the layer that was given, (r, heads), from `in_chunks`' values."""
@@ -96,11 +105,11 @@ class Sample(NamedTuple):
         with torch.no_grad():
             p, gated = one.p[0], "gate" in one.variants
             mix = Mixing.of(p.sum(-2), p.amax(-1), one.valid_rows)
-            most = sum(Sizes.of(e, mix.anything).through(mix.anything, one.scale))
-            hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-150) * most
+            sizes = sizes_of_values(one, e.v_slope.amax(-1))
+            hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes
             off = tensor_error(one)[0] if gated else distance(e, mix, one.scale)
             error = (off + hidden) * (1 + 1e-6) * reach
-        return values + error
+        return times_power_up(values + error, self.exponents)
 
 
 def sizes_of_values(one: Attention, slope: Tensor) -> Tensor:
@@ -117,11 +126,12 @@ def _of_sample(errors: TensorErrors, index: int | slice) -> TensorErrors:
 
 def samples_of(att: Attention) -> Iterator[Sample]:
     """Every sample of a layer; norms of weights are found once."""
-    whole, errors = att.double(), tensor_errors(att)
+    whole, exponents = ordinary(att)
+    errors = tensor_errors(whole)
     for part in (slice(s, s + 1) for s in range(att.samples)):
         one = whole.of_samples(part)
         keep_result(weights_of, one, weights_of(whole))
-        yield Sample(one, _of_sample(errors, part))
+        yield Sample(one, _of_sample(errors, part), exponents)
 
 
 # -- products --------------------------------------------------------------------------------------

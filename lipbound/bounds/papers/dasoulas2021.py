@@ -17,7 +17,7 @@ from lipbound.bounds.ours.block_norms import root, samples_of
 from lipbound.bounds.papers.castin2024 import longest, sides
 from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
-from lipbound.linalg.matrix_norms import gamma
+from lipbound.linalg.matrix_norms import gamma, times_power_up
 
 BIBTEX = """@inproceedings{dasoulas2021lipschitz,
   title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph
@@ -121,5 +121,6 @@ def _with_variants(att: Attention) -> Tensor:
         reach = factors.norm_v(one) * factors.radius(one)[0]
         if one.scoring.extra_scores is not None:
             reach = reach + factors.length_of_bias(one.b_v, one)
-        found.append(factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope)
+        value = factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope
+        found.append(times_power_up(value, sample.exponents))
     return torch.stack(found)
