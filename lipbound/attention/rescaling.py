@@ -20,37 +20,33 @@ FIXED = {"qk_norm", "cross"}
 
 
 @memoised
-def check_sizes(att: Attention) -> bool:
+def sizes(att: Attention) -> dict[str, list[float]]:
+    """Return largest entries of a layer's tensors by name: those of weights head by head."""
+    given = {"x": att.x[None], **att.projections.tensors()}
+    for step in att.scoring.steps:
+        own = [t for t in step.inputs() if t.is_floating_point() and t.numel()]
+        given |= {f"{step.title} ({i})": t.reshape(1, -1) for i, t in enumerate(own)}
+    largest = [t.detach().flatten(1).abs().amax(1).double() for t in given.values()]
+    values = torch.cat(largest).tolist()
+    found = {name: [values.pop(0) for _ in t] for name, t in zip(given, largest, strict=True)}
+    return found | {"scale": [abs(att.scale)]}
+
+
+def check_sizes(att: Attention) -> None:
     """Check that products and squares of a layer's numbers stay in the range of float64.
 
-    Args:
-        att: the layer. Weights count head by head.
-
-    Returns:
-        True.
-
     Raises:
-        LipboundError: a tensor whose largest entry is neither zero nor from 1e-60 to 1e60.
+        LipboundError: a tensor whose largest entry is neither zero nor from 1e-60 to 1e60; of
+            weights that of a head.
     """
-    if att.dtype != torch.float64:
-        return True
-    given = {"x": att.x[None], "scale": att.x.new_tensor([[abs(att.scale)]])}
-    given |= att.projections.tensors()
-    for step in att.scoring.steps:
-        own = [t for t in step.inputs() if t.is_floating_point()]
-        given |= {f"{step.title} ({i})": t.reshape(1, -1) for i, t in enumerate(own)}
-    sizes = torch.cat([t.detach().flatten(1).abs().amax(1) for t in given.values() if t.numel()])
-    if not bool(((sizes > LARGEST) | (sizes < 1 / LARGEST) & (sizes > 0)).any()):
-        return True
-    for name, t in given.items():
-        for size in t.detach().flatten(1).abs().amax(1).tolist():
+    for name, values in sizes(att).items():
+        for size in values:
             if size and not 1 / LARGEST <= size <= LARGEST:
                 raise LipboundError(
                     f"the largest entry of {name} is {size:.3g}; norms and bounds are computed "
                     f"where it is 0 or from {1 / LARGEST:g} to {LARGEST:g}: multiply x by a power "
                     "of two and the weights by its inverse"
                 )
-    return True
 
 
 def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
@@ -99,7 +95,7 @@ def _with_linear(att: Attention, tensors: dict[str, Tensor], *, check: bool) -> 
     return att.with_parts(projections=replace(att.projections, **tensors), check=check)
 
 
-def ordinary(att: Attention) -> tuple[Attention, Tensor]:
+def ordinary(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
     r"""Return the layer in float64 with tensors of ordinary size, and what J is multiplied with.
 
     :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)` have one J, which is linear
@@ -107,44 +103,30 @@ def ordinary(att: Attention) -> tuple[Attention, Tensor]:
 
     Args:
         att: the layer, of sizes as of `check_sizes`.
+        together: whether J of all heads is multiplied with the same number.
 
     Returns:
         The layer, and exponents of the powers of two that its J is to be multiplied with, (heads,).
     """
-    att, (_, e_c) = att.double(), math.frexp(att.scale)
-    own, invariant = att.projections, not FIXED & att.scoring.names
+    att, own, invariant = att.double(), att.projections, not FIXED & att.scoring.names
     if att.scoring.plain("k") and att.scoring.shift_invariant:
         own = replace(own, b_k=None)  # J does not see it
-    e_x, e = int(_exponents(att.x[None])[0]), {n: _exponents(t) for n, t in own.tensors().items()}
-    e.pop("w_o", None)
-    sizes = torch.cat([*e.values(), torch.tensor([e_x, e_c], device=att.device)])
-    if bool((sizes.abs() <= ORDINARY).all()):
+    names = {"x", "scale", *own.tensors()} - {"w_o"}
+    e = {n: torch.tensor([math.frexp(t)[1] for t in sizes(att)[n]]).to(att.device) for n in names}
+    if all(int(t.abs().max()) <= ORDINARY for t in e.values()):
         return att, torch.zeros(att.heads, dtype=torch.long, device=att.device)
-    q, k = (
-        torch.maximum(e[f"w_{side}"] + e_x, e.get(f"b_{side}", e[f"w_{side}"])) for side in "qk"
-    )
-    turn = (k + e_c - q) // 2 if invariant else torch.zeros_like(q)
-    by = {"w_q": e_x + turn, "b_q": turn, "w_v": e["w_v"] * 0 + e_x}
-    back = e_c - turn if invariant else turn
-    by |= {"w_k": e_x + back, "b_k": back}
-    own = replace(
-        own, **{name: _times(t, by[name]) for name, t in own.tensors().items() if name in by}
-    )
-    scoring = replace(
-        att.scoring,
-        scale=math.ldexp(att.scale, -e_c) if invariant else att.scale,
-        steps=tuple(step.of_scaled_inputs(-e_x) for step in att.scoring.steps),
-    )
-    x = _times(att.x[None], torch.tensor([-e_x], device=att.device))[0]
-    other = att.with_parts(x=x, projections=own, scoring=scoring, surroundings=None, check=False)
-    other, unit = unit_values(other)
+    e_x, e_c = e["x"], e["scale"] * invariant
+    q, k = (torch.maximum(e["w_" + t] + e_x, e.get("b_" + t, e["w_" + t])) for t in "qk")
+    turn = (k + e_c - q) // 2 * invariant  # as queries and keys are multiplied
+    by = {"w_q": e_x + turn, "b_q": turn, "w_k": e_x + e_c - turn, "b_k": e_c - turn}
+    by["w_v"] = e_x.expand(att.heads)
+    tensors = {name: _times(t, by[name]) for name, t in own.tensors().items() if name in by}
+    steps = tuple(step.of_scaled_inputs(-int(e_x)) for step in att.scoring.steps)
+    scoring = replace(att.scoring, scale=math.ldexp(att.scale, -int(e_c)), steps=steps)
+    x, own = _times(att.x[None], -e_x)[0], replace(own, **tensors)
+    other = att.with_parts(x=x, projections=own, scoring=scoring, check=False)
+    other, unit = unit_values(other, together=together)
     return other, unit.log2().round().long() - e_x
-
-
-def _exponents(t: Tensor) -> Tensor:
-    """Return exponents of the largest entries of t (n, ...), (n,); 0 where all are zero."""
-    size = t.detach().flatten(1).abs().amax(1)
-    return torch.frexp(size).exponent.long()
 
 
 def _times(t: Tensor, exponents: Tensor) -> Tensor:

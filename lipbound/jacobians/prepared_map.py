@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import check_sizes, unit_values
+from lipbound.attention.rescaling import check_sizes, ordinary, unit_values
 from lipbound.attention.variants.base import Side
 from lipbound.attention.variants.gate import Gate
 from lipbound.jacobians.head import HeadOperator
@@ -53,8 +53,12 @@ class PreparedMap:
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
         if not as_given and map not in BLOCKS:  # a residual's identity is seen in its own units
-            att, unit = unit_values(att, together=map in WHOLE)
-            self.exponents = unit.cpu().log2().round().long()
+            together = map in WHOLE
+            if att.dtype == torch.float64 and side is None:
+                att, moved = ordinary(att, together=together)
+                self.exponents = moved.cpu()
+            att, unit = unit_values(att, together=together)
+            self.exponents = self.exponents + unit.cpu().log2().round().long()
         self.attention, self.op, self.alone = att, _operator(att, map), None
         if side is not None and isinstance(self.op, HeadOperator):
             self.alone = self._one_side(side)

@@ -216,7 +216,8 @@ def weights_of(att: Attention) -> WeightNorms:
 class BlockNorms:
     r"""Norms of the parts of the blocks of J, for some heads of a float64 layer of one sample.
 
-    Upper values but for `positive_slack`. Second moments of all rows come from one product each:
+    Upper values but for the allowance of `Bound`. Second moments of all rows come from one product
+    each:
     Lemma 52 (docs/theory/numerics.md).
 
     Attributes:

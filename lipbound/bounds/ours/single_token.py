@@ -207,7 +207,7 @@ def largest_row(totals: Tensor, norms: Callable[[Tensor], Tensor], width: int) -
 class TokenBlocks:
     r"""Upper values of the norms of the blocks of J, for some heads of a layer of one sample.
 
-    But for `positive_slack`: Lemma 96 (docs/theory/token_bounds.md).
+    But for the allowance of `Bound`: Lemma 96 (docs/theory/token_bounds.md).
 
     Attributes:
         parts: what they are made of. z: :math:`z_i = W_V^T \tilde q_i`, (heads, N, d_v).
@@ -321,7 +321,7 @@ class VariantBlockRows:
         self._mine = head.by_query(slice(None))
 
     def largest(self) -> Tensor:
-        """The largest value of a row, but for `positive_slack`."""
+        """The largest value of a row, but for the allowance of `Bound`."""
         head, totals = self.head, (self.head.p * self._h).sum(-1) + self._b
         found = largest_row(totals, self._norms, len(totals) * head.width)
         return found * head.unit * (1 + gamma(10 * head.width + 200))
