@@ -45,8 +45,8 @@ MODELS = {
     "compare {bert}/config.json": "is a file; give one GGUF file, or the directory "
     "that holds config.json",
     "compare {mess}/empty": "has no config.json",
-    "compare {mess}/adapter": "/adapter is an adapter of the model that it was trained on, not a "
-    "model",
+    "compare {mess}/adapter": "/adapter is an adapter that does not name the model that it was "
+    "trained on",
     "compare {mess}/no-weights --max-length 12": "has no weights (model.safetensors or ",
     "compare {mess}/bad-config": "is not a valid JSON file",
     "compare {mess}/list-config": "could not be loaded: Unrecognized model",

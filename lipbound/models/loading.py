@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import is_path
-from lipbound.models.sources.adapters import open_adapter
+from lipbound.models.sources.adapters import FILES, alone, open_adapter
 from lipbound.models.sources.catalogue import BUILTINS, PREFIX, builtin_place, load_builtin
 from lipbound.models.sources.folder import load_folder
 from lipbound.models.sources.loaded_model import load_loaded
@@ -26,9 +27,6 @@ from lipbound.models.sources.other_packages import load_other
 from lipbound.models.weight_files import GGUF, choose_gguf, is_gguf
 
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
-
-ADAPTER = ("adapter_config.json", "adapter_model.*")
-"""Files of an adapter on the hub."""
 
 
 def load_checkpoint(
@@ -64,9 +62,10 @@ def load_checkpoint(
             Needs the extra ``gguf``.
         tokenizer, processor: directory or hub id of the tokenizer or the image processor to take,
             where the checkpoint has none, or another one.
-        adapter: a LoRA adapter that is merged into the weights: the directory that PEFT wrote, or
-            its hub id. "none" or False: none, where one lies beside the weights; without either
-            such a checkpoint is refused, whatever packages are installed.
+        adapter: a LoRA adapter that PEFT merges into the weights (extra ``adapters``): the
+            directory that PEFT wrote, or its hub id. "none" or False: none, where one lies beside
+            the weights; without either such a checkpoint is refused. A directory or a hub id with
+            nothing but an adapter may also be ``model``: it names its model.
 
     Returns:
         The model in evaluation mode with eager attention (a loaded model as it was handed over),
@@ -171,6 +170,8 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
         instead = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
         raise CheckpointError(f"there is no directory or file {name}; {suggestion(name, instead)}")
     options.refuse_given(f"the directory {name}", "revision")
+    if path.is_dir() and wanted is None and alone(path):
+        return load_adapted(name, path, None, options)
     if path.is_dir():
         found = [file.name for file in path.glob(f"*{GGUF}")]
         # a directory that has a config.json is what save_pretrained wrote, unless a file is wanted
@@ -208,9 +209,48 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
         )
     wanted = options.gguf_file
     folder = snapshot(name, suffix or options.revision, wanted)
+    if wanted is None and alone(folder):
+        return load_adapted(str(model), folder, folder.name, options)
     if wanted is not None:
         choose_gguf((file.name for file in folder.glob(f"*{GGUF}")), wanted, f"{model} on the hub")
     return load_folder(str(model), folder, folder.name, options, wanted)
+
+
+def load_adapted(
+    name: str, folder: Path, commit: str | None, options: LoadOptions
+) -> Checkpoint | None:
+    """Load the model that an adapter was trained on, and merge the adapter into it.
+
+    Args:
+        name: what the user called the adapter.
+        folder: with it.
+        commit: its hub commit, or None.
+        options: of what is loaded; ``revision`` is the adapter's.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: the adapter does not say which model that is, or that is an adapter too.
+    """
+    adapter = open_adapter(name, folder)
+    if not adapter.base:
+        raise CheckpointError(
+            f"{name} is an adapter that does not name the model that it was trained on; give that "
+            f"model, with adapter={name!r}"
+        )
+    if options.adapter is not None:
+        raise CheckpointError(
+            f"{name} is an adapter itself, of {adapter.base}; give {adapter.base} as the model, "
+            "with one adapter"
+        )
+    here = Path(adapter.base).expanduser().exists() or adapter.base.startswith(PREFIX)
+    wanted = replace(
+        options, adapter=adapter, revision=None if here else adapter.config.get("revision")
+    )
+    sources = (load_builtin, load_directory, load_hub)
+    found = next(filter(None, (source(adapter.base, wanted) for source in sources)), None)
+    return None if found is None else replace(found, commit=commit)
 
 
 def adapter_folder(name: str) -> Path:
@@ -230,7 +270,7 @@ def adapter_folder(name: str) -> Path:
             f"there is no directory {name}; adapter= takes what PEFT wrote, or its hub id"
         )
     repo, _, revision = name.partition("@")
-    return snapshot(repo, revision or None, only=ADAPTER)
+    return snapshot(repo, revision or None, only=FILES)
 
 
 def snapshot(
