@@ -81,47 +81,28 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    return load_looked_at(look=lambda name, config: None, **locals())
-
-
-def load_looked_at(model: AnyModel, look: Callable[[str, Any], None], **given: Any) -> Checkpoint:
-    """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
-
-    Args:
-        model: as `load_checkpoint` takes it.
-        look: is shown the name and the configuration of a model that is not in memory yet, and may
-            raise before its weights are read.
-        **given: all other arguments of `load_checkpoint`.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        CheckpointError: as `load_checkpoint` does.
-    """
-    errors.choice("weights", given["weights"], WEIGHTS)
+    errors.choice("weights", weights, WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
         )
-    merged: Any = errors.adapter_name(given["adapter"])
+    merged: Any = errors.adapter_name(adapter)
     if merged not in (None, "none"):
         merged = open_adapter(merged, adapter_folder(merged))
     options = LoadOptions(
-        name_or_none("revision", given["revision"]),
-        DTYPES[dtype_name(given["dtype"], CheckpointError)],
-        resolve_device(given["device"]),
-        given["weights"],
-        name_or_none("gguf_file", given["gguf_file"]),
+        name_or_none("revision", revision),
+        DTYPES[dtype_name(dtype, CheckpointError)],
+        resolve_device(device),
+        weights,
+        name_or_none("gguf_file", gguf_file),
         merged,
-        look,
     )
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
-    companions = {name: given[name] for name in ("tokenizer", "processor")}
+    companions = {"tokenizer": tokenizer, "processor": processor}
     for name, value in companions.items():
         if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
             raise CheckpointError(

@@ -75,7 +75,6 @@ def load_folder(
     if most > LAYERS and most > (there := len(gguf_of(file).tensors if file else _stored(folder))):
         said = f"the configuration of {name} says {most} layers"
         raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
-    options.look(name, config)
     check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)
     notes += unread
