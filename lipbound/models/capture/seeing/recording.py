@@ -33,9 +33,8 @@ from lipbound.models.capture.seeing.follower import (
     Scores,
     in_heads,
 )
-from lipbound.models.capture.seeing.interface import forward, takes_mask
+from lipbound.models.capture.seeing.interface import copied_state, forward, takes_mask
 from lipbound.models.checkpoint import MASK
-from lipbound.models.unmoved import copied_state
 
 OUTER = 4
 """Modules around a call that are kept, the innermost included."""
