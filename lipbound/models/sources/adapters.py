@@ -124,7 +124,7 @@ def _as_trained(model: PreTrainedModel, keys: list[str]) -> nn.Module:
     for prefix in filter(None, (model.base_model_prefix, "model")):
         if not hasattr(model, prefix) and any(key.startswith(f"{PATH}{prefix}.") for key in keys):
             whole = nn.Module()
-            whole.config = model.config
+            whole.config, whole.base_model_prefix = model.config, prefix
             whole.add_module(prefix, model)
             return whole
     return model
