@@ -19,7 +19,7 @@ from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import is_path
-from lipbound.models.sources.adapters import FILES, alone, open_adapter
+from lipbound.models.sources.adapters import FILES, Adapter, alone, open_adapter
 from lipbound.models.sources.catalogue import BUILTINS, PREFIX, builtin_place, load_builtin
 from lipbound.models.sources.folder import load_folder
 from lipbound.models.sources.loaded_model import load_loaded
@@ -86,16 +86,13 @@ def load_checkpoint(
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
         )
-    merged: Any = errors.adapter_name(adapter)
-    if merged not in (None, "none"):
-        merged = open_adapter(merged, adapter_folder(merged))
     options = LoadOptions(
         name_or_none("revision", revision),
         DTYPES[dtype_name(dtype, CheckpointError)],
         resolve_device(device),
         weights,
         name_or_none("gguf_file", gguf_file),
-        merged,
+        _adapter(adapter),
     )
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(
@@ -103,18 +100,29 @@ def load_checkpoint(
             "dtype='float32', or device='cpu'"
         )
     companions = {"tokenizer": tokenizer, "processor": processor}
-    for name, value in companions.items():
-        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
-            raise CheckpointError(
-                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
-                "save_pretrained) or a hub id"
-            )
+    _check_companions(companions)
     checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
     if checkpoint is None:
         raise CheckpointError(
             f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
             "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
+    _give(checkpoint, companions)
+    return checkpoint
+
+
+def _check_companions(companions: dict[str, Any]) -> None:
+    """Refuse what names no tokenizer or image processor."""
+    for name, value in companions.items():
+        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
+            raise CheckpointError(
+                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
+                "save_pretrained) or a hub id"
+            )
+
+
+def _give(checkpoint: Checkpoint, companions: dict[str, Any]) -> None:
+    """Have a checkpoint take the tokenizer or processor that was named, and tell of another."""
     checkpoint.tokenizer_from, checkpoint.processor_from = (
         None if value is None else str(builtin_place(str(value)) or value)
         for value in companions.values()
@@ -125,7 +133,6 @@ def load_checkpoint(
         note = f"{other} {companions[other]} is not looked at: {checkpoint.name} reads {reads}"
         checkpoint.notes.append(note)
         tell(note)
-    return checkpoint
 
 
 def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
@@ -234,24 +241,26 @@ def load_adapted(
     return None if found is None else replace(found, commit=commit)
 
 
-def adapter_folder(name: str) -> Path:
-    """Return the folder of an adapter, fetched from the hub where it is no directory here.
+def _adapter(given: object) -> Adapter | str | None:
+    """Return the adapter that was asked for, fetched from the hub where it is no directory here.
 
     Args:
-        name: a directory, or a hub id.
+        given: a directory, or a hub id; "none" or False; or None.
 
     Raises:
-        CheckpointError: it is neither, or it cannot be had.
+        CheckpointError: there is no such adapter, or it cannot be had.
     """
+    name = errors.adapter_name(given)
+    if name in (None, "none"):
+        return name
     folder = Path(name).expanduser()
-    if folder.exists():
-        return folder
-    if is_path(name):
+    if not folder.exists() and is_path(name):
         raise CheckpointError(
             f"there is no directory {name}; adapter= takes what PEFT wrote, or its hub id"
         )
     repo, _, revision = name.partition("@")
-    return snapshot(repo, revision or None, only=FILES)
+    there = folder if folder.exists() else snapshot(repo, revision or None, only=FILES)
+    return open_adapter(name, there)
 
 
 def snapshot(
