@@ -11,7 +11,6 @@ are imported when they are first used: ``import lipbound`` loads neither torch n
 ('sample', 'layer', 'head')
 """
 
-import gc
 import importlib
 import random
 import warnings
@@ -102,14 +101,8 @@ __all__ = sorted([*_HOME, *_MODULES, "bounds", "regularizers"])
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Import without the garbage collector, which takes a third of the time and finds nothing.
-
-    What was imported then counts as old, so that the next collections pass it by. Numbers that
-    imported packages draw are not missing from the caller's random stream.
-    """
-    collects, frozen = gc.isenabled(), gc.get_freeze_count()
+    """Import what draws random numbers, such as rich, without using up the caller's stream."""
     drawn = random.getstate()
-    gc.disable()
     try:
         with warnings.catch_warnings():
             # of the hub's client in a notebook without widgets, which none of ours needs
@@ -117,11 +110,6 @@ def _importing() -> Iterator[None]:
             yield
     finally:
         random.setstate(drawn)
-        if not frozen:
-            gc.freeze()
-            gc.unfreeze()
-        if collects:
-            gc.enable()
 
 
 def __getattr__(name: str) -> Any:

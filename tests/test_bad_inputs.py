@@ -45,8 +45,8 @@ MODELS = {
     "compare {bert}/config.json": "is a file; give one GGUF file, or the directory "
     "that holds config.json",
     "compare {mess}/empty": "has no config.json",
-    "compare {mess}/adapter": "/adapter is an adapter of the model that it was trained on, not a "
-    "model",
+    "compare {mess}/adapter": "/adapter is an adapter that does not name the model that it was "
+    "trained on",
     "compare {mess}/no-weights --max-length 12": "has no weights (model.safetensors or ",
     "compare {mess}/bad-config": "is not a valid JSON file",
     "compare {mess}/list-config": "could not be loaded: Unrecognized model",
@@ -390,9 +390,9 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No network; good checkpoints are loaded once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    open_checkpoint, companion = loading.load_looked_at, checkpoint.Checkpoint._companion
+    open_checkpoint, companion = loading.load_checkpoint, checkpoint.Checkpoint._companion
 
-    def load(model: object, look: object, **options: object) -> object:
+    def load(model: object, **options: object) -> object:
         good = (
             model in (str(places["bert"]), str(places["vit"]))
             and options["revision"] is None
@@ -400,8 +400,8 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         )
         key = (model, options["dtype"])
         if good and key not in LOADED:
-            LOADED[key] = open_checkpoint(model, look, **options)
-        return LOADED[key] if good else open_checkpoint(model, look, **options)
+            LOADED[key] = open_checkpoint(model, **options)
+        return LOADED[key] if good else open_checkpoint(model, **options)
 
     def kept(self: checkpoint.Checkpoint, loader: type, *rest: object) -> object:
         if self not in LOADED.values():
@@ -412,7 +412,7 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
             else LOADED[self.source, loader]
         )
 
-    monkeypatch.setattr(plan, "load_looked_at", load)
+    monkeypatch.setattr(plan, "load_checkpoint", load)
     monkeypatch.setattr(checkpoint.Checkpoint, "_companion", kept)
 
 

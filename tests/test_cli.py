@@ -1,9 +1,6 @@
 import dataclasses
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from support.models import build, no_attention, save_vit
 import lipbound as lb
 import lipbound.runs.store as store
 from lipbound import cli
-from lipbound.__main__ import spin_briefly
 from lipbound.cli import measuring, reporting
 from lipbound.errors import StoreError
 from lipbound.runs.config import RunConfig
@@ -226,32 +222,3 @@ def test_every_command_has_an_example() -> None:
         assert command.epilog.startswith("Example: lipbound "), command.epilog
         assert command.callback is not None
         assert command.callback.__doc__
-
-
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_threads_wait_as_the_user_has_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, "7")
-    spin_briefly()
-    assert {
-        other: os.environ[other]
-        for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-        if other in os.environ
-    } == {name: "7"}
-
-
-def test_threads_sleep_soon_while_they_wait() -> None:
-    """The variable is there before torch is, whose threads read it once."""
-    code = (
-        "import os, sys, lipbound.__main__ as program; program.spin_briefly(); print('torch' "
-        "in sys.modules, os.environ['GOMP_SPINCOUNT'])"
-    )
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-    }
-    assert subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-    ).stdout.split() == ["False", "5000"]

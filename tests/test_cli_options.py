@@ -179,7 +179,7 @@ def test_bad_values_are_refused_before_anything_is_loaded(
     said, words: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "lipbound.runs.plan.load_looked_at", lambda *_, **__: pytest.fail("a model was loaded")
+        "lipbound.runs.plan.load_checkpoint", lambda *_, **__: pytest.fail("a model was loaded")
     )
     status, _, found = said("compare", "builtin:gpt2", *words.split())
     assert (status, error in found) == (2, True), found

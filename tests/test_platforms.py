@@ -16,7 +16,7 @@ import torch
 
 import lipbound as lb
 from lipbound import devices
-from lipbound.cli import interruption
+from lipbound.cli import application
 from lipbound.errors import CheckpointError, InputsError
 
 SOURCES = sorted((Path(lb.__file__).parent).rglob("*.py"))
@@ -163,7 +163,6 @@ def test_what_some_systems_lack_is_not_asked_of_them() -> None:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every module of lipbound sees an `os` and a `signal` without what Windows and macOS lack."""
-    import signal
 
     stubs = {}
     for module in (os, signal):
@@ -194,7 +193,7 @@ def test_a_run_is_measured_and_stored_there(tmp_path: Path) -> None:
     )
     assert lb.load(tmp_path / "run.zarr")["exact"].equals(ds["exact"])
     with pytest.raises(AttributeError):
-        interruption.os.fork()
+        application.os.fork()
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -203,17 +202,6 @@ def test_memory_is_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.available(torch.device("cpu")) == pytest.approx(
         psutil.virtual_memory().available, rel=0.5
     )
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_interruptions_are_watched_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[int] = []
-    monkeypatch.setattr(interruption.signal, "set_wakeup_fd", lambda fd, **_: watched.append(fd))
-    # which a process in the background may have been started without
-    monkeypatch.setattr(interruption.signal, "getsignal", lambda _: signal.default_int_handler)
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    interruption.watch()
-    os.close(watched[0])  # ends the thread
 
 
 def measured() -> float:

@@ -7,7 +7,6 @@ else of size.
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import json
 import os
@@ -25,7 +24,6 @@ import typer
 from typer.core import TyperCommand
 
 from lipbound import __version__, _importing
-from lipbound.cli import interruption
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain, plain_data
 from lipbound.schema import Contents
@@ -47,8 +45,17 @@ SWITCHES = {
 KINDS = {"integer": "a whole number", "number": "a number"}
 """Types as typer calls them, in words."""
 
-state: dict[str, Any] = dict.fromkeys(SWITCHES, False) | {"options": {}}
-"""Switches that are on, and of the running command the options by argument."""
+state: dict[str, Any] = {}
+"""Switches that are on, and of the running command the options by argument, and a function that
+says what an interruption leaves (``kept``)."""
+
+
+def start_anew() -> None:
+    """Forget what an earlier command has set."""
+    state.update(dict.fromkeys(SWITCHES, False), options={}, kept=lambda: "nothing was written")
+
+
+start_anew()
 
 
 class Command(TyperCommand):
@@ -138,8 +145,7 @@ def main() -> None:
 
     An interruption ends with a sentence and status 130.
     """
-    state.update(debug=False, quiet=False, verbose=False, options={})
-    interruption.forget()
+    start_anew()
     status = 0
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -173,7 +179,7 @@ def main() -> None:
             if state["verbose"]:
                 os.environ.pop(VERBOSE, None)
     if status == 130:  # typer may have ended the command itself
-        typer.echo(interruption.sentence(), err=True)
+        typer.echo(f"interrupted: {state['kept']()}", err=True)
     if status:
         sys.exit(status)
 
@@ -273,17 +279,12 @@ def with_options(command: Callable[..., Any]) -> str:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Load modules for measuring: say so, and let the garbage collector rest.
-
-    What was loaded stays until the program ends, and is never looked through for garbage again.
-    """
+    """Load modules for measuring, and say so."""
     from lipbound.signs import Signs
 
     with Signs("loading", show=not state["quiet"]) as signs, _importing():
         signs.say("loading PyTorch and transformers")
         yield
-    if not gc.get_freeze_count():  # what was measured since may be garbage one day
-        gc.freeze()
 
 
 # -- output ----------------------------------------------------------------------------------------

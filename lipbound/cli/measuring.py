@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lipbound.cli import interruption
 from lipbound.cli.application import app, columns, loading, show, state
 from lipbound.errors import LipboundError, StoreError
 from lipbound.formatting import counted, plain
@@ -88,7 +87,7 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
     out = options["out"]
     check_builtin(options["model"])
     before = out is not None and out.exists()
-    interruption.keeps(lambda: blocks_in(out, before))
+    state["kept"] = lambda: blocks_in(out, before)
     config = RunConfig(**options | read(options))
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])
@@ -139,12 +138,10 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
     out = options["out"]
     for model in (a, b):
         check_builtin(model)
-    interruption.keeps(
-        lambda: (
-            "nothing was kept, since there was no --out"
-            if out is None
-            else f"what was measured is kept beside {out}; the same command with --resume goes on"
-        )
+    state["kept"] = lambda: (
+        "nothing was kept, since there was no --out"
+        if out is None
+        else f"what was measured is kept beside {out}; the same command with --resume goes on"
     )
     asked = options | read(options)
     defaults = {one.name: one.default for one in fields(RunConfig)}
@@ -174,8 +171,8 @@ def sweep(file: Path, *, out: Path = Path("runs"), scheduler: str | None = None)
     """
     from lipbound.runs.sweep import rows
 
-    interruption.keeps(
-        lambda: f"what was measured is kept in {out}; the same command goes on from there"
+    state["kept"] = lambda: (
+        f"what was measured is kept in {out}; the same command goes on from there"
     )
     ended: Counter[str] = Counter()
     with cluster(scheduler) as client:

@@ -5,7 +5,6 @@ from typing import Any
 
 import typer
 
-from lipbound.cli import interruption
 from lipbound.cli.application import app, echo_json, loading, show, state
 from lipbound.cli.measuring import measured
 
@@ -67,7 +66,7 @@ def demo(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None:
 
     check_folder_name("out", out, "holds three runs and their figures")
     check_target(out)
-    interruption.keeps(lambda: f"runs that were finished are kept in {out}")
+    state["kept"] = lambda: f"runs that were finished are kept in {out}"
     told: list[str] = []
     for model in DEMO:
         name = model.removeprefix("builtin:")

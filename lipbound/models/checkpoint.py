@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +63,6 @@ class LoadOptions:
         gguf_file: which GGUF file of a directory or a hub model, or None.
         adapter: what is merged into the weights; "none": not even one that lies beside them; None:
             nothing was said.
-        look: is shown the name and the configuration of a model before its weights are read, and
-            may raise.
     """
 
     revision: str | None
@@ -73,7 +71,6 @@ class LoadOptions:
     weights: str
     gguf_file: str | None = None
     adapter: "Adapter | str | None" = None
-    look: Callable[[str, Any], None] = field(default=lambda name, config: None)
 
     def refuse_given(self, what: str, *names: str) -> None:
         """Refuse options that mean nothing for what is loaded.

@@ -6,7 +6,6 @@ model, and remarked on if odd.
 
 from collections.abc import Mapping
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, shown, tell
@@ -23,16 +22,15 @@ from lipbound.models.checkpoint import (
     POSITIONS,
     Checkpoint,
     Inputs,
-    declared_positions,
     odd_masks,
     text_part,
 )
 from lipbound.models.given_layers import GivenLayers, inputs_of
-from lipbound.models.quiet import explained, quiet
+from lipbound.models.quiet import explained
 from lipbound.models.readers.files import is_sentence, there
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.reader import DEFAULT_LENGTH, Reader, Selection, of_datasets
-from lipbound.models.readers.text import TextReader, given_tokens
+from lipbound.models.readers.text import TextReader
 from lipbound.models.sources.loaded_model import named_inputs
 from lipbound.models.weight_files import finite
 
@@ -145,34 +143,6 @@ def prepare(
     inputs.notes += _repeated(inputs.batch) + odd_masks(checkpoint.model, inputs.batch)
     tell(*inputs.notes)
     return inputs
-
-
-def refuse_long(data: Any, max_length: int, name: str, config: Any) -> None:
-    """Refuse texts that are longer than a model allows before its weights are read.
-
-    Args:
-        data, max_length: as of `prepare`, which does the same when they are.
-        name: of the model, for the message.
-        config: of the model.
-
-    Raises:
-        InputsError: the model takes text, which the data may be, and has too few positions.
-    """
-    if isinstance(data, Inputs) or is_ready(data) or given_tokens(data) is not None:
-        return
-    declared = declared_positions(config)
-    if declared is None or max_length <= declared or max_length == DEFAULT_LENGTH:
-        return
-    try:
-        with quiet(), torch.device("meta"):
-            model = AutoModel.from_config(
-                deepcopy(config), trust_remote_code=False, attn_implementation="eager"
-            )
-    except Exception:  # what cannot be built is told when it is loaded
-        return
-    checkpoint = Checkpoint(model, name, "", None)
-    if checkpoint.modality == TextReader.modality:
-        checkpoint.check_length(max_length)
 
 
 def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list[str]:

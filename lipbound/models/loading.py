@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import is_path
-from lipbound.models.sources.adapters import open_adapter
+from lipbound.models.sources.adapters import FILES, Adapter, alone, open_adapter
 from lipbound.models.sources.catalogue import BUILTINS, PREFIX, builtin_place, load_builtin
 from lipbound.models.sources.folder import load_folder
 from lipbound.models.sources.loaded_model import load_loaded
@@ -26,9 +27,6 @@ from lipbound.models.sources.other_packages import load_other
 from lipbound.models.weight_files import GGUF, choose_gguf, is_gguf
 
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
-
-ADAPTER = ("adapter_config.json", "adapter_model.*")
-"""Files of an adapter on the hub."""
 
 
 def load_checkpoint(
@@ -64,9 +62,10 @@ def load_checkpoint(
             Needs the extra ``gguf``.
         tokenizer, processor: directory or hub id of the tokenizer or the image processor to take,
             where the checkpoint has none, or another one.
-        adapter: a LoRA adapter that is merged into the weights: the directory that PEFT wrote, or
-            its hub id. "none" or False: none, where one lies beside the weights; without either
-            such a checkpoint is refused, whatever packages are installed.
+        adapter: a LoRA adapter that PEFT merges into the weights (extra ``adapters``): the
+            directory that PEFT wrote, or its hub id. "none" or False: none, where one lies beside
+            the weights; without either such a checkpoint is refused. A directory or a hub id with
+            nothing but an adapter may also be ``model``: it names its model.
 
     Returns:
         The model in evaluation mode with eager attention (a loaded model as it was handed over),
@@ -82,59 +81,48 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    return load_looked_at(look=lambda name, config: None, **locals())
-
-
-def load_looked_at(model: AnyModel, look: Callable[[str, Any], None], **given: Any) -> Checkpoint:
-    """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
-
-    Args:
-        model: as `load_checkpoint` takes it.
-        look: is shown the name and the configuration of a model that is not in memory yet, and may
-            raise before its weights are read.
-        **given: all other arguments of `load_checkpoint`.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        CheckpointError: as `load_checkpoint` does.
-    """
-    errors.choice("weights", given["weights"], WEIGHTS)
+    errors.choice("weights", weights, WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
             "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
         )
-    merged: Any = errors.adapter_name(given["adapter"])
-    if merged not in (None, "none"):
-        merged = open_adapter(merged, adapter_folder(merged))
     options = LoadOptions(
-        name_or_none("revision", given["revision"]),
-        DTYPES[dtype_name(given["dtype"], CheckpointError)],
-        resolve_device(given["device"]),
-        given["weights"],
-        name_or_none("gguf_file", given["gguf_file"]),
-        merged,
-        look,
+        name_or_none("revision", revision),
+        DTYPES[dtype_name(dtype, CheckpointError)],
+        resolve_device(device),
+        weights,
+        name_or_none("gguf_file", gguf_file),
+        _adapter(adapter),
     )
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
-    companions = {name: given[name] for name in ("tokenizer", "processor")}
-    for name, value in companions.items():
-        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
-            raise CheckpointError(
-                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
-                "save_pretrained) or a hub id"
-            )
+    companions = {"tokenizer": tokenizer, "processor": processor}
+    _check_companions(companions)
     checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
     if checkpoint is None:
         raise CheckpointError(
             f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
             "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
+    _give(checkpoint, companions)
+    return checkpoint
+
+
+def _check_companions(companions: dict[str, Any]) -> None:
+    """Refuse what names no tokenizer or image processor."""
+    for name, value in companions.items():
+        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
+            raise CheckpointError(
+                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
+                "save_pretrained) or a hub id"
+            )
+
+
+def _give(checkpoint: Checkpoint, companions: dict[str, Any]) -> None:
+    """Have a checkpoint take the tokenizer or processor that was named, and tell of another."""
     checkpoint.tokenizer_from, checkpoint.processor_from = (
         None if value is None else str(builtin_place(str(value)) or value)
         for value in companions.values()
@@ -145,7 +133,6 @@ def load_looked_at(model: AnyModel, look: Callable[[str, Any], None], **given: A
         note = f"{other} {companions[other]} is not looked at: {checkpoint.name} reads {reads}"
         checkpoint.notes.append(note)
         tell(note)
-    return checkpoint
 
 
 def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
@@ -171,6 +158,8 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
         instead = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
         raise CheckpointError(f"there is no directory or file {name}; {suggestion(name, instead)}")
     options.refuse_given(f"the directory {name}", "revision")
+    if path.is_dir() and wanted is None and alone(path):
+        return load_adapted(name, path, None, options)
     if path.is_dir():
         found = [file.name for file in path.glob(f"*{GGUF}")]
         # a directory that has a config.json is what save_pretrained wrote, unless a file is wanted
@@ -208,29 +197,70 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
         )
     wanted = options.gguf_file
     folder = snapshot(name, suffix or options.revision, wanted)
+    if wanted is None and alone(folder):
+        return load_adapted(str(model), folder, folder.name, options)
     if wanted is not None:
         choose_gguf((file.name for file in folder.glob(f"*{GGUF}")), wanted, f"{model} on the hub")
     return load_folder(str(model), folder, folder.name, options, wanted)
 
 
-def adapter_folder(name: str) -> Path:
-    """Return the folder of an adapter, fetched from the hub where it is no directory here.
+def load_adapted(
+    name: str, folder: Path, commit: str | None, options: LoadOptions
+) -> Checkpoint | None:
+    """Load the model that an adapter was trained on, and merge the adapter into it.
 
     Args:
-        name: a directory, or a hub id.
+        name: what the user called the adapter.
+        folder: with it.
+        commit: its hub commit, or None.
+        options: of what is loaded; ``revision`` is the adapter's.
+
+    Returns:
+        The checkpoint.
 
     Raises:
-        CheckpointError: it is neither, or it cannot be had.
+        CheckpointError: the adapter does not say which model that is, or that is an adapter too.
     """
+    adapter = open_adapter(name, folder)
+    if not adapter.base:
+        raise CheckpointError(
+            f"{name} is an adapter that does not name the model that it was trained on; give that "
+            f"model, with adapter={name!r}"
+        )
+    if options.adapter is not None:
+        raise CheckpointError(
+            f"{name} is an adapter itself, of {adapter.base}; give {adapter.base} as the model, "
+            "with one adapter"
+        )
+    here = Path(adapter.base).expanduser().exists() or adapter.base.startswith(PREFIX)
+    wanted = replace(
+        options, adapter=adapter, revision=None if here else adapter.config.get("revision")
+    )
+    sources = (load_builtin, load_directory, load_hub)
+    found = next(filter(None, (source(adapter.base, wanted) for source in sources)), None)
+    return None if found is None else replace(found, commit=commit)
+
+
+def _adapter(given: object) -> Adapter | str | None:
+    """Return the adapter that was asked for, fetched from the hub where it is no directory here.
+
+    Args:
+        given: a directory, or a hub id; "none" or False; or None.
+
+    Raises:
+        CheckpointError: there is no such adapter, or it cannot be had.
+    """
+    name = errors.adapter_name(given)
+    if name in (None, "none"):
+        return name
     folder = Path(name).expanduser()
-    if folder.exists():
-        return folder
-    if is_path(name):
+    if not folder.exists() and is_path(name):
         raise CheckpointError(
             f"there is no directory {name}; adapter= takes what PEFT wrote, or its hub id"
         )
     repo, _, revision = name.partition("@")
-    return snapshot(repo, revision or None, only=ADAPTER)
+    there = folder if folder.exists() else snapshot(repo, revision or None, only=FILES)
+    return open_adapter(name, there)
 
 
 def snapshot(

@@ -11,9 +11,9 @@ its modules cannot be copied without their hooks.
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class WeightOffloader:
             for name, stored in self.stored.items():
                 value = stored.read()
                 if not table:
-                    value = stored.changed(_cast(value.to(self.device), self.away[name].dtype))
+                    value = _cast(value.to(self.device), self.away[name].dtype)
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
             self.table = table
 
@@ -71,8 +71,7 @@ class WeightOffloader:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Bring the parameters in before a forward pass; registered as a hook."""
-        plain = all(stored.change is None for stored in self.stored.values())
-        self.hold(module, table=plain and self.device.type == "cpu" and _looks_up(module))
+        self.hold(module, table=self.device.type == "cpu" and _looks_up(module))
         for _, part, keeper in _read_by(module):
             keeper.hold(part)
 
@@ -104,25 +103,6 @@ def _kept(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
 def by_layer(module: nn.Module) -> bool:
     """Return whether any of a module's parameters stay on disk."""
     return bool(_kept(module))
-
-
-def change(model: nn.Module, name: str, made: Callable[[Tensor], Tensor]) -> bool:
-    """Have a parameter changed wherever it is read from disk.
-
-    Args:
-        model: with the parameter.
-        name: of the parameter.
-        made: from the tensor as it would be, the tensor to take.
-
-    Returns:
-        Whether the parameter stays on disk; if not, nothing has changed.
-    """
-    path, _, last = name.rpartition(".")
-    keeper = _keeper(model.get_submodule(path))
-    if keeper is None or last not in keeper.stored:
-        return False
-    keeper.stored[last] = replace(keeper.stored[last], change=made)
-    return True
 
 
 def on_disk(model: nn.Module) -> dict[str, TensorRef]:

@@ -12,7 +12,7 @@ import pickle
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,7 +68,6 @@ class TensorRef:
         shape: of the tensor.
         floating: whether it holds floating-point numbers.
         stamp: size and time of the file.
-        change: what an adapter makes of it once it has the dtype of the model, or None.
     """
 
     file: Path
@@ -76,11 +75,6 @@ class TensorRef:
     shape: tuple[int, ...]
     floating: bool
     stamp: tuple[int, int]
-    change: Callable[[Tensor], Tensor] | None = None
-
-    def changed(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that the model computes with where the file has ``tensor``."""
-        return tensor if self.change is None else self.change(tensor)
 
     def read(self) -> Tensor:
         """Read the tensor; pages of the file that nobody looks at are never read.
@@ -106,8 +100,7 @@ class TensorRef:
 
     def finite(self) -> bool:
         """Return whether all numbers that the model computes with are finite in float32."""
-        tensor = self.read()
-        return finite(tensor if self.change is None else self.changed(tensor.float()))
+        return finite(self.read())
 
 
 def finite(tensor: Tensor, *, masks: bool = False) -> bool:

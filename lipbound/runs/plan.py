@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +18,8 @@ from lipbound.jacobians.maps import WHOLE
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.verification import telling_samples
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.inputs import prepare, refuse_long
-from lipbound.models.loading import Checkpoint, load_looked_at
+from lipbound.models.inputs import prepare
+from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import LayerResult, configuration, partial_path
@@ -67,14 +66,8 @@ def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
 
     Raises:
         CheckpointError: it cannot be had.
-        InputsError: its configuration says that it has fewer positions than texts have tokens.
     """
-    return load_looked_at(
-        config.model,
-        partial(refuse_long, config.data, config.max_length),
-        device=device,
-        **config.options(*LOADING),
-    )
+    return load_checkpoint(config.model, device=device, **config.options(*LOADING))
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:

@@ -1,7 +1,5 @@
 """What starting lipbound loads: commands and public names import what they need when they run."""
 
-import contextlib
-import gc
 import os
 import subprocess
 import sys
@@ -120,22 +118,6 @@ assert lb.compare(sys.argv[1], data, **options).sizes["sample"] == 1
 """
     assert "datasets" not in loaded(code, bert, "text")
     assert "datasets" in loaded(code, bert, tmp_path / "rows.csv")
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_imports_leave_the_garbage_collector_as_it_was(collects: bool) -> None:
-    before, frozen = gc.isenabled(), gc.get_freeze_count()
-    try:
-        gc.enable() if collects else gc.disable()
-        with lb._importing():
-            assert not gc.isenabled()
-        assert gc.isenabled() is collects
-        with contextlib.suppress(ImportError), lb._importing():
-            raise ImportError
-        assert gc.isenabled() is collects
-        assert (gc.get_freeze_count() > 0) is (frozen > 0)
-    finally:
-        gc.enable() if before else gc.disable()
 
 
 def test_imports_draw_no_random_numbers() -> None:

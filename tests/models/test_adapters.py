@@ -1,24 +1,22 @@
-import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 from support.commands import call
-from support.models import GPT2, LLAMA, TEXT, build
+from support.models import GPT2, IMAGE, LLAMA, TEXT, build
 from support.versions import marked
-from torch import Tensor
-from transformers.integrations import peft as peft_integration
-from transformers.models.auto import auto_factory
+from torch import Tensor, nn
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.offload import resident
 from lipbound.runs.sweep import planned_runs
 
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
@@ -110,19 +108,14 @@ def beside(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("weights", ["whole", "layers"])
 @pytest.mark.parametrize("form", FORMS)
-def test_merged_weights_are_the_formula(form: str, weights: str, tmp_path: Path) -> None:
+def test_merged_weights_are_the_formula(form: str, tmp_path: Path) -> None:
     expected = save(tmp_path, *FORMS[form])
-    checkpoint = load_checkpoint(
-        tmp_path, adapter=tmp_path / "adapter", weights=weights, dtype="float64"
-    )
+    drawn = torch.get_rng_state()
+    checkpoint = load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype="float64")
+    assert torch.equal(torch.get_rng_state(), drawn)
     plain = dict(build(FORMS[form][0]).double().base_model.named_parameters())
-    with resident(checkpoint.model):
-        found = {
-            name: parameter.detach().clone()
-            for name, parameter in checkpoint.model.named_parameters()
-        }
+    found = {name: part.detach() for name, part in checkpoint.model.named_parameters()}
     inside = {
         path.partition(".")[2] + ".weight": weight
         for path, weight in expected.items()
@@ -134,78 +127,86 @@ def test_merged_weights_are_the_formula(form: str, weights: str, tmp_path: Path)
         assert (name in inside) == bool((weight - plain[name]).abs().max() > 0.1)
 
 
-def test_whole_and_layers_are_the_same_numbers(tmp_path: Path) -> None:
-    make, config, shapes = FORMS["llama"]
-    save(tmp_path, make, config, {**shapes, "model.embed_tokens": (60, 24)})
-    # copies: older safetensors map the file, which is written anew below
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    stored = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    for side in "AB":  # PEFT's names for tables of embeddings
-        stored[f"base_model.model.model.embed_tokens.lora_embedding_{side}"] = stored.pop(
-            f"base_model.model.model.embed_tokens.lora_{side}.weight"
-        )
-    stored["base_model.model.model.norm.weight"] = torch.rand(24)  # trained as a whole
-    write(tmp_path / "adapter", config, stored)
-    models = [
-        load_checkpoint(tmp_path, adapter=str(tmp_path / "adapter"), weights=weights).model
-        for weights in ("whole", "layers")
-    ]
+def trained(make: Callable[[], tf.PreTrainedModel], folder: Path, **config: object) -> nn.Module:
+    """A checkpoint with an adapter by PEFT, all numbers of which are random, in ``adapter``;
+    returns the model as PEFT loads it, not merged."""
+    build(make).save_pretrained(folder)
+    model = peft.get_peft_model(build(make), peft.LoraConfig(r=4, **config))  # type: ignore[arg-type]
+    g = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        outputs = [model(IDS).last_hidden_state for model in models]
-    plain = load_checkpoint(tmp_path).model
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=g)
+    model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    return peft.PeftModel.from_pretrained(build(make), folder / "adapter")
+
+
+def llama_head() -> tf.PreTrainedModel:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+
+
+def llama_classes() -> tf.PreTrainedModel:
+    return tf.LlamaForSequenceClassification(tf.LlamaConfig(**LLAMA, pad_token_id=0))
+
+
+ALL = ["q_proj", "v_proj", "down_proj"]
+KINDS: dict[str, tuple[Callable[[], tf.PreTrainedModel], dict[str, object]]] = {
+    "DoRA": (llama_head, {"target_modules": ALL, "use_dora": True}),
+    "embeddings, norms and a head": (
+        llama_head,
+        {"target_modules": [*ALL, "embed_tokens"], "modules_to_save": ["norm", "lm_head"]},
+    ),
+    "one layer by number": (llama_head, {"target_modules": ALL, "layers_to_transform": [1]}),
+    "names by a pattern": (llama_head, {"target_modules": r"model\.layers\.0.*\.(q|o)_proj"}),
+    "of a classifier": (llama_classes, {"target_modules": ALL, "task_type": "SEQ_CLS"}),
+    "of a model without a head": (
+        lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)),
+        {"target_modules": ALL, "task_type": "FEATURE_EXTRACTION"},
+    ),
+    "biases": (lambda: tf.BertModel(tf.BertConfig(**TEXT)), {"bias": "lora_only"}),
+    "of experts": (
+        lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**LLAMA, num_local_experts=3)),
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+    ),
+    "of pictures": (
+        lambda: tf.ViTForImageClassification(tf.ViTConfig(**IMAGE)),
+        {"target_modules": ["query", "q_proj"], "modules_to_save": ["classifier"]},
+    ),
+}
+NEW = {"of experts": "experts are modules of their own", "of pictures": "names differ"}
+
+
+@pytest.mark.parametrize("kind", marked(KINDS, NEW))
+def test_what_peft_trained_is_what_is_measured(kind: str, tmp_path: Path) -> None:
+    make, config = KINDS[kind]
+    # torch's grouped product of experts knows no float64
+    dtype, limit = ("float32", 1e-4) if kind == "of experts" else ("float64", 1e-6)
+    theirs = trained(make, tmp_path, **config).to(getattr(torch, dtype))
+    theirs.set_attn_implementation("eager")
+    inner = theirs.get_base_model().base_model
+    plain = load_checkpoint(tmp_path, dtype=dtype).model
+    mine = load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype=dtype).model
+    assert type(mine) is type(plain)
+    assert mine.state_dict().keys() == plain.state_dict().keys()
+    pixels = torch.linspace(-1, 1, 3 * 16 * 16, dtype=torch.float64).view(1, 3, 16, 16)
+    given = pixels if kind == "of pictures" else IDS
     with torch.no_grad():
-        plain.embed_tokens.weight += (
-            8
-            / 3
-            * (
-                stored["base_model.model.model.embed_tokens.lora_embedding_B"]
-                @ stored["base_model.model.model.embed_tokens.lora_embedding_A"]
-            ).T
-        )
-        for i, part in ((0, "q_proj"), (1, "v_proj")):
-            stem = f"base_model.model.model.layers.{i}.self_attn.{part}.lora_"
-            plain.layers[i].self_attn.get_submodule(part).weight += (
-                8 / 3 * stored[stem + "B.weight"] @ stored[stem + "A.weight"]
-            )
-        plain.norm.weight.copy_(stored["base_model.model.model.norm.weight"])
-    assert torch.equal(*outputs)
-    assert torch.allclose(outputs[0], plain(IDS).last_hidden_state, atol=1e-4)
+        expected = inner(given).last_hidden_state
+        assert torch.allclose(mine(given).last_hidden_state, expected, rtol=limit, atol=limit)
+        assert not torch.allclose(plain(given).last_hidden_state, expected, atol=1e-2)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.parametrize("form", FORMS)
-def test_peft_computes_the_same(form: str, tmp_path: Path) -> None:
-    import peft
-
-    save(tmp_path, *FORMS[form])
-    model = (
-        peft.PeftModel.from_pretrained(build(FORMS[form][0]), tmp_path / "adapter").double().eval()
-    )
-    with torch.no_grad():
-        model.set_attn_implementation("eager")
-        theirs = model.get_base_model().base_model(IDS).last_hidden_state
-        mine = (
-            load_checkpoint(tmp_path, adapter=tmp_path / "adapter", dtype="float64")
-            .model(IDS)
-            .last_hidden_state
-        )
-    assert torch.allclose(mine, theirs, rtol=1e-6)
-
-
-@pytest.mark.parametrize("weights", ["whole", "layers"])
-def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
-    weights: str, tmp_path: Path
-) -> None:
+def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(tmp_path: Path) -> None:
     folder = str(beside(tmp_path))
     with pytest.raises(
         CheckpointError,
         match=rf"holds an adapter beside its weights .*adapter='{folder}' merges it, "
         r"adapter='none' leaves it out",
     ):
-        load_checkpoint(folder, weights=weights)
+        load_checkpoint(folder)
     without, merged = (
-        load_checkpoint(folder, weights=weights, adapter=False),
-        load_checkpoint(folder, weights=weights, adapter=folder),
+        load_checkpoint(folder, adapter=False),
+        load_checkpoint(folder, adapter=folder),
     )
     assert without.revision == merged.revision.partition("+")[0]
     assert without.notes == [
@@ -218,19 +219,15 @@ def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
         )
 
 
-@pytest.mark.parametrize(
-    "weights", marked(["whole", "layers"], {"whole": "adapters that name no base model fail"})
-)
-def test_the_numbers_do_not_depend_on_whether_peft_is_installed(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("weights", ["whole", "layers"])
+def test_an_adapter_that_is_left_out_is_not_merged_by_transformers(
+    weights: str, tmp_path: Path
 ) -> None:
     folder = beside(tmp_path)
-    plain = load_checkpoint(folder, weights=weights, adapter="none").model(IDS).last_hidden_state
-    for module in (auto_factory, peft_integration):  # as where it is, to transformers' knowledge
-        monkeypatch.setattr(module, "is_peft_available", lambda: True)
-    assert torch.equal(
-        load_checkpoint(folder, weights=weights, adapter="none").model(IDS).last_hidden_state, plain
-    )
+    with torch.no_grad():
+        found = load_checkpoint(folder, weights=weights, adapter="none").model(IDS)
+        plain = build(FORMS["llama"][0]).base_model(IDS)
+    assert torch.allclose(found.last_hidden_state, plain.last_hidden_state, atol=1e-6)
 
 
 def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None:
@@ -278,49 +275,53 @@ def test_command_line_and_sweeps_take_adapters(
     assert "has no files of its tokenizer" in said
 
 
-def test_other_adapters_are_refused(tmp_path: Path) -> None:
+def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = llama(tmp_path)
     adapter = folder / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
 
-    def says(**changes: object) -> str:
+    def says(weights: str = "whole", **changes: object) -> str:
         (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
         with pytest.raises(CheckpointError) as caught:
-            load_checkpoint(folder, adapter=adapter)
+            load_checkpoint(folder, adapter=adapter, weights=weights)
+        assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert 'says peft_type: "IA3", which is not LoRA' in says(peft_type="IA3")
-    assert "use_dora: true, which is not LoRA or more than a product" in says(use_dora=True)
+    assert 'says peft_type: "IA3", which is not merged here' in says(peft_type="IA3")
+    assert "says peft_type: null" in says(peft_type=None)
     assert 'init_lora_weights: "pissa"' in says(init_lora_weights="pissa")
-    assert "something_new: 3" in says(something_new=3)
+    # PEFT would import the module that is named beside it
+    assert "says megatron_config: {" in says(megatron_config={"a": 1}, megatron_core="evil")
+    assert "does not know something_new" in says(something_new=3)
+    assert "PEFT does not merge the adapter" in says(target_modules=["nowhere"])
+    assert "PEFT does not merge the adapter" in says(target_modules=["lm_head"])
+    assert "weights='layers' leaves them on disk; use weights='whole'" in says(weights="layers")
     stored = load_file(adapter / "adapter_model.safetensors")
-    write(
-        adapter,
-        config,
-        {name.replace("layers.1", "layers.9"): tensor for name, tensor in stored.items()},
-    )
-    assert (
-        "changes model.layers.9.self_attn.v_proj.lora_A.weight, which LlamaModel does not have"
-        in says()
-    )
-    write(
-        adapter,
-        config,
-        {
-            name: tensor[:, :-1].contiguous() if "A.weight" in name else tensor
-            for name, tensor in stored.items()
-        },
-    )
-    assert (
-        "is for another model: its part for layers.0.self_attn.q_proj.weight has shape (24, 23), "
-        "that of the model has (24, 24)" in says()
-    )
+    stored = {name: tensor.clone() for name, tensor in stored.items()}
+    parts = {name: tensor for name, tensor in stored.items() if "layers.1" not in name}
+    write(adapter, config, parts)
+    assert "lacks base_model.model.model.layers.1.self_attn.v_proj.lora_A" in says()
+    moved = {name.replace("layers.1", "layers.9"): tensor for name, tensor in stored.items()}
+    write(adapter, config, moved)
+    assert "changes base_model.model.model.layers.9.self_attn.v_proj.lora_A" in says()
+    assert "which LlamaModel does not have" in says()
+    short = {
+        name: tensor[:, :-1].contiguous() if "A.weight" in name else tensor
+        for name, tensor in stored.items()
+    }
+    write(adapter, config, short)
+    assert "PEFT does not merge the adapter" in says()
+    assert "size mismatch" in says()
     (adapter / "adapter_model.safetensors").write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     )
     assert "adapter_model.safetensors is a pointer of Git LFS" in says()
     (adapter / "adapter_model.safetensors").unlink()
-    assert "has no weights" in says()
+    torch.save(stored, adapter / "adapter_model.bin")
+    assert "has no adapter_model.safetensors, and pickled weights are not read" in says()
+    write(adapter, config, stored)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert says().endswith("is merged by the package peft; pip install 'lipbound[adapters]'")
     for wrong, sentence in (
         (3, "adapter is 3; give the directory"),
         (folder, "there is no adapter_config.json in it"),
@@ -330,23 +331,40 @@ def test_other_adapters_are_refused(tmp_path: Path) -> None:
             load_checkpoint(folder, adapter=wrong)  # type: ignore[arg-type]
 
 
-def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
+def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
     folder = llama(tmp_path)
-    write(
-        folder / "adapter",
-        {"r": 3, "base_model_name_or_path": "owner/base"},
-        load_file(folder / "adapter" / "adapter_model.safetensors"),
-    )
-    with pytest.raises(
-        CheckpointError,
-        match="is an adapter of owner/base, not a model; give owner/base as the model, with "
-        "adapter=",
-    ):
-        load_checkpoint(folder / "adapter")
+    adapter = folder / "adapter"
+    stored = load_file(adapter / "adapter_model.safetensors")
+    stored = {name: tensor.clone() for name, tensor in stored.items()}
+    write(adapter, {"r": 3, "lora_alpha": 8}, stored)
     # as training scripts leave it
-    (folder / "adapter" / "config.json").write_bytes((folder / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"is an adapter of owner/base, not a model"):
-        load_checkpoint(folder / "adapter")
+    (adapter / "config.json").write_bytes((folder / "config.json").read_bytes())
+    said = f"does not name the model .* give that model, with adapter='{adapter}'"
+    with pytest.raises(CheckpointError, match=said):
+        load_checkpoint(adapter)
+    write(
+        adapter,
+        {
+            "r": 3,
+            "lora_alpha": 8,
+            "target_modules": list(FORMS["llama"][2]),
+            "base_model_name_or_path": str(folder),
+            "revision": "main",
+        },
+        stored,
+    )
+    both, one = load_checkpoint(folder, adapter=adapter), load_checkpoint(adapter)
+    assert (one.name, one.revision, one.source) == (both.name, both.revision, both.source)
+    with torch.no_grad():
+        assert torch.equal(one.model(IDS)[0], both.model(IDS)[0])
+    run = lb.compare(adapter, {"input_ids": IDS}, bounds=["lipbound"], progress=False)
+    assert lb.verify(run, data={"input_ids": IDS}, places=2).ok
+    with pytest.raises(CheckpointError, match=f"is an adapter itself, of {folder}; give"):
+        load_checkpoint(adapter, adapter="none")
+    other = folder / "other"
+    write(other, {"base_model_name_or_path": str(adapter)}, stored)
+    with pytest.raises(CheckpointError, match="adapter is an adapter itself"):
+        load_checkpoint(other)
 
 
 def test_an_adapter_of_another_model_is_told(tmp_path: Path) -> None:
@@ -368,3 +386,14 @@ def test_a_model_in_memory_takes_no_adapter(tmp_path: Path) -> None:
         load_checkpoint(
             build(lambda: tf.BertModel(tf.BertConfig(**TEXT))), adapter=folder / "adapter"
         )
+
+
+def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path: Path) -> None:
+    """Its layers are not merged: what they compute is that of merged ones."""
+    theirs = trained(llama_head, tmp_path, target_modules=ALL)
+    merged = load_checkpoint(tmp_path, adapter=tmp_path / "adapter").model
+    with pytest.warns(Notice, match="layers of the model have adapters in them"):
+        found = lb.capture(theirs, {"input_ids": IDS})
+    for mine, expected in zip(found, lb.capture(merged, {"input_ids": IDS}), strict=True):
+        norms = (lb.spectral_norm(one, method="dense").lower for one in (mine, expected))
+        torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)

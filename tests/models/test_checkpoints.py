@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import transformers as tf
@@ -207,7 +208,15 @@ def test_hub(tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     packed.mkdir()
     save_gguf(packed / "model.gguf")
+    adapter, pickled = tmp_path / "adapter", tmp_path / "pickled"
+    lora = peft.get_peft_model(build(AFFINE["bert"]), peft.LoraConfig(target_modules=["query"]))
+    lora.peft_config["default"].base_model_name_or_path = "owner/bert"
+    lora.peft_config["default"].revision = "v1"
+    for folder, whole in ((adapter, True), (pickled, False)):
+        lora.save_pretrained(folder, safe_serialization=whole)
     repos = {
+        "owner/adapter": {COMMIT: adapter},
+        "owner/pickled": {COMMIT: pickled},
         "owner/bert": {COMMIT: new, OLD: old},
         "owner/headless": {COMMIT: headless},
         "owner/weightless": {COMMIT: weightless},
@@ -230,6 +239,8 @@ def test_hub(tmp_path: Path) -> None:
                 "owner/packed",
                 ("owner/packed", "model.gguf"),
                 ("owner/packed", "x.gguf"),
+                "owner/adapter",
+                "owner/pickled",
             )
             assert answers["owner/bert"] == [COMMIT, COMMIT, [4, 7]]
             assert answers["owner/bert@v1"] == [OLD, OLD, [4, 7]]
@@ -249,8 +260,12 @@ def test_hub(tmp_path: Path) -> None:
             commit, revision, ids = answers["owner/packed model.gguf"]
             assert (commit, revision[:7]) == (COMMIT, "sha256:")
             assert len(ids) in (4, 5)  # older transformers put a token before texts of GGUF files
+            commit, revision, ids = answers["owner/adapter"]
+            assert (commit, revision.partition("+sha256:")[0], ids) == (COMMIT, OLD, [4, 7])
+            assert "has no adapter_model.safetensors, and pickled" in answers["owner/pickled"]
+            assert not any(".bin" in request for request in server.requests)
             downloads = sum(
-                request.startswith("GET") and request.endswith("model.safetensors")
+                request.startswith("GET") and request.endswith("/model.safetensors")
                 for request in server.requests
             )
             assert downloads == 2

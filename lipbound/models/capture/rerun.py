@@ -18,10 +18,9 @@ from transformers import Cache
 from lipbound.errors import LipboundError
 from lipbound.models.capture.seeing.call import Call, ModuleRun
 from lipbound.models.capture.seeing.follower import Follower
-from lipbound.models.capture.seeing.interface import RAISED
+from lipbound.models.capture.seeing.interface import RAISED, copied_state, unmoved
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
-from lipbound.models.unmoved import copied_state, unmoved
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.

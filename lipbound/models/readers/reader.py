@@ -5,7 +5,7 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +23,8 @@ from lipbound.models.readers import files
 
 CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
 """Usual names of the column that says of what class a row is."""
+SERIES = "items"
+"""Name of the only column of a series."""
 
 
 @dataclass
@@ -265,17 +267,13 @@ class Reader(ABC):
 
     def _rows(self, data: Any, selection: Selection, takes: str) -> DataItems:
         """Return the items of a dataset, data frame, table file or hub dataset as they come."""
-        if isinstance(data, pd.Series):
-            selection.refuse_table("a series")
-            selection, data = replace(selection, column=self.many), data.to_frame(self.many)
         alone = self.item_type is str and isinstance(data, str) and files.there(data) is None
         advice = f"; a text itself is given in a list, [{data!r}], or in a file" * alone
         table, said = _table_of(data, selection, advice)
-        if isinstance(table, pd.DataFrame):
-            table = table.set_axis([str(one) for one in table.columns], axis=1)
+        if isinstance(data, pd.Series):
+            selection.refuse_table(said, "column")
         names, column = self._columns(table, selection.column, said)
         tokens = column == "input_ids"
-        keep = [one for one in names if one == column or (tokens and one == "attention_mask")]
 
         def item(row: Any) -> Any:
             value = row[column]
@@ -292,27 +290,25 @@ class Reader(ABC):
             with explained(InputsError, f"row {index} of {said} cannot be read: ", why=cause):
                 return item(rows[index])
 
+        rows = table
         if of_datasets(table, "Dataset"):
-            rows: Any = table.select_columns(keep)
-        elif isinstance(table, pd.DataFrame):
-            part = table[keep].astype(object)
-            rows = part.where(part.notna(), None).to_dict("records")
-        else:
+            keep = {column, "attention_mask"} if tokens else {column}
+            rows = table.select_columns([one for one in names if one in keep])
+        elif not isinstance(table, list):
             return DataItems(_streamed(table, said), said, made=item)
         return DataItems(range(len(rows)), said, _classes(table, names), made=at)
 
     def _columns(self, table: Any, column: str | None, said: str) -> tuple[list[str], str]:
         """Return the names of all columns of a table, and of the one that holds the items."""
         with explained(InputsError, f"{said} cannot be read: ", why=cause):
-            frame = isinstance(table, pd.DataFrame)
-            names = list(table.columns if frame else table.column_names or next(iter(table), {}))
-        usual = column or next((name for name in self.columns if name in names), None)
+            names = list(getattr(table, "column_names", None) or next(iter(table), {}))
+        usual = column or next((name for name in (*self.columns, SERIES) if name in names), None)
         if usual is not None and usual in names:
             return names, usual
         if not names:
             raise InputsError(f"{said} is empty")
         has = f"no column {column!r}" if column else f"no column of a usual name for {self.takes}"
-        quoted = ", ".join(shlex.quote(str(name)) for name in names)  # sentences, without a header
+        quoted = ", ".join(map(shlex.quote, names))  # sentences, without a header
         raise InputsError(f"{said} has {has}; name one of {quoted} with column=")
 
 
@@ -327,15 +323,15 @@ def _classes(table: Any, names: Sequence[str]) -> Sequence[Any] | None:
     name = next((name for name in CLASSES if name in names), None)
     if name is None:
         return None
-    if isinstance(table, pd.DataFrame):
-        return list(map(str, table[name].tolist()))
+    if isinstance(table, list):
+        return [str(row[name]) for row in table]
     known = dict(enumerate(getattr(table.features[name], "names", None) or ()))
     values = table.with_format(None)[name][:]
     return [known.get(v, str(v)) if isinstance(v, int) else str(v) for v in values]
 
 
 def _table_of(data: Any, selection: Selection, advice: str = "") -> tuple[Any, str]:
-    """Return data as a dataset or a data frame, and its description; ``advice`` ends messages."""
+    """Return data as a dataset or a list of rows, and its description; ``advice`` ends messages."""
     if of_datasets(data, "DatasetDict", "IterableDatasetDict"):
         if (chosen := selection.split or _usual(list(data))) not in data:
             raise InputsError(f"split is {shown(chosen)}; the given dataset has {', '.join(data)}")
@@ -349,9 +345,13 @@ def _table_of(data: Any, selection: Selection, advice: str = "") -> tuple[Any, s
     if of_datasets(data, "Dataset", "IterableDataset"):
         selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
-    if isinstance(data, pd.DataFrame):
-        selection.refuse_table("a data frame", "split")
-        return data, "a data frame"
+    if isinstance(data, pd.DataFrame | pd.Series):
+        frame, said = data, "a data frame"
+        if isinstance(data, pd.Series):
+            frame, said = data.to_frame(SERIES), "a series"
+        selection.refuse_table(said, "split")
+        frame = frame.set_axis(map(str, frame.columns), axis=1).astype(object)
+        return frame.where(frame.notna(), None).to_dict("records"), said
     raise InputsError(
         f"data is {shown(data)}; give a path, a hub dataset id, a datasets.Dataset, a data "
         "frame, a list, token numbers (whole, one at least) or a dict of ready inputs"

@@ -1,47 +1,30 @@
-"""LoRA adapters (Hu et al. 2022), as PEFT stores them, merged into the weights of a checkpoint.
-
-Needs no PEFT.
-"""
+"""LoRA adapters (Hu et al. 2022), which PEFT merges into the weights of a checkpoint."""
 
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel, modeling_utils
+from transformers.integrations import peft as integration
+from transformers.models.auto import auto_factory
 
 from lipbound.errors import CheckpointError, tell
-from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.quiet import explained
-from lipbound.models.weight_files import candidates, check_file, matters, sha256, unreadable
+from lipbound.models.quiet import changed, explained, quiet
+from lipbound.models.weight_files import candidates, check_file, matters, sha256
 
-CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-ELSEWHERE = "another place for adapters than beside the weights"
-"""A folder that does not exist: transformers looks there for adapters to load where PEFT is."""
-HARMLESS = (
-    "peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version "
-    "target_modules exclude_modules modules_to_save layers_to_transform layers_pattern "
-    "lora_dropout bias fan_in_fan_out megatron_core loftq_config eva_config runtime_config "
-    "qalora_group_size ensure_weight_tying init_lora_weights r lora_alpha rank_pattern "
-    "alpha_pattern use_rslora"
-)
-"""Keys of a configuration that are understood; others may change what an adapter does."""
+FILES = WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
-_AROUND = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|\.modules_to_save(?=\.)")
-"""What PEFT adds to the names of tensors."""
-_FACTOR = re.compile(
-    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.default)?(\.weight)?"
-)
+PATH = "base_model.model."
+"""What PEFT puts before the names of tensors."""
+_FINDER = "find_adapter_config_file"
 
 
 @dataclass(frozen=True)
@@ -63,141 +46,88 @@ class Adapter:
         """The model that it was trained on, as it calls it; may be empty."""
         return str(self.config.get("base_model_name_or_path") or "")
 
-    @cached_property
-    def file(self) -> Path:
-        """The file of its weights.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
-        for file in (self.folder / name for name in WEIGHTS):
-            if file.is_file():
-                check_file(file)
-                return file
-        raise CheckpointError(f"the adapter {self.name} has no weights ({' or '.join(WEIGHTS)})")
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Read the tensors of its file.
-
-        Returns:
-            The tensors by their names, without what PEFT adds to these.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
-        with explained(CheckpointError, f"{self.file} cannot be read: ", why=unreadable):
-            if self.file.suffix == ".safetensors":
-                found = load_file(self.file)
-            else:
-                found = torch.load(self.file, map_location="cpu", weights_only=True)
-        return {
-            _AROUND.sub("", key): tensor
-            for key, tensor in found.items()
-            if ".original_module." not in key  # what a module that was trained as a whole had been
-        }
-
     def check(self) -> None:
-        """Refuse kinds of adapters that are not a weight plus a product of two matrices.
+        """Refuse what PEFT must not be given.
+
+        That is no safetensors file, other kinds than LoRA, modules to be imported by name, and
+        beginnings that change the weights beside the matrices.
 
         Raises:
-            CheckpointError: its configuration says so.
+            CheckpointError: the adapter has one of them.
         """
-        other = [key for key, value in self.config.items() if value and key not in HARMLESS.split()]
-        if self.config.get("init_lora_weights", True) not in STARTS:
-            other.append("init_lora_weights")
-        if self.config.get("peft_type") != "LORA":
-            other.insert(0, "peft_type")
-        if other:
-            said = f"{other[0]}: {json.dumps(self.config.get(other[0]))[:60]}"
+        if not (self.folder / WEIGHTS).is_file():
             raise CheckpointError(
-                f"the adapter {self.name} says {said}, which is not LoRA or more than a product of "
-                "two matrices to add; merge it with PEFT (merge_and_unload) and save the model"
+                f"the adapter {self.name} has no {WEIGHTS}, and pickled weights are not read; save "
+                "it again with a newer PEFT"
             )
+        check_file(self.folder / WEIGHTS)
+        allowed = {"peft_type": ("LORA",), "init_lora_weights": STARTS, "megatron_config": (None,)}
+        for key, values in allowed.items():
+            said = self.config.get(key)
+            if said not in values or (key == "peft_type" and not said):
+                raise CheckpointError(
+                    f"the adapter {self.name} says {key}: {json.dumps(said)[:60]}, which is not "
+                    "merged here; merge it with PEFT (merge_and_unload) and save the model"
+                )
 
-    def changes(self, model: PreTrainedModel) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Find the changes that it makes to the parameters of a model.
+    def merge(self, model: PreTrainedModel) -> None:
+        """Have PEFT merge it into the weights of a model in memory, on the CPU.
 
         Args:
             model: that it was trained on. Parts that attention does not depend on, such as a head,
                 may be missing there.
 
-        Returns:
-            By the names of parameters, what makes the tensor to take in the place of each, of the
-            same dtype and device. It raises CheckpointError where shapes do not fit.
-
         Raises:
-            CheckpointError: another kind of adapter, or layers that the model does not have.
+            CheckpointError: PEFT is not installed, or refuses; the adapter changes or lacks parts
+                that the model has not, or has.
         """
         self.check()
-        factors: dict[tuple[str, str], dict[str, Tensor]] = {}
-        found: dict[str, Callable[[Tensor], Tensor]] = {}
-        modules = dict(model.named_modules(remove_duplicate=False))
-        prefixes = ("", f"{model.base_model_prefix}.", "model.")
-        for key, tensor in self.tensors().items():
-            factor = _FACTOR.fullmatch(key)
-            module, _, last = (factor["module"], "", "weight") if factor else key.rpartition(".")
-            # the path of the module in a model without its head
-            paths = [module.removeprefix(prefix) for prefix in prefixes]
-            path = next((path for path in paths if path in modules), None)
-            if path is not None and factor:
-                factors.setdefault((module, path), {})[factor["side"]] = tensor
-            elif path is not None and getattr(modules[path], last, None) is not None:
-                found[f"{path}.{last}"] = partial(self._fit, f"{path}.{last}", tensor.float())
-            elif matters(key):
+        try:
+            import peft
+        except ImportError as error:
+            raise CheckpointError(
+                f"the adapter {self.name} is merged by the package peft; pip install "
+                "'lipbound[adapters]'"
+            ) from error
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            whole = _as_trained(model, list(file.keys()))
+        refused = explained(CheckpointError, f"PEFT does not merge the adapter {self.name}: ")
+        # matrices begin with random numbers, which are not taken from the caller's
+        with refused, quiet(), torch.random.fork_rng(devices=[]):
+            config = peft.PeftConfig.from_pretrained(str(self.folder))
+            new = [key for key, said in self.config.items() if said and not hasattr(config, key)]
+            if new:
+                raise ValueError(f"version {peft.__version__} does not know {new[0]}")
+            config.task_type = None  # the head of the task is not here
+            where: dict[str, Any] = {"model_id": str(self.folder), "torch_device": "cpu"}
+            merged = peft.PeftModel.from_pretrained(whole, config=config, **where)
+            fitted = merged.load_adapter(adapter_name="default", **where)  # says what did not fit
+            strange = sorted(filter(matters, fitted.unexpected_keys))
+            if strange or fitted.missing_keys:
+                what = "changes" if strange else "lacks"
                 raise CheckpointError(
-                    f"the adapter {self.name} changes {key}, which {type(model).__name__} does not "
-                    f"have; give the model that it was trained on {self.base}".rstrip()
+                    f"the adapter {self.name} {what} {(strange or fitted.missing_keys)[0]}, which "
+                    f"{type(model).__name__} {'does not have' if strange else 'has'}; give the "
+                    f"model that it was trained on {self.base}".rstrip()
                 )
-        for (module, path), pair in factors.items():
-            transposed = isinstance(modules[path], Conv1D | torch.nn.Embedding)
-            added = partial(self._added, f"{path}.weight", pair, self._alpha(module), transposed)
-            found[f"{path}.weight"] = added
-        if not found:
-            raise CheckpointError(
-                f"the adapter {self.name} changes nothing that attention depends on; leave it out"
-            )
-        return found
+            merged.merge_and_unload()
+        model.requires_grad_(True)  # as it was
 
-    def _alpha(self, module: str) -> float:
-        """Return the alpha of a module."""
-        patterns = (self.config.get("alpha_pattern") or {}).items()
-        own = (value for end, value in patterns if re.match(rf"(.*\.)?({end})$", module))
-        return float(next(own, self.config.get("lora_alpha", 8)))
 
-    def _added(
-        self, name: str, pair: Mapping[str, Tensor], alpha: float, transposed: bool, weight: Tensor
-    ) -> Tensor:
-        """Return a weight plus alpha / r, or alpha / sqrt(r), times B A.
+def _as_trained(model: PreTrainedModel, keys: list[str]) -> nn.Module:
+    """Return a model, in a module with the head's name for it where an adapter was trained there.
 
-        It is computed in float64 and rounded once to the weight's own dtype.
-
-        Args:
-            name: of the weight.
-            pair: A, (r, in), and B, (out, r).
-            alpha: a number.
-            transposed: whether the weight is (in, out), as transformers' ``Conv1D`` and tables of
-                embeddings are.
-            weight: itself.
-        """
-        with explained(
-            CheckpointError, f"the adapter {self.name} has no two matrices for {name}: "
-        ):
-            rank = len(pair["A"])
-            scale = alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
-            added = scale * (pair["B"].double() @ pair["A"].double())
-        added = added.mT if transposed else added
-        # added up on the CPU: the same sum on every device
-        total = weight.cpu().double() + added if added.shape == weight.shape else added
-        return self._fit(name, total, weight)
-
-    def _fit(self, name: str, new: Tensor, weight: Tensor) -> Tensor:
-        """Return a tensor in the dtype and on the device of the weight that it replaces."""
-        if new.shape != weight.shape:
-            raise CheckpointError(
-                f"the adapter {self.name} is for another model: its part for {name} has shape "
-                f"{tuple(new.shape)}, that of the model has {tuple(weight.shape)}"
-            )
-        return new.to(weight.dtype).to(weight.device)
+    Args:
+        model: without a head.
+        keys: names of the adapter's tensors.
+    """
+    for prefix in filter(None, (model.base_model_prefix, "model")):
+        if not hasattr(model, prefix) and any(key.startswith(f"{PATH}{prefix}.") for key in keys):
+            whole = nn.Module()
+            whole.config, whole.base_model_prefix = model.config, prefix
+            whole.add_module(prefix, model)
+            return whole
+    return model
 
 
 def open_adapter(name: str, folder: Path) -> Adapter:
@@ -223,29 +153,37 @@ def open_adapter(name: str, folder: Path) -> Adapter:
         return Adapter(name, folder, dict(json.loads(file.read_text(encoding="utf-8"))))
 
 
-def notes_beside(name: str, folder: Path, asked: Adapter | str | None, *, alone: bool) -> list[str]:
+def unseen() -> AbstractContextManager[None]:
+    """Return a context in which transformers sees no adapter beside weights.
+
+    It would load that, or the model that it names. Its arguments say so in new versions only.
+    """
+    looking = [one for one in (auto_factory, integration, modeling_utils) if hasattr(one, _FINDER)]
+    return changed(_FINDER, lambda *place, **options: None, *looking)
+
+
+def alone(folder: Path) -> bool:
+    """Return whether a folder holds an adapter, and no weights of a model."""
+    model = (folder / "config.json").exists() and candidates(folder)
+    return (folder / CONFIG).is_file() and not model
+
+
+def notes_beside(name: str, folder: Path, asked: Adapter | str | None) -> list[str]:
     """Refuse an adapter beside the weights if nobody said whether it counts.
 
     Args:
         name: what the user called the checkpoint.
         folder: with its weights.
         asked: the adapter that was asked for, "none", or None.
-        alone: whether there may be nothing but an adapter in the folder.
 
     Returns:
         What to tell where it does not count.
 
     Raises:
-        CheckpointError: there is one, and nothing was said; or there is nothing else.
+        CheckpointError: there is one, and nothing was said.
     """
     if not (folder / CONFIG).is_file():
         return []
-    if alone and not ((folder / "config.json").exists() and candidates(folder)):
-        base = open_adapter(name, folder).base or "the model that it was trained on"
-        raise CheckpointError(
-            f"{name} is an adapter of {base}, not a model; give {base} as the model, with "
-            f"adapter={name!r}"
-        )
     if asked is None:
         raise CheckpointError(
             f"{name} holds an adapter beside its weights ({CONFIG}); say whether it counts: "
@@ -256,31 +194,18 @@ def notes_beside(name: str, folder: Path, asked: Adapter | str | None, *, alone:
     return [f"the adapter beside the weights of {name} ({CONFIG}) is left out, as was asked"]
 
 
-def merge(model: PreTrainedModel, asked: Adapter | str | None) -> None:
-    """Merge an adapter, if one was asked for; parameters on disk change wherever they are read."""
-    if not isinstance(asked, Adapter):
-        return
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, made in asked.changes(model).items():
-            if not offload.change(model, name, made):
-                parameters[name].copy_(made(parameters[name]))
-
-
-def named(checkpoint: Checkpoint, asked: Adapter | str | None) -> Checkpoint:
+def named(checkpoint: Checkpoint, asked: Adapter) -> Checkpoint:
     """Name a checkpoint after the adapter, too, that was merged into it.
 
     A notice tells where the adapter names another model, by the last part of their names.
 
     Args:
         checkpoint: as it was loaded.
-        asked: the adapter, or none.
+        asked: the adapter.
 
     Returns:
         The checkpoint with the names and revisions of both.
     """
-    if not isinstance(asked, Adapter):
-        return checkpoint
     notes = list(checkpoint.notes)
     base, mine = (Path(one.partition("@")[0]).name.lower() for one in (asked.base, checkpoint.name))
     if base and base != mine:
@@ -292,6 +217,6 @@ def named(checkpoint: Checkpoint, asked: Adapter | str | None) -> Checkpoint:
     return replace(
         checkpoint,
         name=f"{checkpoint.name} with adapter {asked.name}",
-        revision=f"{checkpoint.revision}+{sha256([asked.file, asked.folder / CONFIG])}",
+        revision=f"{checkpoint.revision}+{sha256(asked.folder / name for name in FILES)}",
         notes=notes,
     )

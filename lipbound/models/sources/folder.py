@@ -23,6 +23,7 @@ from lipbound.models import offload, weight_files
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.sources import adapters
+from lipbound.models.sources.adapters import Adapter
 from lipbound.models.sources.loaded_model import check_finite, check_floating
 from lipbound.models.weight_files import TensorRef, gguf_of, gguf_read_once, matters
 
@@ -55,7 +56,8 @@ def load_folder(
     if sys.flags.optimize > 1:
         raise CheckpointError("transformers needs its docstrings; run python without -OO")
     file = None if gguf is None else folder / gguf
-    notes = adapters.notes_beside(name, folder, options.adapter, alone=file is None)
+    merged = options.adapter if isinstance(options.adapter, Adapter) else None
+    notes = adapters.notes_beside(name, folder, options.adapter)
     if file is None and not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{name} has no config.json; give a transformers model, as save_pretrained writes it"
@@ -73,7 +75,6 @@ def load_folder(
     if most > LAYERS and most > (there := len(gguf_of(file).tensors if file else _stored(folder))):
         said = f"the configuration of {name} says {most} layers"
         raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
-    options.look(name, config)
     check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)
     notes += unread
@@ -91,8 +92,10 @@ def load_folder(
         check_floating(model, name)
         if how is None:
             check_stored(folder, model, name)
-        model = model.to(device=options.device, dtype=options.dtype)
-    adapters.merge(model, options.adapter)
+        model = model.to(dtype=options.dtype)
+        if merged is not None:
+            merged.merge(model)
+        model = model.to(device=options.device)
     check_finite(model, name)
     checkpoint = Checkpoint(
         model.eval(),
@@ -106,7 +109,7 @@ def load_folder(
         quantization=how,
         configuration=None if commit or gguf else weight_files.sha256([folder / "config.json"]),
     )
-    return adapters.named(checkpoint, options.adapter)
+    return checkpoint if merged is None else adapters.named(checkpoint, merged)
 
 
 @contextmanager
@@ -118,8 +121,18 @@ def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
 
 
 def _by_layer(folder: Path, options: LoadOptions) -> bool:
-    """Return whether weights stay on disk: where it was asked for, or they fill half the memory."""
-    if options.weights != "auto":
+    """Return whether weights stay on disk: where it was asked for, or they fill half the memory.
+
+    Raises:
+        CheckpointError: it was asked for, and an adapter is to be merged.
+    """
+    merged = isinstance(options.adapter, Adapter)
+    if merged and options.weights == "layers":
+        raise CheckpointError(
+            "an adapter is merged into weights in memory, and weights='layers' leaves them on "
+            "disk; use weights='whole', or merge it with PEFT and save the model"
+        )
+    if merged or options.weights != "auto":
         return options.weights == "layers"
     needed = sum(prod(t.shape) for t in _stored(folder).values()) * options.dtype.itemsize
     return needed > devices.available(torch.device(options.device)) / 2
@@ -131,7 +144,7 @@ def _load_whole(
     """Return the model with its weights in memory; ``how``: what quantised them."""
 
     def load(names: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-        with _loading(name, folder / gguf if gguf else None):
+        with _loading(name, folder / gguf if gguf else None), adapters.unseen():
             model, report = AutoModel.from_pretrained(
                 folder,
                 config=config,
@@ -140,7 +153,6 @@ def _load_whole(
                 trust_remote_code=False,
                 output_loading_info=True,
                 key_mapping=names,
-                adapter_kwargs={"subfolder": adapters.ELSEWHERE},
                 gguf_file=gguf,
             )
             return model.dequantize() if how in AFTERWARDS else model, report

@@ -1,13 +1,16 @@
 """Running a model while its calls of attention functions come to us.
 
 They are calls of transformers' attention interface, of torch's scaled_dot_product_attention, and of
-what else is named in `OTHERS`.
+what else is named in `OTHERS`. What modules keep from pass to pass (caches, counters, moving
+averages) stays as it is.
 """
 
+import copy
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -25,7 +33,6 @@ from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.checkpoint import MASK
 from lipbound.models.quiet import changed, first_line, quiet
 from lipbound.models.sources.loaded_model import named_inputs
-from lipbound.models.unmoved import copied_state, unmoved
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -70,6 +77,12 @@ OTHERS: list[tuple[Any, str, Adapter]] = []
 """Other functions that compute attention: the module that calls each by a name, that name, and the
 adapter."""
 
+DEEP = 6
+"""Lists, dictionaries and objects inside each other that are copied."""
+TORCHS = {*vars(nn.Module())} - {"_buffers"}
+"""Attributes that every module has; what changes them changes the model."""
+SHARED = (type, nn.Module, nn.Parameter, PretrainedConfig, str, int, float)
+"""Kinds of values that are not copied."""
 OWN = "own_function"
 """The argument in which our functions are given a function of the user's own, to be followed."""
 
@@ -369,3 +382,51 @@ def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = Fal
         before = torch.manual_seed(0).get_state()
         model(**{**copied_state(inputs), **extra})
         return not torch.equal(before, torch.get_rng_state())
+
+
+@contextmanager
+def unmoved(module: nn.Module) -> Iterator[None]:
+    """Yield while a module runs with copies of what it keeps, which are thrown away then."""
+    # stand-ins of ours keep what they are given, to be read afterwards
+    parts = [m for m in module.modules() if not type(m).__module__.startswith("lipbound.")]
+    owns = [{k: v for k, v in vars(m).items() if not _is_torchs(k)} for m in parts]
+    for part, copied in zip(parts, copied_state(owns), strict=True):
+        vars(part).update(copied)
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, owns, strict=True):
+            for name in [n for n in vars(part) if n not in own and not _is_torchs(n)]:
+                del vars(part)[name]
+            vars(part).update(own)
+
+
+def _is_torchs(name: str) -> bool:
+    return name in TORCHS or name.startswith("_hf_")  # Accelerate keeps all weights there
+
+
+def copied_state(value: Any, memo: dict[int, Any] | None = None, depth: int = DEEP) -> Any:
+    """Return a value in which tensors, and what holds them, are copies, and all else is shared.
+
+    Args:
+        value: a cache, or attributes of modules.
+        memo: originals and copies so far, by identities of the originals.
+        depth: how deep to go.
+    """
+    memo = {} if memo is None else memo
+    if id(value) in memo or not depth or isinstance(value, SHARED) or callable(value):
+        return memo.get(id(value), (value, value))[1]
+    new: Any = value
+    with suppress(Exception):  # of what cannot be copied
+        if isinstance(value, Tensor):
+            new = value if value.is_meta else value.detach().clone()
+        elif type(value) is tuple:
+            return tuple(copied_state(one, memo, depth - 1) for one in value)
+        elif isinstance(value, list | deque | dict | set) or hasattr(value, "__dict__"):
+            new = copy.copy(value)
+        memo[id(value)] = value, new
+        held = new if isinstance(value, list | deque | dict) else getattr(new, "__dict__", {})
+        if new is not value and not isinstance(value, Tensor):
+            for key, one in [*(held.items() if isinstance(held, dict) else enumerate(held))]:
+                held[key] = copied_state(one, memo, depth - 1)
+    return new

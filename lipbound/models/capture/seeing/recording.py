@@ -1,13 +1,16 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
 import inspect
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
@@ -30,10 +33,8 @@ from lipbound.models.capture.seeing.follower import (
     Scores,
     in_heads,
 )
-from lipbound.models.capture.seeing.interface import forward, takes_mask
-from lipbound.models.capture.seeing.left_out import AttentionFinder, layers_left_out
+from lipbound.models.capture.seeing.interface import copied_state, forward, takes_mask
 from lipbound.models.checkpoint import MASK
-from lipbound.models.unmoved import copied_state
 
 OUTER = 4
 """Modules around a call that are kept, the innermost included."""
@@ -42,11 +43,114 @@ WAYS = (
     "by lipbound.linalg.operator_norm.operator_norm; closed=False needs attention that is seen, too"
 )
 """What to try where none is seen."""
+NEAR = 4
+"""Modules around an operation whose inputs tell how many tokens there are."""
+FUSED_ATTENTION = re.compile(
+    "_?scaled_dot_product|_native_multi_head_attention|_transformer_encoder_layer|_fused_sdp|"
+    "_flash_attention|_efficient_attention"
+)
+"""Beginnings of the names of torch's operations that are attention by themselves."""
+KNOWN = ("aten", "prims", "torchvision")
+"""Packages whose other operations are none."""
+NAMED = 4
+"""Number of modules that a sentence names."""
 
 
-def _notes(
-    model: nn.Module, inputs: Mapping[str, Any], calls: Collection[Call], unseen: AttentionFinder
-) -> list[str]:
+class AttentionFinder(TorchDispatchMode):
+    """The modules that weigh tokens in a way that is not followed, found by what they do.
+
+    Weights of sums are products of tokens, or a softmax of something else; a module that sums up
+    with them counts, unless each token is summed up by itself (experts, streams of residuals).
+    Beside sums these are torch's own attention where no function of Python calls it, and operations
+    of other packages on three tensors that may be queries, keys and values.
+
+    Args:
+        recorder: of the pass, which knows what runs.
+        samples: of the pass.
+
+    Attributes:
+        found: runs of modules, by what was found in them, with what must not be freed meanwhile.
+        sampling: runs of modules that take values at places between tokens (deformable attention).
+    """
+
+    def __init__(self, recorder: Any, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[Any, tuple[ModuleRun, Scores | None]] = {}
+        self.sampling: set[int] = set()
+        self._recorder, self._samples = recorder, samples
+
+    def add(self, made: Scores | None = None) -> None:
+        """Note the innermost module that runs and has parameters."""
+        running = self._recorder.running
+        own = (run for run in reversed(running) if any(True for _ in run.module.parameters()))
+        run = next(own, running[-1])
+        key = run.name if made is None else (id(made.left[0]), id(made.right[0]))
+        self.found[key] = run, made
+
+    def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None) -> None:
+        """Note a sum over tokens with weights, as `Follower.weighed` is told of it."""
+        running = self._recorder.running
+        counts = {n for run in running[-NEAR:] for n in _counts(run, self._samples)}
+        terms, axes = by.extent if made is None else made.extent
+        each = counts.intersection(axes) or counts.intersection(n // self._samples for n in axes)
+        apart = bool(each) and id(running[-1]) not in self.sampling
+        # keys by values, by which queries are multiplied then, together with others perhaps
+        state = isinstance(by, Scores) and (terms == 1 or not counts.intersection(by.sides))
+        if terms in counts or (state and by.extent[0] in counts) or (terms > 1 and not apart):
+            self.add(made)
+
+    def absolve(self, scores: Scores) -> None:
+        """Forget products that are scores after all."""
+        for place in zip(map(id, scores.left), map(id, scores.right), strict=True):
+            self.found.pop(place, None)
+
+    def names(self) -> str:
+        """Return the number of modules, and names and types of some."""
+        runs = {run.name: run.module for run, _ in self.found.values()}
+        found = [f"{name or 'the model itself'} ({type(m).__name__})" for name, m in runs.items()]
+        return f"{len(found)} module{'s' * (len(found) > 1)}: {listed(found, NAMED)}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, running = func(*args, **(kwargs or {})), self._recorder.running
+        if self._recorder.is_paused or not running:
+            return out
+        package, _, operation = func._schema.name.rpartition("::")
+        if operation.startswith("grid_sampler"):
+            self.sampling.add(id(running[-1]))
+        traced = operation == "_softmax" and isinstance(running[-1].module, torch.jit.ScriptModule)
+        like = [t.shape for t in args if isinstance(t, Tensor) and t.ndim > 2][:3]
+        qkv = len(like) == 3 and len({(len(shape), shape[-1]) for shape in like}) == 1
+        if FUSED_ATTENTION.match(operation) or traced or (qkv and package not in KNOWN):
+            self.add()
+        return out
+
+
+def _counts(run: ModuleRun, samples: int) -> Iterator[int]:
+    """Yield what may be numbers of tokens of a module's inputs."""
+    for t in tree_leaves((run.args, run.kwargs)):
+        ids = isinstance(t, Tensor) and t.ndim == 2 and len(t) == samples
+        if ids or (isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1):
+            axes = (*t.shape, *(() if t.is_floating_point() else (1,)))
+            axes = axes[1:] if axes[0] == samples else axes
+            # pictures have channels first or last
+            yield from {prod(axes[:-1]), prod(axes[1:]) if t.ndim > 3 else 0} - {0, 1}
+
+
+def _layers_left_out(model: nn.Module, captured: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each list of layers in some of which no attention was seen."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    for name, module in lists.items():
+        inside = [one.removeprefix(f"{name}.") for one in captured if one.startswith(f"{name}.")]
+        attending = {one.partition(".")[0] for one in inside}
+        within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
+        if attending and not within and len(attending) < len(module):
+            yield (
+                f"softmax attention was found in {len(attending)} of {len(module)} layers in "
+                f"{name}; what the others do to tokens is left out"
+            )
+
+
+def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -> list[str]:
     """Return sentences on attention that was not seen, or is not what it seems."""
     said = []
     if unseen.found:
@@ -54,7 +158,7 @@ def _notes(
             "attention of an unknown make cannot be captured and is left out, in "
             f"{unseen.names()} of {type(model).__name__}"
         )
-    said += layers_left_out(model, inputs, {call.name for call in calls})
+    said += _layers_left_out(model, {call.name for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
     said += [
         f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in one run, "
@@ -268,7 +372,7 @@ def record(
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
             f"and multiplies no softmax of products of its tokens with others ({own}). {WAYS}"
         )
-    notes = _notes(model, inputs, recorder.calls, recorder.unseen)
+    notes = _notes(model, recorder.calls, recorder.unseen)
     if drew:
         notes.append(
             "the model draws random numbers in its forward pass; it is measured at those of "
