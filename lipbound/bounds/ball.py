@@ -123,7 +123,7 @@ def spread(
 ) -> Tensor:
     """||sum_j w_ij y_ij y_ij^T||^(1/2) for y_ij = F_i^T (x_j - c_i): (heads, N, 1).
 
-    Upper values but for relative roundings: Lemma 109 (docs/theory/ball_pairs.md).
+    Upper values but for relative roundings: Lemmas 107 and 109 (docs/theory/ball_pairs.md).
 
     Args:
         w: weights >= 0, (heads, N, M).
@@ -195,7 +195,7 @@ class MovingQueries(NamedTuple):
 class Errors(NamedTuple):
     """What rounding may have taken from a head's scores, probabilities and vectors: (heads, 1, 1).
 
-    Absolute, that of P relative; ``own`` is relative to sizes, of all that is formed of the tensors:
+    Absolute, that of P relative; ``own`` is relative to sizes, of what is formed of the tensors:
     Lemma 82 (docs/theory/upper_values.md).
     """
 
