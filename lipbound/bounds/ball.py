@@ -552,8 +552,9 @@ def _sample(att: Attention, radii: list[float], ball: str) -> tuple[Tensor, Tens
     around = Centre(att)
     found = [around.bounds(r, ball) for r in radii]
     size = att.d_v**0.5 * torch.linalg.matrix_norm(att.w_v) + att.centred_v[0].norm(dim=-1).amax(-1)
-    slope = around.u.amax((-1, -2)) + around.f.amax((-1, -2)) + max(radii) * around.norm_a[:, 0, 0]
-    hidden = HIDDEN * (size * (1 + slope))[:, None]
+    slope = 1 + around.u.amax((-1, -2)) + around.f.amax((-1, -2))
+    turned = around.norm_a[:, 0] * att.x.new_tensor(radii)
+    hidden = HIDDEN * size[:, None] * (slope[:, None] + turned)
     changed, whole = (torch.stack(values, -1) + hidden for values in zip(*found, strict=True))
     return changed.nan_to_num(torch.inf), whole.nan_to_num(torch.inf)
 

@@ -20,11 +20,11 @@ from lipbound.linalg.solution import normal_numbers
 
 POWER_STEPS = 12
 LEADERS = 4
-"""Matrices of each map that are looked at closely before others are compared with the best."""
+"""Matrices, or rows of blocks, of each map that are looked at closely."""
 FIRST_STEPS, STEPS = 6, 24
 CONVEX_STEPS, ROUNDS = 60, 4
-SETTLED = 1e-9
-"""Tolerance to which the best row climbs in the end."""
+LAST_STEPS, SETTLED = 500, 1e-10
+"""Steps of the best rows in the end, and the tolerance to which they climb."""
 FLOOR = 1e-6
 """Weights are no smaller than this times the size of their block, which keeps rounding small."""
 FLAT_BYTES = 2**26
@@ -170,11 +170,13 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
         y[m[better], i[better]], total[m[better], i[better]] = found[better], its[better]
         upper[m, i] = most
     steps[rows[:, 0].unique()] += CONVEX_STEPS
-    top = total.argmax(-1)
-    best_rows = blocks.select(torch.stack([at, top], -1))
-    vector, _, value = _best(*_climb(best_rows, y[at, top][:, None], CONVEX_STEPS, SETTLED))
-    token = blocks.token[at, top]
-    return BestRows(value[:, 0], token, token, vector[:, 0, 0], upper.amax(-1), steps)
+    leaders = total.topk(min(LEADERS, total.shape[1]), -1).indices
+    chosen = torch.stack([at[:, None].expand_as(leaders), leaders], -1).flatten(0, 1)
+    y = y[chosen[:, 0], chosen[:, 1]][:, None]
+    y, _, total = _best(*_climb(blocks.select(chosen), y, LAST_STEPS, SETTLED))
+    value, best = total.view_as(leaders).max(-1)
+    token, vector = blocks.token[at, leaders[at, best]], y.view(*leaders.shape, -1)[at, best]
+    return BestRows(value, token, token, vector, upper.amax(-1), steps)
 
 
 def _closed(
