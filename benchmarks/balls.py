@@ -3,8 +3,7 @@ adversary gets above it.
 
 ``python benchmarks/balls.py`` takes all heads of three layers of builtin:minilm on its default
 input at N = 64, radii from 1e-4 to 1 of the mean length of a token, both kinds of ball, one thread.
-"before" is the bound by entries alone (Lemma 27 (docs/theory/balls.md)), "after" is
-`lipbound.bounds.over_ball`. Times are CPU seconds for the three layers, the certified norm at the
+Times are CPU seconds for the three layers, the certified norm at the
 centre included. Where the adversary found less at a radius than at a smaller one, that counts.
 ``--balls`` many balls around small plain heads are attacked in float64 by steepest ascent with
 dense Jacobians, and half as many around heads with rotary position embeddings, caps and sinks by
@@ -25,8 +24,7 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries import COVERS
-from lipbound.bounds.ball.over_ball import _over_ball
+from lipbound.bounds.ball import COVERS, over_ball
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import load_checkpoint
@@ -70,34 +68,21 @@ def of_model(
             "tokens": atts[0].tokens,
             "heads": len(exact),
         }
-        bounds = {}
-        for name, entries_only in (("before", True), ("after", False)):
-            start = time.process_time()
-            values = []
-            for att in map(fresh, atts):
-                radius = relative * float(att.x.norm(dim=-1).mean())
-                values.append(
-                    _over_ball(att, radius, ball, "certified", entries_only=entries_only)[0]
-                )
-            bounds[name] = torch.cat(values)
-            row[f"{name}_s"] = time.process_time() - start
+        start = time.process_time()
+        sizes = [relative * float(att.x.double().norm(dim=-1).mean()) for att in atts]
+        each = list(zip(atts, sizes, strict=True))
+        bound = torch.cat([over_ball(fresh(att), r, ball=ball)[0] for att, r in each])
+        row["bound_s"] = time.process_time() - start
         start = time.process_time()
         for_radius = [
-            lb.attack(
-                att.double(),
-                relative * float(att.x.double().norm(dim=-1).mean()),
-                ball=ball,
-                steps=steps,
-                starts=starts,
-            ).norm[0]
-            for att in atts
+            lb.attack(att.double(), r, ball=ball, steps=steps, starts=starts).norm[0]
+            for att, r in each
         ]
         row["attack_s"] = time.process_time() - start
         found = torch.maximum(found, torch.cat(for_radius))
         row["adversary_over_centre"] = summary(found / exact)
-        for name, value in bounds.items():
-            row[f"{name}_over_adversary"] = summary(value / found)
-        row["below_adversary"] = int((bounds["after"] < found * (1 - 1e-9)).sum())
+        row["bound_over_adversary"] = summary(bound / found)
+        row["below_adversary"] = int((bound < found * (1 - 1e-9)).sum())
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
@@ -107,13 +92,12 @@ def attacked(balls: int, steps: int) -> dict[str, Any]:
     """Balls around small heads without variants."""
     from support.ball_ascent import climb, small_layer
 
-    ratios, gains = [], []
+    ratios = []
     for seed in range(-(-balls // 20)):
         att, ball, radius = small_layer(1000 + seed)
-        ratio, gain = against(att, ball, radius, climb(att, radius, ball, steps=steps, seed=seed))
-        ratios.append(ratio)
-        gains.append(gain)
-    return judged(ratios, gains, steps)
+        found = climb(att, radius, ball, steps=steps, seed=seed)
+        ratios.append(against(att, ball, radius, found))
+    return judged(ratios, steps)
 
 
 def attacked_variants(balls: int, steps: int) -> dict[str, Any]:
@@ -121,7 +105,7 @@ def attacked_variants(balls: int, steps: int) -> dict[str, Any]:
     from support.variants import MASKS, layer
 
     variants = sorted(COVERS)
-    ratios, gains = [], []
+    ratios = []
     for seed in range(-(-balls // 12)):
         g = torch.Generator().manual_seed(seed)
         has = frozenset(name for i, name in enumerate(variants) if (1 + seed % 7) >> i & 1)
@@ -139,35 +123,25 @@ def attacked_variants(balls: int, steps: int) -> dict[str, Any]:
             att.x.norm(dim=-1).mean()
         )
         ball = BALLS[seed // 7 % 2]
-        ratio, gain = against(
-            att,
-            ball,
-            radius,
-            lb.attack(att, radius, ball=ball, steps=steps, starts=4, seed=seed).norm,
-        )
-        ratios.append(ratio)
-        gains.append(gain)
-    return judged(ratios, gains, steps)
+        found = lb.attack(att, radius, ball=ball, steps=steps, starts=4, seed=seed).norm
+        ratios.append(against(att, ball, radius, found))
+    return judged(ratios, steps)
 
 
-def against(att: Attention, ball: str, radius: float, found: Tensor) -> tuple[Tensor, Tensor]:
-    """Our bound over what an attack found, and the bound by entries alone over ours."""
-    after, before = (
-        _over_ball(att, radius, ball, "certified", entries_only=e) for e in (False, True)
-    )
-    return (after / found).flatten(), (before / after).flatten()
+def against(att: Attention, ball: str, radius: float, found: Tensor) -> Tensor:
+    """Our bound over what an attack found."""
+    return (over_ball(att, radius, ball=ball) / found).flatten()
 
 
-def judged(ratios: list[Tensor], gains: list[Tensor], steps: int) -> dict[str, Any]:
+def judged(ratios: list[Tensor], steps: int) -> dict[str, Any]:
     """Of many balls."""
-    ratio, gain = torch.cat(ratios), torch.cat(gains)
+    ratio = torch.cat(ratios)
     return {
         "balls": len(ratio),
         "steps": steps,
         "below": int((ratio < 1 - 1e-9).sum()),
         "smallest": float(ratio.min()),
         "bound_over_ascent": summary(ratio),
-        "before_over_after": summary(gain),
     }
 
 
@@ -182,13 +156,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for ax, (ball, title) in zip(axes, titles.items(), strict=True):
         found = sorted((row for row in rows if row["ball"] == ball), key=lambda row: row["radius"])
         x = [row["radius"] for row in found]
-        for name, label, colour in (
-            ("before", "by entries", "#bb5566"),
-            ("after", "with pairs of tokens", "#004488"),
-        ):
-            mean, worst = zip(*(row[f"{name}_over_adversary"] for row in found), strict=True)
-            ax.loglog(x, mean, "o-", color=colour, markersize=3.5, label=label)
-            ax.loglog(x, worst, ":", color=colour, linewidth=1.2, label=f"{label}, worst head")
+        mean, worst = zip(*(row["bound_over_adversary"] for row in found), strict=True)
+        ax.loglog(x, mean, "o-", color="#004488", markersize=3.5, label="geometric mean")
+        ax.loglog(x, worst, ":", color="#004488", linewidth=1.2, label="worst head")
         ax.set(title=title, xlabel="radius / mean length of a token")
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("bound / adversary")
@@ -202,7 +172,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--starts", type=int, default=7)
     parser.add_argument("--balls", type=int, default=5000)
-    parser.add_argument("--balls", nargs="*", default=list(BALLS), choices=BALLS)
+    parser.add_argument("--kinds", nargs="*", default=list(BALLS), choices=BALLS)
     parser.add_argument(
         "--radii", nargs="*", type=float, default=list(RADII), help="of the mean length of a token"
     )
@@ -226,7 +196,7 @@ def main() -> None:
         print(json.dumps([result["attacked"], result["attacked_variants"]]), flush=True)
     result["rows"] = [
         row
-        for ball in args.balls
+        for ball in args.kinds
         for row in of_model(ball, args.radii, args.tokens, args.steps, args.starts)
     ]
     args.out.write_text(json.dumps(result, indent=1) + "\n")

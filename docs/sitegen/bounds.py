@@ -80,7 +80,7 @@ def over_ball(bound: Bound) -> str:
         return "yes, `over_ball`"
     if bound.citation != OURS:
         return "no statement in the source"
-    see = "see {py:obj}`~lipbound.bounds.ball.over_ball.over_ball`"
+    see = "see {py:obj}`~lipbound.bounds.ball.over_ball`"
     return see if bound.name == "lipbound" else "no"
 
 

@@ -154,8 +154,8 @@ def balls() -> str:
     """What benchmarks/balls.py has measured."""
     found, rows = report("balls.json"), []
     for row in found["rows"]:
-        numbers = (*row["after_over_adversary"], *row["before_over_adversary"])
-        rows.append((row["ball"], f"{row['radius']:g}", *(f"{x:.3g}" for x in numbers)))
+        numbers = (f"{x:.3g}" for x in row["bound_over_adversary"])
+        rows.append((row["ball"], f"{row['radius']:g}", *numbers))
     plain, variants = found["attacked"], found["attacked_variants"]
     said = (
         f"{plain['balls']} balls around small plain heads and {variants['balls']} around heads "
@@ -163,7 +163,7 @@ def balls() -> str:
         f"attacked in float64: {plain['below'] + variants['below']} of the bounds were below "
         "what was found."
     )
-    head = "ball | radius / token | bound / adversary | worst head | by entries alone | worst head"
+    head = "ball | radius / token | bound / adversary | worst head"
     return "\n".join([*table(head, rows), "", said, "", measured_with(found)])
 
 

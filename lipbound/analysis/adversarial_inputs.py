@@ -20,8 +20,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import factors
-from lipbound.bounds.ball.centre_entries import COVERS
-from lipbound.bounds.ball.over_ball import over_ball
+from lipbound.bounds.ball import COVERS, over_ball
 from lipbound.bounds.registry import get, resolve
 from lipbound.bounds.statement import check_ball, check_radii
 from lipbound.devices import in_own_modes

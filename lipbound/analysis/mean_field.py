@@ -1,4 +1,4 @@
-r"""Attention on weighted tokens, copies of tokens, and inputs at which copies make a head steeper.
+r"""Attention on weighted tokens, and on copies of tokens.
 
 The maps between probability measures are those of Castin, Ablin and Peyré 2024 (appendix C).
 With weights :math:`a_j` on the tokens, :math:`P_{ij} \propto a_j e^{S_{ij}}`, and perturbations and
@@ -9,7 +9,6 @@ weights give back attention and its norm: Lemma 62 (docs/theory/inputs.md).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from lipbound.analysis.adversarial_inputs import growth_rate
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
-from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 from lipbound.linalg.solution import Norm, sample_seeds
@@ -54,14 +52,6 @@ class WeightedJacobian(TensorOperator):
         return self.op.vjp(self.root * y) / self.root
 
 
-def _check_unpadded(att: Attention) -> None:
-    if att.valid is not None:
-        raise AttentionError(
-            "mean-field attention and its searches take inputs without padding; give one sample "
-            "at a time, Attention.unpadded(i)"
-        )
-
-
 def weighted(att: Attention, weights: Tensor) -> Attention:
     r"""Put weights on the tokens of a layer by way of a mask.
 
@@ -81,7 +71,11 @@ def weighted(att: Attention, weights: Tensor) -> Attention:
             f"weights have shape {tuple(weights.shape)}; they must be (samples, N), here "
             f"{(att.samples, att.tokens)}"
         )
-    _check_unpadded(att)
+    if att.valid is not None:
+        raise AttentionError(
+            "mean-field attention takes inputs without padding; give one sample at a time, "
+            "Attention.unpadded(i)"
+        )
     weights = weights.double()
     if not bool((weights > 0).all()) or float((weights.sum(-1) - 1).abs().max()) > 1e-6:
         raise AttentionError("weights must be positive and add up to one for every sample")
@@ -213,58 +207,3 @@ def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
     """
     att.only("duplicated_norm")
     return torch.maximum(norm.double().cpu(), query_block_norms(att).amax(-1).cpu())
-
-
-class SplitSearch(NamedTuple):
-    """Largest ratio found for every head, and the input where it was found.
-
-    Ratios are (heads,), float64, inputs (heads, N, D). Above 1 the head splits there.
-    """
-
-    ratio: Tensor
-    x: Tensor
-
-
-def search_split(att: Attention, *, steps: int = 60) -> SplitSearch:
-    r"""Look for inputs at which :math:`\max_i \|B_i\| > \|J\|`.
-
-    By gradient ascent (Adam) on the logarithm of their ratio from every sample of ``att``.
-
-    Args:
-        att: the heads, and where to start; no padding.
-        steps: of the ascent, each of 1/20 of the mean length of tokens.
-
-    Returns:
-        `SplitSearch`; ratios are those of exact norms in float64, to 1e-6.
-
-    Raises:
-        LipboundError: padded inputs.
-    """
-    att.only("search_split")
-    _check_unpadded(att)
-    att = att.double()
-    found = [_search(att.select(heads=slice(h, h + 1)), steps) for h in range(att.heads)]
-    return SplitSearch(*(torch.stack(part) for part in zip(*found, strict=True)))
-
-
-def _search(att: Attention, steps: int) -> tuple[Tensor, Tensor]:
-    x = att.x.clone().requires_grad_()
-    size = float(att.x.norm(dim=-1).mean()) / att.x.shape[2] ** 0.5
-    optimiser = torch.optim.Adam([x], lr=0.05 * size)
-    best, where = torch.tensor(0.0, dtype=torch.float64), att.x[0]
-    for _ in range(steps + 1):
-        here = att.at(x.detach().clone())
-        top = spectral_norm(here, tol=1e-6, vectors=True)
-        moving = att.at(x)
-        own = query_block_norms(moving).amax(-1)[:, 0]
-        ratio = own.detach().cpu() / top.lower[:, 0].clamp_min(1e-300)
-        if float(ratio.max()) > float(best):
-            best, where = ratio.max(), here.x[int(ratio.argmax())]
-        assert top.left is not None
-        assert top.right is not None
-        norm = (top.left[:, 0] * HeadJacobian(moving).along(top.right[:, 0])).sum((-1, -2))
-        descent = (norm.clamp_min(1e-300).log() - own.clamp_min(1e-300).log()).sum()
-        (gradient,) = torch.autograd.grad(descent, x)
-        x.grad = torch.nan_to_num(gradient)
-        optimiser.step()
-    return best, where

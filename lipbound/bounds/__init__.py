@@ -17,13 +17,13 @@ from lipbound.bounds.registry import resolve as resolve
 from lipbound.bounds.statement import Bound as Bound
 
 if TYPE_CHECKING:
-    from lipbound.bounds.ball.over_ball import over_ball as over_ball
+    from lipbound.bounds.ball import over_ball as over_ball
     from lipbound.bounds.whole_layer_rules import whole_layer as whole_layer
 
     BIBTEX: dict[str, str]
 
 _HOME = {
-    "over_ball": "ball.over_ball",
+    "over_ball": "ball",
     "whole_layer": "whole_layer_rules",
 }
 _HERE = ("BIBTEX", "Bound", "audit", "bound", "evaluate", "get", "names", "resolve")

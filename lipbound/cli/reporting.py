@@ -161,7 +161,6 @@ def report(
     reduce: str = "geomean",
     sample: int = 0,
     details: bool = True,
-    balls: bool = False,
     model: str | None = None,
     data: str | None = None,
     device: str = "auto",
@@ -176,7 +175,6 @@ def report(
         reduce: geomean, mean, max, median or a quantile, over samples.
         sample: The sample whose attention is shown.
         details: Load the model again, for attention and singular vectors of every head.
-        balls: Bound every head over balls around that sample, too: minutes for long texts.
         model: In place of the recorded model (one run).
         data: In place of the recorded data (one run).
         device: As in `lipbound compare`.
@@ -186,7 +184,7 @@ def report(
     """
     from lipbound.reporting.page.render import report as write_report
 
-    options: Any = {"sample": sample, "details": details, "balls": balls}
+    options: Any = {"sample": sample, "details": details}
     options |= {"model": model, "data": data, "device": device}
     options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
     shown_runs = runs if step is None else [stored(run, step) for run in runs]

@@ -11,7 +11,6 @@ from lipbound.attention.variants.base import SIDES
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.rotary import turned
 from lipbound.attention.variants.token_maps import TokenMap
-from lipbound.linalg.matrix_norms import upper_factor
 
 
 @memoised
@@ -23,8 +22,8 @@ class Tangents:
     r"""Linear maps :math:`D^a_i` (d_a x D) from perturbations of token i to its query, key, value.
 
     In float64, a = q, k, v, and the logits of a gate ("gate"); known by their products
-    :math:`D^a_i D^{bT}_i` and factors, d_a x d_b matrices that no bound needs more than, and by
-    what they do to vectors. ``tokens`` are a slice of all tokens, or their indices.
+    :math:`D^a_i D^{bT}_i`, d_a x d_b matrices that no bound needs more than. ``tokens`` are a slice
+    of all tokens, or their indices.
 
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`,
     normalised ones the derivative of the normalisation between
@@ -46,18 +45,6 @@ class Tangents:
     def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
         return self.returned(b, self.returned(a, self.metric(a, b, tokens).mT, tokens).mT, tokens)
-
-    def factor(self, a: str, tokens: slice | Tensor) -> Tensor:
-        """F_i for which F_i F_i^T is D^a_i D^a_i^T or a little more, (n or 1, d_a, r).
-
-        Lemma 76 (docs/theory/upper_values.md).
-        """
-        w, g = self._w[a], self._direction(a, tokens)
-        if g is None:
-            f = self._once((a,), lambda: upper_factor(w)[0].mT[None])
-        else:
-            f = torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
-        return self.returned(a, f.mT, tokens).mT
 
     def turned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
         """L y for vectors y in rows, (n or 1, r, d_a) -> (n or 1, r, d_a + extra)."""
@@ -98,11 +85,6 @@ class Tangents:
         """
         angles = self._passages[a].turns()
         return None if angles is None else (angles[0][tokens].double(), angles[1][tokens].double())
-
-    def pull(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
-        """D^a_i^T y_i for some tokens, (n, d_a, r) -> (n, D, r)."""
-        g, y = self._direction(a, tokens), self.turned(a, y.mT, tokens).mT
-        return self._w[a] @ y if g is None else self._w[a] @ y[:, :-1] + g[..., None] * y[:, -1:]
 
     def size(self, a: str, tokens: slice | Tensor) -> Tensor:
         r"""Upper values of the Frobenius norms of D^a_i with absolute values inside, (n or 1,).

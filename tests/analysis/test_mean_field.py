@@ -11,10 +11,9 @@ from support.oracles import oracle
 from support.strategies import examples
 
 from lipbound.analysis import adversarial_inputs, mean_field
-from lipbound.analysis.mean_field import search_split
 from lipbound.attention.layer import Attention
 from lipbound.bounds import get
-from lipbound.errors import AttentionError, LipboundError
+from lipbound.errors import AttentionError
 
 
 def weighted_oracle(att: Attention, a: torch.Tensor) -> torch.Tensor:
@@ -152,22 +151,6 @@ def test_duplicated_norm_is_exact(copies: int) -> None:
         mine = mean_field.duplicated_norm(att, oracle(att))
         worst = max(worst, float((oracle(many) / mine - 1).abs().max()))
     assert worst < 1e-12
-
-
-def test_search_finds_heads_that_split() -> None:
-    """At what the search finds, doubling every token makes the dense Jacobian's norm larger by the
-    ratio it reports."""
-    g = torch.Generator().manual_seed(0)
-    x, *w = (
-        torch.randn(shape, generator=g, dtype=torch.float64)
-        for shape in [(4, 3, 3), *[(1, 3, 2)] * 3]
-    )
-    found = search_split(Attention(x, *w), steps=60)
-    assert float(found.ratio[0]) > 1.2
-    once, twice = Attention(found.x, *w), Attention(found.x.repeat_interleave(2, 1), *w)
-    assert float(oracle(twice) / oracle(once)) == pytest.approx(float(found.ratio[0]), rel=1e-5)
-    with pytest.raises(LipboundError, match="without padding"):
-        search_split(random_attention("padded"))
 
 
 def test_bad_weights() -> None:

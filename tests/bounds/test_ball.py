@@ -1,4 +1,4 @@
-"""Bounds over balls against an adversarial_inputs, against samples of the ball, and at radius 0."""
+"""Bounds over balls against an adversary, against samples of the ball, and at radius 0."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from lipbound import bounds
 from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import jacobian_norm
-from lipbound.bounds.ball.over_ball import CERTIFIED_TOL, _sample
-from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows, softmax_interval
+from lipbound.bounds.ball import CERTIFIED_TOL, _sample, reachable_rows, softmax_interval
+from lipbound.bounds.papers.yudin2025 import g1_over_box
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian
 
@@ -248,7 +248,7 @@ def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, ball: str) ->
     radii = [relative * float(att.x.norm(dim=-1).mean()) for relative in (1e-4, 0.03, 1.0)]
     with torch.no_grad():
         values = torch.stack(
-            [_sample(att.double().unpadded(s), radii, ball, False)[0] for s in range(att.samples)]
+            [_sample(att.double().unpadded(s), radii, ball)[0] for s in range(att.samples)]
         )
     for r, radius in enumerate(radii):
         g = torch.Generator().manual_seed(1)

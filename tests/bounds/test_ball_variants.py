@@ -21,8 +21,7 @@ from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.bounds.ball.centre_entries import BallCentre, VariantBallCentre, largest_a
-from lipbound.bounds.ball.over_ball import _over_ball
+from lipbound.bounds.ball import largest_a
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.matrix_norms import matrix_norm
@@ -226,38 +225,18 @@ def test_radius_zero_and_growth(has: set[str], ball: str) -> None:
         assert bool((values <= bounds.over_ball(att, radii, at="lipbound") * (1 + 1e-3)).all())
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("ball", BALLS)
-def test_a_layer_without_variants_has_the_plain_bound(att: Attention, ball: str) -> None:
-    one = att.double().unpadded(1)
-    centre = bounds.get("lipbound")(one)[0]
-    plain, other = BallCentre(one), VariantBallCentre(one)
-    for radius in (0.0, 1e-3, 0.1, 3.0):
-        found = [
-            (centre + changed).minimum(whole)
-            for changed, whole in (plain.by_entries(radius, ball), other.by_entries(radius, ball))
-        ]
-        torch.testing.assert_close(*found, rtol=0.02, atol=1e-12)
-
-
-def test_neutral_variants_are_near_the_plain_bound() -> None:
-    """The bound by entries; that by pairs knows less of rows with variants, and lies between the
-    plain one and that."""
+def test_neutral_variants_have_nearly_the_plain_bound() -> None:
+    """With a rotation less is known of queries that move, with a sink it counts as one more key."""
     plain = layer(1, frozenset())
-    n = plain.tokens
-    still = changed(plain, rotation=Rotation.of_angles(torch.zeros(n, 2)))
+    still = changed(plain, rotation=Rotation.of_angles(torch.zeros(plain.tokens, 2)))
     sink = changed(plain, sinks=torch.full((3,), -1e4).double())
     for radius in (1e-3, 0.1):
-        entries = [
-            _over_ball(one, radius, "token", "lipbound_block", entries_only=True)
-            for one in (plain, still, sink)
-        ]
-        value = bounds.over_ball(plain, radius, at="lipbound_block")
-        for neutral, by_entries in ((still, entries[1]), (sink, entries[2])):
-            torch.testing.assert_close(by_entries, entries[0], rtol=0.02, atol=0)
-            both = bounds.over_ball(neutral, radius, at="lipbound_block")
-            assert bool((both >= 0.98 * value).all())
-            assert bool((both <= by_entries * (1 + 1e-12)).all())
+        value, turned, sunk = (
+            bounds.over_ball(one, radius, at="lipbound_block") for one in (plain, still, sink)
+        )
+        for other in (turned, sunk):
+            assert bool((other >= 0.98 * value).all())
+            assert bool((other <= (2 if radius == 0.1 else 1.1) * value).all())
 
 
 def test_norms_of_turned_products() -> None:

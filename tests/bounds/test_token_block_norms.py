@@ -24,14 +24,21 @@ HAS = [
 ]
 
 
+def pull(tangents: Tangents, a: str, y: Tensor, tokens: Tensor) -> Tensor:
+    """Vectors y (n, d_a, r) of queries or keys brought back to their tokens, (n, D, r)."""
+    g, y = tangents._direction(a, tokens), tangents.turned(a, y.mT, tokens).mT
+    w = tangents._w[a]
+    return w @ y if g is None else w @ y[:, :-1] + g[..., None] * y[:, -1:]
+
+
 def direct(att: Attention, e: Tensor, cov: Tensor) -> dict[str, Tensor]:
     """`token_block_norms.TokenVectors` of all tokens of the first head, from the maps themselves:
     q~_ij is a vector of the layer's input."""
     tangents, tokens, q = Tangents(att, 0, 0), torch.arange(att.tokens), att.scale * att.q[0, 0]
-    turned = tangents.pull("k", q.mT[None].expand(att.tokens, -1, -1), tokens)  # (j, D, i)
+    turned = pull(tangents, "k", q.mT[None].expand(att.tokens, -1, -1), tokens)  # (j, D, i)
     w_v = att.w_v[0]
     inner = torch.einsum("ij,kj,jik->ik", e, e, (turned.mT @ turned).abs())
-    steep = tangents.pull("q", cov.mT, tokens).mT  # B_i, (i, d_v, D)
+    steep = pull(tangents, "q", cov.mT, tokens).mT  # B_i, (i, d_v, D)
     b, b_v = (torch.linalg.matrix_norm(m, 2) for m in (steep, steep @ w_v))
     return {
         "length": turned.norm(dim=1).mT,

@@ -102,41 +102,6 @@ def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None
     assert "ferry" in run["tokens"]
 
 
-def test_bounds_over_balls_are_on_the_page_where_asked_for(
-    ds: xr.Dataset, page: Path, bert: Path, tmp_path: Path
-) -> None:
-    assert [layer["balls"] for layer in data_of(page)[0]["details"]] == [None, None]
-    assert report(ds, tmp_path / "x.html", sample=1, balls=True) == []
-    checkpoint = load_checkpoint(bert)
-    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12).block(
-        1, 2, "cpu"
-    )
-    for layer, att in zip(
-        data_of(tmp_path / "x.html")[0]["details"],
-        lb.capture(checkpoint.model, inputs),
-        strict=True,
-    ):
-        found, length = layer["balls"], float(att.x.double().norm(dim=-1).mean())
-        assert found["length"] == pytest.approx(length, rel=1e-2)
-        expected = bounds.over_ball(att, [r * length for r in found["radii"]])[0].T
-        np.testing.assert_allclose(found["upper"], expected, rtol=1e-5)
-        assert found["radii"][0] == 0
-        assert bool((expected[0] >= lb.spectral_norm(att, method="dense").lower[0]).all())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bounds_over_balls_are_of_the_heads_that_they_cover(kind: str) -> None:
-    att = random_attention(kind).select(slice(1, 2)).unpadded(0)
-    folded = att.fold_output()[0]
-    found = of_layer(att, "head_out", ["lipbound"], balls=True).balls
-    assert (found is None) == ("qk_norm" in att.variants)
-    if found is not None:
-        assert bool(
-            (found["upper"][0] >= lb.spectral_norm(folded, method="dense").lower[0].numpy()).all()
-        )
-    assert of_layer(att, "head", bounds.names("one-token"), "one-token", balls=True).balls is None
-
-
 @pytest.mark.parametrize("norm", ["every-token", "one-token"])
 def test_runs_in_norms_of_tokens_have_details(
     norm: str, bert: Path, text: Path, tmp_path: Path

@@ -112,14 +112,6 @@ class Sample(NamedTuple):
         return times_power_up(values + error, self.exponents)
 
 
-def sizes_of_values(one: Attention, slope: Tensor) -> Tensor:
-    """At least the Frobenius norm of derivatives of values and the longest of one sample, (heads,).
-
-    ``slope``: how much faster than a token its value can move, (heads,).
-    """
-    return one.d_v**0.5 * slope + one.centred_v[0].norm(dim=-1).amax(-1)
-
-
 def _of_sample(errors: TensorErrors, index: int | slice) -> TensorErrors:
     return TensorErrors(*(getattr(errors, field.name)[index] for field in fields(errors)))
 

@@ -6,8 +6,6 @@ of J are as in `lipbound.jacobians.token_tangents`, their weights from Lemma 97
 (docs/theory/token_bounds.md).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -22,8 +20,6 @@ from lipbound.bounds.ours.block_norms import (
     in_chunks,
     lengths,
     longest,
-    mean,
-    outer,
     root,
     weights_of,
 )
@@ -31,8 +27,13 @@ from lipbound.bounds.ours.pairwise_variants import ROWS, together
 from lipbound.bounds.ours.token_block_norms import VariantHead
 from lipbound.bounds.registry import bound
 from lipbound.bounds.whole_layer_rules import with_folded
-from lipbound.linalg.matrix_norms import UNIT, gamma, symmetric_norm
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
+from lipbound.jacobians.token_norms.row_search import bounded
+from lipbound.linalg.matrix_norms import UNIT, gamma
 
+FLOOR = 1e-6
+"""A hundred times what d is at least, relative to the sizes of the parts of blocks."""
 AT_ONCE = 16
 """Rows whose matrices are formed together, those with the largest sums of norms first."""
 
@@ -173,33 +174,56 @@ def _sums(att: Attention) -> Tensor:
 
 def _refined(att: Attention, heads: slice) -> Tensor:
     """`lipbound_every` of some heads of one sample, (heads, 1)."""
-    rows = BlockRows(att, heads)
-    return torch.stack([rows.largest(h) for h in range(len(rows.blocks.sizes))])[:, None]
+    return _largest_rows(att, heads, TokenBlocks(att, heads).sizes)
 
 
 def _refined_variants(att: Attention, heads: slice) -> Tensor:
     """`lipbound_every` of some heads with variants of one sample, (heads, 1)."""
-    found = [VariantBlockRows(att, h).largest() for h in range(*heads.indices(att.heads))]
+    sizes = [_variant_sizes(VariantHead(att, h), att) for h in range(*heads.indices(att.heads))]
+    return _largest_rows(att, heads, torch.stack(sizes))
+
+
+def _variant_sizes(head: VariantHead, att: Attention) -> Tensor:
+    """Upper values of the norms of blocks of a head with variants, (N, N), zero at padding.
+
+    Lemma 97 (docs/theory/token_bounds.md).
+    """
+    p, found = head.p, head.token_vectors(inner=False, squarings=2)
+    squares = (p * head.norm_v) ** 2 + 2 * p * head.e * found.image + (head.e * found.length) ** 2
+    sizes = (root(squares) + torch.diag_embed(found.b)) * head.unit
+    out = sizes.new_zeros(att.tokens, att.tokens)
+    out[head.kept[:, None], head.kept] = sizes * (1 + gamma(10 * head.width + 200))
+    return out
+
+
+def _largest_rows(att: Attention, heads: slice, sizes: Tensor) -> Tensor:
+    """`lipbound_every` from upper values of the norms of blocks, (heads, N, N) -> (heads, 1).
+
+    Matrices and their rounding are those of the exact norm: Lemma 87 (docs/theory/token_norms.md).
+    """
+    found = []
+    for h, d in zip(range(*heads.indices(att.heads)), sizes, strict=True):
+        one = att.select(heads=slice(h, h + 1))
+        parts = LayerTensors.of(one, HeadJacobian(one), together=True, project=False)
+        found.append(_largest_row(parts, d))
     return torch.stack(found)[:, None]
 
 
-def largest_row(totals: Tensor, norms: Callable[[Tensor], Tensor], width: int) -> Tensor:
-    """The largest over rows i of min(t_i, (t_i n_i)^(1/2)), NaN if one is.
+def _largest_row(parts: LayerTensors, d: Tensor) -> Tensor:
+    """The largest over rows of the smaller of a sum of d (N, N) and its matrix, NaN if one is.
 
-    Args:
-        totals: t, (N,).
-        norms: n of some rows, given by their numbers; asked for in the order of ``totals``, until
-            what is left lies below what is found.
-        width: numbers that a row of blocks has.
+    Rows are taken in the order of these sums, until what is left lies below what is found: Lemma 95
+    (docs/theory/token_bounds.md).
     """
-    totals, order = totals.sort(descending=True)
-    found = torch.zeros_like(totals[0])
-    step = max(1, min(AT_ONCE, CHUNK // (8 * width)))
+    totals, order = d.sum(-1).sort(descending=True)
+    found, step = torch.zeros_like(totals[0]), max(1, min(AT_ONCE, CHUNK // parts.row_bytes))
     for i in range(0, len(totals), step):
         if not bool(totals[i] > found):
             return totals[i] if bool(totals[i].isnan()) else found
-        most = totals[i : i + step]
-        each = torch.minimum(root(most * norms(order[i : i + step])), most)
+        rows = order[i : i + step]
+        each = torch.minimum(
+            bounded(parts.rows(rows), d[None, rows], FLOOR)[0], totals[i : i + step]
+        )
         found = torch.maximum(found, each.amax())
     return found
 
@@ -210,16 +234,14 @@ class TokenBlocks:
     But for the allowance of `Bound`: Lemma 96 (docs/theory/token_bounds.md).
 
     Attributes:
-        parts: what they are made of. z: :math:`z_i = W_V^T \tilde q_i`, (heads, N, d_v).
-        inner: upper values of :math:`\|W_V^T + (v_j - o_i) \tilde q_i^T\|`, (heads, N, N). sizes:
-            of :math:`\|J_{ij}\|`, (heads, N, N).
+        sizes: of :math:`\|J_{ij}\|`, (heads, N, N).
     """
 
     def __init__(self, att: Attention, heads: slice):
-        self.parts = parts = BlockNorms(att, heads)
+        parts = BlockNorms(att, heads)
         w, inputs = weights_of(att), att.x.shape[2]
         w_k, w_v, distance = att.w_k[heads], att.w_v[heads], parts.distance
-        self.z = z = att.scale * att.q[0, heads] @ (w_k.mT @ w_v)
+        z = att.scale * att.q[0, heads] @ (w_k.mT @ w_v)
         off = gamma(inputs + att.d + 4) * parts.size * (w.size_k * w.size_v)[heads, None]
         length = z.norm(dim=-1) + off
 
@@ -234,119 +256,4 @@ class TokenBlocks:
         slack, total = gamma(inputs + 2 * att.d + 2 * att.d_v + 64), squares + 2 * along
         under = total**2 + 4 * (reach - along) * (reach + along) + 64 * slack * most**2
         top = ((total + root(under)) / 2 + 16 * slack * most).clamp_min(0)
-        self.inner = root(parts.norm_v**2 + top)
-        self.sizes = parts.p * self.inner + torch.diag_embed(parts.b)
-
-
-class RowWeights:
-    """Weights of the sum of Lemma 95 (docs/theory/token_bounds.md) for some rows of blocks.
-
-    Attributes:
-        own: 1 / d_ii. mixed: P_ii / d_ii, (rows,). factor: P_ij^2 / d_ij, (rows, N).
-    """
-
-    def __init__(self, rows: Tensor, p: Tensor, inner: Tensor, b: Tensor):
-        self._at = at = torch.arange(len(rows), device=rows.device), rows
-        own = p[at] * inner[at] + b  # d_ii; the other d_ij are P_ij inner_ij
-        self.own = torch.where(own > 0, 1 / torch.where(own > 0, own, 1.0), 0.0)
-        self.factor = torch.where(inner > 0, p / torch.where(inner > 0, inner, 1.0), 0.0)
-        self.mixed = p[at] * self.own
-        self.factor[at] = p[at] * self.mixed
-
-    def sizes(self, inner: Tensor, mine: Tensor) -> Tensor:
-        """Sizes that rounding is relative to, (rows,), from norms of the parts of blocks."""
-        own = 2 * self.mixed * inner[self._at] * mine + self.own * mine**2
-        return (self.factor * inner**2).sum(-1) + own
-
-
-class BlockRows:
-    """The sums of Lemma 95 (docs/theory/token_bounds.md), for some heads of one sample."""
-
-    def __init__(self, att: Attention, heads: slice):
-        self.blocks = blocks = TokenBlocks(att, heads)
-        self._att, parts = att, blocks.parts
-        self._q, self._k = att.scale * att.q[0, heads], att.centred_k[0, heads]
-        self._w_q, self._w_k, self._w_v = (w[heads] for w in (att.w_q, att.w_k, att.w_v))
-        w = weights_of(att)
-        self._factor = w.factor_q[heads]
-        self._keys, self._mean_k = outer(parts.v, self._k), parts.p @ self._k
-        # Frobenius norms of the parts of blocks with absolute values inside
-        length_k, length_v, length_o = lengths(self._k), lengths(parts.v), lengths(parts.o)
-        sums = mean(parts.p, length_v * length_k) + length_o * mean(parts.p, length_k)
-        self._mine = abs(att.scale) * sums * w.size_q[heads, None]
-        reach = (parts.size * w.size_k[heads, None])[..., None]
-        self._inner = w.size_v[heads, None, None] + parts.distance * reach
-
-    def largest(self, head: int) -> Tensor:
-        """The largest value of a row."""
-        n, d_v = self.blocks.z.shape[1:]
-        totals = self.blocks.sizes[head].sum(-1)
-        return largest_row(totals, lambda rows: self._norms(head, rows), n * d_v)
-
-    def _norms(self, head: int, rows: Tensor) -> Tensor:
-        """Upper values of the norms of sum_j J_ij J_ij^T / d_ij for some rows, (rows,)."""
-        att, blocks, parts = self._att, self.blocks, self.blocks.parts
-        p, o, q = parts.p[head, rows], parts.o[head, rows], self._q[head, rows]
-        weights = RowWeights(rows, p, blocks.inner[head, rows], parts.b[head, rows])
-        a, z, w_v = parts.v[head] - o[:, None], blocks.z[head, rows], self._w_v[head]
-        c = (p @ self._keys[head]).unflatten(-1, (-1, att.d))
-        c = att.scale * (c - o[..., None] * self._mean_k[head, rows][:, None])
-        factor = weights.factor[:, None]
-        through_k = (c @ (self._w_q[head].mT @ self._w_k[head] @ q[..., None]))[..., 0]  # B_i q~_i
-        own_a = a[torch.arange(len(rows), device=rows.device), rows]
-        own = c @ (self._w_q[head].mT @ w_v) + through_k[:, :, None] * own_a[:, None]
-        cross = (factor @ a)[:, 0, :, None] * z[:, None] + weights.mixed[:, None, None] * own
-        by_query = c @ self._factor[head].mT
-        total = weights.factor.sum(-1)[:, None, None] * (w_v.mT @ w_v) + cross + cross.mT
-        total = total + parts.qt_norm[head, rows, :, None] ** 2 * (a.mT * factor) @ a
-        total = total + weights.own[:, None, None] * by_query @ by_query.mT
-        sizes = weights.sizes(self._inner[head, rows], self._mine[head, rows])
-        widths = att.x.shape[2] + att.tokens + att.d + att.d_v
-        return symmetric_norm(total) + gamma(4 * widths + 100) * sizes
-
-
-class VariantBlockRows:
-    """The sums of `BlockRows` for one head of one sample, any variant, padding left out."""
-
-    def __init__(self, att: Attention, h: int):
-        self.head = head = VariantHead(att, h)
-        p = head.p
-        self._slope = torch.where(p > 0, head.t / torch.where(p > 0, p, 1.0), 0.0)
-        steep, found = self._slope * head.distance, head.token_vectors(inner=False, squarings=2)
-        self._length, self._b = found.length, found.b
-        squares = head.norm_v**2 + 2 * steep * found.image + (steep * found.length) ** 2
-        self._h = squares.sqrt()
-        size_k = head.tangents.size("k", head.kept)
-        self._inner = head.size_v + steep * size_k * head.size[:, None]
-        self._mine = head.by_query(slice(None))
-
-    def largest(self) -> Tensor:
-        """The largest value of a row, but for the allowance of `Bound`."""
-        head, totals = self.head, (self.head.p * self._h).sum(-1) + self._b
-        found = largest_row(totals, self._norms, len(totals) * head.width)
-        return found * head.unit * (1 + gamma(10 * head.width + 200))
-
-    def _norms(self, rows: Tensor) -> Tensor:
-        """Upper values of the norms of sum_j J_ij J_ij^T / d_ij for some rows, (rows,)."""
-        head, n = self.head, len(self.head.p)
-        o, q, w_v = head.o[rows], head.q[rows], head.w_v
-        weights = RowWeights(rows, head.p[rows], self._h[rows], self._b[rows])
-        c, own = head.covariances(rows), head.kept[rows]
-        m_q, m_k, m_v = (head.tangents.product("q", a, own) for a in "qkv")
-        own_a = self._slope[rows, rows, None] * (head.v[rows] - o)
-        through_k = (c @ m_k @ q[..., None])[..., 0]
-        cross = weights.mixed[:, None, None] * (c @ m_v + through_k[:, :, None] * own_a[:, None])
-        total = weights.factor.sum(-1)[:, None, None] * (w_v.mT @ w_v)
-        step = max(1, CHUNK // (8 * len(rows) * head.width))
-        for part in (slice(j, j + step) for j in range(0, n, step)):
-            a = self._slope[rows, part, None] * (head.v[None, part] - o[:, None])  # (rows, j, d_v)
-            z = q @ head.tangents.product("k", "v", head.kept[part])
-            z = z.expand(a.shape[1], -1, -1).transpose(0, 1)
-            factor = weights.factor[:, part]
-            cross = cross + (a.mT * factor[:, None]) @ z
-            total = total + (a.mT * (factor * self._length[rows, part] ** 2)[:, None]) @ a
-        total = total + cross + cross.mT + weights.own[:, None, None] * c @ m_q @ c.mT
-        sizes = weights.sizes(self._inner[rows], self._mine[rows])
-        d, d_v = head.q.shape[1], w_v.shape[1]
-        widths = head.inputs + n + 2 * d + 2 * d_v
-        return symmetric_norm(total) + gamma(8 * widths + 200) * sizes
+        self.sizes = parts.p * root(parts.norm_v**2 + top) + torch.diag_embed(parts.b)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
-from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
+from lipbound.bounds.ball import reachable_rows
 from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
@@ -65,12 +65,32 @@ def _theorem3(att: Attention, extended: Attention, largest_m: Tensor) -> Tensor:
     return factors.norm_v(att) * (factors.norm_p(att) + slope * largest_m)
 
 
+def g1_over_box(low: Tensor, high: Tensor) -> Tensor:
+    """Upper value of g_1 over all probability rows between two others, (..., N) -> (...).
+
+    Hence of ||M(p)||. The maximum of one concave arc on either side of a point, in q = 1 - p_1,
+    formed without cancellation near one-hot rows: Lemma 30 (docs/theory/balls.md).
+    """
+    top, where = high.max(-1, keepdim=True)
+    others = high.scatter(-1, where, 0.0)
+    second = others.amax(-1)
+    most = others.sum(-1).minimum(1 - low.amax(-1) + 1e-13)
+    least = (1 - top[..., 0] - 1e-13).clamp_min(0).minimum(most)
+
+    def value(q: Tensor) -> Tensor:
+        q = q.maximum(least).minimum(most)
+        return (1 - q) * (q + second.minimum(q))
+
+    tries = (least, most, (1 - second) / 2, second, torch.full_like(most, 0.5))
+    return torch.stack([value(q) for q in tries]).amax(0).clamp(0.0, 0.5) * (1 + 1e-12)
+
+
 def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
     """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity.
 
     Each factor is replaced by its largest value there. Proof: Lemma 33 (docs/theory/published.md).
     ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the
-    box of softmax rows that scores can reach (`lipbound.bounds.ball.softmax_interval`), the latter
+    box of softmax rows that scores can reach (`lipbound.bounds.ball`), the latter
     through g_1.
 
     Raises:

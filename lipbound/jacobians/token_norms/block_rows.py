@@ -159,18 +159,14 @@ class Blocks:
         Returns:
             The step; lengths before it, (b, i, s or 1, n); and their sums, (b, i, s or 1).
         """
-        z, lengths, total = self.slope(y, together=together)
-        norm = torch.linalg.vector_norm(z, dim=(2, 3) if together else 3, keepdim=True)
-        return torch.where(norm > 0, z / norm.clamp_min(1e-300), y), lengths, total
-
-    def slope(self, y: Tensor, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """The same step before it is normalised: the derivative of the sums; lengths and sums."""
         heads = self.enter(y)
         lengths, alpha, cross = self.pulled(heads)
         if together:
             lengths = lengths.square().sum(2, keepdim=True).sqrt()
         w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
-        return self._weighted(heads, w, alpha, cross), lengths, lengths.sum(-1)
+        z = self._weighted(heads, w, alpha, cross)
+        norm = torch.linalg.vector_norm(z, dim=(2, 3) if together else 3, keepdim=True)
+        return torch.where(norm > 0, z / norm.clamp_min(1e-300), y), lengths, lengths.sum(-1)
 
     def _weighted(self, y: Tensor, w: Tensor, alpha: Tensor, cross: Tensor) -> Tensor:
         r""":math:`\sum_j w_j J_{ij} J_{ij}^T y`, (b, i, s, r), from what `pulled` made of y."""

@@ -130,7 +130,7 @@ class LayerTensors:
             return size
         return size * torch.linalg.matrix_norm(self.w_o).view(-1, *(1,) * (size.ndim - 2))
 
-    def rows(self, rows: slice) -> Blocks:
+    def rows(self, rows: slice | Tensor) -> Blocks:
         """Blocks of some output tokens of every map."""
         p, t, q, o = (x[:, :, rows] for x in (self.p, self.t, self.q, self.o))
         a = t[..., None] * (self.v[:, :, None] - o[..., None, :])  # (b, h, i, n, d_v)

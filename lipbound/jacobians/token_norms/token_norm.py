@@ -58,7 +58,7 @@ def token_norm(
                    the worst output token
     ============== ========================================= ======================================
 
-    Lemmas 89, 90, 91 and 92 (docs/theory/token_norms.md). Both ends are deterministic and hold for
+    Lemmas 89, 90 and 92 (docs/theory/token_norms.md). Both ends are deterministic and hold for
     the numbers given, every rounding included; nothing is drawn at random.
 
     Args:
@@ -68,8 +68,8 @@ def token_norm(
             whole layers are as wide as all heads together: for wide ones the first two norms take
             many times as long as all heads one by one.
         tol: relative width of the enclosure at which the search stops. "every-token" is closed by
-            convex minimisation and by cutting the sphere of output directions, which may leave a
-            gap where many of them tie; the others close to rounding.
+            convex minimisation, which may leave a gap where many output directions tie: below 1 %
+            on pretrained heads, and ``error`` says how wide; the others close to rounding.
         vectors: also return which output token is hit, and by which perturbation.
 
     Returns:

@@ -1,6 +1,6 @@
 """Attention, singular vectors and terms of the norm of single heads, for a report."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries import COVERS
-from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
@@ -27,9 +25,6 @@ TOL = 1e-6
 """Tolerance of the singular vectors, well below what a picture shows."""
 TOKEN_TOL = 1e-3
 """The same in norms that tell tokens apart, where what is left open costs more to close."""
-
-RADII = (0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
-"""Radii of balls around the input, in mean lengths of its tokens."""
 
 
 class Details(NamedTuple):
@@ -50,9 +45,6 @@ class Details(NamedTuple):
         bounds: `lipbound.bounds.Bound.terms` of every bound that has terms: name -> term ->
             (heads,).
         stride: see ``attention``.
-        balls: bounds over balls in which every token moves: ``upper``, `lipbound.bounds.over_ball`
-            at ``radii``, (radii, heads), which are in units of ``length``, the mean of the layer's
-            tokens. None where they were not asked for or do not cover the run's norm or heads.
     """
 
     norm: np.ndarray
@@ -65,12 +57,9 @@ class Details(NamedTuple):
     parts: dict[str, np.ndarray]
     bounds: dict[str, dict[str, np.ndarray]]
     stride: int
-    balls: dict[str, Any] | None
 
 
-def details(
-    rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False
-) -> list[Details | None]:
+def details(rerun: Replay, ds: xr.Dataset, sample: int) -> list[Details | None]:
     """Compute `Details` of every layer of a run, at the sample at one position.
 
     None stands for a layer without a closed form, for cross-attention, and for layers whose samples
@@ -86,16 +75,14 @@ def details(
         att, one = layer.attention, None
         if isinstance(att, Attention) and layer.windows == 1 and att.kind == "self":
             with torch.no_grad():
-                one = of_layer(att, ds.attrs["map"], names, norm, balls=balls)
+                one = of_layer(att, ds.attrs["map"], names, norm)
         each.append(one)
     if not any(each):
         raise AttentionError("no layer is self-attention in closed form that sees whole samples")
     return each
 
 
-def of_layer(
-    att: Attention, map: str, names: list[str], norm: str = "frobenius", *, balls: bool = False
-) -> Details:
+def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius") -> Details:
     """Compute `Details` of the heads of a layer with one sample.
 
     The norm is one of `lipbound.schema.NORMS`; padding is left out.
@@ -113,7 +100,6 @@ def of_layer(
     folded = att.fold_output()[0] if map == "head_out" else att
     found = {name: get(name).terms(folded) for name in names}
     stride = -(-att.tokens // SIDE)
-    covered = norm == "frobenius" and att.variants <= COVERS
     # the largest entry of every square
     shrunk = torch.nn.functional.max_pool2d(att.p[0], stride, ceil_mode=True)
     maps = (255 * shrunk.double().sqrt()).round()
@@ -132,19 +118,11 @@ def of_layer(
             if terms is not None
         },
         stride=stride,
-        balls=around(folded) if balls and covered else None,
     )
 
 
 def _array(values: Tensor) -> np.ndarray:
     return values.cpu().numpy()
-
-
-def around(att: Attention) -> dict[str, Any]:
-    """Bounds over balls for the heads of a layer with one sample, as `Details` has them."""
-    length = float(att.x.double().norm(dim=-1).mean())
-    upper = over_ball(att, [r * length for r in RADII])[0].T
-    return {"length": length, "radii": RADII, "upper": _array(upper)}
 
 
 def _whole_rows(att: Attention) -> Tensor:

@@ -246,7 +246,6 @@
     $("detail-reason").hidden = Boolean(there);
     $("detail-reason").textContent = there ? "" : `Attention, singular vectors and terms are not on this page: ${run.details ? (layer ? "this layer has fewer heads" : "this layer has no closed form, is cross-attention, or sees windows of the sample") : run.reason}.`;
     document.querySelectorAll(".needs-detail").forEach((e) => { e.hidden = !there; });
-    $("s-balls").hidden = !(there && layer.balls);
     if (!there) return;
     document.querySelectorAll(".sample").forEach((e) => { e.textContent = run.sample; });
     const [, n, m] = layer.shape, z = [], one = layer.map.subarray(h * n * m, (h + 1) * n * m);
@@ -287,21 +286,6 @@
       xaxis: axis({ tickformat: ".0%", fixedrange: true }), yaxis: axis({ fixedrange: true, ticks: "", automargin: true }),
     }));
     $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative." + (rows.length === 1 ? "" : " Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); those of lipbound at the top vector of their matrix of norms, for lipbound itself that of its first form, squared.");
-    if (layer.balls) balls(layer.balls, h);
-  }
-
-  function balls(found, h) {
-    const [centre, ...upper] = found.upper.map((row) => real(row[h])), radii = found.radii.slice(1);
-    const ends = [centre, ...upper].filter((x) => Number.isFinite(x) && x > 0).map(Math.log10);
-    const marks = ends.length ? ticks(Math.min(...ends), Math.max(...ends), 5) : {};
-    show("balls", [
-      { type: "scatter", mode: "lines+markers", x: radii, y: upper, line: { color: color("--accent") }, hovertemplate: "radius %{x:.4~g} of a token: at most %{y:.4g}<extra></extra>" },
-      { type: "scatter", mode: "lines", x: radii, y: radii.map(() => centre), line: { color: color("--fg"), dash: "dot" }, hovertemplate: "at the input: at most %{y:.4g}<extra></extra>" },
-    ], layout({
-      height: 300, margin: { l: 60, r: 15, t: 10, b: 45 }, xaxis: axis({ type: "log", dtick: 1, fixedrange: true, exponentformat: "power", title: { text: "radius / mean length of a token" } }),
-      yaxis: axis({ type: "log", fixedrange: true, ...marks, ...(marks.tickvals ? { tickvals: marks.tickvals.map((x) => 10 ** x) } : {}) }),
-    }));
-    $("balls-note").textContent = `Upper bound on the constant of this head at every input around sample ${current().sample} whose tokens all lie within the radius (tokens of this layer are ${found.length.toPrecision(3)} long on average); dotted: at that input itself.`;
   }
 
   function compareRuns() {

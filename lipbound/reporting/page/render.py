@@ -51,7 +51,6 @@ def report(
     reduce: str | float = "geomean",
     sample: int = 0,
     details: bool = True,
-    balls: bool = False,
     model: Any = None,
     data: Any = None,
     device: str = "auto",
@@ -72,9 +71,6 @@ def report(
         reduce: "geomean", "mean", "max", "median" or a quantile, over samples.
         sample: position of the sample whose attention is shown.
         details: False leaves them out.
-        balls: also show `lipbound.bounds.over_ball` of every head around that sample, up to a tenth
-            of a token's length. For runs in the Frobenius norm, and heads without normalised
-            queries and keys.
         model, data: in place of those recorded, for runs on objects in memory (one run only).
         device: where details are computed.
         labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
@@ -116,7 +112,7 @@ def report(
             raise LipboundError(
                 f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
             )
-        again: Any = {"model": model, "data": data, "device": device, "balls": balls}
+        again: Any = {"model": model, "data": data, "device": device}
         found = details_or_reason(ds, sample, **again) if details else LEFT_OUT
         attention += b"".join(one.attention.tobytes() for one in found[0] or [] if one)
         pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
@@ -291,7 +287,7 @@ def _of_layer(one: Details) -> dict[str, Any]:
 
 
 def details_or_reason(
-    ds: xr.Dataset, sample: int, *, model: Any, data: Any, device: str, balls: bool = False
+    ds: xr.Dataset, sample: int, *, model: Any, data: Any, device: str
 ) -> DetailsOrReason:
     """Details of all layers and the words of the sample's tokens; or None and the reason.
 
@@ -305,7 +301,7 @@ def details_or_reason(
         rerun = replay(ds, model=model, data=data, device=device)
         if rerun.differences:
             return None, [], plain("; ".join(rerun.differences))
-        found = details(rerun, ds, sample, balls=balls)
+        found = details(rerun, ds, sample)
         several = {"decoder_input_ids", "pixel_values"} & rerun.inputs.batch.keys()
         texts = [] if several else token_texts(rerun.checkpoint, rerun.inputs, sample)
     except LipboundError as error:

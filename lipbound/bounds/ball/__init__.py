@@ -1,1 +1,0 @@
-"""Bounds over balls of inputs."""
