@@ -105,7 +105,7 @@ class Sample(NamedTuple):
         with torch.no_grad():
             p, gated = one.p[0], "gate" in one.variants
             mix = Mixing.of(p.sum(-2), p.amax(-1), one.valid_rows)
-            sizes = sizes_of_values(one, e.v_slope.amax(-1))
+            sizes = one.d_v**0.5 * e.v_slope.amax(-1) + lengths(one.centred_v[0]).amax(-1)
             hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes
             off = tensor_error(one)[0] if gated else distance(e, mix, one.scale)
             error = (off + hidden) * (1 + 1e-6) * reach
