@@ -133,7 +133,7 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
 
     """
     from lipbound.reporting import tables
-    from lipbound.reporting.layout import text_table
+    from lipbound.reporting.text_tables import text_table
     from lipbound.runs.diff import diff as diff_runs
 
     out = options["out"]

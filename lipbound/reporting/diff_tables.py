@@ -1,6 +1,6 @@
 """Tables, captions and facts of a diff of two runs, A and B: how much larger or smaller B is."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from lipbound.errors import LipboundError, UnknownNameError, choice, nearest
 from lipbound.formatting import directed, enclosed, outwards, plain, small
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import checkpoint_words, exact_words, over, setting_words
-from lipbound.reporting.layout import Table
+from lipbound.reporting.text_tables import Table
 from lipbound.runs.pair import sides
 from lipbound.schema import SIDES, bounds_there
 
@@ -51,53 +51,36 @@ def diff_words(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> str:
     )
 
 
-def change(ds: xr.Dataset, name: str = "exact") -> dict[str, xr.DataArray]:
-    """Values of both runs where they have a ratio, the ratio, and its ends where they are known.
+def change(ds: xr.Dataset, name: str = "exact", end: int | None = None) -> xr.Dataset:
+    """Values ``a`` and ``b`` of both runs, and their ``ratio``, at the places that have one.
 
     Args:
-        ds: a diff. name: "exact", or a bound that both runs have, whose values are what they are,
-            so that the ends are the ratio itself.
+        ds: a diff.
+        name: "exact", or a bound that both runs have, whose values are what they are.
+        end: None for the values, 0 or 1 for lower or upper ends of their enclosures.
     """
-    values = {side: ds[f"{name}_{side}"] for side in SIDES}
     if name == "exact":
-        found = {key: ds[key] for key in ("ratio", *ENDS) if key in ds}
+        a, b = (statistics.quantity(run, name, end) for run in sides(ds))
+        known, ratio = ds["ratio"].notnull(), ds["ratio"]
+        if end is not None:
+            other = statistics.quantity(sides(ds)[0], name, 1 - end)
+            ratio = ds[ENDS[end]] if ENDS[end] in ds else (b / other).where(known)
     else:
-        ratio = values["b"] / values["a"].where((values["a"] > 0) & np.isfinite(values["a"]))
-        found = dict.fromkeys(("ratio", *ENDS), ratio)
-    known = found["ratio"].notnull()
-    return {side: one.where(known) for side, one in values.items()} | found
+        a, b = (ds[f"{name}_{side}"] for side in SIDES)
+        ratio = b / a.where((a > 0) & np.isfinite(a))
+        known = ratio.notnull()
+    found = {"a": a.where(known), "b": b.where(known), "ratio": ratio}
+    # without the names of modules, which the two models may not share
+    return xr.Dataset({key: one.reset_coords(drop=True) for key, one in found.items()})
 
 
-def _ends(ds: xr.Dataset, name: str, end: int) -> dict[str, xr.DataArray]:
-    """Lower (0) or upper (1) ends of the enclosures of values of both runs and of their ratio."""
-    parts = change(ds, name)
-    if name != "exact":
-        return {key: parts[key] for key in (*SIDES, "ratio")}
-    known = parts["ratio"].notnull()
-    both = [[statistics.quantity(run, name, k).where(known) for k in (0, 1)] for run in sides(ds)]
-    of_ratio = both[1][end] / both[0][1 - end]
-    return {"a": both[0][end], "b": both[1][end], "ratio": parts.get(ENDS[end], of_ratio)}
-
-
-def reduced(parts: Mapping[str, xr.DataArray], dims: list[str]) -> dict[str, xr.DataArray]:
-    """Columns of a table of a diff: `change`, reduced over some dimensions.
-
-    Returns:
-        Geometric means ``a``, ``b`` and ``ratio``, and of its ends; the interval of the ratio, or
-        its range over samples (see `lipbound.reporting.statistics.spread`); its ``min`` and
-        ``max``; ``compared`` places, and `COUNTS` of them; NaN where there are no ends.
-    """
-    reduce = statistics.reduce_samples
-    found = {name: reduce(values, "geomean", dims) for name, values in parts.items()}
+def _reduced(parts: xr.Dataset, levels: list[str]) -> xr.Dataset:
+    """Geometric means of `change` over all but some dimensions, and the spread of the ratio."""
     ratio = parts["ratio"]
-    found |= {name: found["ratio"] * np.nan for name in ENDS if name not in parts}
+    dims = [str(dim) for dim in ratio.dims if dim not in levels]
+    found = {name: statistics.reduce_samples(one, "geomean", dims) for name, one in parts.items()}
     found |= zip(statistics.INTERVAL, statistics.spread(ratio, "geomean", dims), strict=True)
-    found |= {"min": ratio.min(dims), "max": ratio.max(dims)}
-    sure = dict.fromkeys(COUNTS, found["ratio"] * np.nan)
-    if ENDS[0] in parts:
-        lower, upper = (parts[name] for name in ENDS)
-        sure = {"smaller": (upper < 1).sum(dims), "larger": (lower > 1).sum(dims)}
-    return found | sure | {"compared": ratio.notnull().sum(dims)}
+    return xr.Dataset(found | {"min": ratio.min(dims), "max": ratio.max(dims)})
 
 
 def diff_table(
@@ -109,6 +92,10 @@ def diff_table(
 ) -> Table:
     """Table of a diff: of exact norms and bounds over everything, or of exact norms by place.
 
+    Its numbers are geometric means ``a``, ``b`` and ``ratio``, and of the ends of the ratio; its
+    interval, or its range over samples (see `lipbound.reporting.statistics.spread`); its ``min``
+    and ``max``; `COUNTS`, and the ``compared`` places; NaN where there are no ends.
+
     Args:
         ds: a diff. by: "bound", "layer" or "head".
         bounds: of rows by bound: which, of those that both runs have; all by default.
@@ -118,39 +105,34 @@ def diff_table(
         LipboundError: unknown names, heads of whole layers.
     """
     choice("rows", by, statistics.ROWS)
-    dims = [str(dim) for dim in ds["ratio"].dims]
-    if by == "head" and "head" not in dims:
+    if by == "head" and "head" not in ds["ratio"].dims:
         raise LipboundError("the runs are about whole layers and have no heads; ask by layer")
     if by != "bound" and bounds is not None:
         raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
-    levels = ["layer", "head"][: statistics.ROWS.index(by)]
-    inner = [dim for dim in dims if dim not in levels]
+    levels = {"bound": ["bound"], "layer": ["layer"], "head": ["layer", "head"]}[by]
+    names = ["exact", *(_bounds(ds, bounds) if by == "bound" else ())]
+    values, lower, upper = (
+        xr.concat([change(ds, name, end) for name in names], pd.Index(names, name="bound"))
+        for end in (None, 0, 1)
+    )
+    found, low, high = (_reduced(one, levels) for one in (values, lower, upper))
+    dims = [dim for dim in values["ratio"].dims if dim not in levels]
+    sure = (values["bound"] != "exact") | all(end in ds for end in ENDS)  # estimates have no ends
+    below, above = upper["ratio"].where(sure) < 1, lower["ratio"].where(sure) > 1
+    sure = sure.any([dim for dim in dims if dim == "bound"])
+    found = found.assign(dict(zip(ENDS, (low["ratio"], high["ratio"]), strict=True)))
+    found = found.assign(smaller=below.sum(dims), larger=above.sum(dims))
+    found = found.assign({name: found[name].where(sure) for name in (*ENDS, *COUNTS)})
+    found = found.assign(compared=values["ratio"].notnull().sum(dims))
+    columns = ["a", "b", "ratio", *ENDS, *statistics.INTERVAL, "min", "max", *COUNTS, "compared"]
+    numbers = found[columns].to_dataframe(levels)
+    numbers = numbers.loc[(numbers["compared"] > 0) | (by == "bound")]
+    ends = [one.to_dataframe(levels).loc[numbers.index] for one in (low, high)]
+    shown = numbers.index.to_frame().astype(str)
     if by == "bound":
-        names = ["exact", *_bounds(ds, bounds)]
-        numbers = _rows({name: reduced(change(ds, name), inner) for name in names})
-        ends = [_rows({name: reduced(_ends(ds, name, k), inner) for name in names}) for k in (0, 1)]
         titles = [plain(str(ds[f"{name}_a"].attrs["label"])) for name in names]
         shown = pd.DataFrame({"quantity": titles}, numbers.index)
-    else:
-        numbers = _places(reduced(change(ds), inner), levels)
-        numbers = numbers.loc[numbers["compared"] > 0]
-        ends = [_places(reduced(_ends(ds, "exact", k), inner), levels) for k in (0, 1)]
-        ends = [one.loc[numbers.index] for one in ends]
-        shown = numbers.index.to_frame().astype(str)
     return _written(ds, numbers, shown, ends, by, labels)
-
-
-def _rows(cells: Mapping[str, Mapping[str, xr.DataArray]]) -> pd.DataFrame:
-    """Single numbers as a table, a row for every quantity."""
-    rows = [{key: value.item() for key, value in one.items()} for one in cells.values()]
-    return pd.DataFrame(rows, index=pd.Index(cells, name="bound"))
-
-
-def _places(cells: Mapping[str, xr.DataArray], levels: list[str]) -> pd.DataFrame:
-    """Numbers by layer, or by layer and head, as a table, a row for every place."""
-    # without the names of modules, which the two models may not share
-    bare = {name: values.reset_coords(drop=True) for name, values in cells.items()}
-    return xr.Dataset(bare).to_dataframe(levels)
 
 
 def _bounds(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
@@ -169,36 +151,29 @@ def _written(
     ds: xr.Dataset,
     numbers: pd.DataFrame,
     shown: pd.DataFrame,
-    ends: Sequence[pd.DataFrame],
+    ends: list[pd.DataFrame],
     by: str,
     labels: Mapping[str, str] | None,
 ) -> Table:
     """Numbers as a table, each to the digits that its enclosure supports."""
     first, second = side_names(labels).values()
-
+    keys, ratio = list(shown.columns), f"{second} / {first}"
     low, high = ends
-
-    def column(name: str) -> list[str]:
-        return list(map(enclosed, low[name], high[name]))
-
-    keys = list(shown.columns)
     samples = statistics.samples_of(ds["ratio"])
-    spread = statistics.spread_title(samples)
+    spread, said = statistics.spread_title(samples), statistics.spread_words(samples)
     known = list(map(statistics.digits_of_ends, low["ratio"], high["ratio"]))
-    shown[first], shown[second] = column("a"), column("b")
-    shown[ratio := f"{second} / {first}"] = column("ratio")
+    for title, name in ((first, "a"), (second, "b"), (ratio, "ratio")):
+        shown[title] = list(map(enclosed, low[name], high[name]))
     least, most = statistics.INTERVAL
     if samples > 1:
         shown[spread] = list(map(outwards, low[least], high[most], known))
     shown["min"] = [directed(*one, up=False) for one in zip(low["min"], known, strict=True)]
     shown["max"] = [directed(*one, up=True) for one in zip(high["max"], known, strict=True)]
-    sure = bool(numbers[COUNTS[0]].notna().any())
-    for name in COUNTS if sure else ():
+    counted = COUNTS if bool(numbers[COUNTS[0]].notna().any()) else ()
+    for name in counted:
         pairs = zip(numbers[name], numbers["compared"], strict=True)
         shown[name] = ["n/a" if np.isnan(n) else f"{n:.0f} of {of}" for n, of in pairs]
-    said = statistics.spread_words(samples)
-    axes = [axis for axis in ("sample", "layer", "head") if by == "bound" or axis not in keys]
-    means = over(sides(ds)[0], axes)
+    means = over(sides(ds)[0], [axis for axis in ("sample", "layer", "head") if axis not in keys])
     decided = f"smaller, larger: where {second} is so whatever the norms in their enclosures are"
     return Table(
         numbers,
@@ -210,7 +185,7 @@ def _written(
         notes=[said] * (samples == 1) + diff_notes(ds),
         keys=tuple(keys),
         spare=SPARE,
-        meaning={spread: said} | dict.fromkeys(["smaller"] if sure else [], decided),
+        meaning={spread: said} | dict.fromkeys(counted[:1], decided),
     )
 
 
@@ -218,9 +193,9 @@ def diff_notes(ds: xr.Dataset) -> list[str]:
     """Sentences on a diff: what differs besides the checkpoints, what is not decided or missing."""
     notes, parts = list(ds.attrs["notes"]), change(ds)
     places = int(parts["ratio"].notnull().sum())
-    if ENDS[0] not in parts:
+    if ENDS[0] not in ds:
         notes.append("without upper ends of both norms, ratios are estimates without an enclosure")
-    elif unsure := int(((parts[ENDS[0]] <= 1) & (parts[ENDS[1]] >= 1)).sum()):
+    elif unsure := int(((ds[ENDS[0]] <= 1) & (ds[ENDS[1]] >= 1)).sum()):
         notes.append(f"which is larger is not decided by the enclosures at {unsure} of {places}")
     either = int((ds["exact_a"].notnull() | ds["exact_b"].notnull()).sum())
     if either > places:
@@ -232,25 +207,20 @@ def diff_notes(ds: xr.Dataset) -> list[str]:
 
 def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
     """Contents of a diff, by names in words, for `lipbound info`."""
-    parts = change(ds)
-    dims = [str(dim) for dim in ds["ratio"].dims]
-    whole = {name: value.item() for name, value in reduced(parts, dims).items()}
-    a, b = sides(ds)
+    row, (a, b) = diff_table(ds, bounds=[]).numbers.iloc[0], sides(ds)
     spread = statistics.spread_title(statistics.samples_of(ds["ratio"]))
+    least, most = statistics.INTERVAL
+    columns = {"b / a": "ratio", f"{spread} from": least, f"{spread} to": most}
+    columns |= {"b / a from": "min", "b / a to": "max"}
+    alike = setting_words(a) == setting_words(b)
     return {
         "kind": "diff of two runs",
         "a": checkpoint_words(a),
         "b": checkpoint_words(b),
         "measured": setting_words(a),
-        "measured in b": "alike" if setting_words(a) == setting_words(b) else setting_words(b),
-        "b / a": whole["ratio"],
-        f"{spread} from": whole[statistics.INTERVAL[0]],
-        f"{spread} to": whole[statistics.INTERVAL[1]],
-        "b / a from": whole["min"],
-        "b / a to": whole["max"],
-        "compared": whole["compared"],
-        "smaller": whole["smaller"],
-        "larger": whole["larger"],
+        "measured in b": "alike" if alike else setting_words(b),
+        **{words: row[name] for words, name in columns.items()},
+        **{name: row[name] for name in ("compared", *COUNTS)},
         "bounds": _bounds(ds, None),
         "notes": diff_notes(ds),
     }

@@ -14,7 +14,7 @@ from lipbound.errors import PaperError, UnknownNameError, choice, nearest, tell
 from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import charts, sheets, statistics
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
-from lipbound.reporting.diff_tables import change, diff_table, side_names
+from lipbound.reporting.diff_tables import diff_table, side_names
 from lipbound.reporting.labels import (
     extra_title,
     label_of,
@@ -71,27 +71,24 @@ def diff_heatmaps(
     Raises:
         LipboundError: see `lipbound.reporting.plots.heatmaps`.
     """
-    how = "geomean" if reduce is None else reduce
-    parts, names = change(ds), side_names(labels)
-    grids = _grids(ds, how)
-    low, high = shared_scale({side: grids[side] for side in names})
-    bars = [sheets.Scale(("a", "b"), low, high), _ratio_scale(grids["ratio"], _over(names))]
-    models = dict(zip(names, map(model_name, sides(ds)), strict=True))
-    titles = {
-        side: [name if side in (labels or {}) else plain(f"{name}: {models[side]}")]
-        for side, name in names.items()
-    }
-    row = diff_table(ds, bounds=[], labels=labels).shown.iloc[0]
-    titles["ratio"] = [f"{_over(names)}: {row[_over(names)]}"]
+    how, names = "geomean" if reduce is None else reduce, side_names(labels)
+    called = [
+        name if side in (labels or {}) else plain(f"{name}: {model_name(run)}")
+        for (side, name), run in zip(names.items(), sides(ds), strict=True)
+    ]
+    runs, grids, bars, titles, _ = _of_several(sides(ds), None, how, None, None, called)
+    title = _over(names)
+    title += f": {diff_table(ds, bounds=[], labels=labels).shown[title].iloc[0]}"
+    ratio = {"ratio": _log_ratio(ds, how)}
     return sheets.figure_of(
-        dict.fromkeys(grids, ds),
-        grids,
-        bars,
-        titles,
+        runs | dict.fromkeys(ratio, ds),
+        grids | ratio,
+        [*bars, _ratio_scale(ratio["ratio"], _over(names))],
+        titles | {"ratio": [title]},
         diff_caption(ds, reduce=reduce, labels=labels),
         path,
         sheets.Paper(width, columns, font_size, style, caption),
-        dots={"ratio": _undecided(parts["ratio"], how)},
+        dots={"ratio": _undecided(ds["ratio"], how)},
         own_bars=True,
     )
 
@@ -108,7 +105,7 @@ def diff_heatmap(
 ) -> Axes:
     """Draw the ratio of two runs alone; arguments as in `heatmap` and `diff_heatmaps`."""
     how = "geomean" if reduce is None else reduce
-    grids, name = {"ratio": _grids(ds, how)["ratio"]}, _over(side_names(labels))
+    grids, name = {"ratio": _log_ratio(ds, how)}, _over(side_names(labels))
     words = name + _over_samples(ds, ", ", how)
     scale, above = _ratio_scale(grids["ratio"], words), name if title is None else title
     return sheets.one_panel(ds, grids, scale, above, words, ax, path, colorbar)
@@ -125,18 +122,16 @@ def diff_caption(
     a, b = names.values()
     each = _over_samples(ds, ", each the ", how)
     table = diff_table(ds, bounds=[], labels=labels)
-    row = table.shown.iloc[0].to_dict()
+    row, (likely, said) = table.shown.iloc[0], next(iter(table.meaning.items()))
     of_all = f"{_over(names)} over everything: {row[_over(names)]} (geometric mean"
-    samples = statistics.samples_of(ds["ratio"])
-    likely = statistics.spread_title(samples)
     of_all += f", {likely} {row[likely]})" if likely in row else ")"
-    marked = bool(_undecided(ds["ratio"], how).any())
-    dots = f" Dots: the {statistics.spread_title(samples, how)} of the cell contains 1." * marked
-    said = [table.meaning[likely]] if likely in row else []
-    notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in [*said, *table.notes])
+    spread = statistics.spread_title(statistics.samples_of(ds["ratio"]), how)
+    dots = f" Dots: the {spread} of the cell contains 1." * bool(_undecided(ds["ratio"], how).any())
+    notes = [said, *table.notes] if likely in row else table.notes
+    told = "".join(f" {note[:1].upper()}{note[1:]}." for note in notes)
     return plain(
         f"log10 of the local Lipschitz constants of {a} and {b}, and {_over(names)} on a "
-        f"logarithmic colour scale centred on 1{each}. {table.caption}. {of_all}.{dots}{notes}"
+        f"logarithmic colour scale centred on 1{each}. {table.caption}. {of_all}.{dots}{told}"
     )
 
 
@@ -145,12 +140,10 @@ def _over(names: Mapping[str, str]) -> str:
     return f"{names['b']} / {names['a']}"
 
 
-def _grids(ds: xr.Dataset, how: str | float) -> dict[str, np.ndarray]:
-    """Logarithms of the panels."""
-    parts = change(ds)
-    grids = {name: statistics.panel(parts[name], how).values for name in ("a", "b", "ratio")}
+def _log_ratio(ds: xr.Dataset, how: str | float) -> np.ndarray:
+    """Logarithms of the panel of ratios."""
     with np.errstate(all="ignore"):
-        return {name: np.log10(grid) for name, grid in grids.items()}
+        return np.log10(statistics.panel(ds["ratio"], how).values)
 
 
 def _ratio_scale(grid: np.ndarray, words: str) -> sheets.Scale:

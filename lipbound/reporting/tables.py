@@ -19,8 +19,8 @@ from lipbound.reporting.diff_tables import diff_table
 from lipbound.reporting.labels import footnotes, left_out
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
-from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
 from lipbound.reporting.statistics import LIKELY, RANGE, ROWS, breakdown, panels, ratio, summary
+from lipbound.reporting.text_tables import Table, csv_table, markdown_table, text_table
 from lipbound.runs.store import Run, takes_diff, takes_run
 from lipbound.schema import EXTRAS, Contents, bounds_there, with_exact
 

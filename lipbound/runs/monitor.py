@@ -306,78 +306,22 @@ class Monitor:
         return sealed(ds.assign_coords({STEP: step}), info)
 
     def _results(self, sources: Sources, spec: MeasurementSpec) -> list[LayerResult]:
-        """Measure the layers that the monitor began with, at their places, whatever came since."""
-        planned, capturer = self._plan, sources.capturer
-        own = [layer.layer_name for layer in planned.layers]
-        if _calls_of(self._model, own) != self._calls:
-            capturer.forget()  # modules that are new have not been verified
+        """Measure the layers that the monitor began with.
 
-        def measured() -> list[LayerResult]:
-            blocks, room = planned.blocks(()), planned.room
-            return list(measured_here(sources, spec, blocks, room, verify=False))
-
-        try:
-            results = measured()
-        except CaptureError:
-            if capturer.layers is None or capturer.count == planned.model_layers:
-                raise
-            results = []
-        names = [one.name for one in results if one.start == 0]
-        if capturer.count == planned.model_layers and _calls_of(self._model, names) == self._calls:
-            return results
-        if capturer.layers is not None:  # by now they may be the numbers of other layers
-            capturer.layers = None
-            results = measured()
-            names = [one.name for one in results if one.start == 0]
-        place = self._places(names)
-        gone = [one for i, one in enumerate(planned.layers) if i not in place.values()]
-        lost = ", ".join(f"{one.index} ({one.layer_name})" for one in gone)
-        new = ", ".join(name for k, name in enumerate(names) if k not in place)
-        if not place:
-            raise CaptureError(f"the model no longer has any of the attention layers {lost}")
-        if lost:
-            self._note(
-                f"the model no longer has attention layers that it had when its monitor was made, "
-                f"or calls them another number of times: {lost}; they have no numbers "
-                "(NaN) at such steps"
-            )
-        if new and self._config.layers is None:
-            self._note(
-                f"the model has attention layers that it had not when its monitor was made: "
-                f"{new}; they are not measured"
-            )
-        return [one._replace(layer=place[one.layer]) for one in results if one.layer in place]
-
-    def _places(self, names: Sequence[str]) -> dict[int, int]:
-        """Find the monitor's layers among those of these names that the model has now.
-
-        By their modules; a new module is the layer of its name where that has no module any more.
-
-        Returns:
-            Places among the monitor's layers, by those among ``names``.
+        Raises:
+            CaptureError: the model has other attention layers by now, or has them in another order.
         """
-        calls = _calls_of(self._model, names)
-        place = {k: self._calls.index(call) for k, call in enumerate(calls) if call in self._calls}
-        before, now = ([module for module, *_ in some] for some in (self._calls, calls))
-        own = [layer.layer_name for layer in self._plan.layers]
-        given = [(name, *call[1:]) for name, call in zip(own, self._calls, strict=True)]
-        for k, call in enumerate(calls):
-            key = (names[k], *call[1:])
-            if call[0] in before or key not in given or before[given.index(key)] in now:
-                continue
-            place[k] = given.index(key)
-            self._note(
-                f"layer {names[k]} is another module than when its monitor was made; its numbers "
-                "are those of the new one"
+        planned = self._plan
+        blocks = planned.blocks(()), planned.room
+        results = list(measured_here(sources, spec, *blocks, verify=False))
+        names = [one.name for one in results if one.start == 0]
+        same = _calls_of(self._model, names) == self._calls
+        if not same or sources.capturer.count != planned.model_layers:
+            raise CaptureError(
+                "attention layers of the model came, went or changed places since its monitor was "
+                "made, and their numbers would be those of other layers; make a new Monitor"
             )
-        return place
-
-    def _note(self, note: str) -> None:
-        """Tell something once, and note it in the run."""
-        notes = self._sources.capturer.notes
-        if note not in notes:
-            notes.append(note)
-            tell(note)
+        return results
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
         """Put a step behind those before it, in memory and on disk."""

@@ -17,7 +17,7 @@ from lipbound import tables
 from lipbound.cli import main
 from lipbound.cli.application import show
 from lipbound.errors import LipboundError
-from lipbound.reporting.layout import folded, text_table
+from lipbound.reporting.text_tables import text_table
 from lipbound.runs import store
 
 KEPT = Path(__file__).parent / "terminals"
@@ -188,11 +188,3 @@ def test_widths_that_are_none(ds: xr.Dataset) -> None:
     ):
         with pytest.raises(LipboundError, match=message):
             tables.render(ds, format, width=width)
-
-
-def test_words_are_folded_between_words() -> None:
-    assert folded("a bc \u2020 def", 4) == ["a", "bc \u2020", "def"]
-    assert folded("abcdefgh", 3) == ["abc", "def", "gh"]
-    assert folded("", 3) == [""]
-    assert [cells(line) for line in folded("\u4e2d\u6587\u5b57 x", 4)] == [4, 4]
-    assert cells("e\u0301") == 1

@@ -1,18 +1,22 @@
-"""Tables before they have a format, how they fit a width, and as text, Markdown and CSV.
+"""Tables before they have a format, the columns with room in a line; as text, Markdown, CSV.
 
 Words fold, columns are left out in a stated order or go on below. Numbers stay whole.
 """
 
 from __future__ import annotations
 
-import math
+import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rich.box import Box
 from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
 from lipbound.errors import LipboundError
 from lipbound.formatting import escape_markdown, html_table, plain
@@ -20,10 +24,13 @@ from lipbound.formatting import escape_markdown, html_table, plain
 if TYPE_CHECKING:
     import pandas as pd
 
-NARROW = 13
-"""Characters that a column of words keeps at least; a longer word is broken there."""
-LEAST = 15
-"""Characters in a line that a table is folded to, or more."""
+NARROW, SHORT = 13, 8
+"""Characters that a column of words keeps at least, where a longer word is broken; and those of a
+line of a heading, or more."""
+LEAST, ENDLESS = 15, 100_000
+"""Characters in a line that a table is folded to, or more; and of one that is long enough."""
+RULE = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
+"""A rule below headings, and no other line."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,92 +99,48 @@ class Table:
 
 
 def fit(
-    table: Table,
-    room: float,
-    *,
-    gap: float,
-    narrow: float,
-    optional: int,
-    measure: Callable[[str], float] = cell_len,
+    table: Table, widths: Mapping[str, float], room: float, *, gap: float, narrow: float
 ) -> tuple[list[dict[str, float]], list[str]]:
-    """Find widths of the columns of a table, and which of them are left out or go on below.
+    """Choose the columns of a table that have room in a line.
 
     Args:
         table: says which columns are keys, and which are spare.
+        widths: of its columns, by their titles.
         room: for a line.
         gap: between two columns.
         narrow: least width of the first column where it holds words, which then fold.
-        optional: so many of the spare columns are left out before any word is folded.
-        measure: of a text.
 
     Returns:
         Titles and widths of the columns of each block, blocks below one another; and the titles of
         the columns that have no place.
     """
-    widths = {title: _width(table, title, narrow, measure) for title in table.shown.columns}
-    first, least = next(iter(widths)), 0.0
-    folds = first in table.words
-    if folds:
-        parts = (line for cell in table.shown[first] for line in folded(cell, narrow, measure))
-        least = min(widths[first], max(map(measure, (*parts, *first.split()))))
+    first, kept, left_out = next(iter(widths)), list(widths), list[str]()
+    least = min(widths[first], narrow) if first in table.words else widths[first]
 
-    def lacking(titles: Sequence[str], *, folding: bool = True) -> float:
-        spared = widths[first] - least if folding and folds else 0.0
-        return sum(widths[title] + gap for title in titles) - gap - spared - room
+    def over(titles: Sequence[str]) -> float:
+        return sum(gap + widths[title] for title in titles) - gap - widths[first] - room
 
-    kept, left_out = list(widths), list[str]()
-    for i, title in enumerate(table.spare):
-        if lacking(kept, folding=i >= optional) <= 0:
+    for title in table.spare:
+        if over(kept) + least <= 0:
             break
         if title in kept:
             kept.remove(title)
             left_out.append(title)
-    blocks = [kept]
-    if not table.spare:
-        blocks, keys = [], [title for title in kept if title in table.keys]
-        for title in (title for title in kept if title not in keys):
-            if not blocks or (len(blocks[-1]) > len(keys) and lacking([*blocks[-1], title]) > 0):
-                blocks.append(list(keys))
-            blocks[-1].append(title)
-    if folds:
-        widths[first] -= min(widths[first] - least, max(0.0, lacking(kept, folding=False)))
-    return [{title: widths[title] for title in block} for block in blocks], left_out
+    blocks, keys = list[list[str]](), [title for title in kept if title in table.keys]
+    for title in () if table.spare else [title for title in kept if title not in keys]:
+        if not blocks or (len(blocks[-1]) > len(keys) and over([*blocks[-1], title]) + least > 0):
+            blocks.append(list(keys))
+        blocks[-1].append(title)
+    fitted = {**widths, first: max(least, min(widths[first], -over(kept)))}
+    return [{title: fitted[title] for title in block} for block in blocks or [kept]], left_out
 
 
-def _width(table: Table, title: str, narrow: float, measure: Callable[[str], float]) -> float:
-    """Width of the cells of a column, and of its title, folded where it is longer."""
-    widest = max(map(measure, table.shown[title]), default=0.0)
-    if title == table.shown.columns[0]:
-        return max(widest, measure(title))
-    longest = max(min(narrow, measure(word)) for word in unbroken(title))
-    heading = max(longest, min(measure(title), 2 * narrow / 3))
-    return max([widest, *map(measure, folded(title, max(heading, widest), measure))])
-
-
-def folded(text: str, width: float, measure: Callable[[str], float] = cell_len) -> list[str]:
-    r"""Break a text into lines between words; a word that is too long is broken anywhere.
-
-    Marks stay with their word.
-
-    >>> folded("Castin 3.5, mean field \u2020", 11)
-    ['Castin 3.5,', 'mean', 'field \u2020']
-    """
-    lines: list[str] = []
-    for word in unbroken(text):
-        if lines and measure(f"{lines[-1]} {word}") <= width:
-            lines[-1] += f" {word}"
-            continue
-        while len(word) > 1 and measure(word) > width:
-            end = max((k for k in range(1, len(word)) if measure(word[:k]) <= width), default=1)
-            lines.append(word[:end])
-            word = word[end:]
-        lines.append(word)
-    return [line.replace("\xa0", " ") for line in lines]
-
-
-def unbroken(text: str) -> list[str]:
-    """Split a text into words, with their marks."""
-    return text.replace(" \u2020", "\xa0\u2020").replace(" \u2021", "\xa0\u2021").split(" ")
+def heading(title: str, width: float) -> list[str]:
+    """Break the title of a column into lines, of its cells' width or that of a short word."""
+    longest = max(map(len, title.split()), default=0)
+    wide = max(int(width), SHORT, min(NARROW, longest))
+    lines = textwrap.wrap(re.sub(" ([\u2020\u2021])", "\xa0\\1", title), wide)  # marks stay
+    return [line.replace("\xa0", " ") for line in lines] or [""]
 
 
 def text_table(table: Table, width: str | float | None = None) -> str:
@@ -192,46 +155,39 @@ def text_table(table: Table, width: str | float | None = None) -> str:
         raise LipboundError(
             f"width is {width!r}; that of text is a number of characters, at least {LEAST}"
         )
-    table, (room, narrow) = table.plain(), (width, NARROW) if width else (math.inf, math.inf)
-    blocks, left_out = fit(table, room, gap=2, narrow=narrow, optional=0)
-    lines = [line for text in (table.caption, table.head) for line in hanging(text, width, "")]
-    for block in blocks:
-        lines += ["", *_block(table, {title: int(wide) for title, wide in block.items()})]
+    table, room = table.plain(), int(width) if width and width < ENDLESS else ENDLESS
+    widths = {}
+    for title in table.shown.columns:
+        cells = max(map(cell_len, table.shown[title]), default=0)
+        widths[title] = max(cells, *map(cell_len, heading(title, cells)))
+    blocks, left_out = fit(table, widths, room, gap=2, narrow=NARROW)
     none = [f"no room for: {', '.join(left_out)}"] if left_out else []
-    gap = [""] if table.notes else []
-    for text in [*table.remarks(left_out), *none, *gap, *table.notes]:
-        lines += hanging(text, width)
+    lines = [line for text in (table.caption, table.head) for line in hanging(text, room, "")]
+    lines += [line for block in blocks for line in ("", *_block(table, block, room))]
+    for text in [*table.remarks(left_out), *none, *([""] if table.notes else []), *table.notes]:
+        lines += hanging(text, room)
     return "\n".join(lines)
 
 
-def hanging(text: str, width: float | None, indent: str = "  ") -> list[str]:
+def hanging(text: str, width: float, indent: str = "  ") -> list[str]:
     """A paragraph in lines, all but the first indented."""
-    text = plain(text)
-    lines = (
-        textwrap.wrap(text, int(width), subsequent_indent=indent, break_on_hyphens=False)
-        if width
-        else [text]
-    )
-    return lines or [""]
+    return textwrap.wrap(
+        plain(text), int(width), subsequent_indent=indent, break_on_hyphens=False
+    ) or [""]
 
 
-def _block(table: Table, widths: Mapping[str, int]) -> list[str]:
+def _block(table: Table, widths: Mapping[str, float], room: int) -> list[str]:
     """Headings, a rule and rows of some columns: words to the left, numbers to the right."""
-    rows, lines = [dict(zip(widths, widths, strict=True)), *table.shown.to_dict("records")], []
-    for k, row in enumerate(rows):
-        cells = {title: folded(row[title], wide) for title, wide in widths.items()}
-        high = max(map(len, cells.values()))
-        for i in range(high):
-            line = []
-            for title, parts in cells.items():
-                at = i if k else i - high + len(parts)  # headings stand at the bottom
-                cell = parts[at] if 0 <= at < len(parts) else ""
-                blank = " " * (widths[title] - cell_len(cell))
-                line.append(cell + blank if title in table.words else blank + cell)
-            lines.append("  ".join(line).rstrip())
-        if k == 0:
-            lines.append("  ".join("-" * wide for wide in widths.values()))
-    return lines
+    grid = Grid(box=RULE, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for title, wide in widths.items():
+        said = Text("\n".join(heading(title, wide)))
+        side: Any = "left" if title in table.words else "right"
+        grid.add_column(said, justify=side, width=int(wide), overflow="fold")
+    for row in table.shown[list(widths)].itertuples(index=False):
+        grid.add_row(*map(Text, row))
+    console = Console(file=io.StringIO(), width=max(room, sum(map(int, widths.values()))))
+    lines = console.render_lines(grid, pad=False)
+    return ["".join(part.text for part in line).rstrip() for line in lines]
 
 
 def markdown_table(table: Table) -> str:
