@@ -95,7 +95,7 @@ NUMBERS_OF_COMPARE = {
     **{f"--max-length {value}": f"max_length is {value}; {COUNT}" for value in (0, -4)},
     "--max-length long": "invalid value for '--max-length'",
     "--max-length=12.5": "invalid value for '--max-length'",
-    "--max-length 41": "--max-length 41 exceeds the 40 positions of {bert}; give at most 40",
+    "--max-length 41": "max_length 41 exceeds the 40 positions of {bert}; give at most 40",
     **{
         f"--layers {value}": f"layers is '{value}'; {NUMBERS}"
         for value in ("a", "1-0", "0,,1", "0,", "1.0", "0..1", "all", "0-", "-1-1", "9" * 20)
@@ -138,7 +138,7 @@ NAMES_OF_COMPARE = {
     "--map heads2": "unknown map 'heads2'; did you mean 'heads'",
     "--map HEAD": "did you mean 'head'",
     "--map ''": "unknown map ''; allowed are head,",
-    "--map layer --bounds kim": "has no value for --map layer; use --map head or leave it out",
+    "--map layer --bounds kim": "has no value for map='layer'; use map='head' or leave it out",
     f"{QUICK} --map pre_norm": "map 'pre_norm' needs a layer that normalises before attention",
     **{
         f"--device {value}": f"device '{value}' cannot be used here; try 'cpu' or 'auto'"
@@ -156,7 +156,7 @@ NAMES_OF_COMPARE = {
         for value in ("0", "-1", "two", "")
     },
     "--scheduler nowhere": "no dask scheduler answers at 'nowhere'",
-    "--resume": "--resume needs --out, the name of the run to take up",
+    "--resume": "resume needs out, the name of the run to take up",
     f"{QUICK} --out {{mess}}/file/run.zarr": "{mess}/file/run.zarr cannot be written",
     f"{QUICK} --out /proc/nothing/run.zarr": "/proc/nothing/run.zarr cannot be written",
     f"{QUICK} --out {{mess}}/run.zarr": "{mess}/run.zarr exists already; choose another name",
@@ -187,13 +187,13 @@ DATA = {
     "{mess}/header.csv": "could not be read, as a file or a hub dataset: it is empty",
     "{mess}/ragged.csv": "Expected 2 fields in line 3, saw 4",
     "{mess}/numbers.csv": "numbers.csv has no column of a usual name for text; name one of a, b "
-    "with --column",
+    "with column=",
     "{mess}/numbers.csv --column a": "column 'a' of numbers.csv holds int, but {bert} takes "
-    "text; name another with --column",
+    "text; name another with column=",
     "{mess}/numbers.csv --column c": "numbers.csv has no column 'c'; name one of a, b with "
-    "--column",
+    "column=",
     "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; name one of 0, 1 with "
-    "--column",
+    "column=",
     "{mess}/two.csv --column ''": "column is ''; give its name, or leave it out",
     "{mess}/two.csv --split test": "split is 'test', but there is none in two.csv, one file; "
     "leave it out",
@@ -296,9 +296,8 @@ RUN_COMMANDS = {
     "text",
     "heatmap {mess}/run.zarr -o {tmp}/x.docx": "has no file type that can be drawn",
     "heatmap {mess}/run.zarr -o {mess}/file/x.pdf": "{mess}/file/x.pdf cannot be written",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 0": "--columns",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 1.5": "--columns must be a whole number, "
-    "not '1.5'",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 0": "columns is 0",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 1.5": "invalid value for '--columns'",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "unknown width 'tall', and no number of "
     "inches; allowed are column, page, slide",
     **{
@@ -313,7 +312,7 @@ RUN_COMMANDS = {
     "report {mess}/run.zarr -o {tmp}/x.pdf": "is not an .html file",
     "report {mess}/run.zarr -o {tmp}/x.html --sample 9": "sample is 9; the run has samples 0 "
     "to 1",
-    "report {mess}/run.zarr {mess}/run.zarr -o {tmp}/x.html --model {bert}": "--model and --data are for a "  # noqa: E501
+    "report {mess}/run.zarr {mess}/run.zarr -o {tmp}/x.html --model {bert}": "model= and data= are for a "  # noqa: E501
     "single run",
     **{
         f"verify {{mess}}/run.zarr --places {value}": f"places is {value}; {COUNT}"
@@ -328,7 +327,7 @@ RUN_COMMANDS = {
     "verify {mess}/run.zarr --device gpu": "device 'gpu' cannot be used here",
     "verify {mess}/run.zarr --dtype half": "dtype is 'half'; allowed are",
     "verify {mess}/moved.zarr": "there is no directory or file {mess}/gone",
-    "verify {mess}/memory.zarr": "in memory, which no name leads back to; give it as --model",
+    "verify {mess}/memory.zarr": "in memory, which no name leads back to; give it as model=",
 }
 OTHER_COMMANDS = {
     "compair x": "no such command 'compair'. Did you mean 'compare'?",

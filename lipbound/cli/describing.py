@@ -79,7 +79,7 @@ def info(run: Path, *, json: bool = False) -> None:
         run: A run saved by `lipbound compare --out`.
         json: JSON, for programs.
     """
-    from lipbound.reporting.diff_tables import diff_facts
+    from lipbound.reporting.diffs import diff_facts
     from lipbound.reporting.labels import fact_words, facts
     from lipbound.runs.dataset import damage
     from lipbound.runs.pair import diff_damage

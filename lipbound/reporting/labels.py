@@ -250,7 +250,8 @@ def label_of(ds: xr.Dataset, name: str) -> str:
 
 def extra_title(ds: xr.Dataset, name: str) -> str:
     """The full name of one of `lipbound.reporting.statistics.extras`."""
-    return plain(str(ds[name].attrs.get("long_name", name)))
+    attrs = ds[name].attrs
+    return plain(str(attrs.get("long_name", attrs.get("label", name))))
 
 
 def extra_known(ds: xr.Dataset, name: str) -> str:

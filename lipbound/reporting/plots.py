@@ -14,7 +14,7 @@ from lipbound.errors import PaperError, UnknownNameError, choice, nearest, tell
 from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import charts, sheets, statistics
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
-from lipbound.reporting.diff_tables import diff_table, side_names
+from lipbound.reporting.diffs import diff_notes, diff_words, ratio_run, side_names
 from lipbound.reporting.labels import (
     extra_title,
     label_of,
@@ -74,17 +74,16 @@ def diff_heatmaps(
     how, names = "geomean" if reduce is None else reduce, side_names(labels)
     called = [
         name if side in (labels or {}) else plain(f"{name}: {model_name(run)}")
-        for (side, name), run in zip(names.items(), sides(ds), strict=True)
+        for (side, name), run in zip(names.items(), sides(ds), strict=False)
     ]
     runs, grids, bars, titles, _ = _of_several(sides(ds), None, how, None, None, called)
-    title = _over(names)
-    title += f": {diff_table(ds, bounds=[], labels=labels).shown[title].iloc[0]}"
-    ratio = {"ratio": _log_ratio(ds, how)}
+    ratio, bar = _ratio_panel(ds, how, names["ratio"])
+    mean = enclosed(*statistics.mean_ends(ratio_run(ds), "exact"))
     return sheets.figure_of(
         runs | dict.fromkeys(ratio, ds),
         grids | ratio,
-        [*bars, _ratio_scale(ratio["ratio"], _over(names))],
-        titles | {"ratio": [title]},
+        [*bars, bar],
+        titles | {"ratio": [f"{names['ratio']}: {mean}"]},
         diff_caption(ds, reduce=reduce, labels=labels),
         path,
         sheets.Paper(width, columns, font_size, style, caption),
@@ -104,11 +103,9 @@ def diff_heatmap(
     labels: Mapping[str, str] | None = None,
 ) -> Axes:
     """Draw the ratio of two runs alone; arguments as in `heatmap` and `diff_heatmaps`."""
-    how = "geomean" if reduce is None else reduce
-    grids, name = {"ratio": _log_ratio(ds, how)}, _over(side_names(labels))
-    words = name + _over_samples(ds, ", ", how)
-    scale, above = _ratio_scale(grids["ratio"], words), name if title is None else title
-    return sheets.one_panel(ds, grids, scale, above, words, ax, path, colorbar)
+    how, name = "geomean" if reduce is None else reduce, side_names(labels)["ratio"]
+    words, above = name + _over_samples(ds, ", ", how), name if title is None else title
+    return sheets.one_panel(ds, *_ratio_panel(ds, how, words), above, words, ax, path, colorbar)
 
 
 def diff_caption(
@@ -118,39 +115,26 @@ def diff_caption(
     labels: Mapping[str, str] | None = None,
 ) -> str:
     """The caption that `diff_heatmaps` writes beside the figure."""
-    how, names = "geomean" if reduce is None else reduce, side_names(labels)
-    a, b = names.values()
-    each = _over_samples(ds, ", each the ", how)
-    table = diff_table(ds, bounds=[], labels=labels)
-    row, (likely, said) = table.shown.iloc[0], next(iter(table.meaning.items()))
-    of_all = f"{_over(names)} over everything: {row[_over(names)]} (geometric mean"
-    of_all += f", {likely} {row[likely]})" if likely in row else ")"
+    how, (a, b, ratio) = "geomean" if reduce is None else reduce, side_names(labels).values()
     spread = statistics.spread_title(statistics.samples_of(ds["ratio"]), how)
     dots = f" Dots: the {spread} of the cell contains 1." * bool(_undecided(ds["ratio"], how).any())
-    notes = [said, *table.notes] if likely in row else table.notes
-    told = "".join(f" {note[:1].upper()}{note[1:]}." for note in notes)
+    notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in diff_notes(ds, labels))
     return plain(
-        f"log10 of the local Lipschitz constants of {a} and {b}, and {_over(names)} on a "
-        f"logarithmic colour scale centred on 1{each}. {table.caption}. {of_all}.{dots}{told}"
+        f"log10 of the local Lipschitz constants of {a} and {b}, and {ratio} on a logarithmic "
+        f"colour scale centred on 1{_over_samples(ds, ', each the ', how)}; above it its geometric "
+        f"mean over everything. {diff_words(ds, labels)}.{dots}{notes}"
     )
 
 
-def _over(names: Mapping[str, str]) -> str:
-    """The ratio in words, such as B / A."""
-    return f"{names['b']} / {names['a']}"
-
-
-def _log_ratio(ds: xr.Dataset, how: str | float) -> np.ndarray:
-    """Logarithms of the panel of ratios."""
+def _ratio_panel(
+    ds: xr.Dataset, how: str | float, words: str
+) -> tuple[dict[str, np.ndarray], sheets.Scale]:
+    """Logarithms of the ratios of a diff, and a scale with 1 in its middle."""
     with np.errstate(all="ignore"):
-        return np.log10(statistics.panel(ds["ratio"], how).values)
-
-
-def _ratio_scale(grid: np.ndarray, words: str) -> sheets.Scale:
-    """A scale with 1 in its middle."""
+        grid = np.log10(statistics.panel(ds["ratio"], how).values)
     most = max(map(abs, statistics.ends(grid[np.isfinite(grid)])), default=0.0)
     most = max(most, 1e-3) if np.isfinite(most) else 1.0
-    return sheets.Scale(("ratio",), -most, most, sheets.DIVERGING, words)
+    return {"ratio": grid}, sheets.Scale(("ratio",), -most, most, sheets.DIVERGING, words)
 
 
 def _undecided(ratio: xr.DataArray, how: str | float) -> np.ndarray:
