@@ -115,10 +115,7 @@ NUMBERS_OF_COMPARE = {
         for value in ("-1", "1", "2", "nan", "inf")
     },
     "--delta x": "invalid value for '--delta'",
-    **{
-        f"--seed {value}": f"invalid value for '--seed'"
-        for value in ("x", "1.5", "1e3")
-    },
+    **{f"--seed {value}": f"invalid value for '--seed'" for value in ("x", "1.5", "1e3")},
     **{
         f"--memory {value}": f"memory is '{value}'; {SIZE}"
         for value in ("-1", "much", "4XB", "nan", "inf", "50%")
@@ -190,10 +187,8 @@ DATA = {
     "with column=",
     "{mess}/numbers.csv --column a": "column 'a' of numbers.csv holds int, but {bert} takes "
     "text; name another with column=",
-    "{mess}/numbers.csv --column c": "numbers.csv has no column 'c'; name one of a, b with "
-    "column=",
-    "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; name one of 0, 1 with "
-    "column=",
+    "{mess}/numbers.csv --column c": "numbers.csv has no column 'c'; name one of a, b with column=",
+    "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; name one of 0, 1 with column=",
     "{mess}/two.csv --column ''": "column is ''; give its name, or leave it out",
     "{mess}/two.csv --split test": "split is 'test', but there is none in two.csv, one file; "
     "leave it out",
@@ -310,8 +305,7 @@ RUN_COMMANDS = {
     "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "unknown reduction 1.5, and no "
     "quantile between 0 and 1; allowed are geomean, max, mean, median",
     "report {mess}/run.zarr -o {tmp}/x.pdf": "is not an .html file",
-    "report {mess}/run.zarr -o {tmp}/x.html --sample 9": "sample is 9; the run has samples 0 "
-    "to 1",
+    "report {mess}/run.zarr -o {tmp}/x.html --sample 9": "sample is 9; the run has samples 0 to 1",
     "report {mess}/run.zarr {mess}/run.zarr -o {tmp}/x.html --model {bert}": "model= and data= are for a "  # noqa: E501
     "single run",
     **{

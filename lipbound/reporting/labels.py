@@ -14,7 +14,7 @@ import xarray as xr
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import counted, joined, number, plain, small
-from lipbound.runs.dataset import edited
+from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
     EXTRAS,

@@ -31,9 +31,9 @@ from lipbound.formatting import counted
 from lipbound.models.inputs import prepare
 from lipbound.models.sources.loaded_model import bare_module, in_dtype, in_training
 from lipbound.models.training.watch import uncompiled
-from lipbound.runs.compare import fill, labelled, run_info
+from lipbound.runs.checksums import sealed
+from lipbound.runs.compare import dataset, fill, run_info
 from lipbound.runs.config import READING, RunConfig
-from lipbound.runs.dataset import sealed
 from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, seed_of
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
@@ -302,7 +302,7 @@ class Monitor:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
         self._info = info
-        ds = labelled(self._config, planned, tables, lengths)
+        ds = dataset(tables, planned.spec, planned.layers, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
 
     def _results(self, sources: Sources, spec: MeasurementSpec) -> list[LayerResult]:

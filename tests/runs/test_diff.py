@@ -25,9 +25,9 @@ from lipbound.models.given_layers import GivenLayers
 from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.sheets import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
-from lipbound.runs.dataset import damage
-from lipbound.runs.pair import GIVEN, sides
+from lipbound.runs.checksums import damage
 from lipbound.runs.store import diff_of
+from lipbound.runs.two_runs import GIVEN, sides
 
 RUN_OPTIONS = {name: value for name, value in OPTIONS.items() if name != "progress"}
 
