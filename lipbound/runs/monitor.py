@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed
 import xarray as xr
+import zarr
 from torch import nn
 
 from lipbound.devices import in_own_modes
@@ -22,6 +25,7 @@ from lipbound.errors import (
     choice,
     flag,
     indices,
+    one_line,
     real,
     shown,
     tell,
@@ -38,14 +42,15 @@ from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, s
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
 from lipbound.runs.step_callbacks import Log, attached, numbers
-from lipbound.runs.step_store import StepStore, stacked
-from lipbound.runs.store import check_target, load
-from lipbound.schema import STATISTICS, STEP, RunInfo
+from lipbound.runs.store import check_target, load, save
+from lipbound.schema import AXES, STATISTICS, STEP, RunInfo
 
 EVERY = 100
 """Steps between two measurements where nothing else is said."""
 OF_RUN = "out resume bounds map norm layers tol seed samples max_length tokenizer"
 """Arguments of a monitor that are those of a run."""
+WITHOUT = ("audit", "violations")
+"""Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
 _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
 """The last monitor that this process made for each store; it alone writes there."""
 
@@ -353,6 +358,91 @@ class Monitor:
                 f"{one.name} has risen above {one.threshold:g} at step {step}: {one.value:.4g} in "
                 f"layer {one.layer}, head {one.head}, sample {one.sample}"
             )
+
+
+def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Put steps of one training together, along an axis before all others.
+
+    Args:
+        steps: runs of one kind, at least one, with a coordinate `STEP` each, ascending. Settings
+            are those of the last.
+    """
+    last = steps[-1]
+    along = [name for name, one in last.variables.items() if one.dims[:2] == AXES[:2]]
+    ds = last.assign_coords({STEP: [int(one[STEP]) for one in steps]})
+    for name in along:
+        values = np.stack([one[name].values for one in steps])
+        ds[name] = ((STEP, *last[name].dims), values, last[name].attrs)
+    attrs = {name: value for name, value in last.attrs.items() if name not in WITHOUT}
+    return ds.drop_attrs(deep=False).assign_attrs(attrs)
+
+
+class StepStore:
+    """A run over steps on disk, a Zarr store that grows.
+
+    The store can be read, and its training be killed, at any moment. A step is written behind those
+    that are there, chunks of its own; then one file, which holds the shapes of all arrays and is
+    replaced whole, lets readers see it.
+
+    Args:
+        path: of the store, which need not exist yet.
+        count: how many steps of it count; those behind are written over.
+    """
+
+    def __init__(self, path: Path, count: int = 0):
+        self._path, self._count = path, count
+
+    def write(self, ds: xr.Dataset, position: int) -> None:
+        """Write a step behind the first so many, and let go of those that stood there.
+
+        Args:
+            ds: one step.
+            position: how many steps stand before it, at most as many as there are.
+
+        Raises:
+            StoreError: it cannot be written; what was there can still be read.
+        """
+        grown = stacked([ds])
+        try:
+            if position == 0:
+                if self._count:
+                    shutil.rmtree(self._path)
+                    self._count = 0
+                self._create(grown)
+            else:
+                if position < self._count:
+                    self._append(grown, {}, position)
+                    self._count = position
+                names = [name for name, one in grown.variables.items() if STEP in one.dims]
+                rows = {str(name): grown.variables[name].values[0] for name in names}
+                self._append(grown, rows, position + 1)
+        except OSError as error:
+            what = f"step {int(ds[STEP])} could not be written to {self._path}: {one_line(error)}"
+            raise StoreError(what) from error
+        self._count = position + 1
+
+    def _create(self, ds: xr.Dataset) -> None:
+        """Make the store, with a chunk for every step, so that none is written twice."""
+        for one in ds.variables.values():
+            if STEP in one.dims:
+                one.encoding["chunks"] = one.shape
+        save(ds, self._path)
+
+    def _append(self, ds: xr.Dataset, rows: Mapping[str, np.ndarray], count: int) -> None:
+        """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
+        group = zarr.open_group(self._path, mode="r+", use_consolidated=True)
+        arrays: dict[str, Any] = dict(group.arrays())
+        for name, one in ds.variables.items():
+            if STEP in one.dims:
+                array = arrays[str(name)]
+                array.resize((count, *array.shape[1:]))
+                if str(name) in rows:
+                    array[count - 1] = rows[str(name)].astype(array.dtype)
+        if group.attrs.asdict() != ds.attrs:
+            group.update_attributes(ds.attrs)  # in one write
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other readers of this format may not know the file
+            zarr.consolidate_metadata(group.store)
 
 
 def _steps(given: Any) -> frozenset[int]:
