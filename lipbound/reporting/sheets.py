@@ -66,7 +66,7 @@ class Scale:
         """Number a diverging bar by ratios rather than by logarithms."""
         if self.colors == DIVERGING:
             places = np.linspace(-self.high, self.high, 5)
-            bar.set_ticks(list(places), labels=[f"{10**place:.3g}" for place in places])
+            bar.set_ticks(list(places), labels=[f"{10**place:.4g}" for place in places])
 
     @property
     def norm(self) -> Normalize:

@@ -125,19 +125,11 @@ def diff_table(
         made = _by_place(run, by, [], reduce, "ratio", told)
         names = {f"exact{end}": f"ratio{end}" for end in ("", "_lower", "_upper")}
         return replace(made, numbers=made.numbers.rename(columns=names))
-    both = [
-        name for name in run.data_vars if f"{name}_upper" in run and name not in ("a", "b", "exact")
-    ]
-    return _of_norms(
-        run,
-        [
-            "a",
-            "b",
-            "exact",
-            *(both if bounds is None else [choice("bound", one, both) for one in bounds]),
-        ],
-        told,
-    )
+    norms, given = ["a", "b", "exact"], [bounds] if isinstance(bounds, str) else bounds
+    both = [str(name) for name in run.data_vars if f"{name}_upper" in run]
+    both = [name for name in both if name not in norms]
+    chosen = both if given is None else [choice("bound", name, both) for name in given]
+    return _of_norms(run, [*norms, *chosen], told)
 
 
 @takes_diff(diff_table)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rich.box import Box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Grid
@@ -29,8 +28,6 @@ NARROW, SHORT = 13, 8
 line of a heading, or more."""
 LEAST, ENDLESS = 15, 100_000
 """Characters in a line that a table is folded to, or more; and of one that is long enough."""
-RULE = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
-"""A rule below headings, and no other line."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,11 +156,11 @@ def text_table(table: Table, width: str | float | None = None) -> str:
     widths = {}
     for title in table.shown.columns:
         cells = max(map(cell_len, table.shown[title]), default=0)
-        widths[title] = max(cells, *map(cell_len, heading(title, cells)))
+        widths[title] = max(cells, *map(cell_len, heading(title, cells) if width else [title]))
     blocks, left_out = fit(table, widths, room, gap=2, narrow=NARROW)
     none = [f"no room for: {', '.join(left_out)}"] if left_out else []
     lines = [line for text in (table.caption, table.head) for line in hanging(text, room, "")]
-    lines += [line for block in blocks for line in ("", *_block(table, block, room))]
+    lines += [line for block in blocks for line in ("", *_block(table, block))]
     for text in [*table.remarks(left_out), *none, *([""] if table.notes else []), *table.notes]:
         lines += hanging(text, room)
     return "\n".join(lines)
@@ -176,16 +173,17 @@ def hanging(text: str, width: float, indent: str = "  ") -> list[str]:
     ) or [""]
 
 
-def _block(table: Table, widths: Mapping[str, float], room: int) -> list[str]:
+def _block(table: Table, widths: Mapping[str, float]) -> list[str]:
     """Headings, a rule and rows of some columns: words to the left, numbers to the right."""
-    grid = Grid(box=RULE, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title, wide in widths.items():
         said = Text("\n".join(heading(title, wide)))
         side: Any = "left" if title in table.words else "right"
         grid.add_column(said, justify=side, width=int(wide), overflow="fold")
-    for row in table.shown[list(widths)].itertuples(index=False):
+    rule = ["-" * int(wide) for wide in widths.values()]
+    for row in (rule, *table.shown[list(widths)].itertuples(index=False)):
         grid.add_row(*map(Text, row))
-    console = Console(file=io.StringIO(), width=max(room, sum(map(int, widths.values()))))
+    console = Console(file=io.StringIO(), width=ENDLESS)
     lines = console.render_lines(grid, pad=False)
     return ["".join(part.text for part in line).rstrip() for line in lines]
 

@@ -402,27 +402,17 @@ def test_heatmaps_diverge_from_one(ds: xr.Dataset, tmp_path: Path) -> None:
     np.testing.assert_array_equal(alone.images[0].get_array(), picture.get_array())
 
 
-@pytest.mark.parametrize(
-    ("most", "numbers"),
-    [
-        (1e-3, {"1", "1.001", "0.999", "1.002", "0.998"}),
-        (0.05, {"1", "1.05", "1.1", "0.95", "0.9"}),
-        (0.29, {"1", "1.2", "1.4", "0.8", "0.6"}),
-        (0.35, {"1", "2", "0.5"}),
-        (0.63, {"1", "2", "4", "0.5", "0.25"}),
-        (3.0, {"1", "10", "100", "0.1", "0.01"}),
-    ],
-)
-def test_bars_are_numbered_by_ratios(most: float, numbers: set[str]) -> None:
+@pytest.mark.parametrize("most", [1e-3, 0.29, 3.0])
+def test_bars_are_numbered_by_ratios(most: float) -> None:
     axes = Figure().add_subplot()
     scale = Scale(("ratio",), -most, most, DIVERGING)
     picture = axes.imshow([[0.0]], norm=scale.norm)
     bar = axes.figure.colorbar(picture, ax=axes)
     scale.mark(bar)
-    found = {label.get_text() for label in bar.ax.get_yticklabels()}
-    assert found == numbers
-    at = sorted(10.0**place for place in bar.get_ticks())
-    assert at == pytest.approx(sorted(map(float, numbers)), rel=1e-3)
+    numbers = [float(label.get_text()) for label in bar.ax.get_yticklabels()]
+    assert numbers[2] == 1
+    assert (bar.get_ticks()[0], bar.get_ticks()[-1]) == (-most, most)
+    np.testing.assert_allclose(numbers, 10.0 ** np.asarray(bar.get_ticks()), rtol=5e-4)
 
 
 def test_csv_has_the_numbers_of_places_alone(ds: xr.Dataset) -> None:
