@@ -162,7 +162,7 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
         progress = not state["quiet"]
         ds = sheltered(lambda: diff_runs(a, b, **given, client=client, progress=progress))
     # what both have in common once
-    below = replace(tables.table_of(ds, "layer"), caption="", notes=[], meaning={})
+    below = replace(tables.table_of(ds, "layer"), caption="", notes=[])
     for table in (tables.table_of(ds), below):
         typer.echo(text_table(table, columns()))
     if out is not None:

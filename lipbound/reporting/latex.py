@@ -122,7 +122,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption]
     if left_out:
         comments.append(f"no room for: {', '.join(left_out)}; --width page has more")
-    said = filter(None, [table.head, *table.remarks(left_out), *table.notes])
+    said = filter(None, [table.head, *table.notes])
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in said), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
         *(f"% {plain(line)}" for line in comments),

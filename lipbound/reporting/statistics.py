@@ -128,19 +128,6 @@ def spread_title(samples: int, how: str | float = "geomean") -> str:
     return LIKELY if samples >= FEW and how == "geomean" else RANGE
 
 
-def spread_words(samples: int, how: str | float = "geomean", mean: str = "") -> str:
-    """Say what the column of `spread_title` is, or why there is none.
-
-    Args:
-        samples: how many have values. how: the reduction. mean: what a single sample has, in words.
-    """
-    if samples < 2:
-        return "one sample: no interval over samples" if samples else ""
-    if spread_title(samples, how) == LIKELY:
-        return f"{LIKELY}: Student's t over {samples} samples, on logarithms"
-    return f"{RANGE}: smallest to largest {mean or reduction_name(how)} of a single sample"
-
-
 def digits_of_ends(low: float, high: float) -> int:
     """Digits of ranges beside a mean: no more than it has, which stands between them."""
     return max(2, min(3, digits(low, high)))

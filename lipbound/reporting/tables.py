@@ -41,7 +41,7 @@ WRITERS: dict[str, Callable[..., str]] = {
 }
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
-MEAN = "geom. mean"
+MEAN, NO_SPREAD = "geom. mean", "one sample: no interval over samples"
 SPANS = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
 """Columns of two ends in words, and those of their ends in numbers."""
 HOLDS, BELOW = "assumptions hold", "below exact"
@@ -187,22 +187,22 @@ def _table(
     """A table with its caption and notes, without what is over samples where there is one."""
     samples = int(with_exact(ds).sum())
     said, notes = told or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
-    likely = statistics.spread_words(samples, reduce)
+    spread = [f"{RANGE}: smallest to largest {mean} of a single sample"]
     if samples <= 1:
-        shown, notes = shown.drop(columns=[RANGE, LIKELY]), [*filter(None, [likely]), *notes]
+        shown, spread = shown.drop(columns=[RANGE, LIKELY]), [NO_SPREAD] * samples
     elif statistics.spread_title(samples, reduce) == RANGE:
         shown = shown.drop(columns=LIKELY)
-    of_range = f"{RANGE}: smallest to largest {mean} of a single sample"
+    else:
+        spread.insert(0, f"{LIKELY}: Student's t over {samples} samples, on logarithms")
     return Table(
         numbers,
         shown,
         words=WORDS,
         head=head,
         caption=said,
-        notes=notes,
+        notes=[*spread, *notes],
         keys=tuple(keys),
         spare=spare,
-        meaning={LIKELY: likely, RANGE: of_range},
     )
 
 

@@ -9,7 +9,7 @@ import io
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -45,7 +45,6 @@ class Table:
             below.
         spare: titles of columns that may be left out, the first one first. Without any, columns
             that do not fit go on below.
-        meaning: what to say of columns that are there, by their titles.
     """
 
     numbers: pd.DataFrame
@@ -56,12 +55,6 @@ class Table:
     notes: list[str]
     keys: tuple[str, ...]
     spare: tuple[str, ...] = ()
-    meaning: Mapping[str, str] = field(default_factory=dict)
-
-    def remarks(self, left_out: Sequence[str] = ()) -> list[str]:
-        """Sentences on columns that are there."""
-        there = [title for title in self.shown.columns if title not in left_out]
-        return [text for title, text in self.meaning.items() if title in there]
 
     def plain(self) -> Table:
         """The same table with cells and titles on one line, without control characters."""
@@ -90,7 +83,7 @@ class Table:
             list(made.shown.columns),
             made.shown.values.tolist(),
             title=self.caption,
-            notes=[self.head, *self.remarks(), *self.notes],
+            notes=[self.head, *self.notes],
             words=made.words,
         )
 
@@ -161,7 +154,7 @@ def text_table(table: Table, width: str | float | None = None) -> str:
     none = [f"no room for: {', '.join(left_out)}"] if left_out else []
     lines = [line for text in (table.caption, table.head) for line in hanging(text, room, "")]
     lines += [line for block in blocks for line in ("", *_block(table, block))]
-    for text in [*table.remarks(left_out), *none, *([""] if table.notes else []), *table.notes]:
+    for text in [*none, *([""] if table.notes else []), *table.notes]:
         lines += hanging(text, room)
     return "\n".join(lines)
 
@@ -194,7 +187,7 @@ def markdown_table(table: Table) -> str:
     above = [_markdown_note(part) for part in (table.caption, table.head) if part]
     align = ["left" if title in table.words else "right" for title in table.shown.columns]
     body = str(cells.to_markdown(index=False, disable_numparse=True, colalign=align))
-    notes = [f"{_markdown_note(note)}<br>" for note in [*table.remarks(), *table.notes]]
+    notes = [f"{_markdown_note(note)}<br>" for note in table.notes]
     return "\n".join([*(f"{part}\n" for part in above), body, "", *notes]).rstrip()
 
 

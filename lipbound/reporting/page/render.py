@@ -243,7 +243,7 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
             "rows": [[name, *row] for name, row in shown.T.items()],
         },
         "exact": enclosed(*statistics.mean_ends(ds, "exact")),
-        "notes": [*made.remarks(), *made.notes],
+        "notes": made.notes,
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),
         "bibtex": citations.bibtex(ds),
