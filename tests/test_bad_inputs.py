@@ -115,7 +115,7 @@ NUMBERS_OF_COMPARE = {
         for value in ("-1", "1", "2", "nan", "inf")
     },
     "--delta x": "invalid value for '--delta'",
-    **{f"--seed {value}": f"invalid value for '--seed'" for value in ("x", "1.5", "1e3")},
+    **{f"--seed {value}": "invalid value for '--seed'" for value in ("x", "1.5", "1e3")},
     **{
         f"--memory {value}": f"memory is '{value}'; {SIZE}"
         for value in ("-1", "much", "4XB", "nan", "inf", "50%")

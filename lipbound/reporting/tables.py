@@ -98,6 +98,16 @@ def render(
     return WRITERS[format](made)
 
 
+def _check_rows(by: str, reduce: str | float, values: str) -> None:
+    """Refuse rows that there are not, and what rows by bound do not have."""
+    choice("rows", by, ROWS)
+    if by == "bound" and (reduce, values) != ("geomean", "ratio"):
+        raise LipboundError(
+            f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
+            f"{values!r}; these are for rows by layer or head"
+        )
+
+
 def diff_table(
     ds: xr.Dataset,
     by: str = "bound",
@@ -117,6 +127,7 @@ def diff_table(
     Raises:
         LipboundError: unknown names, heads of whole layers.
     """
+    _check_rows(by, reduce, "ratio")
     run = ratio_run(ds, labels)
     told = diff_words(ds, labels), diff_notes(ds, labels)
     if by != "bound":
@@ -146,17 +157,12 @@ def table_of(
     """Table that `render` writes, before it has a format.
 
     ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table. Of a diff of two
-    runs it is of both and of B / A (see `lipbound.reporting.diff_tables.diff_table`).
+    runs it is of both and of B / A (see `lipbound.reporting.tables.diff_table`).
 
     Raises:
         LipboundError: unknown names; another mean than geometric, or values, for rows by bound.
     """
-    choice("rows", by, ROWS)
-    if by == "bound" and (reduce, values) != ("geomean", "ratio"):
-        raise LipboundError(
-            f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
-            f"{values!r}; these are for rows by layer or head"
-        )
+    _check_rows(by, reduce, values)
     ds = texts.relabelled(ds, labels)
     chosen = None if bounds is None else statistics.present(ds, bounds)
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)

@@ -371,6 +371,8 @@ def test_tables_in_every_format(ds: xr.Dataset) -> None:
         ({"labels": {"c": "x"}}, "those of a diff are of a and b"),
         ({"by": "layer", "bounds": ["yudin"]}, "bounds are for rows by bound"),
         ({"values": "value", "by": "layer"}, "values is 'value', which is not for a diff"),
+        ({"reduce": "max"}, "reduce is 'max', values 'ratio'; these are for rows by layer"),
+        ({"by": "heads"}, "did you mean 'head'"),
     ):
         with pytest.raises(LipboundError, match=message):
             tables.table_of(ds, **wrong)
