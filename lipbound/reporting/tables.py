@@ -216,7 +216,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     """`summary`, ready to be written; of no bounds, what the exact norms are."""
     counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
     if not names:
-        return _of_norms(ds, ["exact"])
+        return _of_norms(ds, ["exact"], bounds=chosen)
     mean, spread = _of_each(ds, names)
     numbers = summary(ds).loc[names]
     audited = numbers[["violations", "compared", "sound"]].itertuples(index=False)
@@ -228,14 +228,19 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
 
-def _of_norms(ds: xr.Dataset, names: Sequence[str], told: Told | None = None) -> Table:
+def _of_norms(
+    ds: xr.Dataset,
+    names: Sequence[str],
+    told: Told | None = None,
+    bounds: list[str] | None = None,
+) -> Table:
     """A table of norms rather than of bounds, a row each."""
     rows = [statistics.spread_of(ds, name) for name in names]
     numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
     mean, spread = _of_each(ds, names)
     shown = pd.DataFrame({"norm": [texts.label_of(ds, name) for name in names]} | mean | spread)
     head = f"{'exact norms and their ratio' if told else 'exact norm'}{texts.over(ds)}"
-    return _table(ds, numbers, shown, head=head, bounds=[], keys=["norm"], told=told)
+    return _table(ds, numbers, shown, head=head, bounds=bounds, keys=["norm"], told=told)
 
 
 def _of_each(ds: xr.Dataset, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -144,7 +144,7 @@ def test_columns_leave_in_the_order_that_is_told(ds: xr.Dataset) -> None:
     table = tables.table_of(made_up(samples=5))
     for width in range(140, 14, -1):
         text = " ".join(text_table(table, width).split())
-        (found,) = re.findall(r"no room for: (.*?) \u2020", text) or [""]
+        (found,) = re.findall(r"no room for: (.*?) 95% interval: ", text) or [""]
         now = [name for name in found.split(", ") if name]
         assert now == list(tables.SPARE[: len(now)])
         assert len(now) >= len(left_out)
