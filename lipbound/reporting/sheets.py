@@ -65,7 +65,7 @@ class Scale:
     def mark(self, bar: Colorbar) -> None:
         """Number a diverging bar by ratios rather than by logarithms."""
         if self.colors == DIVERGING:
-            places = np.linspace(-self.high, self.high, 5)
+            places = np.linspace(-0.8, 0.8, 5) * self.high  # its label is at the end
             bar.set_ticks(list(places), labels=[f"{10**place:.4g}" for place in places])
 
     @property

@@ -413,7 +413,7 @@ def test_bars_are_numbered_by_ratios(most: float) -> None:
     scale.mark(bar)
     numbers = [float(label.get_text()) for label in bar.ax.get_yticklabels()]
     assert numbers[2] == 1
-    assert (bar.get_ticks()[0], bar.get_ticks()[-1]) == (-most, most)
+    assert max(np.abs(bar.get_ticks())) <= most
     np.testing.assert_allclose(numbers, 10.0 ** np.asarray(bar.get_ticks()), rtol=5e-4)
 
 
