@@ -128,7 +128,7 @@ class RunInfo:
         block: samples measured at a time. variants: what its attention has besides softmax.
         not_applicable: bounds left out, and why. notes: what is not as it was asked for.
         made: extent of the whole run. runs: attributes of each run that was put together.
-        settings_checksum: see `lipbound.runs.dataset`.
+        settings_checksum: see `lipbound.runs.checksums`.
     """
 
     lipbound: str

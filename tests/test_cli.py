@@ -87,7 +87,7 @@ def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mo
         (["compare", "builtin:gpt3"], "did you mean 'gpt2'"),
         (["compare", "builtin:gpt2", "--bounds", "yudn"], "did you mean"),
         (["compare", "builtin:gpt2", "--max-length", "1000"], "exceeds the 256 positions"),
-        (["compare", "builtin:gpt2", "--layers", "a"], "--layers is 'a'; give numbers from 0"),
+        (["compare", "builtin:gpt2", "--layers", "a"], "layers is 'a'; give numbers from 0"),
         (["compare", "builtin:gpt2", "--layers", "9"], "numbered 0 to 5"),
         (["compare", "builtin:gpt2", "--data", "/no/file.txt"], "there is no file"),
         (["table", "/no/run.zarr"], "there is no run"),

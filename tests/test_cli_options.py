@@ -125,7 +125,7 @@ def test_a_run_is_no_file_of_another_kind(
     run = shlex.quote(str(Path(name).with_suffix(".zarr")))
     assert (status, error) == (
         2,
-        f"error: --out is {name!r}, and a run is a folder of its own kind; name it {run}, from "
+        f"error: out is {name!r}, and a run is a folder of its own kind; name it {run}, from "
         "which lipbound table, heatmap, report and cite make files",
     )
     assert not list(tmp_path.iterdir())
@@ -136,12 +136,12 @@ def test_a_run_is_no_file_of_another_kind(
     [
         (
             "sweep {yaml} --out runs.csv",
-            "--out is 'runs.csv', which holds all runs of the sweep and their index.csv; give a "
+            "out is 'runs.csv', which holds all runs of the sweep and their index.csv; give a "
             "folder, such as 'runs'",
         ),
         (
             "demo --out demo.pdf",
-            "--out is 'demo.pdf', which holds three runs and their figures; give a folder, such "
+            "out is 'demo.pdf', which holds three runs and their figures; give a folder, such "
             "as 'demo'",
         ),
     ],
@@ -167,10 +167,10 @@ def test_layers_from_the_end_are_told(layers: object) -> None:
     ("words", "error"),
     [
         ("--device gpu", "device 'gpu' cannot be used here"),
-        ("--dtype half", "--dtype is 'half'; allowed are 'float32' and 'float64'"),
+        ("--dtype half", "dtype is 'half'; allowed are 'float32' and 'float64'"),
         ("--weights ram", "unknown weights 'ram'; allowed are auto, layers, whole"),
-        ("--max-length 0", "--max-length is 0; it must be a whole number"),
-        ("--max-length x", "--max-length must be a whole number, not 'x'"),
+        ("--max-length 0", "max_length is 0; it must be a whole number"),
+        ("--max-length x", "invalid value for '--max-length'"),
         ("--norm l2", "unknown norm 'l2'"),
         ("--map heds", "did you mean 'heads'"),
     ],

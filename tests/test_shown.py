@@ -10,7 +10,7 @@ from torch import nn
 import lipbound as lb
 from lipbound.errors import CaptureError
 from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
-from lipbound.reporting.layout import text_table
+from lipbound.reporting.text_tables import text_table
 
 
 def test_penalties_show_their_numbers() -> None:

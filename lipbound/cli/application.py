@@ -42,9 +42,6 @@ SWITCHES = {
     "debug": "Show tracebacks.",
 }
 """Options that every command takes, behind its name or before it."""
-KINDS = {"integer": "a whole number", "number": "a number"}
-"""Types as typer calls them, in words."""
-
 state: dict[str, Any] = {}
 """Switches that are on, and of the running command the options by argument, and a function that
 says what an interruption leaves (``kept``)."""
@@ -59,7 +56,7 @@ start_anew()
 
 
 class Command(TyperCommand):
-    """Command that also takes `SWITCHES`, and names its options in its errors."""
+    """Command that also takes `SWITCHES`, and each option once."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         main_options(**{name: state[name] or f"--{name}" in args for name in SWITCHES})
@@ -77,16 +74,10 @@ class Command(TyperCommand):
         return super().parse_args(ctx, words)
 
     def invoke(self, ctx: Any) -> Any:
-        options = {param.name: param.opts[-1] for param in self.params if param.name and param.opts}
-        state["options"] = {name: opt for name, opt in options.items() if opt.startswith("-")}
         from lipbound.signs import Signs
 
-        try:
-            with Signs(f"{ctx.command_path}: at work", show=not state["quiet"]):
-                return super().invoke(ctx)
-        except LipboundError as error:
-            error.args = (in_options(str(error), state["options"]), *error.args[1:])
-            raise
+        with Signs(f"{ctx.command_path}: at work", show=not state["quiet"]):
+            return super().invoke(ctx)
 
 
 class Application(typer.Typer):
@@ -194,16 +185,10 @@ def _failed(message: str, error: Exception) -> int:
 
 
 def _of_usage(error: Any) -> str:
-    """Write typer's complaint about a command line in one sentence that quotes what was given."""
+    """Write typer's complaint about a command line in one sentence."""
     message = " ".join(str(error.format_message()).split()).rstrip(".")
     if near := getattr(error, "possibilities", None):
         return f"no such option: {error.option_name}; did you mean {near[0]}?"
-    wrong = re.fullmatch(r"Invalid value for '(.*?)': Input should be a valid (\w+).*", message)
-    if wrong:
-        option = error.param.opts[-1]
-        given = re.search(rf" {option}[ =](\S*)", " ".join(sys.argv))
-        quoted = f", not {given[1]!r}" if given else ""
-        return f"{option} must be {KINDS.get(wrong[2], f'a {wrong[2]}')}{quoted}"
     command = getattr(getattr(error, "ctx", None), "command_path", "lipbound")
     help = "" if "Did you mean" in message else f"; see {command} --help"
     return f"{message[:1].lower()}{message[1:]}{help}"
@@ -216,26 +201,9 @@ def _show_warning(
     if issubclass(category, Notice) or category.__module__.split(".")[0] == "lipbound":
         kind = "note" if issubclass(category, Notice) else "warning"
         if kind == "warning" or not state["quiet"]:
-            typer.echo(f"{kind}: {plain(in_options(str(message), state['options']))}", err=True)
+            typer.echo(f"{kind}: {plain(str(message))}", err=True)
     elif state["verbose"]:
         typer.echo(f"{filename}:{lineno}: {category.__name__}: {message}", err=True)
-
-
-def in_options(message: str, options: dict[str, str]) -> str:
-    """Write the names of Python's arguments in a message as options of the command line.
-
-    >>> options = {"exact_samples": "--exact-samples", "column": "--column"}
-    >>> in_options("exact_samples is 0; name another with column=", options)
-    '--exact-samples is 0; name another with --column'
-    >>> in_options("leave it out, or take bounds='default'", {"bounds": "--bounds"})
-    'leave it out, or take --bounds default'
-    """
-    for name, option in options.items():
-        argument = rf"(?<![\w/.'\"-]){name}="
-        message = re.sub(rf"{argument}(?:True\b|(?=[\s;,.)]|$))", option, message)
-        message = re.sub(rf"{argument}(?:'([^']*)')?", rf"{option} \1", message)
-        message = re.sub(rf"^{name} (?=is |has |exceeds |leaves |\d)", f"{option} ", message)
-    return message
 
 
 def number_or_name(text: str) -> str | float:
@@ -297,7 +265,7 @@ def columns() -> int:
 
 def echo_folded(text: str) -> None:
     """Print a line, folded between words to the width of the terminal, with a hanging indent."""
-    from lipbound.reporting.layout import hanging
+    from lipbound.reporting.text_tables import hanging
 
     indent = " " * (len(text) - len(text.lstrip()))
     for line in hanging(text.lstrip(), columns() - len(indent)):
@@ -313,8 +281,8 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
     from lipbound.formatting import counted, outwards, small
     from lipbound.reporting import tables
     from lipbound.reporting.labels import places, reached
-    from lipbound.reporting.layout import text_table
     from lipbound.reporting.statistics import ends, quantity
+    from lipbound.reporting.text_tables import text_table
 
     made = tables.table_of(ds)
     fresh = [note for note in made.notes if note not in (told or ())]

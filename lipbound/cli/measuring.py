@@ -1,4 +1,4 @@
-"""Commands that measure: compare, diff and sweep."""
+"""Commands that measure: compare, diff, sweep, verify and demo."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lipbound.cli.application import app, columns, loading, show, state
+from lipbound.cli.application import app, columns, echo_json, loading, show, state
 from lipbound.errors import LipboundError, StoreError
 from lipbound.formatting import counted, plain
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import RunConfig, check_folder_name
 
 if TYPE_CHECKING:
     import xarray as xr
 
+
+DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
+
+TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
+"""Setting of dask for what its workers' allocators do with freed memory.
+
+By default they give all of it back to the system, and fresh memory costs more than the arithmetic
+on it; None leaves them as they are.
+"""
 
 TYPES: dict[str, Any] = {"out": Path, "samples": str, "int": int, "float": float, "bool": bool}
 """Types on the command line, by the name of an option or its type in Python; text for others."""
@@ -132,7 +141,7 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
 
     """
     from lipbound.reporting import tables
-    from lipbound.reporting.layout import text_table
+    from lipbound.reporting.text_tables import text_table
     from lipbound.runs.diff import diff as diff_runs
 
     out = options["out"]
@@ -150,7 +159,7 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
         progress = not state["quiet"]
         ds = sheltered(lambda: diff_runs(a, b, **given, client=client, progress=progress))
     # what both have in common once
-    below = replace(tables.table_of(ds, "layer"), caption="", notes=[], meaning={})
+    below = replace(tables.table_of(ds, "layer"), caption="", notes=[])
     for table in (tables.table_of(ds), below):
         typer.echo(text_table(table, columns()))
     if out is not None:
@@ -193,6 +202,73 @@ def sweep(file: Path, *, out: Path = Path("runs"), scheduler: str | None = None)
         )
 
 
+@app.command(epilog="Example: lipbound verify minilm.zarr --places 8")
+def verify(
+    run: Path,
+    *,
+    places: int = 4,
+    seed: int = 0,
+    model: str | None = None,
+    data: str | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    automatic: bool = False,
+    json: bool = False,
+) -> None:
+    """Compute some numbers of a run again from its provenance; status 1 where they do not hold.
+
+    Args:
+        run: A run saved by `lipbound compare --out`.
+        places: How many pairs of sample and layer to compute again, all heads of each.
+        seed: Which ones.
+        model: In place of the recorded model, e.g. where its directory has moved.
+        data: In place of the recorded data.
+        device: As in `lipbound compare`.
+        dtype: Compute again in another dtype; float64 tells how far off float32 is.
+        automatic: Also compute exact norms there by automatic differentiation of the model.
+        json: JSON, for programs; the status is the same.
+    """
+    with loading():
+        from lipbound.runs.store import load
+        from lipbound.runs.verify import verify as run_verify
+    asked: dict[str, Any] = {"model": model, "data": data, "device": device, "dtype": dtype}
+    asked |= {"places": places, "seed": seed, "automatic": automatic}
+    found = run_verify(load(run, damaged="accept"), **asked)
+    if json:
+        said = {name: getattr(found, name) for name in ("ok", "problems", "notes", "places")}
+        echo_json(said | {"table": found.table.reset_index().to_dict("records")})
+    else:
+        typer.echo(str(found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: lipbound demo --out results")
+def demo(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None:
+    """Compare all bounds on the three builtin checkpoints, and draw their heatmaps.
+
+    Args:
+        out: Folder for runs and figures; must not exist yet.
+        samples: Samples per checkpoint.
+    """
+    from lipbound.reporting.plots import heatmaps
+    from lipbound.runs.store import check_target
+
+    check_folder_name("out", out, "holds three runs and their figures")
+    check_target(out)
+    state["kept"] = lambda: f"runs that were finished are kept in {out}"
+    told: list[str] = []
+    for model in DEMO:
+        name = model.removeprefix("builtin:")
+        ds = measured(
+            RunConfig(model, samples=samples, out=out / f"{name}.zarr"), progress=not state["quiet"]
+        )
+        show(ds, told)
+        for kind in ("pdf", "png"):
+            heatmaps(ds, out / f"{name}.{kind}")
+        typer.echo(f"saved {out / name}.zarr, drew {out / name}.pdf and .png\n")
+
+
 @contextmanager
 def cluster(scheduler: str | None) -> Iterator[Any]:
     """Open a dask.distributed client, or None for None.
@@ -213,8 +289,6 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         raise LipboundError(
             "--scheduler needs dask.distributed; pip install 'lipbound[distributed]'"
         ) from error
-    from lipbound.runs.measure import TRIMMING
-
     with ExitStack() as opened:
         address: Any = scheduler
         if scheduler.startswith("local:"):

@@ -14,7 +14,7 @@ from lipbound.reporting import labels as said
 from lipbound.reporting.labels import relabelled
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.statistics import EXTRA_WIDTHS, extras
-from lipbound.runs.dataset import edited
+from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
     INPUT,

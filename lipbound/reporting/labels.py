@@ -14,7 +14,7 @@ import xarray as xr
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import counted, joined, number, plain, small
-from lipbound.runs.dataset import edited
+from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
 from lipbound.schema import (
     EXTRAS,
@@ -250,7 +250,8 @@ def label_of(ds: xr.Dataset, name: str) -> str:
 
 def extra_title(ds: xr.Dataset, name: str) -> str:
     """The full name of one of `lipbound.reporting.statistics.extras`."""
-    return plain(str(ds[name].attrs.get("long_name", name)))
+    attrs = ds[name].attrs
+    return plain(str(attrs.get("long_name", attrs.get("label", name))))
 
 
 def extra_known(ds: xr.Dataset, name: str) -> str:

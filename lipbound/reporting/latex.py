@@ -5,12 +5,12 @@ foreign text as text.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lipbound.errors import LipboundError, choice
 from lipbound.formatting import escape_latex, plain
-from lipbound.reporting.layout import Table, fit, folded
+from lipbound.reporting.text_tables import Table, fit, heading
 
 WIDTHS = {"column": (215.0, 8, 40), "page": (345.0, 8, 40), "slide": (307.0, 9, 14)}
 r"""Points for a table's width and its type, and its rows before it is split.
@@ -107,14 +107,14 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
         )
     size = points / 10 * 1.07  # small type is wider
 
-    def measure(text: str) -> float:
-        return size * extent(text)
-
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
-    narrow = size * NARROW
-    blocks, left_out = fit(table, room, gap=GAP, narrow=narrow, optional=3, measure=measure)
+    widths = {
+        title: size * max(map(extent, [*table.shown[title], *lines_of(table, title)]))
+        for title in table.shown.columns
+    }
+    blocks, left_out = fit(table, widths, room, gap=GAP, narrow=size * NARROW)
     bodies = [
-        _tabular(replace(table, shown=table.shown.iloc[k : k + rows]), block, measure)
+        _tabular(replace(table, shown=table.shown.iloc[k : k + rows]), block, widths)
         for k in range(0, max(1, len(table.shown)), rows)
         for block in blocks
     ]
@@ -122,7 +122,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption]
     if left_out:
         comments.append(f"no room for: {', '.join(left_out)}; --width page has more")
-    said = filter(None, [table.head, *table.remarks(left_out), *table.notes])
+    said = filter(None, [table.head, *table.notes])
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in said), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
         *(f"% {plain(line)}" for line in comments),
@@ -141,15 +141,21 @@ def _type(size: float) -> str:
     return f"\\fontsize{{{size:g}}}{{{1.2 * size:g}}}\\selectfont"
 
 
-def _tabular(table: Table, widths: Mapping[str, float], measure: Callable[[str], float]) -> str:
+def lines_of(table: Table, title: str) -> list[str]:
+    """A heading in lines; the first column's, which itself may fold, in one."""
+    first = title == table.shown.columns[0]
+    return [title] if first else heading(title, max(map(len, table.shown[title]), default=0))
+
+
+def _tabular(table: Table, widths: Mapping[str, float], natural: Mapping[str, float]) -> str:
     """Tabular of some columns and rows of a table; columns of words fold to their fitted width."""
     shown, kinds, headings = table.shown[list(widths)].copy(), [], []
     for title, width in widths.items():
         words = title in table.words
-        lines, kind = [typeset(line) for line in folded(title, width, measure)], "rl"[words]
+        lines, kind = list(map(typeset, lines_of(table, title))), "rl"[words]
         stacked = "\\\\".join(lines)
         headings.append(stacked if len(lines) == 1 else f"\\shortstack[{kind}]{{{stacked}}}")
-        if words and any(measure(cell) > width for cell in shown[title]):
+        if width < natural[title]:
             kind = f">{{\\raggedright\\arraybackslash\\hangindent=0.8em}}p{{{width:.1f}pt}}"
         kinds.append(kind)
         shown[title] = shown[title].map(typeset if words else _numbers)

@@ -14,7 +14,7 @@ from lipbound.errors import PaperError, UnknownNameError, choice, nearest, tell
 from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import charts, sheets, statistics
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
-from lipbound.reporting.diff_tables import change, diff_table, side_names
+from lipbound.reporting.diffs import diff_notes, diff_words, ratio_run, side_names
 from lipbound.reporting.labels import (
     extra_title,
     label_of,
@@ -26,8 +26,8 @@ from lipbound.reporting.labels import (
 from lipbound.reporting.labels import over as over_axes
 from lipbound.reporting.sheets import COLORMAP
 from lipbound.reporting.statistics import reduce_samples, shared_scale
-from lipbound.runs.pair import sides
 from lipbound.runs.store import run_of, takes_diff, takes_run
+from lipbound.runs.two_runs import sides
 from lipbound.schema import EXTRAS, bounds_there, compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
@@ -71,27 +71,23 @@ def diff_heatmaps(
     Raises:
         LipboundError: see `lipbound.reporting.plots.heatmaps`.
     """
-    how = "geomean" if reduce is None else reduce
-    parts, names = change(ds), side_names(labels)
-    grids = _grids(ds, how)
-    low, high = shared_scale({side: grids[side] for side in names})
-    bars = [sheets.Scale(("a", "b"), low, high), _ratio_scale(grids["ratio"], _over(names))]
-    models = dict(zip(names, map(model_name, sides(ds)), strict=True))
-    titles = {
-        side: [name if side in (labels or {}) else plain(f"{name}: {models[side]}")]
-        for side, name in names.items()
-    }
-    row = diff_table(ds, bounds=[], labels=labels).shown.iloc[0]
-    titles["ratio"] = [f"{_over(names)}: {row[_over(names)]}"]
+    how, names = "geomean" if reduce is None else reduce, side_names(labels)
+    called = [
+        name if side in (labels or {}) else plain(f"{name}: {model_name(run)}")
+        for (side, name), run in zip(names.items(), sides(ds), strict=False)
+    ]
+    runs, grids, bars, titles, _ = _of_several(sides(ds), None, how, None, None, called)
+    ratio, bar = _ratio_panel(ds, how, names["ratio"])
+    mean = enclosed(*statistics.mean_ends(ratio_run(ds), "exact"))
     return sheets.figure_of(
-        dict.fromkeys(grids, ds),
-        grids,
-        bars,
-        titles,
+        runs | dict.fromkeys(ratio, ds),
+        grids | ratio,
+        [*bars, bar],
+        titles | {"ratio": [f"{names['ratio']}: {mean}"]},
         diff_caption(ds, reduce=reduce, labels=labels),
         path,
         sheets.Paper(width, columns, font_size, style, caption),
-        dots={"ratio": _undecided(parts["ratio"], how)},
+        dots={"ratio": _undecided(ds["ratio"], how)},
         own_bars=True,
     )
 
@@ -107,11 +103,9 @@ def diff_heatmap(
     labels: Mapping[str, str] | None = None,
 ) -> Axes:
     """Draw the ratio of two runs alone; arguments as in `heatmap` and `diff_heatmaps`."""
-    how = "geomean" if reduce is None else reduce
-    grids, name = {"ratio": _grids(ds, how)["ratio"]}, _over(side_names(labels))
-    words = name + _over_samples(ds, ", ", how)
-    scale, above = _ratio_scale(grids["ratio"], words), name if title is None else title
-    return sheets.one_panel(ds, grids, scale, above, words, ax, path, colorbar)
+    how, name = "geomean" if reduce is None else reduce, side_names(labels)["ratio"]
+    words, above = name + _over_samples(ds, ", ", how), name if title is None else title
+    return sheets.one_panel(ds, *_ratio_panel(ds, how, words), above, words, ax, path, colorbar)
 
 
 def diff_caption(
@@ -121,43 +115,26 @@ def diff_caption(
     labels: Mapping[str, str] | None = None,
 ) -> str:
     """The caption that `diff_heatmaps` writes beside the figure."""
-    how, names = "geomean" if reduce is None else reduce, side_names(labels)
-    a, b = names.values()
-    each = _over_samples(ds, ", each the ", how)
-    table = diff_table(ds, bounds=[], labels=labels)
-    row = table.shown.iloc[0].to_dict()
-    of_all = f"{_over(names)} over everything: {row[_over(names)]} (geometric mean"
-    samples = statistics.samples_of(ds["ratio"])
-    likely = statistics.spread_title(samples)
-    of_all += f", {likely} {row[likely]})" if likely in row else ")"
-    marked = bool(_undecided(ds["ratio"], how).any())
-    dots = f" Dots: the {statistics.spread_title(samples, how)} of the cell contains 1." * marked
-    said = [table.meaning[likely]] if likely in row else []
-    notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in [*said, *table.notes])
+    how, (a, b, ratio) = "geomean" if reduce is None else reduce, side_names(labels).values()
+    spread = statistics.spread_title(statistics.samples_of(ds["ratio"]), how)
+    dots = f" Dots: the {spread} of the cell contains 1." * bool(_undecided(ds["ratio"], how).any())
+    notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in diff_notes(ds, labels))
     return plain(
-        f"log10 of the local Lipschitz constants of {a} and {b}, and {_over(names)} on a "
-        f"logarithmic colour scale centred on 1{each}. {table.caption}. {of_all}.{dots}{notes}"
+        f"log10 of the local Lipschitz constants of {a} and {b}, and {ratio} on a logarithmic "
+        f"colour scale centred on 1{_over_samples(ds, ', each the ', how)}; above it its geometric "
+        f"mean over everything. {diff_words(ds, labels)}.{dots}{notes}"
     )
 
 
-def _over(names: Mapping[str, str]) -> str:
-    """The ratio in words, such as B / A."""
-    return f"{names['b']} / {names['a']}"
-
-
-def _grids(ds: xr.Dataset, how: str | float) -> dict[str, np.ndarray]:
-    """Logarithms of the panels."""
-    parts = change(ds)
-    grids = {name: statistics.panel(parts[name], how).values for name in ("a", "b", "ratio")}
+def _ratio_panel(
+    ds: xr.Dataset, how: str | float, words: str
+) -> tuple[dict[str, np.ndarray], sheets.Scale]:
+    """Logarithms of the ratios of a diff, and a scale with 1 in its middle."""
     with np.errstate(all="ignore"):
-        return {name: np.log10(grid) for name, grid in grids.items()}
-
-
-def _ratio_scale(grid: np.ndarray, words: str) -> sheets.Scale:
-    """A scale with 1 in its middle."""
+        grid = np.log10(statistics.panel(ds["ratio"], how).values)
     most = max(map(abs, statistics.ends(grid[np.isfinite(grid)])), default=0.0)
     most = max(most, 1e-3) if np.isfinite(most) else 1.0
-    return sheets.Scale(("ratio",), -most, most, sheets.DIVERGING, words)
+    return {"ratio": grid}, sheets.Scale(("ratio",), -most, most, sheets.DIVERGING, words)
 
 
 def _undecided(ratio: xr.DataArray, how: str | float) -> np.ndarray:

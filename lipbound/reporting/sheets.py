@@ -38,8 +38,6 @@ NEAR_COLORMAP = "viridis"
 SCALES = ("rows", "shared", "panel")
 DIVERGING = "RdBu_r"
 """Colours of ratios of two runs: blue below one, red above."""
-STEPS, FACTORS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2), (2, 10, 100, 1e4, 1e8, 1e16)
-"""Distances of the ratios that are numbered on a diverging bar, and from two on their quotients."""
 NEAR = 1.0
 """Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the
 exact norm."""
@@ -65,17 +63,10 @@ class Scale:
     quantity: str = QUANTITY
 
     def mark(self, bar: Colorbar) -> None:
-        """Number a diverging bar by ratios, one in its middle, rather than by logarithms."""
-        if self.colors != DIVERGING:
-            return
-        factor = max((one for one in FACTORS if 2 * math.log10(one) <= self.high), default=2)
-        ratios = [float(factor) ** k for k in (-2, -1, 0, 1, 2)]
-        if self.high < math.log10(2):
-            step = max((one for one in STEPS if math.log10(1 + 2 * one) <= self.high), default=0)
-            ratios = [1 + step * k for k in (-2, -1, 0, 1, 2)]
-        shown = {math.log10(one): f"{one:.4g}" for one in ratios}
-        shown = {at: words for at, words in shown.items() if self.low <= at <= self.high}
-        bar.set_ticks(list(shown), labels=list(shown.values()))
+        """Number a diverging bar by ratios rather than by logarithms."""
+        if self.colors == DIVERGING:
+            places = np.linspace(-0.8, 0.8, 5) * self.high  # its label is at the end
+            bar.set_ticks(list(places), labels=[f"{10**place:.4g}" for place in places])
 
     @property
     def norm(self) -> Normalize:

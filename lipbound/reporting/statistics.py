@@ -11,9 +11,9 @@ from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
 from lipbound.formatting import digits
 from lipbound.reporting.labels import check_numbers
-from lipbound.runs.pair import sides
 from lipbound.runs.store import takes_run
-from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff, norm_of, sound
+from lipbound.runs.two_runs import sides
+from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, is_diff, norm_of, sound
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
 
@@ -128,19 +128,6 @@ def spread_title(samples: int, how: str | float = "geomean") -> str:
     return LIKELY if samples >= FEW and how == "geomean" else RANGE
 
 
-def spread_words(samples: int, how: str | float = "geomean", mean: str = "") -> str:
-    """Say what the column of `spread_title` is, or why there is none.
-
-    Args:
-        samples: how many have values. how: the reduction. mean: what a single sample has, in words.
-    """
-    if samples < 2:
-        return "one sample: no interval over samples" if samples else ""
-    if spread_title(samples, how) == LIKELY:
-        return f"{LIKELY}: Student's t over {samples} samples, on logarithms"
-    return f"{RANGE}: smallest to largest {mean or reduction_name(how)} of a single sample"
-
-
 def digits_of_ends(low: float, high: float) -> int:
     """Digits of ranges beside a mean: no more than it has, which stands between them."""
     return max(2, min(3, digits(low, high)))
@@ -212,11 +199,6 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     # of which pandas shows the first two and the last two where there is no room
     columns = ["geomean", *AUDITED, "label", "geomean_lower", *INTERVAL, *SPREAD[1:]]
     return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
-
-
-def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
-    """Columns `SPREAD` and `INTERVAL` of all exact norms, in one row."""
-    return pd.DataFrame([spread_of(ds, "exact")], index=pd.Index(["exact"], name="norm"))
 
 
 def spread_of(ds: xr.Dataset, name: str, end: int | None = None) -> dict[str, float]:
@@ -300,7 +282,7 @@ def cells(
     exact = quantity(ds, "exact", end)
     inner = [str(dim) for dim in exact.dims if dim not in ("sample", *levels)]
     single = reduce_samples(exact, reduce, inner) if inner else exact
-    shown = {"exact": exact} | {one: ds[one] for one in ("exact_upper",) if one in ds}
+    shown = {"exact": exact} | {one: ds[one] for one in ("exact_lower", "exact_upper") if one in ds}
     order = [*shown, *INTERVAL, "sample_min", "sample_max", *extras(ds), *names]
     shown |= {name: quantity(ds, name, end) for name in extras(ds)}
     shown |= {name: quantity(ds, name, end) if values == "ratio" else ds[name] for name in names}
@@ -369,8 +351,12 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def extras(ds: xr.Dataset) -> list[str]:
-    """Variables of a run with values on its Jacobians besides norms, see `EXTRA_WIDTHS`."""
-    return [name for name in EXTRA_WIDTHS if name in ds.variables and ds[name].notnull().any()]
+    """Variables with values besides norms: see `EXTRA_WIDTHS`; of a diff the norms of its runs."""
+    return [
+        name
+        for name in (*EXTRA_WIDTHS, *SIDES)
+        if name in ds.variables and ds[name].notnull().any()
+    ]
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
@@ -451,6 +437,8 @@ def quantity(ds: xr.Dataset, name: str, end: int | None = None) -> xr.DataArray:
             count as if they were ``tol`` wide. Where the assumptions of a bound hold, its ratio is
             not below one, unless it is so against the lower end of the norm.
     """
+    if f"{name}_lower" in ds:  # of a diff
+        return ds[name if end is None else f"{name}_{('lower', 'upper')[end]}"]
     if name in EXTRA_WIDTHS:
         return ds[name] * (1 if end is None else 1 + (end - 0.5) * EXTRA_WIDTHS[name])
     of = "exact" if name == "exact" else compared_with(ds, name)

@@ -6,8 +6,9 @@ Looks are ours or those of a conference by tueplots.
 import inspect
 import io
 import pickle
+import re
+import textwrap
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,7 @@ from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
-from matplotlib.textpath import text_to_path
 
 from lipbound.errors import (
     LipboundError,
@@ -31,7 +30,6 @@ from lipbound.errors import (
     tell,
 )
 from lipbound.formatting import escape_latex, replacing
-from lipbound.reporting import layout
 from lipbound.reporting.latex import typeset
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
@@ -56,6 +54,8 @@ TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
 """Names in tueplots of our widths, for journals of two columns."""
 SPARE = {"serif": "STIXGeneral"}
 """Like Times, and always there: for machines without the venue's fonts."""
+LETTERS = 1.65
+"""Letters in a line over its width, in sizes of its type."""
 LABEL_LINES = 2
 """Lines that a label may take; what is longer is cut and ends with an ellipsis."""
 
@@ -134,25 +134,15 @@ def paper_height(inches: float, *, captioned: bool = False) -> float:
     return TEXT if captioned else max(TEXT / 2, TEXT - CAPTION / inches)
 
 
-def inches(text: str, points: float) -> float:
-    """Width of a line in the font in use."""
-    return _ems(text, FontProperties().get_name()) * points / 72
-
-
-@lru_cache(maxsize=4096)
-def _ems(text: str, font: str) -> float:
-    """Width of a line over the size of its type."""
-    face = FontProperties(family=font, size=100)
-    return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 100
-
-
 def lines_of(text: str, width: float, points: float) -> list[str]:
-    """A text in lines of at most ``width`` inches."""
-    return layout.folded(text, width, lambda line: inches(line, points))
+    """A text in lines of about ``width`` inches."""
+    marked = re.sub(" ([\u2020\u2021])", "\xa0\\1", text)  # marks stay with their word
+    lines = textwrap.wrap(marked, max(1, int(LETTERS * width * 72 / points)))
+    return [line.replace("\xa0", " ") for line in lines] or [""]
 
 
 def folded(text: str, width: float, points: float) -> list[str]:
-    """A label in lines of at most ``width`` inches; what is longer than two of them is cut."""
+    """A label in lines of about ``width`` inches; what is longer than two of them is cut."""
     lines = lines_of(text, width, points)
     return (
         lines[:LABEL_LINES] if len(lines) <= LABEL_LINES else [lines[0], f"{lines[1][:-2]}\u2026"]

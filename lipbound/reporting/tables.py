@@ -4,6 +4,7 @@ They are written as text, Markdown, LaTeX or CSV.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -15,12 +16,12 @@ from lipbound.formatting import counted, digits, directed, enclosed, outwards
 from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
-from lipbound.reporting.diff_tables import diff_table
+from lipbound.reporting.diffs import diff_notes, diff_words, ratio_run
 from lipbound.reporting.labels import footnotes, left_out
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
-from lipbound.reporting.layout import Table, csv_table, markdown_table, text_table
 from lipbound.reporting.statistics import LIKELY, RANGE, ROWS, breakdown, panels, ratio, summary
+from lipbound.reporting.text_tables import Table, csv_table, markdown_table, text_table
 from lipbound.runs.store import Run, takes_diff, takes_run
 from lipbound.schema import EXTRAS, Contents, bounds_there, with_exact
 
@@ -40,7 +41,7 @@ WRITERS: dict[str, Callable[..., str]] = {
 }
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
-MEAN = "geom. mean"
+MEAN, NO_SPREAD = "geom. mean", "one sample: no interval over samples"
 SPANS = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
 """Columns of two ends in words, and those of their ends in numbers."""
 HOLDS, BELOW = "assumptions hold", "below exact"
@@ -49,6 +50,8 @@ WORDS = ("bound", "norm", "name", HOLDS)
 SPARE = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 """Columns of a table by bound that are left out where there is no room, the first one first; of the
 two on samples the second one is left."""
+Told = tuple[str, list[str]]
+"""Caption and notes of a table, where they are not those of its run."""
 
 
 def render(
@@ -95,6 +98,51 @@ def render(
     return WRITERS[format](made)
 
 
+def _check_rows(by: str, reduce: str | float, values: str) -> None:
+    """Refuse rows that there are not, and what rows by bound do not have."""
+    choice("rows", by, ROWS)
+    if by == "bound" and (reduce, values) != ("geomean", "ratio"):
+        raise LipboundError(
+            f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
+            f"{values!r}; these are for rows by layer or head"
+        )
+
+
+def diff_table(
+    ds: xr.Dataset,
+    by: str = "bound",
+    *,
+    bounds: Iterable[str] | None = None,
+    reduce: str | float = "geomean",
+    labels: Mapping[str, str] | None = None,
+) -> Table:
+    """Table of a diff: of the norms of both runs and of their ratio, over everything or by place.
+
+    Args:
+        ds: a diff. by: "bound" (over everything), "layer" or "head".
+        bounds: of rows by bound: those whose ratios stand there, too; all that both have by
+            default.
+        reduce: of rows by place, as in `render`. labels: names of the runs, by "a" and "b".
+
+    Raises:
+        LipboundError: unknown names, heads of whole layers.
+    """
+    _check_rows(by, reduce, "ratio")
+    run = ratio_run(ds, labels)
+    told = diff_words(ds, labels), diff_notes(ds, labels)
+    if by != "bound":
+        if bounds is not None:
+            raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
+        made = _by_place(run, by, [], reduce, "ratio", told)
+        names = {f"exact{end}": f"ratio{end}" for end in ("", "_lower", "_upper")}
+        return replace(made, numbers=made.numbers.rename(columns=names))
+    norms, given = ["a", "b", "exact"], [bounds] if isinstance(bounds, str) else bounds
+    both = [str(name) for name in run.data_vars if f"{name}_upper" in run]
+    both = [name for name in both if name not in norms]
+    chosen = both if given is None else [choice("bound", name, both) for name in given]
+    return _of_norms(run, [*norms, *chosen], told)
+
+
 @takes_diff(diff_table)
 @takes_run
 def table_of(
@@ -109,17 +157,12 @@ def table_of(
     """Table that `render` writes, before it has a format.
 
     ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table. Of a diff of two
-    runs it is of both and of B / A (see `lipbound.reporting.diff_tables.diff_table`).
+    runs it is of both and of B / A (see `lipbound.reporting.tables.diff_table`).
 
     Raises:
         LipboundError: unknown names; another mean than geometric, or values, for rows by bound.
     """
-    choice("rows", by, ROWS)
-    if by == "bound" and (reduce, values) != ("geomean", "ratio"):
-        raise LipboundError(
-            f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
-            f"{values!r}; these are for rows by layer or head"
-        )
+    _check_rows(by, reduce, values)
     ds = texts.relabelled(ds, labels)
     chosen = None if bounds is None else statistics.present(ds, bounds)
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
@@ -145,47 +188,68 @@ def _table(
     reduce: str | float = "geomean",
     mean: str = "geometric mean",
     spare: tuple[str, ...] = SPARE,
+    told: Told | None = None,
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
-    samples, notes = int(with_exact(ds).sum()), [*extra_notes(ds), *footnotes(ds, bounds)]
-    likely = statistics.spread_words(samples, reduce)
+    samples = int(with_exact(ds).sum())
+    said, notes = told or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
+    spread = [f"{RANGE}: smallest to largest {mean} of a single sample"]
     if samples <= 1:
-        shown, notes = shown.drop(columns=[RANGE, LIKELY]), [*filter(None, [likely]), *notes]
+        shown, spread = shown.drop(columns=[RANGE, LIKELY]), [NO_SPREAD] * samples
     elif statistics.spread_title(samples, reduce) == RANGE:
         shown = shown.drop(columns=LIKELY)
-    of_range = f"{RANGE}: smallest to largest {mean} of a single sample"
+    else:
+        spread.insert(0, f"{LIKELY}: Student's t over {samples} samples, on logarithms")
     return Table(
         numbers,
         shown,
         words=WORDS,
         head=head,
-        caption=caption(ds),
-        notes=notes,
+        caption=said,
+        notes=[*spread, *notes],
         keys=tuple(keys),
         spare=spare,
-        meaning={LIKELY: likely, RANGE: of_range},
     )
 
 
 def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     """`summary`, ready to be written; of no bounds, what the exact norms are."""
-    if not (bounds_there(ds) if chosen is None else chosen):
-        numbers = statistics.exact_summary(ds)
-        words = {"norm": ds["exact"].attrs["label"]} | _spread_words(ds, "exact")
-        shown = pd.DataFrame(words, index=numbers.index)
-        head = f"exact norm{texts.over(ds)}"
-        return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["norm"])
-    counts, rows, numbers = audit(ds), [], summary(ds)
-    numbers = numbers if chosen is None else numbers.loc[chosen]
-    for name, row in numbers.iterrows():
-        called = {"bound": row["label"] + texts.mark(counts[str(name)]), "name": str(name)}
-        verdict = {BELOW: f"{row['violations']}/{row['compared']}"}
-        verdict[HOLDS] = texts.holds(row["sound"], row["compared"])
-        said = _spread_words(ds, str(name))
-        mean = {column: said[column] for column in (MEAN, *SPANS) if column in said}
-        rows.append(called | mean | verdict | said)  # what is needed first, first
-    shown, head = pd.DataFrame(rows, index=numbers.index), f"bound / exact{texts.over(ds)}"
+    counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
+    if not names:
+        return _of_norms(ds, ["exact"], bounds=chosen)
+    mean, spread = _of_each(ds, names)
+    numbers = summary(ds).loc[names]
+    audited = numbers[["violations", "compared", "sound"]].itertuples(index=False)
+    called = [f"{label}{texts.mark(counts[name])}" for name, label in numbers["label"].items()]
+    verdict = [(f"{below}/{of}", texts.holds(good, of)) for below, of, good in audited]
+    columns = {"bound": called, "name": names} | mean | {title: spread[title] for title in SPANS}
+    columns |= dict(zip((BELOW, HOLDS), zip(*verdict, strict=True), strict=True))
+    shown, head = pd.DataFrame(columns | spread, names), f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
+
+
+def _of_norms(
+    ds: xr.Dataset,
+    names: Sequence[str],
+    told: Told | None = None,
+    bounds: list[str] | None = None,
+) -> Table:
+    """A table of norms rather than of bounds, a row each."""
+    rows = [statistics.spread_of(ds, name) for name in names]
+    numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
+    mean, spread = _of_each(ds, names)
+    shown = pd.DataFrame({"norm": [texts.label_of(ds, name) for name in names]} | mean | spread)
+    head = f"{'exact norms and their ratio' if told else 'exact norm'}{texts.over(ds)}"
+    return _table(ds, numbers, shown, head=head, bounds=bounds, keys=["norm"], told=told)
+
+
+def _of_each(ds: xr.Dataset, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Columns of words on the mean of each quantity over everything, and on its spread."""
+    low, high = (
+        pd.DataFrame([statistics.spread_of(ds, name, end) for name in names]) for end in (0, 1)
+    )
+    mean = {MEAN: list(map(enclosed, low["geomean"], high["geomean"]))}
+    return mean, _spread_columns(low, high, "geomean")
 
 
 def extra_notes(ds: xr.Dataset) -> list[str]:
@@ -210,28 +274,33 @@ def readable(ds: xr.Dataset) -> pd.DataFrame:
     return table_of(ds).shown
 
 
-def _spread_words(ds: xr.Dataset, name: str) -> dict[str, str]:
-    """Columns of words on the spread of a quantity: its mean, and ends that are rounded outwards.
+def _spread_columns(
+    low: pd.DataFrame, high: pd.DataFrame, name: str, spans: Mapping[str, tuple[str, str]] = SPANS
+) -> dict[str, list[str]]:
+    """Columns of words on the spread of a mean, by its ends: ranges are rounded outwards.
 
-    The ends have no more digits than the mean, so that rounding leaves it between them.
+    They have no more digits than the mean, so that rounding leaves it between them.
     """
-    low, high = (statistics.spread_of(ds, name, end) for end in (0, 1))
-    known = statistics.digits_of_ends(low["geomean"], high["geomean"])
-    said = {MEAN: enclosed(low["geomean"], high["geomean"])}
-    said |= {title: outwards(low[a], high[b], known) for title, (a, b) in SPANS.items()}
-    ends = {"min": directed(low["min"], known, False), "max": directed(high["max"], known, True)}
-    return said | ends
+    known = list(map(statistics.digits_of_ends, low[name], high[name]))
+    return {
+        title: list(map(outwards, low[least], high[most], known))
+        for title, (least, most) in spans.items()
+    } | {
+        end: [directed(value, to, up) for value, to in zip(ends[end], known, strict=True)]
+        for end, ends, up in (("min", low, False), ("max", high, True))
+        if end in ends
+    }
 
 
 def _said_of_cells(
-    ds: xr.Dataset, bounds: list[str], by: str, values: str, reduce: str | float
+    ds: xr.Dataset, bounds: list[str], by: str, values: str, reduce: str | float, exact: str
 ) -> str:
     """Line above `breakdown`: the meaning of its cells and the axes of its means."""
     axes = ("sample",) if by == "head" else ("sample", "head")
     means = texts.over(ds, axes, exact=values == "ratio")
     what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
     others = [texts.extra_title(ds, name) for name in statistics.extras(ds)]
-    head = ", ".join(filter(None, ("exact norm", *others, what)))
+    head = ", ".join(filter(None, (exact, *others, what)))
     head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
     there = Contents.of(ds)
     if there.exact_samples != there.samples:
@@ -241,7 +310,12 @@ def _said_of_cells(
 
 
 def _by_place(
-    ds: xr.Dataset, by: str, chosen: list[str] | None, reduce: str | float, values: str
+    ds: xr.Dataset,
+    by: str,
+    chosen: list[str] | None,
+    reduce: str | float,
+    values: str,
+    told: Told | None = None,
 ) -> Table:
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
@@ -254,10 +328,10 @@ def _by_place(
         return list(map(enclosed, low[name], high[name]))
 
     shown = table.index.to_frame().astype(str)
-    shown["exact"] = column("exact")
-    known = list(map(statistics.digits_of_ends, low["exact"], high["exact"]))
-    for title, (a, b) in SPANS.items():
-        shown[title] = list(map(outwards, low[a], high[b], known))
+    exact = texts.label_of(ds, "exact") if told else "exact norm"
+    shown = shown.assign(
+        **{exact.removesuffix(" norm"): column("exact")} | _spread_columns(low, high, "exact")
+    )
     for name in statistics.extras(ds):
         shown[texts.extra_title(ds, name)] = column(name)
     titles = {*shown.columns}
@@ -271,10 +345,11 @@ def _by_place(
         ds,
         table,
         shown,
-        head=_said_of_cells(ds, names, by, values, reduce),
+        head=_said_of_cells(ds, names, by, values, reduce, exact),
         bounds=names,
         keys=table.index.names,
         reduce=reduce,
-        mean=f"{statistics.reduction_name(reduce)} over heads" if heads else "exact norm",
+        mean=f"{statistics.reduction_name(reduce)} over heads" if heads else exact,
         spare=(),
+        told=told,
     )

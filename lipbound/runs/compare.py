@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xarray as xr
 
+from lipbound import schema
+from lipbound.bounds.registry import get
 from lipbound.devices import device_name, in_own_modes, resolve_device, versions
 from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
+from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import dataset, sealed
-from lipbound.runs.measure import check_client, measured_by, measured_here
+from lipbound.runs.measure import (
+    LayerInfo,
+    MeasurementSpec,
+    check_client,
+    measured_by,
+    measured_here,
+)
 from lipbound.runs.partial_store import (
     LayerResult,
     PartialRun,
@@ -36,6 +44,22 @@ if TYPE_CHECKING:
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
 """What a run says about its checkpoint, under the same names."""
+
+
+LABELS = {
+    "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
+    "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
+    "exact_l2": (
+        "Exact, L2 attention",
+        "the same for L2 attention with these weights (Kim et al. 2021)",
+    ),
+    "jacobian_frobenius": ("Frobenius norm", "Frobenius norm of the Jacobian"),
+    "jacobian_condition": ("Condition number", "condition number of the Jacobian"),
+    "largest_logit": ("Largest logit", "largest score of a query and a key before the softmax"),
+    "entropy": ("Entropy", "entropy of the attention of a query, mean over queries (nats)"),
+    "first_token": ("First token", "attention on the first token, mean over queries"),
+}
+"""Labels and long names of exact norms, and of what attention itself is."""
 
 
 @in_own_modes
@@ -206,7 +230,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
             results = kept.keeping(results)
         lengths, error = fill(tables, results, signs.advance)
         signs.quit()
-        ds = labelled(config, planned, tables, lengths)
+        ds = dataset(tables, spec, planned.layers, lengths)
         _tell_of_missing(config, sources, ds)
         ds = sealed(ds, run_info(config, sources, planned, lengths, error))
         if target is not None:
@@ -255,12 +279,42 @@ def fill(
     return lengths, error
 
 
-def labelled(
-    config: RunConfig, plan: Plan, tables: dict[str, np.ndarray], lengths: np.ndarray
+def dataset(
+    tables: dict[str, np.ndarray],
+    spec: MeasurementSpec,
+    layers: Sequence[LayerInfo],
+    lengths: np.ndarray,
 ) -> xr.Dataset:
-    """Label filled tables, without an axis of heads for maps of whole layers."""
-    ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm, config.wrt)
-    return ds.isel(head=0, drop=True) if config.map in WHOLE else ds
+    """Label filled tables (samples, layers, heads) with names, coordinates and what each bound is.
+
+    Args:
+        tables: in the order that the Dataset gets; of maps of whole layers with one head, which is
+            dropped.
+        spec: what was measured.
+        layers: what the layers are.
+        lengths: (samples,) tokens of the inputs.
+    """
+    ds = xr.Dataset({name: (schema.AXES, table) for name, table in tables.items()})
+    ds = ds.assign_coords(
+        sample=np.arange(len(lengths)),
+        layer=[layer.index for layer in layers],
+        head=np.arange(ds.sizes["head"]),
+        length=("sample", lengths),
+    )
+    for word in schema.LAYER_WORDS:
+        ds.coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
+    kind = "spectral" if spec.norm == "frobenius" else spec.norm
+    for name, (label, long_name) in LABELS.items():
+        if name in ds:
+            ds[name].attrs = {"label": label, "long_name": long_name.format(norm=kind)}
+            if spec.wrt != schema.INPUT:
+                ds[name].attrs["long_name"] += f", as a function of {spec.wrt}"
+    for name in spec.names:
+        bound = get(name)
+        ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
+        ds[name].attrs["compared_with"] = bound.exact
+    ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
+    return ds.isel(head=0, drop=True) if spec.map in WHOLE else ds
 
 
 def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:

@@ -10,7 +10,7 @@ import xarray as xr
 
 from lipbound import schema
 from lipbound.errors import StoreError, shown
-from lipbound.runs.dataset import check_whole, sealed
+from lipbound.runs.checksums import check_whole, sealed
 from lipbound.runs.store import run_of
 
 Key = tuple[str, int]
@@ -49,10 +49,10 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
     parts = [part for run in whole for part in split(run)]
     for number, part in enumerate(parts):
         _check(part, number, parts[0])
-    samples, layers = _table(parts)
+    samples = _table(parts)
     # parts of one run are from one run
     origins = {str(part.attrs["settings_checksum"]): part.attrs for part in parts}
-    ds = _filled(parts, samples, layers, list(origins))
+    ds = _filled(parts, samples, list(origins))
     return sealed(ds, _together(ds, list(origins.values())))
 
 
@@ -105,8 +105,8 @@ def _keys(part: xr.Dataset) -> list[Key]:
     return [(str(part.attrs["data_fingerprint"]), int(sample)) for sample in part["sample"].values]
 
 
-def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
-    """Samples and layers of the table that the runs must fill, samples with exact norms first.
+def _table(parts: list[xr.Dataset]) -> list[Key]:
+    """Samples of the table that the runs must fill, those with exact norms first.
 
     Raises:
         StoreError: they do not fill it once.
@@ -132,52 +132,34 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
         if missing := [str(layer) for layer in layers if (key, layer) not in owner]:
             words = f"sample {key[1]} of the data {key[0]} has no layer {', '.join(missing)}"
             raise StoreError(f"{words}, which other samples have; all need the same layers")
-    return samples, layers
+    return samples
 
 
-def _filled(
-    parts: list[xr.Dataset], samples: list[Key], layers: list[int], origins: list[str]
-) -> xr.Dataset:
+def _filled(parts: list[xr.Dataset], samples: list[Key], origins: list[str]) -> xr.Dataset:
     """Fill the table with every variable, and with where each place is from."""
-    first, heads = parts[0], max(map(_heads, parts), key=len)
-    dims = first["exact"].dims
-    shape = (len(samples), len(layers), *([len(heads)] if heads else []))
-    tables = {}  # layers of fewer heads leave places empty
-    for name in schema.own(first):
-        kind = first[name].dtype
-        tables[name] = np.full(shape, np.nan if kind.kind == "f" else 0, dtype=kind)
-    run = np.zeros(shape[:2], dtype=np.int64)
-    number, length = np.zeros((2, shape[0]), dtype=np.int64)
-    words = {
-        name: np.full(len(layers), "", dtype=object)
-        for name in schema.LAYER_WORDS
-        if name in first.coords
-    }
-    row = {key: i for i, key in enumerate(samples)}
+    row, placed, first = {key: i for i, key in enumerate(samples)}, [], parts[0]
     for part in parts:
-        rows = [row[key] for key in _keys(part)]
-        columns = [layers.index(int(layer)) for layer in part["layer"].values]
-        at = np.ix_(rows, columns, range(len(_heads(part)))) if heads else np.ix_(rows, columns)
-        for name, table in tables.items():
-            table[at] = part[name].transpose(*dims).values
-        run[np.ix_(rows, columns)] = origins.index(str(part.attrs["settings_checksum"]))
-        number[rows], length[rows] = part["sample"].values, part["length"].values
-        for name, of_layers in words.items():
-            of_layers[columns] = part[name].values
-    ds = xr.Dataset(
-        {name: (dims, table, first[name].attrs) for name, table in tables.items()},
-        coords={
-            "sample": np.arange(len(samples)),
-            "layer": layers,
-            **{name: ("layer", of_layers) for name, of_layers in words.items()},
-            "length": ("sample", length),
-            **({"head": heads} if heads else {}),
-            schema.RUN: (dims[:2], run),
-            schema.RUN_SAMPLE: ("sample", number),
-        },
-        attrs={"bounds": first.attrs["bounds"]},
-    )
-    return ds.set_coords(schema.flags(ds))
+        origin = origins.index(str(part.attrs["settings_checksum"]))
+        here = np.full((part.sizes["sample"], part.sizes["layer"]), origin)
+        numbers: dict[str, Any] = {schema.RUN: (schema.AXES[:2], here)}
+        numbers[schema.RUN_SAMPLE] = "sample", part["sample"].values
+        for word in filter(part.coords.__contains__, schema.LAYER_WORDS):
+            numbers[word] = "layer", part[word].values.astype(object)
+        placed.append(
+            part[schema.own(first)]
+            .reset_coords([name for name in part.coords if name not in part.dims])
+            .assign(numbers)
+            .assign_coords(sample=[row[key] for key in _keys(part)])
+        )
+    ds = xr.merge(placed, compat="no_conflicts", join="outer", combine_attrs="override")
+    for name in ds.data_vars:  # layers of fewer heads leave places empty
+        kind = placed[0][name].dtype
+        if kind.kind in "iub":
+            ds[name] = ds[name].fillna(0).astype(kind)
+    ds = ds.transpose(*first["exact"].dims)
+    words = [name for name in schema.LAYER_WORDS if name in ds]
+    notes = [*words, "length", *schema.flags(ds)]
+    return ds.set_coords(notes).assign_attrs(bounds=first.attrs["bounds"])
 
 
 def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> schema.RunInfo:

@@ -139,7 +139,7 @@ class RunConfig:
         if self.norm != "frobenius":
             self._check_deterministic()
         if self.resume and self.out is None:
-            raise LipboundError("resume=True needs out=, the name of the run to take up")
+            raise LipboundError("resume needs out, the name of the run to take up")
 
     def _checked(self) -> dict[str, Any]:
         """The arguments in the types that everything behind relies on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from lipbound.errors import (
     LipboundError,
     TooLargeError,
     shown,
-    tell,
 )
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
@@ -49,13 +47,6 @@ if TYPE_CHECKING:
 SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
-
-TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
-"""Setting of dask for what its workers' allocators do with freed memory.
-
-By default they give all of it back to the system, and fresh memory costs more than the arithmetic
-on it; None leaves them as they are.
-"""
 
 _MEASURERS: dict[tuple[RunConfig, str, MeasurementSpec], Measurer] = {}
 _TURN = threading.Lock()
@@ -460,7 +451,6 @@ def measured_by(
     """
     from dask.distributed import KilledWorker, as_completed
 
-    _tell_of_trimming(client)
     sources.capturer.release()
     alone = replace(config, data=None, out=None, resume=False)
     worker = (alone, sources.checkpoint.revision, spec)
@@ -477,18 +467,3 @@ def measured_by(
         raise LipboundError(f"{what}; give them more memory, or a smaller memory=") from error
     finally:
         client.cancel(futures)
-
-
-def _tell_of_trimming(client: Any) -> None:
-    """Warn where workers have dask's own setting of `TRIMMING`."""
-    name = TRIMMING.rpartition(".")[2]
-    found = {
-        value
-        for value in client.run(os.environ.get, name).values()
-        if value is not None and value.isdigit() and int(value) < 2**20
-    }
-    if found:
-        tell(
-            f"workers free memory at once ({name}={min(found)}, dask's default), which can make "
-            f"them several times slower; set {{{TRIMMING!r}: None}} by dask.config.set before"
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed
 import xarray as xr
+import zarr
 from torch import nn
 
 from lipbound.devices import in_own_modes
@@ -22,6 +25,7 @@ from lipbound.errors import (
     choice,
     flag,
     indices,
+    one_line,
     real,
     shown,
     tell,
@@ -31,21 +35,22 @@ from lipbound.formatting import counted
 from lipbound.models.inputs import prepare
 from lipbound.models.sources.loaded_model import bare_module, in_dtype, in_training
 from lipbound.models.training.watch import uncompiled
-from lipbound.runs.compare import fill, labelled, run_info
+from lipbound.runs.checksums import sealed
+from lipbound.runs.compare import dataset, fill, run_info
 from lipbound.runs.config import READING, RunConfig
-from lipbound.runs.dataset import sealed
 from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, seed_of
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
 from lipbound.runs.step_callbacks import Log, attached, numbers
-from lipbound.runs.step_store import StepStore, stacked
-from lipbound.runs.store import check_target, load
-from lipbound.schema import STATISTICS, STEP, RunInfo
+from lipbound.runs.store import check_target, load, save
+from lipbound.schema import AXES, STATISTICS, STEP, RunInfo
 
 EVERY = 100
 """Steps between two measurements where nothing else is said."""
 OF_RUN = "out resume bounds map norm layers tol seed samples max_length tokenizer"
 """Arguments of a monitor that are those of a run."""
+WITHOUT = ("audit", "violations")
+"""Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
 _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
 """The last monitor that this process made for each store; it alone writes there."""
 
@@ -302,82 +307,26 @@ class Monitor:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
         self._info = info
-        ds = labelled(self._config, planned, tables, lengths)
+        ds = dataset(tables, planned.spec, planned.layers, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
 
     def _results(self, sources: Sources, spec: MeasurementSpec) -> list[LayerResult]:
-        """Measure the layers that the monitor began with, at their places, whatever came since."""
-        planned, capturer = self._plan, sources.capturer
-        own = [layer.layer_name for layer in planned.layers]
-        if _calls_of(self._model, own) != self._calls:
-            capturer.forget()  # modules that are new have not been verified
+        """Measure the layers that the monitor began with.
 
-        def measured() -> list[LayerResult]:
-            blocks, room = planned.blocks(()), planned.room
-            return list(measured_here(sources, spec, blocks, room, verify=False))
-
-        try:
-            results = measured()
-        except CaptureError:
-            if capturer.layers is None or capturer.count == planned.model_layers:
-                raise
-            results = []
-        names = [one.name for one in results if one.start == 0]
-        if capturer.count == planned.model_layers and _calls_of(self._model, names) == self._calls:
-            return results
-        if capturer.layers is not None:  # by now they may be the numbers of other layers
-            capturer.layers = None
-            results = measured()
-            names = [one.name for one in results if one.start == 0]
-        place = self._places(names)
-        gone = [one for i, one in enumerate(planned.layers) if i not in place.values()]
-        lost = ", ".join(f"{one.index} ({one.layer_name})" for one in gone)
-        new = ", ".join(name for k, name in enumerate(names) if k not in place)
-        if not place:
-            raise CaptureError(f"the model no longer has any of the attention layers {lost}")
-        if lost:
-            self._note(
-                f"the model no longer has attention layers that it had when its monitor was made, "
-                f"or calls them another number of times: {lost}; they have no numbers "
-                "(NaN) at such steps"
-            )
-        if new and self._config.layers is None:
-            self._note(
-                f"the model has attention layers that it had not when its monitor was made: "
-                f"{new}; they are not measured"
-            )
-        return [one._replace(layer=place[one.layer]) for one in results if one.layer in place]
-
-    def _places(self, names: Sequence[str]) -> dict[int, int]:
-        """Find the monitor's layers among those of these names that the model has now.
-
-        By their modules; a new module is the layer of its name where that has no module any more.
-
-        Returns:
-            Places among the monitor's layers, by those among ``names``.
+        Raises:
+            CaptureError: the model has other attention layers by now, or has them in another order.
         """
-        calls = _calls_of(self._model, names)
-        place = {k: self._calls.index(call) for k, call in enumerate(calls) if call in self._calls}
-        before, now = ([module for module, *_ in some] for some in (self._calls, calls))
-        own = [layer.layer_name for layer in self._plan.layers]
-        given = [(name, *call[1:]) for name, call in zip(own, self._calls, strict=True)]
-        for k, call in enumerate(calls):
-            key = (names[k], *call[1:])
-            if call[0] in before or key not in given or before[given.index(key)] in now:
-                continue
-            place[k] = given.index(key)
-            self._note(
-                f"layer {names[k]} is another module than when its monitor was made; its numbers "
-                "are those of the new one"
+        planned = self._plan
+        blocks = planned.blocks(()), planned.room
+        results = list(measured_here(sources, spec, *blocks, verify=False))
+        names = [one.name for one in results if one.start == 0]
+        same = _calls_of(self._model, names) == self._calls
+        if not same or sources.capturer.count != planned.model_layers:
+            raise CaptureError(
+                "attention layers of the model came, went or changed places since its monitor was "
+                "made, and their numbers would be those of other layers; make a new Monitor"
             )
-        return place
-
-    def _note(self, note: str) -> None:
-        """Tell something once, and note it in the run."""
-        notes = self._sources.capturer.notes
-        if note not in notes:
-            notes.append(note)
-            tell(note)
+        return results
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
         """Put a step behind those before it, in memory and on disk."""
@@ -409,6 +358,91 @@ class Monitor:
                 f"{one.name} has risen above {one.threshold:g} at step {step}: {one.value:.4g} in "
                 f"layer {one.layer}, head {one.head}, sample {one.sample}"
             )
+
+
+def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Put steps of one training together, along an axis before all others.
+
+    Args:
+        steps: runs of one kind, at least one, with a coordinate `STEP` each, ascending. Settings
+            are those of the last.
+    """
+    last = steps[-1]
+    along = [name for name, one in last.variables.items() if one.dims[:2] == AXES[:2]]
+    ds = last.assign_coords({STEP: [int(one[STEP]) for one in steps]})
+    for name in along:
+        values = np.stack([one[name].values for one in steps])
+        ds[name] = ((STEP, *last[name].dims), values, last[name].attrs)
+    attrs = {name: value for name, value in last.attrs.items() if name not in WITHOUT}
+    return ds.drop_attrs(deep=False).assign_attrs(attrs)
+
+
+class StepStore:
+    """A run over steps on disk, a Zarr store that grows.
+
+    The store can be read, and its training be killed, at any moment. A step is written behind those
+    that are there, chunks of its own; then one file, which holds the shapes of all arrays and is
+    replaced whole, lets readers see it.
+
+    Args:
+        path: of the store, which need not exist yet.
+        count: how many steps of it count; those behind are written over.
+    """
+
+    def __init__(self, path: Path, count: int = 0):
+        self._path, self._count = path, count
+
+    def write(self, ds: xr.Dataset, position: int) -> None:
+        """Write a step behind the first so many, and let go of those that stood there.
+
+        Args:
+            ds: one step.
+            position: how many steps stand before it, at most as many as there are.
+
+        Raises:
+            StoreError: it cannot be written; what was there can still be read.
+        """
+        grown = stacked([ds])
+        try:
+            if position == 0:
+                if self._count:
+                    shutil.rmtree(self._path)
+                    self._count = 0
+                self._create(grown)
+            else:
+                if position < self._count:
+                    self._append(grown, {}, position)
+                    self._count = position
+                names = [name for name, one in grown.variables.items() if STEP in one.dims]
+                rows = {str(name): grown.variables[name].values[0] for name in names}
+                self._append(grown, rows, position + 1)
+        except OSError as error:
+            what = f"step {int(ds[STEP])} could not be written to {self._path}: {one_line(error)}"
+            raise StoreError(what) from error
+        self._count = position + 1
+
+    def _create(self, ds: xr.Dataset) -> None:
+        """Make the store, with a chunk for every step, so that none is written twice."""
+        for one in ds.variables.values():
+            if STEP in one.dims:
+                one.encoding["chunks"] = one.shape
+        save(ds, self._path)
+
+    def _append(self, ds: xr.Dataset, rows: Mapping[str, np.ndarray], count: int) -> None:
+        """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
+        group = zarr.open_group(self._path, mode="r+", use_consolidated=True)
+        arrays: dict[str, Any] = dict(group.arrays())
+        for name, one in ds.variables.items():
+            if STEP in one.dims:
+                array = arrays[str(name)]
+                array.resize((count, *array.shape[1:]))
+                if str(name) in rows:
+                    array[count - 1] = rows[str(name)].astype(array.dtype)
+        if group.attrs.asdict() != ds.attrs:
+            group.update_attributes(ds.attrs)  # in one write
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other readers of this format may not know the file
+            zarr.consolidate_metadata(group.store)
 
 
 def _steps(given: Any) -> frozenset[int]:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
@@ -28,10 +29,10 @@ from lipbound.errors import (
     shown,
     warn,
 )
+from lipbound.runs.checksums import damage
 from lipbound.runs.config import check_run_name
-from lipbound.runs.dataset import damage
-from lipbound.runs.pair import diff_damage, paired, sides
 from lipbound.runs.partial_store import PARTIAL, partial_path
+from lipbound.runs.two_runs import diff_damage, paired, sides
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -244,23 +245,23 @@ def read(path: Path) -> xr.Dataset:
 
 def _unread(path: Path, fault: str, what: str) -> StoreError:
     """Return the error of a store of which something is not read: damage, or too old a reader."""
-    if newer := _newer(path):
-        return StoreError(
-            f"{path} was written by {newer}, newer than what is installed here, which does not "
-            f"read it: {what}; pip install --upgrade xarray zarr, or compute it again"
-        )
-    return AlteredRunError(f"{path} {fault}: {what}; compute it again")
+    wrote = _newer(path)
+    if not wrote:
+        return AlteredRunError(f"{path} {fault}: {what}; compute it again")
+    return StoreError(
+        f"{path} was written by {wrote}, newer than what is installed here, which does not read "
+        f"it: {what}; pip install --upgrade xarray zarr, or compute it again"
+    )
 
 
 def _newer(path: Path) -> str:
     """Return the packages that wrote a store, with their versions, where newer ones than here."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         wrote = json.loads((path / "zarr.json").read_text())["attributes"]["versions"]
-        here = {name: version(name) for name in ("xarray", "zarr")}
-        newer = [k for k in here if k in wrote and Version(wrote[k]) > Version(here[k])]
+        packages = [name for name in ("xarray", "zarr") if name in wrote]
+        newer = [k for k in packages if Version(wrote[k]) > Version(version(k))]
         return " and ".join(f"{name} {wrote[name]}" for name in newer)
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return ""
 
 
 def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
@@ -322,7 +323,7 @@ def run_of(given: object) -> xr.Dataset:
     if schema.is_diff(given):
         raise StoreError(
             "this is a diff of two runs, and one run is wanted; give one of the two that it was "
-            "made of (in Python, lipbound.runs.pair.sides of the diff has both)"
+            "made of (in Python, lipbound.runs.two_runs.sides of the diff has both)"
         )
     if what := _lost(given):
         raise StoreError(

@@ -20,9 +20,9 @@ from lipbound.errors import AlteredRunError, CaptureError, InputsError, Lipbound
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
+from lipbound.runs.checksums import altered, reworded, settings_altered
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import altered, reworded, settings_altered
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
 from lipbound.runs.store import Run, run_of

@@ -193,7 +193,7 @@ def test_stored_runs_are_read_without_torch(run: Path) -> None:
     """Neither do provenance and checksums need it."""
     code = (
         "from pathlib import Path\nfrom lipbound.runs.store import load\nfrom "
-        "lipbound.runs.dataset import altered\n"
+        "lipbound.runs.checksums import altered\n"
         "assert altered(load(sys.argv[1])) == []"
     )
     assert not loaded(code, run) & {"torch", "transformers", "datasets", "matplotlib"}

@@ -9,12 +9,14 @@ import pytest
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from support.runs import made_up
 
 from lipbound import plots
 from lipbound.errors import LipboundError, UnknownNameError
 from lipbound.reporting.sheets import FLAT, Sheet, arrange, scales
-from lipbound.reporting.styles import folded, inches, latex_caption, paper_height
+from lipbound.reporting.styles import folded, latex_caption, paper_height
 
 WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}
 
@@ -25,6 +27,12 @@ def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
 
 
 LABELS = ["Exact", "Castin 3.5, mean field \u2020", "lipbound, blocks of J"]
+
+
+def inches(text: str, points: float) -> float:
+    """Width of a line in matplotlib's own font."""
+    face = FontProperties(size=points)
+    return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 72
 
 
 def sheet(

@@ -17,7 +17,7 @@ from lipbound import tables
 from lipbound.cli import main
 from lipbound.cli.application import show
 from lipbound.errors import LipboundError
-from lipbound.reporting.layout import folded, text_table
+from lipbound.reporting.text_tables import text_table
 from lipbound.runs import store
 
 KEPT = Path(__file__).parent / "terminals"
@@ -144,7 +144,7 @@ def test_columns_leave_in_the_order_that_is_told(ds: xr.Dataset) -> None:
     table = tables.table_of(made_up(samples=5))
     for width in range(140, 14, -1):
         text = " ".join(text_table(table, width).split())
-        (found,) = re.findall(r"no room for: (.*?) \u2020", text) or [""]
+        (found,) = re.findall(r"no room for: (.*?) 95% interval: ", text) or [""]
         now = [name for name in found.split(", ") if name]
         assert now == list(tables.SPARE[: len(now)])
         assert len(now) >= len(left_out)
@@ -188,11 +188,3 @@ def test_widths_that_are_none(ds: xr.Dataset) -> None:
     ):
         with pytest.raises(LipboundError, match=message):
             tables.render(ds, format, width=width)
-
-
-def test_words_are_folded_between_words() -> None:
-    assert folded("a bc \u2020 def", 4) == ["a", "bc \u2020", "def"]
-    assert folded("abcdefgh", 3) == ["abc", "def", "gh"]
-    assert folded("", 3) == [""]
-    assert [cells(line) for line in folded("\u4e2d\u6587\u5b57 x", 4)] == [4, 4]
-    assert cells("e\u0301") == 1

@@ -11,9 +11,9 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import StoreError
 from lipbound.runs import store
+from lipbound.runs.checksums import checksums, edited
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import checksums, edited
 from lipbound.schema import Contents, origins
 
 OTHERS = ["a ferry of the island", "the clock"]

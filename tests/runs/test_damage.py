@@ -20,7 +20,7 @@ from lipbound.bounds.audit import audit, missing
 from lipbound.cli import main
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
 from lipbound.runs import store
-from lipbound.runs.dataset import damage
+from lipbound.runs.checksums import damage
 
 
 @pytest.fixture(scope="module")

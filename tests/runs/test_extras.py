@@ -13,8 +13,8 @@ from support.oracles import jacobians
 import lipbound as lb
 from lipbound.errors import LipboundError, Notice
 from lipbound.reporting.labels import facts
+from lipbound.runs.checksums import damage
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import damage
 
 TEXTS = ["a b c", "b c d e f"]
 OPTIONS = {"progress": False, "max_length": 8, "bounds": "yudin"}

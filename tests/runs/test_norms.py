@@ -21,8 +21,8 @@ from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.labels import facts
 from lipbound.reporting.page.render import report
 from lipbound.runs import store
+from lipbound.runs.checksums import damage
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import damage
 from lipbound.runs.partial_store import PartialRun, partial_path
 from lipbound.schema import DRAWN, NORMS, TOKEN_NORMS
 

@@ -198,7 +198,7 @@ def test_a_partial_run_is_let_go_whatever_fails(
 ) -> None:
     """After everything is measured, too."""
     out = tmp_path / "run.zarr"
-    monkeypatch.setattr("lipbound.runs.dataset.audit", None)
+    monkeypatch.setattr("lipbound.runs.checksums.audit", None)
     with pytest.raises(TypeError):
         lb.compare(bert, TEXTS, out=out, **OPTIONS)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import StoreError
 from lipbound.runs import store
-from lipbound.runs.dataset import damage, edited
+from lipbound.runs.checksums import damage, edited
 from lipbound.runs.store import run_of
 from lipbound.schema import Contents, closed, repeated
 

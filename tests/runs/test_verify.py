@@ -19,8 +19,8 @@ from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
 from lipbound.reporting import citations
 from lipbound.runs import store
+from lipbound.runs.checksums import altered
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import altered
 from lipbound.runs.plan import measurement_spec, open_sources, plan
 from lipbound.runs.verify import ALLOWED
 

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.runs.dataset import dataset, sealed
-from lipbound.runs.measure import LayerInfo
+from lipbound.runs.checksums import sealed
+from lipbound.runs.compare import dataset
+from lipbound.runs.measure import LayerInfo, MeasurementSpec
 from lipbound.schema import Extent, RunInfo
 
 TEXTS = [
@@ -105,7 +106,8 @@ def made_up(*, samples: int = 2, layers: int = 3, heads: int = 4) -> xr.Dataset:
     }
     tables["yudin_nobias_sound"][0] = False
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
-    ds = dataset(tables, list(FACTORS), found, 32 - 2 * np.arange(samples))
+    spec = MeasurementSpec(tuple(FACTORS), "head", 1e-3, 1e-6, 0, samples)
+    ds = dataset(tables, spec, found, 32 - 2 * np.arange(samples))
     made = Extent(samples, samples, list(range(layers)), heads, layers)
     counts = {"samples": samples, "exact_samples": samples}
     return sealed(ds, RunInfo(**SETTINGS | counts, bounds=list(FACTORS), made=made))

@@ -31,8 +31,8 @@ from lipbound.reporting.plots import diff_caption, diff_heatmaps
 from lipbound.reporting.sheets import log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
-from lipbound.runs.pair import sides
 from lipbound.runs.store import diff_of, run_of
+from lipbound.runs.two_runs import sides
 from lipbound.runs.verify import replay
 from lipbound.schema import AXES, INPUT, Contents, bounds_there, compared_with, is_diff, norm_of
 
@@ -239,7 +239,7 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
             "rows": [[name, *row] for name, row in shown.T.items()],
         },
         "exact": enclosed(*statistics.mean_ends(ds, "exact")),
-        "notes": [*made.remarks(), *made.notes],
+        "notes": made.notes,
         "provenance": [[name, words] for name, words in facts.items() if words],
         "methods": citations.methods(ds, "text"),
         "bibtex": citations.bibtex(ds),

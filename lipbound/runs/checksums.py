@@ -1,4 +1,4 @@
-"""A run's Dataset: labelled, audited, sealed with hashes that tell whether it was changed since.
+"""Hashes that a run is sealed with, which tell whether it was changed since.
 
 Hashes guard against accidents (a value edited, a file damaged), not against somebody who computes
 them anew.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,71 +17,17 @@ import xarray as xr
 
 from lipbound import schema
 from lipbound.bounds.audit import audit
-from lipbound.bounds.registry import get
 from lipbound.errors import StoreError
 
 if TYPE_CHECKING:  # reading a run needs no torch
-    from lipbound.runs.measure import LayerInfo
+    pass
 
 HASHED = {one.name for one in fields(schema.RunInfo)} - {"block", "settings_checksum"}
 """Attributes that enter the hash of the settings."""
-LABELS = {
-    "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
-    "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
-    "exact_l2": (
-        "Exact, L2 attention",
-        "the same for L2 attention with these weights (Kim et al. 2021)",
-    ),
-    "jacobian_frobenius": ("Frobenius norm", "Frobenius norm of the Jacobian"),
-    "jacobian_condition": ("Condition number", "condition number of the Jacobian"),
-    "largest_logit": ("Largest logit", "largest score of a query and a key before the softmax"),
-    "entropy": ("Entropy", "entropy of the attention of a query, mean over queries (nats)"),
-    "first_token": ("First token", "attention on the first token, mean over queries"),
-}
-"""Labels and long names of exact norms, and of what attention itself is."""
 OF_BOUND = ["label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"]
 """What a bound's variable says about it."""
 SAID = (*OF_BOUND, "compared_with", "long_name")
 """Attributes of variables that are sealed, each variable's together."""
-
-
-def dataset(
-    tables: dict[str, np.ndarray],
-    names: Sequence[str],
-    layers: Sequence[LayerInfo],
-    lengths: np.ndarray,
-    norm: str = "frobenius",
-    wrt: str = schema.INPUT,
-) -> xr.Dataset:
-    """Label tables (samples, layers, heads) with names, coordinates and what each bound is.
-
-    Args:
-        tables: in the order that the Dataset gets.
-        names: registry names of the bounds among them.
-        layers: what the layers are.
-        lengths: (samples,) tokens of the inputs.
-        norm: of the numbers. wrt: what heads are functions of.
-    """
-    ds = xr.Dataset({name: (schema.AXES, table) for name, table in tables.items()})
-    ds = ds.assign_coords(
-        sample=np.arange(len(lengths)),
-        layer=[layer.index for layer in layers],
-        head=np.arange(ds.sizes["head"]),
-        length=("sample", lengths),
-    )
-    for word in schema.LAYER_WORDS:
-        ds.coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
-    kind = "spectral" if norm == "frobenius" else norm
-    for name, (label, long_name) in LABELS.items():
-        if name in ds:
-            ds[name].attrs = {"label": label, "long_name": long_name.format(norm=kind)}
-            if wrt != schema.INPUT:
-                ds[name].attrs["long_name"] += f", as a function of {wrt}"
-    for name in names:
-        bound = get(name)
-        ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
-        ds[name].attrs["compared_with"] = bound.exact
-    return ds.set_coords([name for name in tables if tables[name].dtype == bool])
 
 
 def sealed(ds: xr.Dataset, info: schema.RunInfo) -> xr.Dataset:

@@ -13,7 +13,7 @@ import xarray as xr
 
 from lipbound import schema
 from lipbound.errors import AlteredRunError, StoreError, shown
-from lipbound.runs.dataset import check_whole, damage
+from lipbound.runs.checksums import check_whole, damage
 
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
