@@ -6,14 +6,12 @@ outputs have the norm :math:`(\sum_i a_i |x_i|^2)^{1/2}` (their Definition C.4 a
 weights give back attention and its norm: Lemma 62 (docs/theory/inputs.md).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lipbound.analysis.adversarial_inputs import growth_rate
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
@@ -107,56 +105,6 @@ def weighted_norm(
     op = WeightedJacobian(HeadJacobian(weighted(att, weights)), each)
     seeds = sample_seeds(att.samples, seed)
     return operator_norm(op, tol=tol, delta=delta, seed=seeds).view(att.samples, att.heads)
-
-
-def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Tensor]:
-    r"""Build two weighted tokens at which the mean-field constant explodes with the radius.
-
-    Proposition 3.6: for a negative eigenvalue of A the points :math:`-Ru` and :math:`Ru`, else
-    :math:`Ru` and :math:`Ru/2`; the first has the weight a with
-    :math:`a/(1-a) = e^{-2\gamma R^2}`, :math:`\gamma` of
-    `lipbound.analysis.adversarial_inputs.steepness`.
-
-    Args:
-        u: unit eigenvector of A, (D,).
-        eigenvalue: its eigenvalue.
-        radius: R.
-
-    Returns:
-        Tokens (2, D) and their weights (2,), float64.
-    """
-    gamma, u = growth_rate(eigenvalue), u.double()
-    x = radius * torch.stack([-u, u] if eigenvalue < 0 else [u, u / 2])
-    log_odds = 2 * gamma * radius**2
-    return x, u.new_tensor([-log_odds, log_odds]).sigmoid()
-
-
-def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image: Tensor) -> float:
-    r"""Compute what the local constant at `two_diracs` approaches as the radius grows.
-
-    For :math:`W_V = I` that is
-
-    .. math::
-        \tfrac12 e^{\gamma R^2}\,\|I - R^2 u (A^T u)^T\| \quad\text{or, for a positive
-        eigenvalue,}\quad
-              \tfrac12 e^{\gamma R^2}\,\|I + \tfrac18 R^2 u (A^T u)^T\|
-
-    which for symmetric A is :math:`\tfrac12 e^{\gamma R^2} (1 + \gamma R^2)`. It is what the heavy
-    token sees of the light one: Lemma 63 (docs/theory/inputs.md).
-
-    Args:
-        eigenvalue, radius: as for `two_diracs`.
-        direction: u, (D,).
-        image: :math:`A^T u`, (D,).
-
-    Returns:
-        The value.
-    """
-    u, w = direction.double(), image.double()
-    factor = (-1 if eigenvalue < 0 else 1 / 8) * radius**2
-    eye = torch.eye(len(u), dtype=torch.float64, device=u.device)
-    size = float(torch.linalg.matrix_norm(eye + factor * torch.outer(u, w), 2))
-    return math.exp(growth_rate(eigenvalue) * radius**2) / 2 * size
 
 
 def query_block_norms(att: Attention) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 
+import castin_inputs
 import pytest
 import torch
 from hypothesis import given
@@ -82,11 +83,11 @@ def test_two_diracs_grow_as_predicted() -> None:
             continue
         for scaling in (6.0, 12.0, 20.0):
             radius = math.sqrt(scaling / gamma)
-            x, a = mean_field.two_diracs(steep.direction[0], value, radius)
+            x, a = castin_inputs.two_diracs(steep.direction[0], value, radius)
             pair = Attention(x[None], w_q, w_k, eye[None])
             exact = float(mean_field.weighted_norm(pair, a[None], tol=1e-9).lower)
             image = att.scale * w_k[0] @ w_q[0].mT @ steep.direction[0]
-            predicted = mean_field.two_dirac_growth(value, radius, steep.direction[0], image)
+            predicted = castin_inputs.two_dirac_growth(value, radius, steep.direction[0], image)
             assert exact == pytest.approx(predicted, rel=1e-3)
             assert predicted >= math.exp(scaling) * (1 + scaling) / 2 * (1 - 1e-12)
             assert exact <= float(get("castin_mean_field")(pair)[0, 0])
@@ -100,7 +101,7 @@ def test_two_diracs_for_symmetric_weights_are_the_prediction() -> None:
         gamma = 1 / 8 if sign > 0 else 1.0
         assert float(steep.gamma[0]) == pytest.approx(gamma)
         radius = math.sqrt(12 / gamma)
-        x, a = mean_field.two_diracs(steep.direction[0], float(steep.eigenvalue[0]), radius)
+        x, a = castin_inputs.two_diracs(steep.direction[0], float(steep.eigenvalue[0]), radius)
         exact = float(
             mean_field.weighted_norm(
                 Attention(x[None], sign * eye, eye, eye, scale=1.0), a[None], tol=1e-10
