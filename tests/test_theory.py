@@ -43,7 +43,7 @@ def sources() -> list[Path]:
 
 
 def docstrings() -> list[tuple[str, str]]:
-    """Every docstring of the package and of the figures, those below constants included, and where it is."""
+    """Every docstring of package and figures, those below constants included, and where it is."""
     found = []
     for path in sources():
         bodies = [
