@@ -26,8 +26,7 @@ from lipbound.runs.compare import one_of, run
 from lipbound.runs.config import RunConfig, check_run_name
 from lipbound.runs.measure import layers_at
 from lipbound.runs.plan import norms_shape, open_sources
-from lipbound.runs.store import check_target, run_of, save
-from lipbound.runs.two_runs import paired, refuse_inputs, refuse_layout
+from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_layout, run_of, save
 
 OF_B = ("revision", "gguf_file", "adapter")
 """Options that are of the second checkpoint alone."""
@@ -72,7 +71,7 @@ def diff(
         ``exact_a``, ``exact_b`` and every other variable of both runs under such names; ``ratio``,
         ``exact_b / exact_a``; and, where both runs have upper ends, ``ratio_lower`` and
         ``ratio_upper``, which enclose the ratio of the norms.
-        `lipbound.runs.two_runs.sides` returns the two runs.
+        `lipbound.runs.store.sides` returns the two runs.
 
     Raises:
         StoreError: the runs are of other maps, norms, inputs (samples, tokens, pixels), layers or

@@ -26,8 +26,7 @@ from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.sheets import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
 from lipbound.runs.checksums import damage
-from lipbound.runs.store import diff_of
-from lipbound.runs.two_runs import GIVEN, sides
+from lipbound.runs.store import GIVEN, diff_of, sides
 
 RUN_OPTIONS = {name: value for name, value in OPTIONS.items() if name != "progress"}
 
