@@ -20,19 +20,8 @@ from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import (
-    LayerInfo,
-    MeasurementSpec,
-    check_client,
-    measured_by,
-    measured_here,
-)
-from lipbound.runs.partial_store import (
-    LayerResult,
-    PartialRun,
-    check_free,
-    same_configuration,
-)
+from lipbound.runs.measure import LayerInfo, MeasurementSpec, Measurer, check_client, measured_by
+from lipbound.runs.partial_store import LayerResult, PartialRun, check_free, same_configuration
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
@@ -222,7 +211,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         kept = opened.enter_context(_partial_run(config, sources, planned, where))
         blocks = planned.blocks(() if kept is None else kept.found)
         results = (
-            measured_here(sources, spec, blocks, planned.room)
+            Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
             if client is None
             else measured_by(client, config, sources, spec, blocks)
         )

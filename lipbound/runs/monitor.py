@@ -38,7 +38,7 @@ from lipbound.models.training.watch import uncompiled
 from lipbound.runs.checksums import sealed
 from lipbound.runs.compare import dataset, fill, run_info
 from lipbound.runs.config import READING, RunConfig
-from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, seed_of
+from lipbound.runs.measure import MeasurementSpec, Measurer, capturer_of, seed_of
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
 from lipbound.runs.step_callbacks import Log, attached, numbers
@@ -317,8 +317,8 @@ class Monitor:
             CaptureError: the model has other attention layers by now, or has them in another order.
         """
         planned = self._plan
-        blocks = planned.blocks(()), planned.room
-        results = list(measured_here(sources, spec, *blocks, verify=False))
+        measurer = Measurer(sources.capturer, spec, planned.room, verify=False)
+        results = list(measurer.each(sources, planned.blocks(())))
         names = [one.name for one in results if one.start == 0]
         same = _calls_of(self._model, names) == self._calls
         if not same or sources.capturer.count != planned.model_layers:
