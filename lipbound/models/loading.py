@@ -13,7 +13,14 @@ from huggingface_hub.utils import enable_progress_bars
 
 from lipbound import errors
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
-from lipbound.errors import CheckpointError, name_or_none, neighbours, shown, tell
+from lipbound.errors import (
+    CheckpointError,
+    knows_options,
+    name_or_none,
+    neighbours,
+    shown,
+    tell,
+)
 from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
@@ -31,6 +38,7 @@ ADAPTER = ("adapter_config.json", "adapter_model.*")
 """Files of an adapter on the hub."""
 
 
+@knows_options
 def load_checkpoint(
     model: AnyModel,
     *,

@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, choice
+from lipbound.errors import LipboundError, choice, knows_options
 from lipbound.formatting import counted, digits, directed, enclosed, outwards
 from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
@@ -51,6 +51,7 @@ SPARE = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 two on samples the second one is left."""
 
 
+@knows_options
 def render(
     ds: Run,
     format: str = "text",

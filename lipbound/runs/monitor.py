@@ -22,6 +22,7 @@ from lipbound.errors import (
     choice,
     flag,
     indices,
+    knows_options,
     real,
     shown,
     tell,
@@ -118,6 +119,7 @@ class Monitor:
     {'step': 3, 'sample': 1, 'layer': 2, 'head': 2}
     """
 
+    @knows_options
     def __init__(
         self,
         model: nn.Module,

@@ -119,6 +119,18 @@ def differences(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     return joined(first - 0.4 * second)
 
 
+def differences_in_one_call(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """The same with both softmaxes in one, as heads behind each other."""
+    q, k = (torch.cat(t.chunk(2, -1), 1) for t in (q, k))
+    first, second = torch.chunk(by_hand(q, k, torch.cat([v, v], 1)), 2, dim=1)
+    return joined(first - 0.4 * second)
+
+
+def differences_that_are_normalised(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Whose lengths are those of heads, before they are projected."""
+    return joined(F.rms_norm(heads(differences_in_one_call(m, q, k, v, x)), (D // HEADS,)))
+
+
 def heads_first(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     return fused(q, k, v).permute(1, 2, 0, 3).flatten(2)
@@ -155,7 +167,8 @@ KINDS: dict[str, tuple[Callable[..., Tensor], bool, list[slice]]] = {
         *((chunks_of_queries, True), (chunks_of_queries_by_hand, True), (a_single_chunk, True)),
         *((chunks_that_see_their_past, False), (slices_of_heads, True), (head_by_head, True)),
         *((sample_by_sample, True), (blocks_of_keys, False), (two_that_are_added, False)),
-        *((differences, False), (heads_first, True), (temperatures, True), (windows, False)),
+        *((differences, False), (differences_that_are_normalised, False), (heads_first, True)),
+        *((temperatures, True), (windows, False)),
     )
 }
 KINDS["interleaved"] = interleaved, True, [slice(h, None, HEADS) for h in range(HEADS)]
@@ -196,7 +209,13 @@ def test_pieces_are_one_layer(kind: str, closed: bool) -> None:
         torch.testing.assert_close(lb.spectral_norm(alone, tol=1e-9).lower, its, rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("mix", [chunks_of_queries, slices_of_heads, heads_first, differences])
+@pytest.mark.parametrize(
+    "mix",
+    [
+        *(chunks_of_queries, slices_of_heads, heads_first, differences),
+        *(differences_in_one_call, differences_that_are_normalised),
+    ],
+)
 def test_pieces_have_an_output_projection(mix: Callable[..., Tensor]) -> None:
     model = build(lambda: Projections(mix)).double()
     (att,) = lb.capture(model, X)
