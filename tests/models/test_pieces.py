@@ -481,3 +481,34 @@ def test_a_projection_in_parts_is_whole_or_refused(interleaved: bool, activated:
     found = lb.spectral_norm(layer, map="layer").lower[0]
     torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobian, 2), rtol=1e-5, atol=0)
     assert lb.spectral_norm(layer).lower.shape == (2, HEADS)
+
+
+class Windows(Projections):
+    """Samples, windows of two tokens and heads on one axis, and heads on one of their own after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            heads(p(x)).unflatten(2, (3, 2)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        scores = torch.matmul(q, k.mT) + torch.matmul(q, self.k_2.weight[:4, :2])
+        out = torch.bmm(scores.softmax(-1).reshape(-1, 2, 2), v.reshape(-1, 2, 4))
+        return out.view(-1, 3, HEADS, 2, 4).transpose(2, 3).reshape(-1, 6, HEADS, 4)
+
+
+class Projected(nn.Module):
+    """Projects the outputs of heads outside of the module that makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.o = Windows(fused), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.attention(x).flatten(2))
+
+
+def test_heads_that_share_an_axis_with_windows_are_heads() -> None:
+    model = build(Projected).double()
+    (att,) = lb.capture(model, X)
+    assert (att.samples, att.heads, att.tokens, att.d_v) == (2, HEADS, 6, 4)
+    expected = dense(model, model.o, X, [slice(4 * h, 4 * h + 4) for h in range(HEADS)])
+    torch.testing.assert_close(lb.spectral_norm(att, tol=1e-9).lower, expected, rtol=1e-7, atol=0)
