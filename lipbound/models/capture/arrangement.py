@@ -97,9 +97,9 @@ def arrangement(
     d_v = calls[0].width  # heads are normalised together, say
     if not several and width is not None and cut.shape[width] == d_v:
         places = made(0)[0] if len(calls) == 1 and raw.ndim == 3 else []
-        axis = _axis_of_heads(x, calls[0].v, dict(zip(_looked_at(len(raw)), places, strict=False)))
-        if axis is not None:
-            return lambda t: t.movedim((axis, width), (-2, -1))
+        named = dict(zip(_looked_at(len(raw)), places, strict=False))
+        if (of_heads := _axis_of_heads(x, calls[0].v, named)) is not None:
+            return lambda t: t.movedim((of_heads, width), (-2, -1))
         return lambda t: t.movedim(width, -1).unsqueeze(-2)  # one head
     return _together(call, cut, raw, known, d_v)
 
