@@ -166,7 +166,7 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
                 stack.enter_context(torch.no_grad())
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 stack.enter_context(torch.autocast(device, enabled=False))
-            if torch.get_default_device().type != "cpu":
+            if torch.empty(0).device.type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             return function(*map(_certifiable, args), **kwargs)
 

@@ -26,7 +26,7 @@ from typer.core import TyperCommand
 
 from lipbound import __version__, _importing
 from lipbound.cli import interruption
-from lipbound.errors import LipboundError, Notice
+from lipbound.errors import LipboundError, Notice, neighbours
 from lipbound.formatting import plain, plain_data
 from lipbound.schema import Contents
 
@@ -44,7 +44,7 @@ SWITCHES = {
     "debug": "Show tracebacks.",
 }
 """Options that every command takes, behind its name or before it."""
-KINDS = {"integer": "a whole number", "number": "a number"}
+KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"}
 """Types as typer calls them, in words."""
 
 state: dict[str, Any] = dict.fromkeys(SWITCHES, False) | {"options": {}}
@@ -146,6 +146,7 @@ def main() -> None:
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
             status = _program()(prog_name="lipbound", standalone_mode=False)
+            status = status or 2 * (len(sys.argv) == 1)  # the help was shown for want of a command
             # what a full disk does not take is told here rather than by Python when it ends
             sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
@@ -153,7 +154,7 @@ def main() -> None:
         except LipboundError as error:
             status = _failed(str(error), error)
         except typer.Exit as end:
-            status = end.exit_code
+            status = end.exit_code or 2 * (len(sys.argv) == 1)
         except OSError as error:
             if not error.strerror:  # an error of a network library
                 raise
@@ -192,12 +193,18 @@ def _of_usage(error: Any) -> str:
     message = " ".join(str(error.format_message()).split()).rstrip(".")
     if near := getattr(error, "possibilities", None):
         return f"no such option: {error.option_name}; did you mean {near[0]}?"
-    wrong = re.fullmatch(r"Invalid value for '(.*?)': Input should be a valid (\w+).*", message)
-    if wrong:
+    # as older versions of typer say it, and newer ones
+    valid = r"Invalid value for '.*?': (?:Input should be|'.*' is not) a valid (\w+).*"
+    if wrong := re.fullmatch(valid, message):
         option = error.param.opts[-1]
         given = re.search(rf" {option}[ =](\S*)", " ".join(sys.argv))
         quoted = f", not {given[1]!r}" if given else ""
-        return f"{option} must be {KINDS.get(wrong[2], f'a {wrong[2]}')}{quoted}"
+        return f"{option} must be {KINDS.get(wrong[1], f'a {wrong[1]}')}{quoted}"
+    message = message.replace("argument(s)", "argument").replace("...'", "'")
+    message = re.sub(r"^Missing argument '\w+'", lambda found: found[0].lower(), message)
+    if (named := re.fullmatch(r"No such command '(.*)'", message)) and error.ctx:
+        near = neighbours(named[1], error.ctx.command.commands)
+        message += f". Did you mean {near[0]!r}?" if near else ""
     command = getattr(getattr(error, "ctx", None), "command_path", "lipbound")
     help = "" if "Did you mean" in message else f"; see {command} --help"
     return f"{message[:1].lower()}{message[1:]}{help}"

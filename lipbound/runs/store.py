@@ -242,7 +242,16 @@ def read(path: Path) -> xr.Dataset:
         if runs:
             why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
+    if "audit" in ds.attrs:
+        ds.attrs["audit"] = _numbers(ds.attrs["audit"])
     return _with_attributes(ds, _from_netcdf) if netcdf else ds
+
+
+def _numbers(value: Any) -> Any:
+    """Read numbers that are not finite, which zarr before 3.1 writes as text."""
+    if isinstance(value, dict):
+        return {name: _numbers(one) for name, one in value.items()}
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def _unread(path: Path, fault: str, what: str) -> StoreError:

@@ -18,6 +18,7 @@ import xarray as xr
 import zarr
 from filelock import FileLock, Timeout
 from support.models import AFFINE, GPT2, build, inputs_for
+from support.versions import newer_torch
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -425,7 +426,7 @@ def test_layers_that_go_and_come(chosen: list[int] | None, tmp_path: Path) -> No
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             ds = measured(monitor, step)
-        told.append([str(one.message) for one in seen])
+        told.append([str(one.message) for one in seen if issubclass(one.category, Notice)])
         for i, layer in enumerate(layers):
             if layer not in there:
                 assert ds["exact"][:, i].isnull().all()
@@ -672,6 +673,7 @@ def test_a_trainer_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
     assert [one["step"] for one in history if "loss" in one] == [2, 4]
 
 
+@newer_torch("2.6", "optimizers that Trainer reads")
 def test_a_trainer_that_resumes_appends(tmp_path: Path) -> None:
     run, options = tmp_path / "run.zarr", {"save_strategy": "steps", "save_steps": 2}
     first = decoder(**NO_DROPOUT)
