@@ -400,13 +400,13 @@ MISSPELT: dict[str, Callable[[Any], object]] = {
     "samples": lambda ds: lb.compare([ATT], sample=1),  # type: ignore[call-arg]
     "tol": lambda ds: lb.spectral_norm(ATT, tolerance=1),  # type: ignore[call-arg]
     "mask": lambda ds: lb.Attention(ATT.x, ATT.w_q, ATT.w_k, ATT.w_v, masks=1),  # type: ignore[call-arg]
-    "every": lambda ds: lb.Monitor(torch.nn.Linear(1, 1), ATT.x, evry=1),  # type: ignore[call-arg]
+    "every": lambda ds: lb.Monitor(torch.nn.Linear(1, 1), ATT.x, everys=1),  # type: ignore[call-arg]
     "layers": lambda ds: lb.capture(torch.nn.Linear(1, 1), ATT.x, layer=0),  # type: ignore[call-arg]
     "weights": lambda ds: lb.load_checkpoint("builtin:gpt2", weight="whole"),  # type: ignore[call-arg]
     "places": lambda ds: lb.verify(ds, place=1),  # type: ignore[call-arg]
     "limits": lambda ds: lb.plots.heatmap(ds, limit=(0, 1)),  # type: ignore[call-arg]
     "columns": lambda ds: lb.plots.heatmaps(ds, column=1),  # type: ignore[call-arg]
-    "width": lambda ds: lb.tables.latex(ds, widht=80),
+    "width": lambda ds: lb.tables.latex(ds, widths=80),
 }
 """Calls with an option that is nearly the one of that name."""
 

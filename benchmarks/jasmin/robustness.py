@@ -26,6 +26,9 @@ SOLVERS = ("fgsm", "pgd", "autoattack")
 class _Pixels(nn.Module):
     """A classifier as a function of pixels in [0, 1], its normalisation inside."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, model: PreTrainedModel, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.model = model
