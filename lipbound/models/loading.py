@@ -14,7 +14,14 @@ from huggingface_hub.utils import enable_progress_bars
 
 from lipbound import errors
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
-from lipbound.errors import CheckpointError, name_or_none, neighbours, shown, tell
+from lipbound.errors import (
+    CheckpointError,
+    knows_options,
+    name_or_none,
+    neighbours,
+    shown,
+    tell,
+)
 from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
 from lipbound.models.given_layers import load_layers
 from lipbound.models.quiet import first_line, quiet
@@ -29,6 +36,7 @@ from lipbound.models.weight_files import GGUF, choose_gguf, is_gguf
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 
+@knows_options
 def load_checkpoint(
     model: AnyModel,
     *,

@@ -26,6 +26,7 @@ from lipbound.errors import (
     choice,
     flag,
     indices,
+    knows_options,
     one_line,
     real,
     shown,
@@ -133,6 +134,7 @@ class Monitor:
     {'step': 3, 'sample': 1, 'layer': 2, 'head': 2}
     """
 
+    @knows_options
     def __init__(
         self,
         model: nn.Module,

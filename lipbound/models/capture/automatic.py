@@ -156,7 +156,7 @@ def _details(
     """Return what there is to say of the outputs of heads, in words."""
     found, raws = [], torch.cat([one.raw.flatten() for one in heads])
     own, mine = (t.detach().nan_to_num().flatten().sort().values for t in (raws, out))
-    if not torch.equal(own, mine) and len(own) == len(mine):
+    if len(mine) <= len(own) and not bool(torch.isin(mine, own).all()):
         found = ["what is done to the outputs of heads before their projection is part of them"]
     elif call.changed:
         found = ["outputs of heads are those that attention returns"]
