@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -18,9 +18,6 @@ import xarray as xr
 from lipbound import schema
 from lipbound.bounds.audit import audit
 from lipbound.errors import StoreError
-
-if TYPE_CHECKING:  # reading a run needs no torch
-    pass
 
 HASHED = {one.name for one in fields(schema.RunInfo)} - {"block", "settings_checksum"}
 """Attributes that enter the hash of the settings."""

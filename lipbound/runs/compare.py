@@ -25,7 +25,7 @@ from lipbound.runs.partial_store import LayerResult, PartialRun, check_free, sam
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
-from lipbound.schema import EXTRAS, Extent, RunInfo, norm_of
+from lipbound.schema import EXTRAS, Extent, RunInfo
 from lipbound.signs import Signs
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None
     there = sorted(ds["layer"].values.tolist())
     stored: dict[str, Any] = {key: ds.attrs.get(key) for key in settings}
     # a part of a run can be saved, too
-    stored |= {"norm": norm_of(ds), "layers": there, "samples": ds.sizes["sample"]}
+    stored |= {"layers": there, "samples": ds.sizes["sample"]}
     if {*stored["bounds"], *ds.attrs["not_applicable"]} == {*settings["bounds"]}:
         stored["bounds"] = settings["bounds"]
     same_configuration(

@@ -219,7 +219,10 @@ class RunConfig:
         """Refuse options of random start vectors where nothing is random; delta is None then."""
         for name in ("delta", "seed"):
             if (value := getattr(self, name)) not in (None, getattr(RunConfig, name)):
-                refuse_drawn(name, value, self.norm)
+                raise LipboundError(
+                    f"{name} is {shown(value)}, which norm={self.norm!r} does not take, since both "
+                    "its ends are deterministic; leave it out"
+                )
         object.__setattr__(self, "delta", None)
 
     @classmethod
@@ -383,14 +386,6 @@ def check_folder_name(name: str, folder: str | Path, what: str) -> None:
             f"{name} is {shown(str(folder))}, which {what}; give a folder, such as "
             f"{str(Path(folder).with_suffix(''))!r}"
         )
-
-
-def refuse_drawn(name: str, value: Any, norm: str) -> None:
-    """Refuse an option, one of `DRAWN`, that a norm with deterministic ends does not have."""
-    raise LipboundError(
-        f"{name} is {shown(value)}, which norm={norm!r} does not take, since both its ends are "
-        "deterministic; leave it out"
-    )
 
 
 def _memory(memory: Any) -> str | float:

@@ -100,8 +100,7 @@ def diff(
     else:
         runs = _measured(_configs(a, b, data, target, resume, options), client, progress)
     ds = paired(*runs)
-    for note in ds.attrs["notes"]:
-        tell(note)
+    tell(*ds.attrs["notes"])
     if target is not None:
         save(ds, target)
     return ds

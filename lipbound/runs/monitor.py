@@ -57,7 +57,6 @@ _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictiona
 
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Packages of Lightning, and the modules that hold their callbacks."""
-
 PREFIX = "lipbound"
 """First part of the names under which numbers are logged."""
 Step = Callable[[int], object]
@@ -204,8 +203,7 @@ class Monitor:
         inputs = prepare(checkpoint, config.data, **config.options(*READING))
         measured, notes = in_dtype(self._model)
         checkpoint.notes += notes
-        for note in notes:
-            tell(note)
+        tell(*notes)
         capturer = capturer_of(measured, config.chosen_layers, config.map)
         capturer.renew(measured)  # weights will change
         device = str(next(self._model.parameters()).device)
@@ -462,8 +460,8 @@ def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, in
     A module keeps its identity where its name changes, as in a list that becomes shorter.
     """
     named = dict(model.named_modules(remove_duplicate=False))
-    modules = [weakref.ref(named.get(name, model)) for name in names]
-    return [(one, modules[:k].count(one), modules.count(one)) for k, one in enumerate(modules)]
+    mods = [weakref.ref(named.get(name, model)) for name in names]
+    return [(one, mods[:k].count(one), mods.count(one)) for k, one in enumerate(mods)]
 
 
 def _other_process() -> bool:
@@ -595,8 +593,7 @@ def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> 
                 found[f"{place}/{name}_max"] = float(known.max())
             if name not in STATISTICS and (known > 0).all():
                 found[f"{place}/{name}_geomean"] = float(np.exp(np.log(known).mean()))
-            heads = values.T if per_head and values.ndim > 1 else ()
-            for head, one in enumerate(heads):
+            for head, one in enumerate(values.T if per_head and values.ndim > 1 else ()):
                 value = float(one.mean() if name in MEANS else one.max())
                 if np.isfinite(value):
                     found[f"{place}/head_{head}/{name}"] = value

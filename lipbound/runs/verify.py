@@ -62,45 +62,38 @@ class Replay(NamedTuple):
     notes: list[str]
 
 
-def replay(
-    ds: xr.Dataset,
-    *,
-    model: Any = None,
-    data: Any = None,
-    device: str = "auto",
-    dtype: str | None = None,
-) -> Replay:
+def replay(ds: xr.Dataset, **how: Any) -> Replay:
     """Load the model and prepare the inputs of a run anew.
 
     Args:
         ds: a run.
-        model: in place of the recorded one; needed where that was an object in memory.
-        data: the same.
-        device: a torch device, or "auto".
-        dtype: that of the run by default.
+        how: other arguments of `RunConfig.of`.
 
     Raises:
         StoreError: see `RunConfig.of`.
         LipboundError: they are no longer there.
         AlteredRunError: the model is not the recorded one, and does not take the run's data.
     """
-    config = RunConfig.of(ds, model=model, data=data, device=device, dtype=dtype)
-    where = resolve_device(device)
+    config = RunConfig.of(ds, **how)
+    where = resolve_device(config.device)
     checkpoint = open_checkpoint(config, where)
     info, named = schema.RunInfo.of(ds), f"{checkpoint.name} ({type(checkpoint.model).__name__})"
     differences, notes = [], []
     kinds = {revision.startswith("sha256:") for revision in (checkpoint.revision, info.revision)}
     # the hash of a model in memory is that of its numbers, rounded
-    rounded = checkpoint.loaded and dtype not in (None, info.dtype)
+    rounded = checkpoint.loaded and config.dtype != info.dtype
     if len(kinds) > 1 or checkpoint.loaded != info.loaded or rounded:
-        how = f"the weights of {checkpoint.name} were found another way than the run's"
-        notes.append(f"{how}, so only the numbers tell whether they are the same")
+        notes.append(
+            f"the weights of {checkpoint.name} were found another way than the run's, so only the "
+            "numbers tell whether they are the same"
+        )
     else:
+        weights = "weights" if how.get("model") is None else "model"
         differences += [
             f"not the recorded {what}: the run is of {info.model} ({info.architecture}, {then}), "
             f"{named} has {now}"
             for what, then, now in (
-                ("weights" if model is None else "model", info.revision, checkpoint.revision),
+                (weights, info.revision, checkpoint.revision),
                 ("configuration", info.configuration, checkpoint.configuration),
             )
             if None not in (then, now) and then != now
