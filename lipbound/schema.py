@@ -275,11 +275,8 @@ def lacks_variables(ds: xr.Dataset) -> bool:
 
 def bounds_there(ds: xr.Dataset) -> list[str]:
     """List the bounds that are there with the exact norms that they are compared with."""
-    return [
-        str(name)
-        for name in ds.attrs["bounds"]
-        if name in ds.variables and compared_with(ds, name) in ds.variables
-    ]
+    there = [str(name) for name in ds.attrs["bounds"] if name in ds.variables]
+    return [name for name in there if compared_with(ds, name) in ds.variables]
 
 
 def compared_with(ds: xr.Dataset, name: str) -> str:
@@ -336,12 +333,10 @@ def lacking_settings(ds: xr.Dataset) -> str:
     drawn = DRAWN if attrs.get("norm") == "frobenius" else ()
     if fault := _fault(RunInfo, attrs, (*drawn, "settings_checksum")):
         return fault
-    wrong = [name for name, known in CHOICES.items() if attrs[name] not in known]
-    return (
-        f"its setting {wrong[0]!r} is {attrs[wrong[0]]!r}"
-        if wrong
-        else _fault(Extent, attrs["made"])
-    )
+    for name, known in CHOICES.items():
+        if attrs[name] not in known:
+            return f"its setting {name!r} is {attrs[name]!r}"
+    return _fault(Extent, attrs["made"])
 
 
 def _fault(kind: type, said: Mapping[str, Any], needed: Collection[str] = ()) -> str:

@@ -396,9 +396,7 @@ def _choose(
     samples, layers = ds.sizes["sample"], ds.sizes["layer"]
     order = np.random.default_rng(seed).permutation(samples * layers)
     known = schema.with_exact(ds).values
-    pairs = sorted(
-        ((int(k) // layers, int(k) % layers) for k in order), key=lambda pair: not known[pair[0]]
-    )
+    pairs = sorted((divmod(int(k), layers) for k in order), key=lambda pair: not known[pair[0]])
     return sorted({*pairs[:places], *broken})
 
 
