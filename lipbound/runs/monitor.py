@@ -526,8 +526,7 @@ def _to_transformers(step: Step, trainer: Any) -> Log:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             step(state.global_step)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            step(state.global_step)
+        on_step_end = on_train_begin
 
     def log(numbers: dict[str, float], at: int) -> None:
         wanted = trainer.control.should_log  # which logging ends
@@ -547,17 +546,13 @@ def _to_lightning(step: Step, trainer: Any, home: str) -> Log:
 
         last = -1
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._once(trainer)
-
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            self._once(trainer)
-
-        def _once(self, trainer: Any) -> None:
+        def on_train_start(self, trainer: Any, *args: Any) -> None:
             # several batches may make one update
             if trainer.global_step != self.last:
                 self.last = trainer.global_step
                 step(self.last)
+
+        on_train_batch_end = on_train_start
 
     def log(numbers: dict[str, float], at: int) -> None:
         for logger in trainer.loggers:
