@@ -12,15 +12,7 @@ from typing import Any
 import xarray as xr
 
 from lipbound.devices import resolve_device
-from lipbound.errors import (
-    LipboundError,
-    Notice,
-    StoreError,
-    UnknownNameError,
-    nearest,
-    shown,
-    tell,
-)
+from lipbound.errors import LipboundError, Notice, StoreError, choice, shown, tell
 from lipbound.models.checkpoint import Inputs
 from lipbound.runs.compare import one_of, run
 from lipbound.runs.config import RunConfig, check_run_name
@@ -79,9 +71,8 @@ def diff(
         LipboundError: a run and a checkpoint, options for two runs, an unknown option, and whatever
             `lipbound.compare` raises.
     """
-    if unknown := options.keys() - OPTIONS:
-        name = min(unknown)
-        raise UnknownNameError(f"{name} is no option of a diff; {nearest(name, OPTIONS)}")
+    for name in options:
+        choice("option of a diff", name, OPTIONS)
     data = one_of(data, inputs)
     stored = [_is_run(one) for one in (a, b)]
     check_run_name(out)
