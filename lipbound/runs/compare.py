@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -208,7 +208,12 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         planned = plan(config, sources, memory, parts)
         spec, tables = planned.spec, planned.tables()
         signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers))
-        kept = opened.enter_context(_partial_run(config, sources, planned, where))
+        kept = None
+        if target is not None:  # what decides the numbers of an unfinished run
+            layers = [layer.index for layer in planned.layers]
+            decides = {"layers": layers, "device": where, "versions": versions()}
+            decides |= identity(config, sources) | {"block": planned.block}
+            kept = opened.enter_context(PartialRun(target, decides))
         blocks = planned.blocks(() if kept is None else kept.found)
         results = (
             Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
@@ -225,21 +230,6 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         if target is not None:
             save(ds, target)
     return ds
-
-
-def _partial_run(
-    config: RunConfig, sources: Sources, planned: Plan, device: str
-) -> AbstractContextManager[PartialRun | None]:
-    """Keep finished blocks while the run is computed, where it is saved at all."""
-    if config.target is None:
-        return nullcontext()
-    asked = identity(config, sources) | {
-        "layers": [layer.index for layer in planned.layers],
-        "device": device,
-        "versions": versions(),
-        "block": planned.block,
-    }
-    return PartialRun(config.target, asked)
 
 
 def fill(
