@@ -83,7 +83,8 @@ def spectral_norm(
 
     Raises:
         LipboundError: unknown map or method, numbers that make no sense, a method that does not
-            cover the map of this layer, more memory needed than there is, overflow.
+            cover the map of this layer, more memory needed than there is, overflow, a float64 layer
+            whose largest entries are neither 0 nor from 1e-60 to 1e60.
 
     The Jacobian is that at the numbers given, in exact arithmetic: every rounding, from scores and
     softmax to the recurrences, is inside ``lower`` and ``upper`` (all methods but "power"). Where
