@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from paper_figure import PaperFigure, Setting, main, of, plain_ticks, sheet
 from torch import Tensor
 
-from lipbound.analysis import adversarial_inputs
+from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import unit_values
@@ -364,7 +364,7 @@ def _diracs(plain: Attention, count: int) -> tuple[int, np.ndarray, list[float],
         x, weights = castin_inputs.two_diracs(u, eigenvalue, r)
         pair = plain.select(heads=slice(h, h + 1)).at(x[None]).with_values(identity, None)
         predicted.append(castin_inputs.two_dirac_growth(eigenvalue, r, u, image))
-        measured.append(float(castin_inputs.weighted_norm(pair, weights[None], tol=1e-8).lower))
+        measured.append(float(mean_field.weighted_norm(pair, weights[None], tol=1e-8).lower))
     return h, gamma * radii**2, measured, predicted
 
 

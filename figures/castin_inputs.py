@@ -1,14 +1,6 @@
-r"""Inputs and limits of propositions of Castin, Ablin and Peyré 2024, and attention on measures.
-
-The maps between probability measures are those of appendix C. With weights :math:`a_j` on the
-tokens, :math:`P_{ij} \propto a_j e^{S_{ij}}`, and perturbations and outputs have the norm
-:math:`(\sum_i a_i |x_i|^2)^{1/2}` (their Definition C.4 and Lemma C.5). Equal weights give back
-attention and its norm: Lemma 62 (docs/theory/inputs.md).
-"""
+"""Inputs and limits of propositions of Castin, Ablin and Peyré 2024."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,11 +9,7 @@ from torch import Tensor
 from lipbound.analysis.adversarial_inputs import growth_rate
 from lipbound.attention.layer import Attention
 from lipbound.bounds import factors
-from lipbound.errors import AttentionError, LipboundError
-from lipbound.jacobians.head import HeadJacobian
-from lipbound.linalg.operator_norm import operator_norm
-from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
-from lipbound.linalg.solution import Norm, sample_seeds
+from lipbound.errors import LipboundError
 
 
 class Limit(NamedTuple):
@@ -154,87 +142,3 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
     eye = torch.eye(len(u), dtype=torch.float64, device=u.device)
     size = float(torch.linalg.matrix_norm(eye + factor * torch.outer(u, w), 2))
     return math.exp(growth_rate(eigenvalue) * radius**2) / 2 * size
-
-
-@dataclass(init=False, eq=False, repr=False)
-class WeightedJacobian(TensorOperator):
-    r"""Jacobians of weighted self-attention in its weighted norm.
-
-    They are :math:`D^{1/2} J D^{-1/2}`, D the diagonal matrix of the weights.
-
-    Args:
-        op: Jacobians of heads whose probabilities have the weights in them (see `weighted`), tokens
-            on the first axis of inputs and outputs.
-        weights: (batch, N), positive.
-    """
-
-    op: PerEntry[JacobianOperator]
-    root: PerEntry[Tensor]
-
-    def __init__(self, op: JacobianOperator, weights: Tensor):
-        self.op, self.root = op, weights.sqrt().to(op.dtype)[..., None]
-        self.batch, self.in_shape, self.out_shape = op.batch, op.in_shape, op.out_shape
-        self.dtype, self.device = op.dtype, op.device
-
-    def jvp(self, x: Tensor) -> Tensor:
-        return self.root * self.op.jvp(x / self.root)
-
-    def vjp(self, y: Tensor) -> Tensor:
-        return self.op.vjp(self.root * y) / self.root
-
-
-def weighted(att: Attention, weights: Tensor) -> Attention:
-    r"""Put weights on the tokens of a layer by way of a mask.
-
-    Args:
-        att: the layer, without padding.
-        weights: a, (samples, N), positive, adding up to one for every sample.
-
-    Returns:
-        The layer with :math:`P_{ij} \propto a_j e^{S_{ij}}`.
-
-    Raises:
-        AttentionError: weights that are not positive, or do not add up to one to 1e-6.
-    """
-    att.only("mean-field attention")
-    if tuple(weights.shape) != (att.samples, att.tokens):
-        raise AttentionError(
-            f"weights have shape {tuple(weights.shape)}; they must be (samples, N), here "
-            f"{(att.samples, att.tokens)}"
-        )
-    if att.valid is not None:
-        raise AttentionError(
-            "mean-field attention takes inputs without padding; give one sample at a time, "
-            "Attention.unpadded(i)"
-        )
-    weights = weights.double()
-    if not bool((weights > 0).all()) or float((weights.sum(-1) - 1).abs().max()) > 1e-6:
-        raise AttentionError("weights must be positive and add up to one for every sample")
-    logs = weights.log()[:, None, None, :]
-    mask = logs if att.mask is None else att.mask.double() + logs
-    return att.at(att.x, mask=mask.to(att.dtype))
-
-
-def weighted_norm(
-    att: Attention,
-    weights: Tensor,
-    *,
-    tol: float = 1e-4,
-    delta: float | None = None,
-    seed: int | Sequence[int] = 0,
-) -> Norm:
-    """Compute the exact local constant of every head on weighted tokens, in the weighted norm.
-
-    It is a lower end of the mean-field one (Lemma C.5).
-
-    Args:
-        att, tol, delta, seed: as in `lipbound.spectral_norm`.
-        weights: (samples, N), positive, adding up to one for every sample.
-
-    Returns:
-        The norms, (samples, heads).
-    """
-    each = weights.repeat_interleave(att.heads, 0)
-    op = WeightedJacobian(HeadJacobian(weighted(att, weights)), each)
-    seeds = sample_seeds(att.samples, seed)
-    return operator_norm(op, tol=tol, delta=delta, seed=seeds).view(att.samples, att.heads)

@@ -229,7 +229,7 @@ def inputs_and_measures() -> Pairs:
         "limit": castin_inputs.large_radius_limit,
         "crossover": adversarial_inputs.crossover_length,
         "copies": lambda a: mean_field.duplicated_norm(a, spectral_norm(a).lower),
-        "weighted": lambda a: castin_inputs.weighted_norm(
+        "weighted": lambda a: mean_field.weighted_norm(
             a, torch.full_like(a.x[..., 0], 1 / a.tokens)
         ),
     }.items():
