@@ -25,7 +25,7 @@ from lipbound.formatting import counted
 from lipbound.models.capture import assembly, verification
 from lipbound.models.capture.assembly import assemble
 from lipbound.models.capture.automatic import through_module
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_by_names, same_weights
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.scores import score_parts
 from lipbound.models.capture.seeing import interface, recording
@@ -98,7 +98,6 @@ class Capturer:
     notes: list[str] = field(default_factory=list)
     _name: str = interface.RECORDING_ATTENTION
     _weights: dict[Row, ProbedWeights] = field(default_factory=dict)
-    _named: set[Row] | None = None
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, str, int], float] = field(default_factory=dict)
     """Errors of calls, by whether they have padding, the module, and its calls before."""
@@ -272,14 +271,6 @@ class Capturer:
         """Free the probed weights; they are probed again when they are needed."""
         self._weights.clear()
 
-    def renew(self, model: nn.Module) -> None:
-        """Capture other weights of the same architecture from now on.
-
-        They are probed anew, or read by their names where that once gave what probing did.
-        """
-        self.model, self._named = model, set() if self._named is None else self._named
-        self.release()
-
     def _note(self, *notes: str) -> None:
         new = [note for note in dict.fromkeys(notes) if note not in self.notes]
         self.notes += new
@@ -307,11 +298,7 @@ class Capturer:
     def _probed(self, row: Row, call: Call) -> ProbedWeights:
         weights = self._weights.get(row)
         if weights is None or not weights.belongs_to(call):
-            weights = read_by_names(call) if row in (self._named or ()) else None
-            if weights is None:
-                weights = probe(call, self._turns)
-                if self._named is not None and weights.plain:
-                    self._named |= {row} if same_weights(weights, read_by_names(call)) else set()
+            weights = probe(call, self._turns)
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]

@@ -12,23 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture import outputs, rerun, token_steps
+from lipbound.models.capture import outputs, token_steps
 from lipbound.models.capture.rerun import ModuleCopy, Stopped, affine, on_units, same_values
 from lipbound.models.capture.seeing.call import BY_HAND, Call
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
 from lipbound.models.capture.token_steps import ROTATION_TOLERANCE
-from lipbound.models.training.differentiable import projections_of
 
 ADDED = ("mask", "position_bias")
 """What attention is handed that is added to scores."""
-SAME = 1e-12
-"""Largest difference of entries, relative to the largest, that probing in float64 makes."""
 POSITIONS = "position_embeddings"
 """The argument in which transformers hands rotary embeddings to a layer."""
 
@@ -89,12 +85,6 @@ class ProbedWeights:
     gate: Gate | None = None
     turns: Turns | None = None
     sums: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """True for affine maps alone: nothing that moves, turns, normalises or gates vectors."""
-        steps = (self.turns, self.gate, *self.norms)
-        return not self.sums and all(step is None for step in steps)
 
     def times(self, factor: Tensor) -> "ProbedWeights":
         """Return the weights that make queries longer by a factor for each head, (heads, 1, 1)."""
@@ -348,64 +338,3 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         turns,
         sums,
     )
-
-
-def read_by_names(call: Call) -> ProbedWeights | None:
-    """Return the projections of a layer as its parameters are named; None where they are not.
-
-    Names prove nothing: they take the place of probing where that has found the same before (of the
-    same model, with other values) and where nothing but linear maps of torch has weights; what is
-    captured with them is compared with the model's pass like any other.
-
-    Args:
-        call: of a layer that multiplies its tokens with them, and does nothing else to them.
-    """
-    found = projections_of(call.name, call.module)
-    heads, home = call.q.shape[1], call.q.device
-    if found is None or any(heads % len(w) for w in found.w) or not _linear(call.module):
-        return None
-
-    def each_head(t: Tensor) -> Tensor:
-        return t.detach().to(home, torch.float64).repeat_interleave(heads // len(t), 0).contiguous()
-
-    b = tuple(None if t is None or not bool((t != 0).any()) else each_head(t) for t in found.b)
-    return ProbedWeights(tuple(map(each_head, found.w)), b, _output(call, heads), (None,) * 3)
-
-
-def _output(call: Call, heads: int) -> Tensor | None:
-    """Slices of the output projection, (heads, d_v, D_out): of a linear map its weights."""
-    module = call.consumer
-    plain = isinstance(module, nn.Linear | Conv1D) and _linear(module)
-    if not plain or outputs.from_heads(call) is not None:
-        return outputs.probe_output(call, call.out)
-    assert isinstance(module, nn.Linear | Conv1D)
-    w = module.weight.mT if isinstance(module, nn.Linear) else module.weight
-    return w.detach().to(call.q.device, torch.float64).unflatten(0, (heads, -1))
-
-
-def _linear(module: nn.Module) -> bool:
-    """Tell whether all weights of a module are of linear maps as torch and transformers have them.
-
-    Subclasses (adapters, parametrisations) and hooks may do more with weights of these names.
-    """
-    return all(
-        type(part) in (nn.Linear, Conv1D)
-        and not part._forward_pre_hooks
-        and not part._forward_hooks
-        for part in module.modules()
-        if next(part.parameters(recurse=False), None) is not None
-    )
-
-
-def same_weights(probed: ProbedWeights, named: ProbedWeights | None) -> bool:
-    """Return whether names lead to the weights that probing has found."""
-    if named is None:
-        return False
-    pairs = zip((*probed.w, *probed.b, probed.w_o), (*named.w, *named.b, named.w_o), strict=True)
-
-    def alike(a: Tensor | None, b: Tensor | None) -> bool:
-        if a is None or b is None or a.shape != b.shape:
-            return a is b
-        return rerun.relative_error(a, b) <= SAME
-
-    return all(alike(mine, other) for mine, other in pairs)

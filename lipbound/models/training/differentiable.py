@@ -121,8 +121,12 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is {shown(model)}; give a loaded transformers model")
-    each = (projections_of(name, module) for name, module in model.named_modules())
-    found = [one for one in each if one is not None]
+    found = []
+    for name, module in model.named_modules():
+        heads = next((n for key in HEADS if isinstance(n := getattr(module, key, None), int)), 0)
+        if (maps := _maps(module) if heads else None) is not None:
+            w, b = zip(*(_per_head(*m, heads) for m in maps), strict=True)
+            found.append(ModuleProjections(name, module, w, b))
     if not found:
         known = ", ".join("/".join(names) for names in SEPARATE)
         raise CaptureError(
@@ -131,16 +135,6 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
             f"beside projections called {known} or {', '.join(FUSED)}; JaSMin needs neither"
         )
     return found
-
-
-def projections_of(name: str, module: nn.Module) -> ModuleProjections | None:
-    """Return the projections of one attention module, found by their names, or None."""
-    heads = next((n for key in HEADS if isinstance(n := getattr(module, key, None), int)), 0)
-    maps = _maps(module) if heads else None
-    if maps is None:
-        return None
-    w, b = zip(*(_per_head(*m, heads) for m in maps), strict=True)
-    return ModuleProjections(name, module, w, b)
 
 
 def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
