@@ -19,7 +19,7 @@ from lipbound.models.quiet import explained, quiet
 from lipbound.models.weight_files import gguf_read_once, refuse_pointer
 
 if TYPE_CHECKING:
-    from lipbound.models.sources.adapters import Adapter
+    from lipbound.models.sources.folder import Adapter
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""

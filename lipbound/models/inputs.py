@@ -25,7 +25,7 @@ from lipbound.models.checkpoint import (
     odd_masks,
     text_part,
 )
-from lipbound.models.given_layers import GivenLayers, inputs_of
+from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.quiet import explained
 from lipbound.models.readers.files import is_sentence, there
 from lipbound.models.readers.images import ImageReader

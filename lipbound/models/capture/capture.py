@@ -22,16 +22,14 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device, threads_for
 from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, tell
 from lipbound.formatting import counted
-from lipbound.models.capture import assembly, verification
-from lipbound.models.capture.assembly import assemble
+from lipbound.models.capture import verification
 from lipbound.models.capture.automatic import through_module
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe
-from lipbound.models.capture.residual_detection import Seen, surroundings, watching
-from lipbound.models.capture.scores import score_parts
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe, score_parts
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.streams import Padding, of_stream, stream_names
-from lipbound.models.capture.verification import OwnOutputs
+from lipbound.models.capture.token_steps import Seen, surroundings, watching
+from lipbound.models.capture.verification import OwnOutputs, assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
 from lipbound.models.offload import by_layer
 from lipbound.models.sources.loaded_model import bare_module, measurable, named_inputs
@@ -80,7 +78,7 @@ class Capturer:
         model: a transformers model whose attention goes through ``AttentionInterface``.
         layers: indices of attention calls, in the order of the forward pass; all by default.
         around: also find what stands around each layer
-            (`lipbound.models.capture.residual_detection`).
+            (`lipbound.models.capture.token_steps`).
         closed: whether to look for closed forms; False to measure every layer by automatic
             differentiation.
 
@@ -151,7 +149,7 @@ class Capturer:
             closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
         of_chosen = [calls[i] for i in sorted({rows[i].call for i in chosen})]
-        self._note(*notes, *assembly.about_padding(plain), *assembly.about_zeros(of_chosen))
+        self._note(*notes, *verification.about_padding(plain), *verification.about_zeros(of_chosen))
         with threads_for(self._work):
             own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
         for i, found in own.items():
@@ -183,8 +181,8 @@ class Capturer:
             call = of_stream(call, row.stream, padding)
         except CaptureError as why:
             return replace(call, reason=str(why))
-        assembly.check_defined(call)
-        return replace(call, reason=assembly.forbidden(call))
+        verification.check_defined(call)
+        return replace(call, reason=verification.forbidden(call))
 
     def _in_closed_form(
         self, i: int, row: Row, call: Call, own: OwnOutputs | None, seen: Sequence[Seen]

@@ -1,27 +1,37 @@
-"""Reading the projections of an attention layer off the layer itself.
+"""Reading the projections of an attention layer, and the parts of its scores, off the layer itself.
 
 It makes no difference what its weights are called and how they are stored: the layer is copied, fed
 chosen tokens in float64, and stopped where it computes attention. Position embeddings are replaced
 by those that turn nothing, and normalisations of queries and keys by what they do linearly, so that
-what remains is affine in the tokens; both are read off separately.
+what remains is affine in the tokens; both are read off separately. Scores are products of queries
+and keys, and constants.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture import outputs, token_steps
-from lipbound.models.capture.rerun import ModuleCopy, Stopped, affine, on_units, same_values
-from lipbound.models.capture.seeing.call import BY_HAND, Call
+from lipbound.models.capture import token_steps
+from lipbound.models.capture.rerun import (
+    ModuleCopy,
+    Stopped,
+    affine,
+    on_units,
+    probe_gate,
+    probe_output,
+    same_values,
+)
+from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, Call
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
-from lipbound.models.capture.token_steps import ROTATION_TOLERANCE
+from lipbound.models.capture.token_steps import NOISE, ROTATION_TOLERANCE
 
 ADDED = ("mask", "position_bias")
 """What attention is handed that is added to scores."""
@@ -75,7 +85,7 @@ class ProbedWeights:
         turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
             normalisations are; None where it has none.
         sums: whether what is added to scores is still to be read off
-            (`lipbound.models.capture.scores`).
+            (`lipbound.models.capture.probing`).
     """
 
     w: Tensors
@@ -332,9 +342,69 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     return ProbedWeights(
         tuple(weights),
         tuple(biases),
-        outputs.probe_output(call, call.out),
+        probe_output(call, call.out),
         tuple(norms),
-        outputs.probe_gate(call),
+        probe_gate(call),
         turns,
         sums,
     )
+
+
+def score_parts(call: Call) -> tuple[float | Tensor, Tensor | None]:
+    """Return the parts of the scores of a layer, whose scores or masks may depend on its tokens.
+
+    They are the factor of products of queries and keys, or one for each head, (heads, 1, 1); and
+    what is added, (samples, heads, N, N) float64, or None.
+
+    Raises:
+        CaptureError: its scores are no such sum.
+    """
+    layer, g = ProbedLayer(call), torch.Generator().manual_seed(3)
+    passes = [_scores(call, layer, layer.random(g)) for _ in range(2)]
+    (products, scores), (others, second) = passes
+    hidden = (scores <= HIDDEN) & (second <= HIDDEN)
+    change, of_products = (
+        (a - b).masked_fill(hidden, 0.0) for a, b in ((scores, second), (products, others))
+    )
+    size = change.abs().amax()
+    # a softmax without sinks does not see what all scores of a row have in common
+    commons = (False,) if "s_aux" in call.extras else (False, True)
+    for common, axes in itertools.product(commons, ((0, 1, 2, 3), (0, 2, 3))):
+        if common:
+            change, of_products = (_less_common(t, hidden) for t in (change, of_products))
+        factor = (change * of_products).sum(axes, keepdim=True)[0]
+        factor = factor / of_products.square().sum(axes, keepdim=True)[0]
+        if bool((change - factor * of_products).abs().amax() <= ROTATION_TOLERANCE * size):
+            break
+    else:
+        raise call.unsupported(
+            "adds other products of its tokens to those of queries and keys, or changes them"
+        )
+    added = scores - factor * products
+    if common:
+        added = _less_common(added.masked_fill(hidden, 0.0), hidden)
+    largest = scores[~hidden].abs().amax()
+    added[(added.abs() <= NOISE * largest) & ~hidden] = 0
+    added = added.masked_fill(hidden, torch.finfo(call.x.dtype).min)
+    scale = factor if len(factor) > 1 else float(factor)
+    return scale, added if bool((added != 0).any()) else None
+
+
+def _scores(call: Call, layer: ProbedLayer, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return products of queries and keys, and scores, (samples, heads, N, N) each."""
+    (q, k, _), others = layer.seen(tokens)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if call.way == BY_HAND:
+        return q @ k.mT, others["scores"].reshape(*q.shape[:-1], k.shape[-2])
+    scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
+    scores = scale * q @ k.mT
+    for name in ADDED:
+        if (added := others.get(name)) is not None:
+            scores = scores + added[..., : k.shape[-2]]
+    return q @ k.mT, scores
+
+
+def _less_common(t: Tensor, hidden: Tensor) -> Tensor:
+    """Return rows less their means over what is not hidden, which is zero in t."""
+    mean = t.sum(-1, keepdim=True) / (~hidden).sum(-1, keepdim=True).clamp_min(1)
+    return (t - mean).masked_fill(hidden, 0.0)

@@ -111,7 +111,7 @@ class Call:
         projection: the run of the outermost module that is given nothing but the head outputs, or
             what was made of them on the way, and multiplies them with weights.
         projected: what that was given, before hooks on it.
-        w_o: what is known of the map to the module's return (`lipbound.models.capture.outputs`).
+        w_o: what is known of the map to the module's return (`lipbound.models.capture.rerun`).
     """
 
     run: ModuleRun
