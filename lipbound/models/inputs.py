@@ -17,14 +17,7 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, shown, tell
-from lipbound.models.checkpoint import (
-    MASK,
-    POSITIONS,
-    Checkpoint,
-    Inputs,
-    odd_masks,
-    text_part,
-)
+from lipbound.models.checkpoint import MASK, POSITIONS, Checkpoint, Inputs, odd_masks, text_part
 from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.quiet import explained
 from lipbound.models.readers.files import is_sentence, there

@@ -208,7 +208,12 @@ def load_checkpoint(
             "dtype='float32', or device='cpu'"
         )
     companions = {"tokenizer": tokenizer, "processor": processor}
-    _check_companions(companions)
+    for name, value in companions.items():
+        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
+            raise CheckpointError(
+                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
+                "save_pretrained) or a hub id"
+            )
     checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
     if checkpoint is None:
         raise CheckpointError(
@@ -217,16 +222,6 @@ def load_checkpoint(
         )
     _give(checkpoint, companions)
     return checkpoint
-
-
-def _check_companions(companions: dict[str, Any]) -> None:
-    """Refuse what names no tokenizer or image processor."""
-    for name, value in companions.items():
-        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
-            raise CheckpointError(
-                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
-                "save_pretrained) or a hub id"
-            )
 
 
 def _give(checkpoint: Checkpoint, companions: dict[str, Any]) -> None:

@@ -31,12 +31,8 @@ from lipbound import devices
 from lipbound.errors import CheckpointError, nearest, shown
 from lipbound.models.quiet import VERBOSE, changed, explained, first_line
 
-ORDER = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+FORMATS = ("model.safetensors", "pytorch_model.bin")
+ORDER = tuple(name + end for name in FORMATS for end in ("", ".index.json"))
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
 NO_WEIGHTS = f"has no weights ({' or '.join(ORDER)})"
 NAMED = "transformers_weights"

@@ -25,14 +25,7 @@ from lipbound.models.capture.rerun import (
 )
 from lipbound.models.capture.seeing.call import Call, same_numbers
 from lipbound.models.capture.seeing.follower import Heads
-from lipbound.models.capture.streams import (
-    HEADS,
-    PROJECTION,
-    RETURN,
-    Owner,
-    Padding,
-    owner_of,
-)
+from lipbound.models.capture.streams import HEADS, PROJECTION, RETURN, Owner, Padding, owner_of
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 
@@ -74,7 +67,7 @@ def through_module(
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = _as_they_are if until == HEADS else arrangement(call, x, whole, heads)
+        arrange = (lambda t: t) if until == HEADS else arrangement(call, x, whole, heads)
         sides = heads[0].form[:2] or (heads[0].q[0], heads[0].k[0])
         made = sides[stream == MEMORY]
         if len(heads) > 1 or (call.form is not None and call.form.turned):
@@ -140,10 +133,6 @@ def _output(
     except CaptureError:  # it is not affine
         same = owner.run.module is call.module and not same_numbers(owner.run.returned, call.out)
         return None, not same
-
-
-def _as_they_are(t: Tensor) -> Tensor:
-    return t
 
 
 def _until(call: Call) -> str:
@@ -279,7 +268,11 @@ def arrangement(
     if cut.numel() < sum(map(Tensor.numel, raws)) and not _all_move(cut, calls):
         raise call.unsupported("projects the outputs of its heads in parts")
     # calls with the same scores are one head with parts of its values
-    owners = [next(i for i, one in enumerate(calls) if _alike(one, other)) for other in calls]
+    made_of = [(one.q[0], one.k[0]) for one in calls]
+    owners = [
+        next(i for i, one in enumerate(made_of) if all(map(torch.equal, one, other)))
+        for other in made_of
+    ]
 
     def moved(i: int, axis: int, place: int) -> list[Places]:
         """Return which places of each axis of the cut move with a call's outputs at a place."""
@@ -431,10 +424,6 @@ def _all_move(cut: Tensor, calls: Sequence[Heads]) -> bool:
     pairs = zip(grads, calls, strict=True)
     ends = (t.movedim((one.head_axis or 0, one.width_axis), (0, 1)) for t, one in pairs)
     return all(bool((t.flatten(2) != 0).any(2).all()) for t in ends)
-
-
-def _alike(one: Heads, other: Heads) -> bool:
-    return all(map(torch.equal, (one.q[0], one.k[0]), (other.q[0], other.k[0])))
 
 
 def _of_other_tokens(x: Tensor, call: Heads) -> bool:

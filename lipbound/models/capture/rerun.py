@@ -163,7 +163,8 @@ class ModuleCopy:
         """Return the same as `again` with the call's tokens, (samples, N, D), exchanged."""
         given = self.call.given
         assert isinstance(given, Tensor)
-        tokens = tokens.transpose(0, 1) if self.call.tokens_first else tokens
+        if samples_first(given, *self.call.shape) is not given:
+            tokens = tokens.transpose(0, 1)
         return self.again(follower, [(given, tokens.reshape(given.shape))], **named)
 
 

@@ -21,13 +21,7 @@ from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers import files
-from lipbound.models.readers.reader import (
-    DEFAULT_LENGTH,
-    DataItems,
-    Reader,
-    Selection,
-    order,
-)
+from lipbound.models.readers.reader import DEFAULT_LENGTH, DataItems, Reader, Selection, order
 
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""

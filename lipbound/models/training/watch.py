@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -158,12 +158,7 @@ _watches: list[ProbabilityCollector] = []
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **kw: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[Tensor, Any]:
     """Return torch's fused attention, or the same by way of probabilities where they are wanted.
 
@@ -440,17 +435,15 @@ def _noting(own: AbstractContextManager[Any], notes: list[bool]) -> Iterator[Non
         yield
 
 
-class _Recomputing:
+class _Recomputing(ExitStack):
     """Context of a recomputation, which torch may enter again for another backward pass."""
 
     def __init__(self, own: AbstractContextManager[Any], notes: list[bool], configs: Sequence[Any]):
+        super().__init__()
         self._own, self._notes, self._configs = own, notes, configs
 
-    def __enter__(self) -> None:
-        self._stack = ExitStack()
-        self._stack.enter_context(self._own)
-        self._stack.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *self._configs))
-        self._stack.enter_context(changed("script", iter(self._notes), replay))
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __enter__(self) -> Self:
+        self.enter_context(self._own)
+        self.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *self._configs))
+        self.enter_context(changed("script", iter(self._notes), replay))
+        return self

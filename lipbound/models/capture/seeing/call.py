@@ -163,15 +163,9 @@ class Call:
         return first if self.stream is None else self.stream
 
     @property
-    def _shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int]:
         """Samples and tokens of the stream."""
         return len(self.q), (self.q if "q" in self.sides else self.k).shape[-2]
-
-    @property
-    def tokens_first(self) -> bool:
-        """True if the module was given (N, samples, D); (N, N, D) counts as samples first."""
-        x = self.given
-        return isinstance(x, Tensor) and samples_first(x, *self._shape) is not x
 
     @property
     def x(self) -> Tensor:
@@ -187,7 +181,7 @@ class Call:
             raise self.unsupported(
                 "multiplies queries, keys and values in tensors whose axes are not known"
             )
-        given, (samples, n) = self.given, self._shape
+        given, (samples, n) = self.given, self.shape
         x = samples_first(given, samples, n) if isinstance(given, Tensor) else given
         if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])
