@@ -231,9 +231,7 @@ class Checkpoint:
         """
         limit = self.positions
         if limit is not None and count > limit:
-            raise InputsError(
-                f"{said.format(count)} the {limit} positions of {self.name}; give at most {limit}"
-            )
+            raise InputsError(f"{said.format(count)} the {limit} positions of {self.name}")
 
 
 ASSUMED = {"attention_mask": 1, "token_type_ids": 0}
@@ -350,7 +348,6 @@ def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
     said = (
         f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad}), and "
-        "there is no attention_mask, so padding is measured as text; give the attention_mask that "
-        "the tokenizer returns"
+        "there is no attention_mask, so padding is measured as text; give the tokenizer's mask"
     )
     return [said] if found else []

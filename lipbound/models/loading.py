@@ -191,9 +191,7 @@ def load_checkpoint(
     """
     errors.choice("weights", weights, WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
-        raise CheckpointError(
-            "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
-        )
+        raise CheckpointError("model is empty; give a hub id, a directory or 'builtin:minilm'")
     options = LoadOptions(
         name_or_none("revision", revision),
         DTYPES[dtype_name(dtype, CheckpointError)],
@@ -267,9 +265,8 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
         found = [file.name for file in path.glob(f"*{GGUF}")]
         # a directory that has a config.json is what save_pretrained wrote, unless a file is wanted
         saved = wanted is None and ((path / "config.json").exists() or not found)
-        return load_folder(
-            name, path, None, options, None if saved else choose_gguf(found, wanted, name)
-        )
+        gguf = None if saved else choose_gguf(found, wanted, name)
+        return load_folder(name, path, None, options, gguf)
     if not is_gguf(name) or wanted not in (None, path.name):
         given = "" if wanted is None else f", and gguf_file is {wanted!r}"
         raise CheckpointError(
@@ -307,9 +304,7 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
     return load_folder(str(model), folder, folder.name, options, wanted)
 
 
-def load_adapted(
-    name: str, folder: Path, commit: str | None, options: LoadOptions
-) -> Checkpoint | None:
+def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> Checkpoint | None:
     """Load the model that an adapter was trained on, and merge the adapter into it.
 
     Args:
@@ -326,19 +321,12 @@ def load_adapted(
     """
     adapter = open_adapter(name, folder)
     if not adapter.base:
-        raise CheckpointError(
-            f"{name} is an adapter that does not name the model that it was trained on; give that "
-            f"model, with adapter={name!r}"
-        )
+        raise CheckpointError(f"the adapter {name} names no model; give one, with adapter={name!r}")
     if options.adapter is not None:
-        raise CheckpointError(
-            f"{name} is an adapter itself, of {adapter.base}; give {adapter.base} as the model, "
-            "with one adapter"
-        )
+        raise CheckpointError(f"{name} is itself an adapter, of {adapter.base}; give that")
     here = Path(adapter.base).expanduser().exists() or adapter.base.startswith(PREFIX)
-    wanted = replace(
-        options, adapter=adapter, revision=None if here else adapter.config.get("revision")
-    )
+    revision = None if here else adapter.config.get("revision")
+    wanted = replace(options, adapter=adapter, revision=revision)
     sources = (load_builtin, load_directory, load_hub)
     found = next(filter(None, (source(adapter.base, wanted) for source in sources)), None)
     return None if found is None else replace(found, commit=commit)
@@ -358,9 +346,7 @@ def _adapter(given: object) -> Adapter | str | None:
         return name
     folder = Path(name).expanduser()
     if not folder.exists() and is_path(name):
-        raise CheckpointError(
-            f"there is no directory {name}; adapter= takes what PEFT wrote, or its hub id"
-        )
+        raise CheckpointError(f"there is no directory {name}; give PEFT's, or a hub id")
     repo, _, revision = name.partition("@")
     there = folder if folder.exists() else snapshot(repo, revision or None, only=FILES)
     return open_adapter(name, there)
@@ -415,9 +401,7 @@ def _why_not(error: Exception, repo: str, at: str) -> str:
     return f"{at} {why}; {suggestion(repo, instead)}"
 
 
-def _wanted(
-    repo: str, revision: str | None, gguf_file: str | None, only: Sequence[str]
-) -> list[str] | None:
+def _wanted(repo: str, revision: Any, gguf_file: Any, only: Sequence[str]) -> list[str] | None:
     """List the files of a hub model that are needed; the arguments are those of `snapshot`.
 
     Returns:

@@ -83,15 +83,12 @@ class TensorRef:
         """
         try:
             if _stamp(self.file) != self.stamp:
-                raise CheckpointError(
-                    f"{self.file} has changed since the model was loaded from it; load it again"
-                )
+                raise CheckpointError(f"{self.file} has changed since it was loaded; load it again")
             with safe_open(self.file, framework="pt") as file:
                 return file.get_tensor(self.key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{self.key} cannot be read from {self.file} any more ({error}); put the file "
-                "back, or load the model again"
+                f"{self.key} cannot be read from {self.file} any more ({error}); load it again"
             ) from error
 
     def finite(self) -> bool:

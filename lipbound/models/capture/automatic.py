@@ -72,7 +72,7 @@ def through_module(
         made = sides[stream == MEMORY]
         if len(heads) > 1 or (call.form is not None and call.form.turned):
             made = whole  # samples stand elsewhere among these
-        axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
+        axis, count, place = _samples(call, x, arrange(whole), made)
 
     out = _by_sample(arrange(whole.detach()), place, count)
     # channels may stand before the tokens
@@ -88,16 +88,13 @@ def through_module(
         return _by_sample(whole[..., None, :], place, count)[..., 0, :]
 
     width = tokens[..., 0].numel() // count
-    valid_out = (padding.of_keys if stream == INPUT else padding.of_queries)(
-        call, count, out.shape[1]
-    )
+    of_outputs = padding.of_keys if stream == INPUT else padding.of_queries
+    valid_out = of_outputs(call, count, out.shape[1])
     valid = valid_out if stream == QUERIES else padding.of_keys(call, count, width)
     valid = None if joint else valid  # padding moves nothing
     real = out if valid_out is None else out[valid_out]
     if bool(real.isnan().any()):
-        raise CaptureError(
-            f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
-        )
+        raise CaptureError(f"layer {call.name or '(the model itself)'}: its heads' outputs are NaN")
     w_o, is_affine = _output(call, owner, arrange, whole.detach(), out)
     layer = None if is_affine else projected
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
@@ -111,7 +108,7 @@ def through_module(
 
 
 def _output(
-    call: Call, owner: Owner, arrange: Callable[[Tensor], Tensor], whole: Tensor, out: Tensor
+    call: Call, owner: Owner, arrange: "Arrange", whole: Tensor, out: Tensor
 ) -> tuple[Tensor | None, bool]:
     """Return slices of the output projection where known, and whether no other map follows.
 
@@ -192,9 +189,7 @@ def _by_sample(out: Tensor, axis: int, count: int) -> Tensor:
     return out.reshape(count, -1, *out.shape[-2:])
 
 
-def _samples(
-    call: Call, x: Tensor, out: Tensor, made: Tensor, samples: int
-) -> tuple[int | None, int, int]:
+def _samples(call: Call, x: Tensor, out: Tensor, made: Tensor) -> tuple[int | None, int, int]:
     """Return the axis of a stream that counts samples (or windows of them), and how many.
 
     The third number is their axis among the outputs. They are found by derivatives: what is made of
@@ -205,11 +200,11 @@ def _samples(
         x: the stream.
         out: outputs, (..., heads, d_v), made of it.
         made: queries or keys, made of it.
-        samples: of the pass.
 
     Raises:
         DifferentPositionsError: samples cannot be told apart.
     """
+    samples = call.samples
     for axis in (0, 1) if x.ndim > 2 else ():
         count = x.shape[axis]
         fits = count % samples == 0 if axis == 0 else True
@@ -223,8 +218,7 @@ def _samples(
     if samples == 1 or (x.ndim == 2 and len(x) == samples):  # those are tokens
         return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1, 0
     raise call.unsupported(
-        "is given the tokens of all samples in one tensor in which they cannot be told apart "
-        "(capture them one at a time)",
+        "is given all samples in one tensor that does not tell them apart (capture one at a time)",
         DifferentPositionsError,
     )
 
@@ -242,13 +236,13 @@ Where there are more, half of them are its first and half stand evenly on it, so
 whether samples or heads stand first.
 """
 
+Arrange = Callable[[Tensor], Tensor]
+"""A function that brings outputs of heads to (..., heads, d_v)."""
 Places = frozenset[int]
 """Places of an axis at which a tensor is not zero."""
 
 
-def arrangement(
-    call: Call, x: Tensor, cut: Tensor, calls: Sequence[Heads]
-) -> Callable[[Tensor], Tensor]:
+def arrangement(call: Call, x: Tensor, cut: Tensor, calls: Sequence[Heads]) -> Arrange:
     """Return a function from cuts to (..., heads, d_v).
 
     Args:
@@ -269,10 +263,8 @@ def arrangement(
         raise call.unsupported("projects the outputs of its heads in parts")
     # calls with the same scores are one head with parts of its values
     made_of = [(one.q[0], one.k[0]) for one in calls]
-    owners = [
-        next(i for i, one in enumerate(made_of) if all(map(torch.equal, one, other)))
-        for other in made_of
-    ]
+    same = [[all(map(torch.equal, one, other)) for one in made_of] for other in made_of]
+    owners = [row.index(True) for row in same]
 
     def moved(i: int, axis: int, place: int) -> list[Places]:
         """Return which places of each axis of the cut move with a call's outputs at a place."""
@@ -326,15 +318,11 @@ def arrangement(
     return _together(call, cut, raw, known, d_v)
 
 
-def _together(
-    call: Call, cut: Tensor, raw: Tensor, known: int | None, d_v: int
-) -> Callable[[Tensor], Tensor]:
+def _together(call: Call, cut: Tensor, raw: Tensor, known: int | None, d_v: int) -> Arrange:
     """Return the layout of heads on the last axis that are all made of all outputs of heads."""
     if cut.shape[-1] % d_v:
-        raise call.unsupported(
-            f"hands on outputs of heads ({d_v} wide) in a tensor of width {cut.shape[-1]}"
-        )
-    layouts: list[Callable[[Tensor], Tensor]] = [
+        raise call.unsupported(f"hands on heads ({d_v} wide) in a tensor of width {cut.shape[-1]}")
+    layouts: list[Arrange] = [
         lambda t: t.unflatten(-1, (-1, d_v)),
         lambda t: t.unflatten(-1, (d_v, -1)).mT,
     ]
@@ -407,10 +395,8 @@ def _completed(groups: Sequence[Places], size: int, width: int) -> list[Places]:
     every, count = range(size), size // width
     blocks = [frozenset(every[i * width : (i + 1) * width]) for i in range(count)]
     for parts in (blocks, [frozenset(every[i::count]) for i in range(count)]):
-        inside = all(
-            sum(not some.isdisjoint(part) for part in parts) == 1 for some in groups if some
-        )
-        if inside and count > 1 and count * width == size:
+        met = [sum(not some.isdisjoint(part) for part in parts) for some in groups if some]
+        if {*met} <= {1} and count > 1 and count * width == size:
             return parts
     return []
 

@@ -228,18 +228,16 @@ class Capturer:
         windows = max(1, attention.samples // call.samples)
         return LayerCapture(i, call.name, attention, max(errors), windows)
 
-    def _automatic(
-        self, i: int, row: Row, call: Call, reason: str, padding: Padding
-    ) -> LayerCapture:
+    def _automatic(self, i: int, row: Row, call: Call, why: str, padding: Padding) -> LayerCapture:
         """Return a layer as a function of one of its streams.
 
         Raises:
             CaptureError: its module cannot be run by itself.
         """
-        attention, error, name = through_module(call, row.stream, padding, reason)
+        attention, error, name = through_module(call, row.stream, padding, why)
         kind = type(call.module).__name__
         start = rf"^layer {re.escape(call.name)}( \({kind}\))?: ({kind} )?"
-        why = re.sub(start, "", reason).removesuffix(", which is not supported")
+        why = re.sub(start, "", why).removesuffix(", which is not supported")
         key = kind, re.sub(r"\d[\d.e+-]*", "", why)  # numbers of layers and errors are their own
         if self.closed and key not in self._told:
             self._told.add(key)
@@ -313,9 +311,7 @@ class Capturer:
             has = f"{counted(count, 'attention layer')}, numbered 0 to {count - 1}"
             raise CaptureError(f"layers {wrong} do not exist: the model has {has}")
         if not layers:
-            raise CaptureError(
-                f"layers is empty; name some of the {count} attention layers, or None for all"
-            )
+            raise CaptureError(f"layers is empty; name some of the {count} layers, or None for all")
         return list(dict.fromkeys(i % count for i in layers))
 
 
@@ -375,9 +371,8 @@ def capture(
     bare = bare_module(model)
     batch = named_inputs(bare, inputs)
     tell(*(odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
-    capturer = Capturer(
-        measurable(bare), chosen, errors.flag("around", around), errors.flag("closed", closed)
-    )
+    around, closed = errors.flag("around", around), errors.flag("closed", closed)
+    capturer = Capturer(measurable(bare), chosen, around, closed)
     found = [layer.attention for layer in capturer.run(batch)]
     for sample in verification.telling_samples(batch):
         capturer.examine(verification.one_sample(batch, sample))

@@ -150,8 +150,7 @@ class ProbedLayer:
         pair = isinstance(given, tuple | list) and len(given) in (0, 2)
         if not (isinstance(given, Tensor) or (pair and all(isinstance(t, Tensor) for t in given))):
             raise call.unsupported(
-                f"is given position embeddings of an unknown make ({type(given).__name__}; known "
-                "are cosines and sines)"
+                f"is given positions of an unknown make ({type(given).__name__})"
             )
         self._copy = ModuleCopy(call.run, call)
         self.stubs = token_steps.stub_norms(self._copy.module)
@@ -221,8 +220,7 @@ class ProbedLayer:
         given, d, n = self._positions, self._call.q.shape[-1], self._call.x.shape[1]
         if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in self._tables):
             raise self._call.unsupported(
-                "is given samples with different positions (capture them one at a time, or pad "
-                "on the right)",
+                "is given samples with different positions (pad on the right, or give one by one)",
                 DifferentPositionsError,
             )
         for stub in self.stubs:  # centred vectors do not span the space
@@ -363,9 +361,8 @@ def score_parts(call: Call) -> tuple[float | Tensor, Tensor | None]:
     passes = [_scores(call, layer, layer.random(g)) for _ in range(2)]
     (products, scores), (others, second) = passes
     hidden = (scores <= HIDDEN) & (second <= HIDDEN)
-    change, of_products = (
-        (a - b).masked_fill(hidden, 0.0) for a, b in ((scores, second), (products, others))
-    )
+    change = (scores - second).masked_fill(hidden, 0.0)
+    of_products = (products - others).masked_fill(hidden, 0.0)
     size = change.abs().amax()
     # a softmax without sinks does not see what all scores of a row have in common
     commons = (False,) if "s_aux" in call.extras else (False, True)
@@ -377,9 +374,7 @@ def score_parts(call: Call) -> tuple[float | Tensor, Tensor | None]:
         if bool((change - factor * of_products).abs().amax() <= ROTATION_TOLERANCE * size):
             break
     else:
-        raise call.unsupported(
-            "adds other products of its tokens to those of queries and keys, or changes them"
-        )
+        raise call.unsupported("adds other products of its tokens to its scores, or changes them")
     added = scores - factor * products
     if common:
         added = _less_common(added.masked_fill(hidden, 0.0), hidden)

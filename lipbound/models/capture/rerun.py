@@ -286,10 +286,7 @@ def _projection(call: Call, run: ModuleRun, count: int, d_v: int) -> Tensor | No
         return None
     if not affine:
         name = type(run.module).__name__
-        raise CaptureError(
-            f"layer {call.name}: the output projection ({name}) is not an affine map, which is not "
-            "supported"
-        )
+        raise CaptureError(f"layer {call.name}: its output projection ({name}) is not affine")
     return w_o.view(count, d_v, -1)
 
 
@@ -387,10 +384,8 @@ def probe_gate(call: Call) -> Gate | None:
 
     def logits(tokens: Tensor) -> list[Tensor]:
         outputs = torch.ones_like(call.out, dtype=torch.float64)
-        ends = [
-            layer.with_tokens(_OtherHeads(call, size * outputs, True), tokens)
-            for size in (1.0, 2.0)
-        ]
+        others = (_OtherHeads(call, size * outputs, True) for size in (1.0, 2.0))
+        ends = [layer.with_tokens(one, tokens) for one in others]
         if not all(isinstance(end, Stopped) for end in ends):
             raise call.unsupported(call.changed)
         one, two = (end.args[0] for end in ends)

@@ -230,10 +230,8 @@ def read_normalisations(
                 touching[side].append(stub)
     if any(len(found) > 1 for found in touching):
         raise call.unsupported("normalises its queries, keys or values twice")
-    return [
-        _read(call, found[0], side, x, project) if found else None
-        for side, found in enumerate(touching)
-    ]
+    sides_of = enumerate(touching)
+    return [_read(call, one[0], side, x, project) if one else None for side, one in sides_of]
 
 
 def _nothing(y: Tensor, norm: Map) -> Tensor:
@@ -325,9 +323,7 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
     driver = "gelsd" if y.device.type == "cpu" else "gels"
     maps = torch.linalg.lstsq(y, z, driver=driver).solution.mT  # z = R y
     if not (misfit := relative_error(y @ maps.mT, z)) <= ROTATION_TOLERANCE:
-        raise CaptureError(
-            "positions act on queries and keys in another way than by a rotation of each token"
-        )
+        raise CaptureError("positions act on queries and keys otherwise than by rotations")
     d = maps.shape[-1]
     diagonal = maps.diagonal(dim1=-2, dim2=-1)  # (N, d)
     others = (maps - torch.diag_embed(diagonal)).abs().amax(0)
@@ -349,8 +345,7 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
         fits = misses(rotation, order, before, after) <= 10 * ROTATION_TOLERANCE
     if not fits:
         raise CaptureError(
-            "positions act on queries and keys by a linear map that is not a rotation of pairs "
-            "of coordinates"
+            "positions act on queries and keys by a linear map that rotates no pairs of coordinates"
         )
     return rotation, order
 

@@ -154,10 +154,7 @@ def about_padding(calls: Collection[Call]) -> list[str]:
         "are padding, say so by 0 in an attention_mask of (samples, tokens) among the inputs, "
         "which a model that finds its padding by itself need not take"
     )
-    seen = (
-        "tokens that attention_mask marks as padding are attended to, and are measured as tokens, "
-        "as the model treats them"
-    )
+    seen = "tokens that attention_mask marks as padding are attended to, and measured as tokens"
     pairs = (unseen, unmarked), (attended, seen)
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
 
@@ -247,8 +244,7 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
             raise CaptureError(
                 f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map "
                 f"of the layer's tokens (off by {difference:.1e} relative), but for a "
-                "normalisation and a rotation: they are made of several tokens, of another input, "
-                "or in another way"
+                "normalisation and a rotation: they are made of several tokens, or of other input"
             )
         error = max(error, difference)
     size = att.v.abs().amax((-1, -2))
@@ -325,9 +321,7 @@ def own_outputs(
     ]
 
 
-def one_sample(
-    inputs: Mapping[str, Any], sample: int, samples: int | None = None
-) -> dict[str, Any]:
+def one_sample(inputs: Mapping[str, Any], sample: int, samples: int = 0) -> dict[str, Any]:
     """Return the model inputs of one of so many samples; by default as many as a tensor has."""
     lengths = (len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
     count, part = samples or next(lengths, 0), slice(sample, sample + 1)
@@ -359,9 +353,7 @@ def verify_outputs(call: Call, attention: Attention, own: OwnOutputs) -> float:
     part = slice(own.sample * windows, (own.sample + 1) * windows)
     mine = attention.out[part]
     if own.outputs is None or own.outputs.numel() != mine.numel():
-        raise call.unsupported(
-            "hands on the outputs of its heads in no form in which they can be checked"
-        )
+        raise call.unsupported("hands on its heads in no form in which they can be checked")
     reference = own.outputs.reshape(mine.transpose(1, 2).shape).transpose(1, 2)
     valid = None if attention.valid_rows is None else attention.valid_rows[part]
     floor = attention.v[part].abs().amax((-1, -2))

@@ -107,9 +107,7 @@ class Builtin:
         for file in files:
             if file.name == self.weights and (found := Path(str(file.locate()))).exists():
                 return found.parent
-        raise CheckpointError(
-            f"{self.package} has no {self.weights}; reinstall version {self.version}"
-        )
+        raise CheckpointError(f"{self.package} has no {self.weights}; reinstall {self.version}")
 
     def folder(self, name: str) -> Path:
         """Return the folder of its weights, which are checked where they are in another package.

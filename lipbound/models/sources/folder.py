@@ -69,8 +69,7 @@ class Adapter:
         """
         if not (self.folder / WEIGHTS).is_file():
             raise CheckpointError(
-                f"the adapter {self.name} has no {WEIGHTS}, and pickled weights are not read; save "
-                "it again with a newer PEFT"
+                f"the adapter {self.name} has no {WEIGHTS}, and pickles are not read; save it anew"
             )
         weight_files.check_file(self.folder / WEIGHTS)
         allowed = {"peft_type": ("LORA",), "init_lora_weights": STARTS, "megatron_config": (None,)}
@@ -98,8 +97,7 @@ class Adapter:
             import peft
         except ImportError as error:
             raise CheckpointError(
-                f"the adapter {self.name} is merged by the package peft; pip install "
-                "'lipbound[adapters]'"
+                f"the adapter {self.name} is merged by peft; pip install 'lipbound[adapters]'"
             ) from error
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             whole = _as_trained(model, list(file.keys()))
@@ -157,9 +155,7 @@ def open_adapter(name: str, folder: Path) -> Adapter:
     """
     file = folder / CONFIG
     if not file.is_file():
-        raise CheckpointError(
-            f"adapter is {name!r}, and there is no {CONFIG} in it; give what PEFT wrote"
-        )
+        raise CheckpointError(f"adapter is {name!r}, without {CONFIG}; give what PEFT wrote")
     weight_files.check_file(file)
     with explained(CheckpointError, f"{file} is no configuration of an adapter: "):
         return Adapter(name, folder, dict(json.loads(file.read_text(encoding="utf-8"))))
@@ -221,10 +217,7 @@ def named(checkpoint: Checkpoint, asked: Adapter) -> Checkpoint:
     notes = list(checkpoint.notes)
     base, mine = (Path(one.partition("@")[0]).name.lower() for one in (asked.base, checkpoint.name))
     if base and base != mine:
-        notes.append(
-            f"the adapter {asked.name} says that it was trained on {asked.base}; it is merged "
-            f"into {checkpoint.name}"
-        )
+        notes.append(f"the adapter {asked.name}, of {asked.base}, is merged into {checkpoint.name}")
         tell(notes[-1])
     name = f"{checkpoint.name} with adapter {asked.name}"
     own = weight_files.sha256(asked.folder / name for name in FILES)
@@ -263,9 +256,7 @@ def load_folder(
     merged = options.adapter if isinstance(options.adapter, Adapter) else None
     notes = notes_beside(name, folder, options.adapter)
     if file is None and not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{name} has no config.json; give a transformers model, as save_pretrained writes it"
-        )
+        raise CheckpointError(f"{name} has no config.json; give what save_pretrained writes")
     weight_files.check_file(file or folder / "config.json")
     how = None
     if file is not None:
@@ -410,16 +401,14 @@ def check_filled(report: dict[str, Any], name: str) -> None:
         CheckpointError: tensors that attention may depend on are missing or of another shape.
     """
     missing = [key for key in report["missing_keys"] if weight_files.matters(key)]
-    wrong = missing + [
-        str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]
-    ]
+    other = report["mismatched_keys"]
+    wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in other]
     if wrong:
         others = sorted(str(key) for key in report["unexpected_keys"])
         instead = f"; what is there instead is {', '.join(others[:2])}" if others else ""
         raise CheckpointError(
             f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are "
-            f"missing or of another shape, {sorted(wrong)[0]} among them, and would be random "
-            f"numbers{instead}"
+            f"missing or of another shape, {sorted(wrong)[0]} among them, and so random{instead}"
         )
 
 
@@ -481,8 +470,7 @@ def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
         bare = key.partition(".")[2]  # without the prefix of the task's model
         if not tensor.floating and (key in floating or bare in floating):
             raise CheckpointError(
-                f"the weights of {name} are not all floating-point numbers, {key} for one; "
-                f"{INSTEAD}"
+                f"weights of {name} are not all floating-point numbers, {key} for one; {INSTEAD}"
             )
 
 

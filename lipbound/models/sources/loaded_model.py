@@ -61,9 +61,7 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     kind = type(inner).__name__
     options.refuse_given("a model in memory")
     if offload.by_layer(inner):
-        raise CheckpointError(
-            f"the weights of the {kind} are on disk; give the checkpoint's directory or hub id"
-        )
+        raise CheckpointError(f"the weights of {kind} are on disk; give its directory or hub id")
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
@@ -179,9 +177,8 @@ def named_inputs(model: nn.Module, inputs: object) -> dict[str, Tensor]:
         inputs = (inputs,)
     if isinstance(inputs, tuple | list) and any(isinstance(t, Tensor) for t in inputs):
         parameters = inspect.signature(model.forward).parameters.values()
-        names = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
-        ]
+        by_place = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+        names = [p.name for p in parameters if p.kind in by_place]
         inputs = dict(zip(names, inputs, strict=False)) if len(names) >= len(inputs) else inputs
     if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
         raise CaptureError(
@@ -230,9 +227,8 @@ def _inside(given: Any) -> tuple[object | None, str]:
 def _adapters(model: object) -> list[str]:
     """Return a sentence where layers of a model have adapters in them."""
     parts = model.modules() if isinstance(model, PreTrainedModel) else ()
-    layers = [
-        part for part in parts if hasattr(part, "base_layer") and hasattr(part, "active_adapters")
-    ]
+    both = ("base_layer", "active_adapters")
+    layers = [part for part in parts if all(hasattr(part, name) for name in both)]
     if not layers:
         return []
     off = all(getattr(layer, "disable_adapters", False) for layer in layers)
@@ -303,9 +299,7 @@ def check_finite(model: nn.Module, name: str) -> None:
             plain = isinstance(tensor, Tensor) and not tensor.is_meta
             passed = not plain or finite(tensor, masks=key in buffers)
         if not passed:
-            raise CheckpointError(
-                f"the weights of {name} contain NaN or infinite numbers, in {key}"
-            )
+            raise CheckpointError(f"the weights of {name} have NaN or infinite numbers, in {key}")
 
 
 def check_floating(model: nn.Module, name: str) -> None:

@@ -166,9 +166,7 @@ def _attention(
         CaptureError: scores are capped or have sinks, or the module is a copy of DataParallel's.
     """
     if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
-        raise CaptureError(
-            f"{type(module).__name__} uses {', '.join(extras)}, which penalties do not support"
-        )
+        raise CaptureError(f"{type(module).__name__}: penalties do not support {', '.join(extras)}")
     fused = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kw)
     explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
     if replay.script is not None:
@@ -222,9 +220,7 @@ def _explicit(
     return out, used, call, p
 
 
-def _added(
-    module: nn.Module, given: Tensor | None, causal: bool | None, scores: Tensor
-) -> Tensor | None:
+def _added(module: nn.Module, given: Any, causal: bool | None, scores: Tensor) -> Tensor | None:
     """Return what is added to scores, as fused attention takes a mask or the absence of one.
 
     Raises:
@@ -306,9 +302,7 @@ def watching(
     inner = bare_model(model, tells=False)
     chosen = None if layers is None else frozenset(indices("layers", layers))
     if chosen is not None and min(chosen, default=0) < 0:
-        raise CaptureError(
-            f"layers is {shown(layers)}; count attention layers from 0, in the order they run in"
-        )
+        raise CaptureError(f"layers is {shown(layers)}; count from 0, in the order they run in")
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
     watch = ProbabilityCollector(frozenset(map(id, modules)), chosen, inputs_of is not None)
     hooked, attending = _hooked(watch, modules, inputs_of or ()), _attending(inner, modules)
@@ -328,9 +322,7 @@ def watching(
         )
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
     if missing and watch.layers:
-        raise CaptureError(
-            f"layers {missing} do not exist: the model ran {len(watch.layers)}, numbered from 0"
-        )
+        raise CaptureError(f"layers {missing} do not exist: 0 to {len(watch.layers) - 1} ran")
 
 
 def uncompiled(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:

@@ -178,9 +178,7 @@ class Call:
             CaptureError: it was given no such tensor, or attends to other tokens than these.
         """
         if not self.formed:
-            raise self.unsupported(
-                "multiplies queries, keys and values in tensors whose axes are not known"
-            )
+            raise self.unsupported("multiplies queries and keys in tensors of unknown axes")
         given, (samples, n) = self.given, self.shape
         x = samples_first(given, samples, n) if isinstance(given, Tensor) else given
         if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:

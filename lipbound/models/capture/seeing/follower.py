@@ -436,11 +436,9 @@ def _permuted(t: Tensor, letters: str, wanted: str) -> Tensor | None:
     return t.permute([letters.index(letter) for letter in wanted])
 
 
-def _queries_and_keys(
-    left: Tensor, right: Tensor, letters: Letters
-) -> tuple[Tensor, Tensor] | None:
+def _queries_and_keys(left: Tensor, right: Tensor, of: Letters) -> tuple[Tensor, Tensor] | None:
     """Return queries (..., N, d) and keys (..., M, d) of a product, where it is one of these."""
-    of_q, of_k, result = letters
+    of_q, of_k, result = of
     shared = [x for x in of_q if x in of_k and x not in result]
     if len(result) < 3 or len(shared) != 1:
         return None
