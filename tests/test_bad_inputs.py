@@ -210,8 +210,7 @@ DATA = {
     "{mess}/negative.safetensors": "input_ids has the number -6",
     "{mess}/floats.safetensors": "input_ids is of torch.float32 and of shape (2, 6); it must be "
     "whole numbers (int64), (samples, tokens)",
-    "{mess}/long.safetensors": "inputs of 50 tokens exceed the 40 positions of {bert}; give at "
-    "most 40",
+    "{mess}/long.safetensors": "inputs of 50 tokens exceed the 40 positions of {bert}",
     "{mess}/one-axis.safetensors": "at least one; given are input_ids (5,)",
     "{mess}/three-axes.safetensors": "of shape (2, 2, 6); it must be whole numbers (int64), "
     "(samples, tokens)",

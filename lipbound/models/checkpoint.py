@@ -293,10 +293,8 @@ class Inputs:
         tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
         if self.has_axes:
             tensors[POSITIONS] = tensors[POSITIONS].transpose(0, 1)
-        return tensors | {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in self.options.items()
-        }
+        options = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in self.options.items()}
+        return tensors | options
 
 
 def text_part(config: Any) -> Any:

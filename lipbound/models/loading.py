@@ -1,7 +1,7 @@
 """Load a model from a hub id, a local directory, a builtin name, a loaded module, or layers."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -192,14 +192,9 @@ def load_checkpoint(
     errors.choice("weights", weights, WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError("model is empty; give a hub id, a directory or 'builtin:minilm'")
-    options = LoadOptions(
-        name_or_none("revision", revision),
-        DTYPES[dtype_name(dtype, CheckpointError)],
-        resolve_device(device),
-        weights,
-        name_or_none("gguf_file", gguf_file),
-        _adapter(adapter),
-    )
+    named, kind = name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)]
+    place, file = resolve_device(device), name_or_none("gguf_file", gguf_file)
+    options = LoadOptions(named, kind, place, weights, file, _adapter(adapter))
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
@@ -465,14 +460,7 @@ def suggestion(name: str, otherwise: str) -> str:
     return f"did you mean {' or '.join(map(repr, found))}?" if found else otherwise
 
 
-SOURCES: tuple[Callable[[Any, LoadOptions], Checkpoint | None], ...] = (
-    load_loaded,
-    load_layers,
-    load_builtin,
-    load_other,
-    load_directory,
-    load_hub,
-)
+SOURCES = (load_loaded, load_layers, load_builtin, load_other, load_directory, load_hub)
 """Loaders of the kinds of checkpoints, in the order in which they are asked.
 
 Each takes what the user gave and returns None where that is not of its kind, else the model in

@@ -321,17 +321,11 @@ def forward_work(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     Every number of the largest input counts as a token, every row of one that is not of integers;
     embeddings are looked up, not multiplied, but for output layers that share them.
     """
-    tokens = max(
-        (
-            t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim else 1)
-            for t in inputs.values()
-            if isinstance(t, Tensor) and t.numel()
-        ),
-        default=0,
-    )
+    given = [t for t in inputs.values() if isinstance(t, Tensor) and t.numel()]
+    rows = (t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim else 1) for t in given)
     multiplied = (m for m in model.modules() if not isinstance(m, nn.Embedding))
     weights = (w for m in multiplied for w in m.parameters(recurse=False))
-    return 2.0 * sum(w.numel() for w in weights if w.ndim > 1) * tokens
+    return 2.0 * sum(w.numel() for w in weights if w.ndim > 1) * max(rows, default=0)
 
 
 @in_own_modes

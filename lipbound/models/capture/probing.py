@@ -337,15 +337,8 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         norms.append(norm(side, w, b))
         weights.append(each_head(w, side))
         biases.append(None if b is None else each_head(b, side))
-    return ProbedWeights(
-        tuple(weights),
-        tuple(biases),
-        probe_output(call, call.out),
-        tuple(norms),
-        probe_gate(call),
-        turns,
-        sums,
-    )
+    w_o, gate = probe_output(call, call.out), probe_gate(call)
+    return ProbedWeights(tuple(weights), tuple(biases), w_o, tuple(norms), gate, turns, sums)
 
 
 def score_parts(call: Call) -> tuple[float | Tensor, Tensor | None]:

@@ -20,6 +20,7 @@ from lipbound.errors import CaptureError
 from lipbound.models.capture.rerun import relative_error
 from lipbound.models.capture.seeing.call import Call, samples_first
 from lipbound.models.offload import resident
+from lipbound.models.quiet import changed
 
 RESIDUAL_TOLERANCE = 1e-4
 """Largest relative difference between what passes through the model and what is rebuilt."""
@@ -62,12 +63,9 @@ def surroundings(att: Attention, seen: Sequence[Seen]) -> ResidualContext:
 
     like = [s for s in seen if s.x.numel() == att.x.numel() and s.x.shape[-1] == shape[-1]]
     seen = [Seen(s.module, laid(s.x), laid(s.out)) for s in like]
-    feeding = (
-        normaliser(s)
-        for s in seen
-        if relative_error(_real(s.out, att), _real(att.x, att)) <= RESIDUAL_TOLERANCE
-    )
-    fed_by = next(filter(None, feeding), None)
+    x = _real(att.x, att)
+    feeding = (s for s in seen if relative_error(_real(s.out, att), x) <= RESIDUAL_TOLERANCE)
+    fed_by = next(filter(None, map(normaliser, feeding)), None)
     if att.w_o is None or att.w_o.shape[2] != shape[2]:
         return ResidualContext(fed_by)
     out = torch.einsum("shnv,hvo->sno", att.out, att.w_o)
@@ -240,10 +238,8 @@ def _nothing(y: Tensor, norm: Map) -> Tensor:
 
 def _acting(stub: NormStub, act: Act | None, x: Tensor, project: Project) -> tuple[Tensor, ...]:
     """Return q, k, v of tokens where a stub acts in some way."""
-    stub.act = act
-    made = project(x)
-    stub.act = None
-    return made
+    with changed("act", act, stub):
+        return project(x)
 
 
 def _read(call: Call, stub: NormStub, side: int, x: Tensor, project: Project) -> TokenNorm:

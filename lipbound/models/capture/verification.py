@@ -315,10 +315,8 @@ def own_outputs(
         return own.to(call.q.device)
 
     outputs = [returned[c.module] if c.consumer is None else entered[c.consumer] for c in calls]
-    return [
-        OwnOutputs(of(call, found), of(call, entered[call.module]), sample)
-        for call, found in zip(calls, outputs, strict=True)
-    ]
+    pairs = zip(calls, outputs, strict=True)
+    return [OwnOutputs(of(c, found), of(c, entered[c.module]), sample) for c, found in pairs]
 
 
 def one_sample(inputs: Mapping[str, Any], sample: int, samples: int = 0) -> dict[str, Any]:

@@ -294,18 +294,11 @@ def load_folder(
             merged.merge(model)
         model = model.to(device=options.device)
     check_finite(model, name)
-    checkpoint = Checkpoint(
-        model.eval(),
-        name,
-        weight_files.sha256(files) if commit is None or gguf else commit,
-        str(folder),
-        commit,
-        by_layer=layers,
-        notes=notes,
-        gguf_file=gguf,
-        quantization=how,
-        configuration=None if commit or gguf else weight_files.sha256([folder / "config.json"]),
-    )
+    revision = weight_files.sha256(files) if commit is None or gguf else commit
+    config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
+    checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
+    checkpoint.notes, checkpoint.configuration = notes, config_sha
+    checkpoint.gguf_file, checkpoint.quantization = gguf, how
     return checkpoint if merged is None else named(checkpoint, merged)
 
 
@@ -342,16 +335,10 @@ def _load_whole(
 
     def load(names: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
         with _loading(name, folder / gguf if gguf else None), unseen():
-            model, report = AutoModel.from_pretrained(
-                folder,
-                config=config,
-                attn_implementation="eager",
-                dtype=torch.float32,
-                trust_remote_code=False,
-                output_loading_info=True,
-                key_mapping=names,
-                gguf_file=gguf,
-            )
+            wanted: dict[str, Any] = {"config": config, "key_mapping": names, "gguf_file": gguf}
+            wanted |= {"attn_implementation": "eager", "dtype": torch.float32}
+            wanted |= {"trust_remote_code": False, "output_loading_info": True}
+            model, report = AutoModel.from_pretrained(folder, **wanted)
             return model.dequantize() if how in AFTERWARDS else model, report
 
     model, report = load(None)
