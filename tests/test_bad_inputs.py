@@ -235,8 +235,8 @@ IMAGES = {
     "channel dimension",
     "{mess}/size.safetensors": "ViTModel cannot compute with these inputs: Input image size "
     "(32*32) doesn't match model (16*16)",
-    "{mess}/bytes.safetensors": "pixel_values (torch.uint8) must be finite floating-point",
-    "{mess}/nan.safetensors": "pixel_values (torch.float32) must be finite floating",
+    "{mess}/bytes.safetensors": "pixel_values (torch.uint8) must be floating-point and finite",
+    "{mess}/nan.safetensors": "pixel_values (torch.float32) must be floating-point and finite",
 }
 NO_RUN = "is not a run of lipbound"
 RUN_COMMANDS = {

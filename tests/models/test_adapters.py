@@ -324,7 +324,7 @@ def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert says().endswith("is merged by peft; pip install 'lipbound[adapters]'")
     for wrong, sentence in (
         (3, "adapter is 3; give the directory"),
-        (folder, "there is no adapter_config.json in it"),
+        (folder, "without adapter_config.json"),
         ("./nowhere", "there is no directory"),
     ):
         with pytest.raises(lb.LipboundError, match=sentence):

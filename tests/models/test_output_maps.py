@@ -204,7 +204,7 @@ def normalised(module: Heads) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (clamped, "the output projection (Linear) is not an affine map"),
+        (clamped, "its output projection (Linear) is not affine"),
         (normalised, "makes something of the outputs of its heads that is not affine"),
     ],
 )

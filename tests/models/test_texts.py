@@ -401,7 +401,7 @@ def test_a_layer_of_ones_own_and_captures_are_told_of_such_masks(checkpoint: Che
 
 def test_embeddings_that_are_no_numbers(checkpoint: Checkpoint) -> None:
     with pytest.raises(
-        InputsError, match=r"inputs_embeds \(torch\.float32\) must be finite floating-point numbers"
+        InputsError, match=r"inputs_embeds \(torch\.float32\) must be floating-point and finite"
     ):
         prepare(checkpoint, {"inputs_embeds": torch.full((1, 3, 24), torch.nan)})
 

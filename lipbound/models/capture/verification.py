@@ -154,7 +154,7 @@ def about_padding(calls: Collection[Call]) -> list[str]:
         "are padding, say so by 0 in an attention_mask of (samples, tokens) among the inputs, "
         "which a model that finds its padding by itself need not take"
     )
-    seen = "tokens that attention_mask marks as padding are attended to, and measured as tokens"
+    seen = "tokens that attention_mask marks as padding are attended to, and are measured as tokens"
     pairs = (unseen, unmarked), (attended, seen)
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
 
