@@ -395,7 +395,8 @@ def check_filled(report: dict[str, Any], name: str) -> None:
         instead = f"; what is there instead is {', '.join(others[:2])}" if others else ""
         raise CheckpointError(
             f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are "
-            f"missing or misshapen, {sorted(wrong)[0]} among them, and would be random numbers{instead}"
+            f"missing or of another shape, {sorted(wrong)[0]} among them, and would be random "
+            f"numbers{instead}"
         )
 
 
