@@ -76,6 +76,8 @@ for run in (ds, "run.zarr", Path("run.zarr")):
     lb.report(run, "report.html")
 lb.plots.by_layer([ds, again], labels=["a", "b"])
 lb.plots.diff_heatmaps(both, "diff.pdf")
+lb.plots.heatmaps([ds, again, "run.zarr"], "several.pdf", limits=(-1, 3)).savefig("several.png")
+lb.plots.heatmap(both, path="ratio.pdf", title="ratio").set_xlabel("head")
 lb.plots.token_profile(profile, path="profile.pdf")
 
 try:

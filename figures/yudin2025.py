@@ -11,6 +11,7 @@ import torch
 import xarray as xr
 from matplotlib.figure import Figure
 from paper_figure import PaperFigure, Setting, main, of, sheet
+from singular_values import interlacing, singular_value
 from torch import Tensor
 
 from lipbound.analysis import by_layer
@@ -213,11 +214,11 @@ class Interlacing(PaperFigure):
         for p in rows:
             if p.shape[-1] < 5:
                 continue
-            worst.append(softmax.interlacing(p, LINKS).amin(0))
+            worst.append(interlacing(p, LINKS).amin(0))
             counts += len(p)
             if fulls < (10_000 if setting.full else 500):
                 part = p[:: max(1, len(p) // 64)]
-                worst_full.append(softmax.interlacing(part, 3 * p.shape[-1] - 1).amin())
+                worst_full.append(interlacing(part, 3 * p.shape[-1] - 1).amin())
                 fulls += len(part)
             others.append(consequences(p))
         if not others:
@@ -282,7 +283,7 @@ def consequences(p: Tensor, k: int = 10) -> dict[str, Tensor]:
     root, top = (1 - 4 * g1.clamp(max=0.25)).sqrt(), p.amax(-1)
     outside = torch.maximum((1 - root) / 2 - top, top - (1 + root) / 2)
     second = torch.where(g1 <= 0.25, outside, infinite)
-    inner = softmax.singular_value(p, k - 1).upper
+    inner = singular_value(p, k - 1).upper
     slack = (gamma - norm / inner.clamp_min(1e-300)) / gamma
     third = torch.where((inner > 0) & torch.isfinite(gamma), slack, infinite)
     slacks = {"proposition_1": first, "equation_10": second, "equation_11": third}

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError, UnknownNameError, shown
+from lipbound.errors import LipboundError, UnknownNameError, knows_options, shown
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -156,6 +156,7 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     Returns:
         The function, which computes what it would by itself.
     """
+    function = knows_options(function)
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -165,7 +166,7 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
                 stack.enter_context(torch.no_grad())
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 stack.enter_context(torch.autocast(device, enabled=False))
-            if torch.get_default_device().type != "cpu":
+            if torch.empty(0).device.type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             return function(*map(_certifiable, args), **kwargs)
 

@@ -4,6 +4,7 @@ Each message is one sentence that says what was given, what is allowed and what 
 """
 
 import difflib
+import inspect
 import itertools
 import math
 import operator
@@ -11,14 +12,18 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable
-from pathlib import PurePath
+from collections.abc import Callable, Iterable
+from functools import wraps
+from os import PathLike
+from pathlib import Path, PurePath
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     import xarray as xr
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
 HERE = str(PurePath(__file__).parent)
 """What the paths of our own modules begin with."""
@@ -396,6 +401,37 @@ def check_made(given: object, names: Iterable[str], maker: str) -> None:
     if missing := [name for name in names if name not in there]:
         kind = f"has no {missing[0]!r}" if there else f"is {shown(given)}"
         raise LipboundError(f"what was given {kind}; give what {maker} returns")
+
+
+def file_path(given: object, example: str) -> Path:
+    """Return the path that ``path`` is, with "~" read as a shell reads it.
+
+    Args:
+        given: by the user.
+        example: the name of such a file.
+
+    Raises:
+        LipboundError: it is none.
+    """
+    if not isinstance(given, str | PathLike) or not str(given).strip():
+        raise LipboundError(f"path is {shown(given)}; give the name of a file, as {example!r}")
+    return Path(given).expanduser()
+
+
+def knows_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function say which of its options is nearest to one that it does not take."""
+    known = inspect.signature(function).parameters
+    every = any(one.kind is one.VAR_KEYWORD for one in known.values())
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if unknown := [name for name in kwargs if name not in known and not every]:
+            name = function.__qualname__.removesuffix(".__init__")
+            what = f"{name} has no option {unknown[0]!r}"
+            raise UnknownNameError(f"{what}; {nearest(unknown[0], known)}")
+        return function(*args, **kwargs)
+
+    return run
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:

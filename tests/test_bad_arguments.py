@@ -14,7 +14,7 @@ from support.layers import random_attention
 from support.models import AFFINE, build, inputs_for
 
 import lipbound as lb
-from lipbound.errors import DamagedRunWarning, LipboundError, Notice
+from lipbound.errors import DamagedRunWarning, LipboundError, Notice, UnknownNameError
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.runs import store
 from lipbound.runs.config import RunConfig
@@ -394,6 +394,43 @@ def test_notices_are_of_the_line_that_called(run: xr.Dataset, tmp_path: Path) ->
     with pytest.warns(DamagedRunWarning, match="was edited") as told_too:
         lb.tables.summary(tmp_path / "edited.zarr")
     assert {one.filename for one in [*told, *told_too]} == {__file__}
+
+
+MISSPELT: dict[str, Callable[[Any], object]] = {
+    "samples": lambda ds: lb.compare([ATT], sample=1),  # type: ignore[call-arg]
+    "tol": lambda ds: lb.spectral_norm(ATT, tolerance=1),  # type: ignore[call-arg]
+    "mask": lambda ds: lb.Attention(ATT.x, ATT.w_q, ATT.w_k, ATT.w_v, masks=1),  # type: ignore[call-arg]
+    "every": lambda ds: lb.Monitor(torch.nn.Linear(1, 1), ATT.x, everys=1),  # type: ignore[call-arg]
+    "layers": lambda ds: lb.capture(torch.nn.Linear(1, 1), ATT.x, layer=0),  # type: ignore[call-arg]
+    "weights": lambda ds: lb.load_checkpoint("builtin:gpt2", weight="whole"),  # type: ignore[call-arg]
+    "places": lambda ds: lb.verify(ds, place=1),  # type: ignore[call-arg]
+    "limits": lambda ds: lb.plots.heatmap(ds, limit=(0, 1)),  # type: ignore[call-arg]
+    "columns": lambda ds: lb.plots.heatmaps(ds, column=1),  # type: ignore[call-arg]
+    "width": lambda ds: lb.tables.latex(ds, widths=80),
+}
+"""Calls with an option that is nearly the one of that name."""
+
+
+@pytest.mark.parametrize("meant", MISSPELT)
+def test_an_option_that_is_misspelt_is_named(meant: str, run: xr.Dataset) -> None:
+    with pytest.raises(UnknownNameError, match=f"has no option '.*'; did you mean '{meant}'"):
+        MISSPELT[meant](run)
+
+
+@pytest.mark.parametrize("path", [5, "", ["figure.pdf"]])
+def test_what_is_no_path_is_refused(path: Any, run: xr.Dataset) -> None:
+    axes = lb.plots.by_layer(run)
+    for write in (
+        lambda: lb.plots.heatmaps(run, path),
+        lambda: lb.plots.heatmap(run, path=path),
+        lambda: lb.plots.ratios(run, path=path),
+        lambda: lb.plots.by_layer(run, path=path, ax=axes),
+        lambda: lb.plots.token_profile(lb.token_profile(ATT), path=path),
+        lambda: lb.report(run, path),
+        lambda: lb.save(run, path),
+    ):
+        with pytest.raises(LipboundError, match=r"^path is .*; give the name of a file, as '"):
+            write()
 
 
 NO_RUNS: dict[str, Callable[[xr.Dataset], object]] = {

@@ -16,6 +16,8 @@ from lipbound.reporting.text_tables import text_table
 def test_penalties_show_their_numbers() -> None:
     assert repr(JaSMin(3, "mean")) == "JaSMin(k=3, reduce='mean')"
     assert repr(ExactNorm(1e-4)) == "ExactNorm(tol=0.0001, seed=0)"
+    head = lb.HeadJacobian(lb.Attention(torch.ones(2, 5, 8), *[torch.ones(3, 8, 4)] * 3))
+    assert repr(head) == "HeadJacobian(6 heads of samples, 5 x 8 to 5 x 4, float32)"
     assert repr(SoundPenalty()) == "SoundPenalty(name='lipbound_block')"
     assert repr(Specformer(1, 0.5, 2)) == "Specformer(l_q=1, l_k=0.5, l_v=2, steps=1)"
 

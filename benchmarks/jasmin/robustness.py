@@ -26,11 +26,14 @@ SOLVERS = ("fgsm", "pgd", "autoattack")
 class _Pixels(nn.Module):
     """A classifier as a function of pixels in [0, 1], its normalisation inside."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, model: PreTrainedModel, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.model = model
-        # buffers, which move with the model
-        self.mean, self.std = (nn.Buffer(torch.tensor(t).view(1, -1, 1, 1)) for t in (mean, std))
+        for name, values in (("mean", mean), ("std", std)):  # buffers move with the model
+            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
         self.to(next(model.parameters()).device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.attention.variants.value_norm import ValueNorm
-from lipbound.errors import AttentionError, is_number, shown, tell
+from lipbound.errors import AttentionError, is_number, knows_options, shown, tell
 from lipbound.formatting import html_facts
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
@@ -105,6 +105,7 @@ class Attention:
     surroundings: ResidualContext | None
     cache: Cache
 
+    @knows_options
     def __init__(
         self,
         x: Tensor,

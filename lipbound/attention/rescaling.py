@@ -112,9 +112,10 @@ def ordinary(att: Attention, *, together: bool = False) -> tuple[Attention, Tens
     if att.scoring.plain("k") and att.scoring.shift_invariant:
         own = replace(own, b_k=None)  # J does not see it
     names = {"x", "scale", *own.tensors()} - {"w_o"}
-    e = {n: torch.tensor([math.frexp(t)[1] for t in sizes(att)[n]]).to(att.device) for n in names}
-    if all(int(t.abs().max()) <= ORDINARY for t in e.values()):
+    logs = {name: [math.frexp(t)[1] for t in sizes(att)[name]] for name in names}
+    if all(abs(one) <= ORDINARY for several in logs.values() for one in several):
         return att, torch.zeros(att.heads, dtype=torch.long, device=att.device)
+    e = {name: torch.tensor(several, device=att.device) for name, several in logs.items()}
     e_x, e_c = e["x"], e["scale"] * invariant
     q, k = (torch.maximum(e["w_" + t] + e_x, e.get("b_" + t, e["w_" + t])) for t in "qk")
     turn = (k + e_c - q) // 2 * invariant  # as queries and keys are multiplied

@@ -142,7 +142,9 @@ def shift(att: Attention) -> Tensor:
     """Length |scale W_K b_Q|, (heads,)."""
     if att.b_q is None:
         return length_of_bias(None, att)
-    return abs(att.scale) * product(att.w_k, att.b_q[:, None])
+    y = (att.w_k.double() @ att.b_q.double()[..., None])[..., 0]
+    rounding = gamma(att.d + 4) * size(att.w_k, (-2, -1)) * size(att.b_q, -1)
+    return abs(att.scale) * (size(y, -1) + rounding)
 
 
 # -- inputs: (samples, 1), so that they broadcast against heads ------------------------------------

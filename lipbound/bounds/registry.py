@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lipbound.bounds.statement import Bound, Formula
-from lipbound.errors import LipboundError, UnknownNameError, choice, shown
+from lipbound.errors import LipboundError, UnknownNameError, choice, knows_options, shown
 from lipbound.schema import NORMS
 
 if TYPE_CHECKING:
@@ -212,6 +212,7 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
     return list(dict.fromkeys(one.name for one in named))
 
 
+@knows_options
 def evaluate(
     att: Attention, bounds: str | Iterable[str] = "default", norm: str | None = None
 ) -> dict[str, Tensor]:

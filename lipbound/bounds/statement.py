@@ -111,7 +111,8 @@ class Bound:
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
             LipboundError: derivatives may be wanted of a bound that has none; inputs longer than
-                `longest`.
+                `longest`; a float64 layer whose largest entries are neither 0 nor from 1e-60 to
+                1e60.
         """
         from lipbound.attention.rescaling import check_sizes  # here, since they need torch
         from lipbound.devices import in_own_modes

@@ -143,6 +143,7 @@ def main() -> None:
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
             status = _program()(prog_name="lipbound", standalone_mode=False)
+            status = status or 2 * (len(sys.argv) == 1)  # the help was shown for want of a command
             # what a full disk does not take is told here rather than by Python when it ends
             sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
@@ -150,7 +151,7 @@ def main() -> None:
         except LipboundError as error:
             status = _failed(str(error), error)
         except typer.Exit as end:
-            status = end.exit_code
+            status = end.exit_code or 2 * (len(sys.argv) == 1)
         except OSError as error:
             if not error.strerror:  # an error of a network library
                 raise

@@ -88,6 +88,11 @@ class HeadOperator(TensorOperator):
     gate: PerEntry[GateStep | None]
     """Derivative of the gate, whose logits are one more part of m; None without a gate."""
 
+    def __repr__(self) -> str:
+        moved, made = (" x ".join(map(str, shape)) for shape in (self.in_shape, self.out_shape))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({self.batch} heads of samples, {moved} to {made}, {dtype})"
+
     def _set(self, att: Attention) -> None:
         """Everything that does not depend on P."""
         self.plain, self.squared = not att.variants, False

@@ -83,11 +83,13 @@ def spectral_norm(
 
     Raises:
         LipboundError: unknown map or method, numbers that make no sense, a method that does not
-            cover the map of this layer, more memory needed than there is, overflow.
+            cover the map of this layer, more memory needed than there is, overflow, a float64 layer
+            whose largest entries are neither 0 nor from 1e-60 to 1e60.
 
     The Jacobian is that at the numbers given, in exact arithmetic: every rounding, from scores and
     softmax to the recurrences, is inside ``lower`` and ``upper`` (all methods but "power"). Where
-    logits are so large that rounding alone is wider than ``tol``, ``converged`` is False. For a
+    logits are so large that rounding alone is wider than ``tol``, ``converged`` is False, and
+    ``limited`` True. For a
     fixed seed the certificate presumes that the input was not chosen with knowledge of lipbound's
     own random stream; what torch or numpy draw with any seed is independent of it. Without
     ``delta`` a norm that float32 cannot resolve is found in float64, or ``converged`` is False.
@@ -145,7 +147,8 @@ def spectral_norm(
                 norm = estimate(problem, vectors=vectors)
             else:
                 norm = enclose(problem, delta / wide.op.batch, vectors=vectors)
-    return shaped(att, norm, wide)
+    noise = wide.roundoff.tensors + wide.roundoff.products
+    return shaped(att, replace(norm, limited=~(4 * noise <= tol * norm.lower)), wide)
 
 
 def _own_blocks(wide: PreparedMap) -> bool:

@@ -56,9 +56,8 @@ def times_power_up(t: Tensor, e: Tensor) -> Tensor:
 
 def power_of_two(size: Tensor) -> Tensor:
     """Return powers of two within a factor of two of sizes > 0, and 1 elsewhere, float64."""
-    sensible = (size > 0) & torch.isfinite(size)
-    size = torch.where(sensible, size.detach().double(), 0.5)
-    return exact_power(torch.frexp(size).exponent.clamp(-1022, 1023))
+    size = torch.where((size > 0) & torch.isfinite(size), size.detach().double(), 0.5)
+    return (size / torch.frexp(size).mantissa).clamp(2.0**-1022, 2.0**1023)  # which is exact
 
 
 def ordinary(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -87,13 +86,15 @@ def matrix_norm(w: Tensor) -> Tensor:
     """
     fixed, _, size, bad = ordinary(w)
     tall = fixed if w.shape[-2] >= w.shape[-1] else fixed.mT
-    squares = tall.square().sum((-1, -2))
-    rounding = gamma(2 * sum(tall.shape[-2:]) + 4) * squares
-    norm = (symmetric_norm(tall.mT @ tall) + rounding).sqrt() * (1 + 4 * UNIT) * size
+    gram = tall.mT @ tall
+    squares = gram.diagonal(dim1=-2, dim2=-1)
+    rounding = 2 * gamma(2 * sum(tall.shape[-2:]) + 4) * squares.sum(-1)
+    top = _enlarged(gram, squares.amax(-1), eigenvalues(gram))
+    norm = (top + rounding).sqrt() * (1 + 4 * UNIT) * size
     norm = norm.masked_fill(bad, torch.nan)
     if not w.requires_grad:
         return norm
-    v = torch.linalg.eigh(tall.mT @ tall).eigenvectors[..., -1:]
+    v = torch.linalg.eigh(gram).eigenvectors[..., -1:]
     image = (w if w.shape[-2] >= w.shape[-1] else w.mT).double() @ v
     return with_derivative(norm, (_unit_columns(image.detach()) * image).sum((-1, -2)))
 
@@ -260,16 +261,13 @@ def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _enlarged(g: Tensor, largest: Tensor, values: Tensor) -> Tensor:
-    """Return upper values of the largest eigenvalues of `ordinary` matrices, from computed ones."""
+    """Return upper values of largest eigenvalues, from computed ones and the largest entries."""
     n, top = g.shape[-1], values[..., -1].clamp_min(0)
-    proved = torch.full_like(top, torch.inf)
-    for slack in (8 * n, 64 * n * (n + 2)):  # the first nearly always does
-        done, value = _proved(g, (top + slack * UNIT * largest) * (1 + 4 * UNIT))
-        proved = torch.minimum(proved, torch.where(done, value, torch.inf))
-        if not bool((proved == torch.inf).any()):
-            break
-    else:
-        proved = torch.minimum(proved, _row_sum_norm(g) * (1 + gamma(n + 2)))
+    done, proved = _proved(g, (top + 8 * n * UNIT * largest) * (1 + 4 * UNIT))
+    if not bool(done.all()):  # which is rare
+        again, value = _proved(g, (top + 64 * n * (n + 2) * UNIT * largest) * (1 + 4 * UNIT))
+        rows = _row_sum_norm(g) * (1 + gamma(n + 2))
+        proved = torch.where(done, proved, torch.where(again, value, rows))
     return torch.where(largest > 0, proved, 0.0)
 
 

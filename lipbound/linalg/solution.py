@@ -35,6 +35,8 @@ class Norm:
         error: estimate of the relative error of ``lower`` (exceeded with probability at most 1e-3
             each), float64; NaN for power iteration.
         left, right: top singular pair, unit vectors, when asked for; else None.
+        limited: whether rounding alone takes more than a quarter of the tolerance: why a norm has
+            not converged, and would not in more steps. Of closed forms.
     """
 
     lower: Tensor
@@ -44,6 +46,7 @@ class Norm:
     error: Tensor
     left: Tensor | None = None
     right: Tensor | None = None
+    limited: Tensor | None = None
 
     @property
     def _asked(self) -> bool:
@@ -62,9 +65,9 @@ class Norm:
         for at in np.ndindex(*self.lower.shape):
             ends = [number(float(end[at]), 6) for end in (self.lower, self.upper)]
             ends[1:] = ends[1:] if self._asked else [NOT_ASKED]
-            rows.append(
-                [*map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))]
-            )
+            rounding = self.limited is not None and bool(self.limited[at] & ~self.converged[at])
+            closed = f"{bool(self.converged[at])}{' (rounding)' if rounding else ''}"
+            rows.append([*map(str, at), *ends, str(int(self.steps[at])), closed])
         return html_table(columns, rows, title="Spectral norms", most=TABLE_ROWS)
 
     @staticmethod
@@ -78,7 +81,8 @@ class Norm:
 
     def view(self, *shape: int) -> "Norm":
         """Return the same values with the batch axis reshaped."""
-        names = ("lower", "upper", "steps", "converged", "error")
+        names = ["lower", "upper", "steps", "converged", "error"]
+        names += [] if self.limited is None else ["limited"]
         return replace(self, **{name: getattr(self, name).view(*shape) for name in names})
 
 

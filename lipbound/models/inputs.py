@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound import errors
-from lipbound.errors import CheckpointError, InputsError, name_or_none, shown, tell
+from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
 from lipbound.models.checkpoint import MASK, POSITIONS, Checkpoint, Inputs, odd_masks, text_part
 from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.quiet import explained
@@ -39,6 +39,7 @@ FINITE = {"pixel_values", "inputs_embeds", "input_features", "input_values"}
 SAMPLES = "tensors of (samples, ...), all with as many samples, at least one"
 
 
+@knows_options
 def prepare(
     checkpoint: Checkpoint,
     data: Any = None,

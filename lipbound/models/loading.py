@@ -17,7 +17,15 @@ from lipbound import errors
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
-from lipbound.errors import CheckpointError, InputsError, name_or_none, neighbours, shown, tell
+from lipbound.errors import (
+    CheckpointError,
+    InputsError,
+    knows_options,
+    name_or_none,
+    neighbours,
+    shown,
+    tell,
+)
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
 from lipbound.models.quiet import first_line, quiet
@@ -137,6 +145,7 @@ class GivenCapturer(Capturer):
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 
+@knows_options
 def load_checkpoint(
     model: AnyModel,
     *,

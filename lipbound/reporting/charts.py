@@ -275,8 +275,7 @@ def ball_curve(
         figure.supylabel("local Lipschitz constant")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
-        if path is not None:
-            styles.write(figure, Path(path))
+        styles.write(figure, path)
     return figure
 
 
@@ -341,11 +340,10 @@ def over_steps(
         axes.set_ylabel("local Lipschitz constant" if logarithmic else UNITS[name])
         columns = -(-len(layers) // 12)
         figure.legend(title="layer", loc="outside right upper", ncols=columns, frameon=False)
-        if path is not None:
-            means = over(ds, axes_of_mean)
-            said = f"{statistics.reduction_name(how)}{means}, " if means else ""
-            words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
-            styles.write(figure, Path(path), styles.caption_files(Path(path), plain(words)))
+        means = over(ds, axes_of_mean)
+        said = f"{statistics.reduction_name(how)}{means}, " if means else ""
+        words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
+        styles.write(figure, path, styles.caption_files(path, plain(words)))
     return axes
 
 
@@ -428,8 +426,7 @@ def token_profile(
             panels[1].set_xlabel(f"one token of {step} is named")
         if title:
             figure.suptitle(title, fontsize=points + 1, parse_math=False)
-        if path is not None:
-            styles.write(figure, Path(path))
+        styles.write(figure, path)
     return figure
 
 

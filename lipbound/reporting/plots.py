@@ -26,7 +26,7 @@ from lipbound.reporting.labels import (
 from lipbound.reporting.labels import over as over_axes
 from lipbound.reporting.sheets import COLORMAP
 from lipbound.reporting.statistics import reduce_samples, shared_scale
-from lipbound.runs.store import run_of, takes_diff, takes_run
+from lipbound.runs.store import Run, run_of, takes_diff, takes_run
 from lipbound.runs.two_runs import sides
 from lipbound.schema import EXTRAS, bounds_there, compared_with
 
@@ -147,7 +147,7 @@ def _undecided(ratio: xr.DataArray, how: str | float) -> np.ndarray:
 
 @takes_diff(diff_heatmaps)
 def heatmaps(
-    ds: Any,
+    ds: xr.Dataset | Sequence[Run],
     path: str | Path | None = None,
     *,
     bounds: Iterable[str] | None = None,

@@ -343,8 +343,7 @@ def figure_of(
         sheet, abreast = arrange(wanted, columns, shrink=usual)
         with matplotlib.rc_context({"font.size": sheet.points}):
             figure = _draw(runs, grids, bars, sheet, abreast, titles, dots or {})
-            if path is not None:
-                styles.write(figure, Path(path), styles.caption_files(Path(path), words))
+            styles.write(figure, path, styles.caption_files(path, words))
     return figure
 
 

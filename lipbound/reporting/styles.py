@@ -23,6 +23,7 @@ from lipbound.errors import (
     LipboundError,
     UnknownNameError,
     choice,
+    file_path,
     is_number,
     nearest,
     real,
@@ -56,6 +57,8 @@ SPARE = {"serif": "STIXGeneral"}
 """Like Times, and always there: for machines without the venue's fonts."""
 LETTERS = 1.65
 """Letters in a line over its width, in sizes of its type."""
+FIGURE = "figure.pdf"
+"""The name of a file, for messages."""
 LABEL_LINES = 2
 """Lines that a label may take; what is longer is cut and ends with an ellipsis."""
 
@@ -182,13 +185,14 @@ def given_or_new(axes: Axes | None, inches: tuple[float, float]) -> Axes:
 def written(axes: Axes, path: str | Path | None) -> Axes:
     """Axes, after their figure was written to a file, where one is given."""
     figure: Any = axes.figure
-    if path is not None:
-        write(figure, Path(path))
+    write(figure, path)
     return axes
 
 
-def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) -> None:
-    """Write a figure to a file; the same figure gives the same file.
+def write(
+    figure: Figure, path: str | Path | None, beside: Mapping[Path, str] | None = None
+) -> None:
+    """Write a figure to a file, where one is given; the same figure gives the same file.
 
     Text in .pgf is escaped for LaTeX, which must be installed for it.
 
@@ -198,9 +202,12 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
             older ones together, when all of them are whole.
 
     Raises:
-        LipboundError: a file type that cannot be drawn.
+        LipboundError: no path, or a file type that cannot be drawn.
         StoreError: a file that cannot be written; older ones are still there.
     """
+    if path is None:
+        return
+    path = file_path(path, FIGURE)
     beside = beside or {}
     kind = path.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
@@ -240,12 +247,15 @@ def latex_caption(text: str) -> str:
     return typeset(text).replace("log10 of", "$\\log_{10}$ of")
 
 
-def caption_files(figure: Path, text: str) -> dict[Path, str]:
-    r"""Contents of the two caption files beside a figure, by path.
+def caption_files(figure: str | Path | None, text: str) -> dict[Path, str]:
+    r"""Contents of the two caption files beside a figure, by path; none of a figure without one.
 
     ``figure.caption.txt`` is plain text, ``figure.caption.tex`` is ``\caption{...}`` for a figure
     environment.
     """
+    if figure is None:
+        return {}
+    figure = file_path(figure, FIGURE)
     contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
     return {
         figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n"

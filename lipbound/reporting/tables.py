@@ -11,7 +11,7 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, choice
+from lipbound.errors import LipboundError, choice, knows_options
 from lipbound.formatting import counted, digits, directed, enclosed, outwards
 from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
@@ -54,6 +54,7 @@ Told = tuple[str, list[str]]
 """Caption and notes of a table, where they are not those of its run."""
 
 
+@knows_options
 def render(
     ds: Run,
     format: str = "text",

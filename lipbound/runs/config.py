@@ -376,6 +376,8 @@ def check_run_name(out: Any, argument: str = "out") -> None:
 
 def check_folder_name(name: str, folder: str | Path, what: str) -> None:
     """Refuse the ending of a file for a folder; ``what`` it holds, with its verb."""
+    if not isinstance(folder, str | Path):
+        raise LipboundError(f"{name} is {shown(folder)}, which {what}; give the name of a folder")
     if Path(folder).suffix.lower() in EXPORTS:
         raise LipboundError(
             f"{name} is {shown(str(folder))}, which {what}; give a folder, such as "

@@ -25,6 +25,7 @@ from lipbound.errors import (
     choice,
     flag,
     indices,
+    knows_options,
     one_line,
     real,
     shown,
@@ -123,6 +124,7 @@ class Monitor:
     {'step': 3, 'sample': 1, 'layer': 2, 'head': 2}
     """
 
+    @knows_options
     def __init__(
         self,
         model: nn.Module,

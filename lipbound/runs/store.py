@@ -25,6 +25,8 @@ from lipbound.errors import (
     LipboundError,
     StoreError,
     choice,
+    file_path,
+    knows_options,
     one_line,
     shown,
     warn,
@@ -36,6 +38,7 @@ from lipbound.runs.two_runs import diff_damage, paired, sides
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Given = TypeVar("Given")
 Run = xr.Dataset | str | Path
 """A run as users hand it over: itself, or its path."""
 OfRun = Callable[Concatenate[xr.Dataset, P], R]
@@ -54,7 +57,7 @@ def check_target(path: str | Path) -> Path:
     Raises:
         StoreError: it exists already, or its folder cannot be written to.
     """
-    path = Path(path).expanduser()
+    path = file_path(path, "run.zarr")
     if path.name.endswith(PARTIAL):
         raise StoreError(f"choose a name that does not end in {PARTIAL}, as {path} does")
     if path.exists():
@@ -240,7 +243,16 @@ def read(path: Path) -> xr.Dataset:
         if runs:
             why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
+    if "audit" in ds.attrs:
+        ds.attrs["audit"] = _numbers(ds.attrs["audit"])
     return _with_attributes(ds, _from_netcdf) if netcdf else ds
+
+
+def _numbers(value: Any) -> Any:
+    """Read numbers that are not finite, which zarr before 3.1 writes as text."""
+    if isinstance(value, dict):
+        return {name: _numbers(one) for name, one in value.items()}
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def _unread(path: Path, fault: str, what: str) -> StoreError:
@@ -269,6 +281,7 @@ def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
 
     The axes of such parts may be gone, as after ``ds.isel(layer=0)``.
     """
+    function = knows_options(function)
 
     @wraps(function)
     def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -277,18 +290,23 @@ def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
     return cast("TakesRun[P, R]", taking)
 
 
-def takes_diff(of_diff: Callable[..., Any]) -> Callable[[OfRun[P, R]], TakesRun[P, R]]:
+def takes_diff(
+    of_diff: Callable[..., Any],
+) -> Callable[[Callable[Concatenate[Given, P], R]], Callable[Concatenate[Given | Run, P], R]]:
     """Let a function on a run hand diffs of two runs, and their paths, over to another one.
 
     Options that the other one does not take are refused where they are given.
     """
 
-    def of_run(function: OfRun[P, R]) -> TakesRun[P, R]:
+    def of_run(
+        function: Callable[Concatenate[Given, P], R],
+    ) -> Callable[Concatenate[Given | Run, P], R]:
         known = inspect.signature(function)
 
+        @knows_options
         @wraps(function)
-        def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> R:
-            given = load(ds) if isinstance(ds, str | Path) else ds
+        def taking(ds: Given | Run, *args: P.args, **kwargs: P.kwargs) -> R:
+            given: Any = load(ds) if isinstance(ds, str | Path) else ds
             if not schema.is_diff(given):
                 return function(given, *args, **kwargs)
             _, *asked = known.bind(given, *args, **kwargs).arguments.items()
@@ -299,9 +317,9 @@ def takes_diff(of_diff: Callable[..., Any]) -> Callable[[OfRun[P, R]], TakesRun[
                         f"{name} is {shown(value)}, which is not for a diff of two runs; leave it "
                         "out"
                     )
-            return of_diff(diff_of(given), **{k: value for k, value in asked if k in taken})
+            return cast("R", of_diff(diff_of(given), **{k: v for k, v in asked if k in taken}))
 
-        return cast("TakesRun[P, R]", taking)
+        return cast("Callable[Concatenate[Given | Run, P], R]", taking)
 
     return of_run
 

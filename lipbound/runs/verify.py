@@ -16,7 +16,15 @@ import xarray as xr
 from lipbound import schema
 from lipbound.bounds.audit import audit
 from lipbound.devices import dtype_name, resolve_device, versions
-from lipbound.errors import AlteredRunError, CaptureError, InputsError, LipboundError, flag, whole
+from lipbound.errors import (
+    AlteredRunError,
+    CaptureError,
+    InputsError,
+    LipboundError,
+    flag,
+    knows_options,
+    whole,
+)
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
@@ -250,6 +258,7 @@ class Verification:
         return f"computed again, in {self.dtype}{norm}{runs}: all heads at {where}"
 
 
+@knows_options
 def verify(
     ds: Run,
     *,

@@ -6,17 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from singular_values import interlacing, singular_value
 from support.strategies import examples
 from torch import Tensor
 
 from lipbound.attention.softmax import (
     LARGEST_LP_NORM,
     g,
-    interlacing,
     jacobian_norm,
     largest_entry_norm,
     largest_jacobian_norm,
-    singular_value,
     splitting_bound,
 )
 from lipbound.errors import LipboundError

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import elsewhere, far_device
+from support.versions import newer_torch
+
+pytestmark = newer_torch("2.10", "devices that are written in Python")
 
 LAYERS = (
     ((), None, "float32"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 from support.models import GPT2, build
+from support.versions import newer_torch
 from torch import Tensor
 
 from lipbound.regularizers import ExactNorm, JaSMin, PenaltyMixin, SoundPenalty, Specformer
@@ -118,6 +119,7 @@ def test_half_precision(name: str, tmp_path: Path) -> None:
     compared(trained(name, str(tmp_path), bf16=True), trained(name, str(tmp_path)), 2e-2)
 
 
+@newer_torch("2.6", "running a compiled model as it is written")
 @pytest.mark.parametrize("name", PENALTIES)
 def test_compiled(name: str, tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "eager"}

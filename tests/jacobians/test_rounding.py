@@ -5,6 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from support.layers import changed, random_attention
 from support.variants import layer
 from torch import Tensor
 
@@ -92,3 +93,15 @@ def test_the_allowance_is_small_on_real_heads() -> None:
     for att in lb.capture(checkpoint, inputs, layers=[0, 3]):
         error = rounding.tensor_error(att) / lb.spectral_norm(att).lower
         assert float(error.max()) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["lanczos", "dense"])
+def test_what_rounding_leaves_open_is_said(method: str) -> None:
+    """Logits of one head are so large that its probabilities cannot be known."""
+    att = random_attention("plain")
+    far = changed(att, w_q=torch.cat([att.w_q[:2], 1e9 * att.w_q[2:]]))
+    norm = lb.spectral_norm(far, method=method, tol=1e-4, delta=1e-6)
+    assert norm.limited is not None
+    assert norm.limited.tolist() == [[False, False, True]] * 2
+    assert norm.converged.tolist() == [[True, True, False]] * 2
+    assert norm._repr_html_().count("False (rounding)") == 2

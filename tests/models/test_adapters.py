@@ -258,7 +258,7 @@ def test_command_line_and_sweeps_take_adapters(
     folder = beside(tmp_path / "model")
     status, _, said = call(capsys, monkeypatch, "compare", folder, "--data", "the ferry")
     assert status == 2
-    assert f"--adapter {folder}" in said
+    assert f"adapter='{folder}'" in said
     status, _, said = call(
         capsys,
         monkeypatch,

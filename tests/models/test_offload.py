@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 from support.models import AFFINE, LLAMA, TEXT, build, inputs_for, save_bert
-from support.versions import newer_torch
+from support.versions import marked, newer_torch
 from torch import nn
 
 from lipbound import devices
@@ -333,22 +333,27 @@ def test_files_that_go_or_change_later(tmp_path: Path) -> None:
     assert in_memory(model) == []
 
 
-def test_weights_stored_in_another_form(tmp_path: Path) -> None:
-    config = tf.MixtralConfig(**LLAMA, num_local_experts=2)
-    build(lambda: tf.MixtralModel(config)).save_pretrained(tmp_path / "experts")
+STORED: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "experts": lambda: tf.MixtralModel(tf.MixtralConfig(**LLAMA, num_local_experts=2)),
+    "gated": lambda: tf.Dinov2Model(
+        tf.Dinov2Config(
+            hidden_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=4,
+            use_swiglu_ffn=True,
+        )
+    ),
+}
+"""Models whose files hold other pieces than their modules do."""
+
+
+@pytest.mark.parametrize("kind", marked(STORED, {"gated": "Dinov2 is stored as it is"}))
+def test_weights_stored_in_another_form(kind: str, tmp_path: Path) -> None:
+    build(STORED[kind]).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"pieces to join or split.*use weights='whole'"):
-        load_checkpoint(tmp_path / "experts", weights="layers")
-    gated = tf.Dinov2Config(
-        hidden_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-        use_swiglu_ffn=True,
-    )
-    build(lambda: tf.Dinov2Model(gated)).save_pretrained(tmp_path / "gated")
-    with pytest.raises(CheckpointError, match=r"pieces to join or split.*use weights='whole'"):
-        load_checkpoint(tmp_path / "gated", weights="layers")
+        load_checkpoint(tmp_path, weights="layers")
 
 
 def test_quantized_weights(tmp_path: Path) -> None:

@@ -119,6 +119,18 @@ def differences(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     return joined(first - 0.4 * second)
 
 
+def differences_in_one_call(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """The same with both softmaxes in one, as heads behind each other."""
+    q, k = (torch.cat(t.chunk(2, -1), 1) for t in (q, k))
+    first, second = torch.chunk(by_hand(q, k, torch.cat([v, v], 1)), 2, dim=1)
+    return joined(first - 0.4 * second)
+
+
+def differences_that_are_normalised(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Whose lengths are those of heads, before they are projected."""
+    return joined(F.rms_norm(heads(differences_in_one_call(m, q, k, v, x)), (D // HEADS,)))
+
+
 def heads_first(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     return fused(q, k, v).permute(1, 2, 0, 3).flatten(2)
@@ -155,7 +167,8 @@ KINDS: dict[str, tuple[Callable[..., Tensor], bool, list[slice]]] = {
         *((chunks_of_queries, True), (chunks_of_queries_by_hand, True), (a_single_chunk, True)),
         *((chunks_that_see_their_past, False), (slices_of_heads, True), (head_by_head, True)),
         *((sample_by_sample, True), (blocks_of_keys, False), (two_that_are_added, False)),
-        *((differences, False), (heads_first, True), (temperatures, True), (windows, False)),
+        *((differences, False), (differences_that_are_normalised, False), (heads_first, True)),
+        *((temperatures, True), (windows, False)),
     )
 }
 KINDS["interleaved"] = interleaved, True, [slice(h, None, HEADS) for h in range(HEADS)]
@@ -196,7 +209,13 @@ def test_pieces_are_one_layer(kind: str, closed: bool) -> None:
         torch.testing.assert_close(lb.spectral_norm(alone, tol=1e-9).lower, its, rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("mix", [chunks_of_queries, slices_of_heads, heads_first, differences])
+@pytest.mark.parametrize(
+    "mix",
+    [
+        *(chunks_of_queries, slices_of_heads, heads_first, differences),
+        *(differences_in_one_call, differences_that_are_normalised),
+    ],
+)
 def test_pieces_have_an_output_projection(mix: Callable[..., Tensor]) -> None:
     model = build(lambda: Projections(mix)).double()
     (att,) = lb.capture(model, X)
@@ -462,3 +481,34 @@ def test_a_projection_in_parts_is_whole_or_refused(interleaved: bool, activated:
     found = lb.spectral_norm(layer, map="layer").lower[0]
     torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobian, 2), rtol=1e-5, atol=0)
     assert lb.spectral_norm(layer).lower.shape == (2, HEADS)
+
+
+class Windows(Projections):
+    """Samples, windows of two tokens and heads on one axis, and heads on one of their own after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            heads(p(x)).unflatten(2, (3, 2)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        scores = torch.matmul(q, k.mT) + torch.matmul(q, self.k_2.weight[:4, :2])
+        out = torch.bmm(scores.softmax(-1).reshape(-1, 2, 2), v.reshape(-1, 2, 4))
+        return out.view(-1, 3, HEADS, 2, 4).transpose(2, 3).reshape(-1, 6, HEADS, 4)
+
+
+class Projected(nn.Module):
+    """Projects the outputs of heads outside of the module that makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.o = Windows(fused), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.attention(x).flatten(2))
+
+
+def test_heads_that_share_an_axis_with_windows_are_heads() -> None:
+    model = build(Projected).double()
+    (att,) = lb.capture(model, X)
+    assert (att.samples, att.heads, att.tokens, att.d_v) == (2, HEADS, 6, 4)
+    expected = dense(model, model.o, X, [slice(4 * h, 4 * h + 4) for h in range(HEADS)])
+    torch.testing.assert_close(lb.spectral_norm(att, tol=1e-9).lower, expected, rtol=1e-7, atol=0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from support.models import AFFINE, LLAMA, TEXT, build, inputs_for, save_bert, save_tokenizer
+from support.versions import newer_torch
 from torch import nn
 
 import lipbound as lb
@@ -85,7 +86,12 @@ def plain() -> Plain:
     )
 
 
-@pytest.mark.parametrize("how", WRAPPED)
+COMPILED = newer_torch("2.6", "running a compiled model as it is written")
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[COMPILED] * how.startswith("compiled")) for how in WRAPPED]
+)
 def test_every_entry_takes_wrappers(how: str, plain: Plain) -> None:
     model, inputs = plain.model, plain.inputs
     wrap, sentence = WRAPPED[how]

@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file, save_model
 from support.models import LLAMA, build
+from support.versions import newer_torch, newer_transformers
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
@@ -17,6 +18,7 @@ from lipbound.models.loading import load_checkpoint
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
+PICKLED = newer_torch("2.6", "pickled weights that transformers reads")
 BOTH = pytest.mark.parametrize("weights", ["whole", "layers"])
 
 
@@ -53,7 +55,7 @@ HARM: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a shard cut off": (
         SHARD,
         lambda f: f.write_bytes(f.read_bytes()[:-200]),
-        r"is cut off, damaged or no safetensors file \(.*file not fully covered",
+        r"is cut off, damaged or no safetensors file \(.*(not fully covered|IncompleteBuffer)",
     ),
     "a header cut off": (SHARD, lambda f: f.write_bytes(f.read_bytes()[:50]), "is cut off"),
     "a pointer": (
@@ -174,12 +176,19 @@ def test_the_file_that_the_configuration_names_is_read(weights: str, tmp_path: P
     [
         ({"num_attention_heads": 0}, "its configuration says 0 of what there must be at least one"),
         ({"head_dim": 0}, "its configuration says 0 of what there must be at least one"),
-        ({"hidden_size": 2**31}, "its weights (have other shapes|do not fill its architecture)"),
+        pytest.param(
+            {"hidden_size": 2**31},
+            "its weights (have other shapes|do not fill its architecture)",
+            marks=newer_transformers("models are made in memory before their weights are read"),
+        ),
         (
             {"num_hidden_layers": 2**31},
             "says 2147483648 layers, and its weights are [0-9]+ tensors",
         ),
-        ({"num_attention_heads": "4"}, "field 'num_attention_heads': TypeError: .* got str"),
+        (
+            {"num_attention_heads": "4"},
+            r"field 'num_attention_heads': TypeError: .* got str|fails on it \(TypeError",
+        ),
         ({"hidden_act": "nothing"}, r"transformers fails on it \(KeyError: 'nothing'\)"),
     ],
 )
@@ -235,7 +244,9 @@ def test_tied_weights_under_the_name_of_the_head(
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
-@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "form", ["model.safetensors", pytest.param("pytorch_model.bin", marks=PICKLED)]
+)
 def test_names_that_wrappers_gave(form: str, prefix: str, tmp_path: Path) -> None:
     model = llama()
     model.config.save_pretrained(tmp_path)
@@ -248,6 +259,7 @@ def test_names_that_wrappers_gave(form: str, prefix: str, tmp_path: Path) -> Non
     assert torch.equal(outputs(tmp_path, "whole"), expected(model))
 
 
+@PICKLED
 def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_path: Path) -> None:
     model = llama()
     model.config.save_pretrained(tmp_path)

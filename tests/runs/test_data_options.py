@@ -163,8 +163,8 @@ def test_options_of_the_command_line(
         str(bert),
     )
     for given, sentence in (
-        ("some", "--samples is 'some'; it must be a whole number, at least 1, or 'all'"),
-        ("0", "--samples is 0; it must be"),
+        ("some", "samples is 'some'; it must be a whole number, at least 1, or 'all'"),
+        ("0", "samples is 0; it must be"),
     ):
         status, _, err = call(
             capsys, monkeypatch, "compare", bert, "--data", table, "--samples", given, *options

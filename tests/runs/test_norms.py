@@ -180,15 +180,15 @@ def test_what_a_norm_does_not_have_is_refused(options: dict[str, Any], message: 
     [
         (
             ("--norm", "every-token", "--delta", "1e-3"),
-            "--delta is 0.001, which --norm every-token does not take",
+            "delta is 0.001, which norm='every-token' does not take",
         ),
         (
             ("--norm", "one-token", "--seed", "1"),
-            "--seed is 1, which --norm one-token does not take",
+            "seed is 1, which norm='one-token' does not take",
         ),
         (
             ("--norm", "every-token", "--map", "residual"),
-            "map 'residual' has exact norms for --norm frobenius alone",
+            "map 'residual' has exact norms for norm='frobenius' alone",
         ),
         (("--norm", "every"), "unknown norm 'every'"),
     ],

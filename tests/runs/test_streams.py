@@ -14,6 +14,7 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import LipboundError, Notice
 
 T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+T5 |= {"initializer_factor": 0.5}
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_sweeps(bert: Path, tmp_path: Path) -> None:
     before = (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns
     result = CliRunner().invoke(app, ["sweep", str(file), "--out", str(tmp_path / "runs")])
     assert result.output.count("kept:") == 2
-    assert "note: 2 of 4 runs were finished before and are kept as they are" in result.stderr
+    assert "note: 2 of 4 runs were finished before and are kept as they are" in result.output
     assert "2 runs of the sweep failed" in str(result.exception)
     assert (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns == before
 

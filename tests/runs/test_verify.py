@@ -1,6 +1,7 @@
 """Runs are computed again from what they recorded, and what differs is named."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -458,3 +459,18 @@ def test_paths_and_parts_whose_axes_are_gone_are_verified(run: Path) -> None:
     found = lb.verify(lb.load(run).isel(layer=1), places=9)
     assert found.ok
     assert found.places == ((0, 1), (1, 1), (2, 1))
+
+
+def test_numbers_that_zarr_wrote_as_text(tmp_path: Path) -> None:
+    """Those that are not finite, of an audit whose norms are zero."""
+    model = build(AFFINE["bert"])
+    for layer in model.encoder.layer:
+        layer.attention.self.value.weight.data.zero_()
+    path = tmp_path / "run.zarr"
+    lb.compare(model, inputs_for(model), bounds=["yudin"], progress=False, out=path)
+    text = (path / "zarr.json").read_text()
+    assert '"worst": NaN' in text or '"worst": "NaN"' in text
+    (path / "zarr.json").write_text(text.replace('"worst": NaN', '"worst": "NaN"'))
+    ds = lb.load(path)
+    assert math.isnan(ds.attrs["audit"]["yudin"]["worst"])
+    assert lb.verify(ds, model=model, data=inputs_for(model)).ok

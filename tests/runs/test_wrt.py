@@ -169,4 +169,4 @@ def test_on_the_command_line(
         capsys, monkeypatch, "compare", str(bert), "--wrt", "values", "--map", "layer"
     )
     assert status == 2
-    assert "--wrt values is of one head" in err
+    assert "wrt='values' is of one head" in err

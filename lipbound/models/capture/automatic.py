@@ -6,7 +6,7 @@ Which entries of that are the outputs of which head is found by derivatives, wha
 entry moves with the outputs of its head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -149,7 +149,7 @@ def _details(
     """Return what there is to say of the outputs of heads, in words."""
     found, raws = [], torch.cat([one.raw.flatten() for one in heads])
     own, mine = (t.detach().nan_to_num().flatten().sort().values for t in (raws, out))
-    if not torch.equal(own, mine) and len(own) == len(mine):
+    if len(mine) <= len(own) and not bool(torch.isin(mine, own).all()):
         found = ["what is done to the outputs of heads before their projection is part of them"]
     elif call.changed:
         found = ["outputs of heads are those that attention returns"]
@@ -313,9 +313,40 @@ def arrangement(call: Call, x: Tensor, cut: Tensor, calls: Sequence[Heads]) -> A
             ends = axis, last if end == axis else end
             return lambda t: t.index_select(axis, order).movedim(ends, (-2, -1))
     d_v = calls[0].width  # heads are normalised together, say
-    if not several and width is not None and cut.shape[width] == d_v:  # one head
-        return lambda t: t.movedim(width, -1).unsqueeze(-2)
+    if not several and width is not None and cut.shape[width] == d_v:
+        places = made(0)[0] if len(calls) == 1 and raw.ndim == 3 else []
+        named = dict(zip(_looked_at(len(raw)), places, strict=False))
+        if (of_heads := _axis_of_heads(x, calls[0].v, named)) is not None:
+            return lambda t: t.movedim((of_heads, width), (-2, -1))
+        return lambda t: t.movedim(width, -1).unsqueeze(-2)  # one head
     return _together(call, cut, raw, known, d_v)
+
+
+def _axis_of_heads(x: Tensor, v: Tensor, places: Mapping[int, list[Places]]) -> int | None:
+    """Return the axis of a cut on which heads stand; None where there is one head.
+
+    Windows may share the first axis of outputs with heads, whose values are made of the same
+    tokens.
+
+    Args:
+        x: the stream of tokens.
+        v: values of each head and window, (heads and windows, M, d_v).
+        places: of the cut, on each of its axes, by places of that axis.
+    """
+    if v.ndim != 3 or not v.requires_grad or len(places) < 2:
+        return None
+    for i, its in places.items():
+        pairs = enumerate(zip(places[0], its, strict=True))
+        axes = [axis for axis, (one, other) in pairs if one.isdisjoint(other)]
+        if len(axes) == 1 and _tokens(x, v[0]) == _tokens(x, v[min(i, len(v) - 1)]):
+            return axes[0]
+    return None
+
+
+def _tokens(x: Tensor, made: Tensor) -> list[Places]:
+    """Return the places of the tokens that something is made of, on each axis of their stream."""
+    weights = torch.linspace(1, 2, made.numel()).to(made).view_as(made)
+    return _places(torch.autograd.grad((made * weights).sum(), x, retain_graph=True)[0])
 
 
 def _together(call: Call, cut: Tensor, raw: Tensor, known: int | None, d_v: int) -> Arrange:

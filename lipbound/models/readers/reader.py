@@ -374,7 +374,8 @@ def _why(error: Exception) -> str:
         return "the hub cannot be reached" if named else "there is none, and no hub id is like it"
     # what went wrong is then said by what it was raised from
     below = "generating the dataset" in str(error) or not str(error)
-    return (cause(error) if below else first_line(error)).rstrip(".")
+    said = (cause(error) if below else first_line(error)).rstrip(".")
+    return "it is empty" if "at least one example" in said else said
 
 
 def _read_table(name: str, path: Path, selection: Selection) -> tuple[Any, str]:

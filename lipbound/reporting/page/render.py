@@ -21,7 +21,7 @@ from plotly.offline import get_plotlyjs
 
 from lipbound.bounds.audit import allowance, audit
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError
+from lipbound.errors import LipboundError, file_path, knows_options
 from lipbound.formatting import check_folder, enclosed, formula, plain, replacing
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
@@ -44,6 +44,7 @@ DetailsOrReason = tuple[list[Details | None] | None, list[str], str]
 LEFT_OUT: DetailsOrReason = (None, [], "they were left out when the report was made")
 
 
+@knows_options
 def report(
     runs: xr.Dataset | str | Path | Sequence[xr.Dataset | str | Path],
     path: str | Path,
@@ -90,7 +91,7 @@ def report(
         raise LipboundError("no run was given; give at least one Dataset or saved run")
     if len(several) > 1 and (model is not None or data is not None):
         raise LipboundError("model= and data= are for a single run; make a page of each")
-    target = Path(path)
+    target = file_path(path, "report.html")
     if target.suffix.lower() not in (".html", ".htm"):
         raise LipboundError(f"{target} is not an .html file; a report is a page")
     # before minutes of work, and before an older page is replaced

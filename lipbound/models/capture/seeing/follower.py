@@ -29,8 +29,10 @@ PRODUCTS |= {Tensor.__rmatmul__, Tensor.baddbmm, torch.einsum}
 PROJECTIONS = {F.linear, torch.addmm, torch.mm, F.conv1d, F.conv2d, Tensor.addmm, Tensor.mm}
 """Functions that multiply with weights."""
 NORMALISATIONS = {F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.normalize}
-PARTS = {Tensor.__getitem__, Tensor.narrow, torch.narrow, Tensor.chunk, Tensor.split}
-"""Functions that return a part of a tensor."""
+SPLITS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind}
+"""Functions that return all parts of a tensor."""
+PARTS = {Tensor.__getitem__, Tensor.narrow, torch.narrow, *SPLITS}
+"""Functions that return a part of a tensor, or all of them."""
 JOINS = {torch.cat, torch.concat, torch.concatenate}
 """Functions that put tensors beside each other."""
 ELLIPSIS = "ABCDEFGH"
@@ -311,7 +313,10 @@ class Follower(TorchFunctionMode):
                 self._follow(args[0], _together(kinds, args[0], at_least=1))
             elif self.kind(args[0]) is None:
                 self._follow(args[0], _mixed(kinds[0]))
-        if isinstance(out, Tensor) and out.is_floating_point():
+        if func in SPLITS:
+            for part in out if kinds and isinstance(kinds[0], Heads) else ():
+                self._follow(part, kinds[0])
+        elif isinstance(out, Tensor) and out.is_floating_point():
             found = self._kind_of(func, (*args, *kwargs.values()), given, kinds, out)
             if tensors and not given and func not in PROJECTIONS | PRODUCTS:
                 found = Weights()
@@ -342,6 +347,7 @@ class Follower(TorchFunctionMode):
             wider = func in JOINS and out.numel() > max(t.numel() for t in given)
             heads = _together(kinds, out, at_least=1 if wider else 2)
             sizes = {one.raw.numel() for one in (heads, *heads.parts)}
+            sizes |= {t.numel() for t in given if isinstance(self.kind(t), Heads)}  # their parts
             return heads if out.numel() in sizes or func in PARTS else None
         softmaxes = [k for k in kinds if isinstance(k, FollowedSoftmax)]
         followed = [k for k in softmaxes if k.scores is not None]

@@ -243,7 +243,8 @@ class Recorder(Follower):
             return  # what is made of it outside is not the layer's
         flat, out = x.flatten(), call.out.flatten()
         if len(flat) != len(out):
-            call.changed = "hands on more than the outputs of its heads to their projection"
+            what = "less" if len(flat) < len(out) else "more"
+            call.changed = f"hands on {what} than the outputs of its heads to their projection"
             return
         if not same_numbers(flat, out):  # not even in another order
             call.changed = "changes its head outputs before they are projected (a norm, a gate)"
