@@ -4,6 +4,7 @@ import itertools
 import math
 from pathlib import Path
 
+import castin_inputs
 import numpy as np
 import pandas as pd
 import torch
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from paper_figure import PaperFigure, Setting, main, of, plain_ticks, sheet
 from torch import Tensor
 
-from lipbound.analysis import adversarial_inputs, mean_field
+from lipbound.analysis import adversarial_inputs
 from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import unit_values
@@ -279,9 +280,9 @@ class Radius(PaperFigure):
         base = torch.randn(1, tokens, att.x.shape[2], generator=g, dtype=torch.float64)
         base = (base / base.norm(dim=-1).amax()).to(att.device)
         plain = att.at(base, mask=None, valid=None).without_biases()
-        limit = adversarial_inputs.large_radius_limit(plain)
-        rate = adversarial_inputs.quadratic_direction(plain)[1]
-        directions = adversarial_inputs.quadratic_inputs(plain, tokens, 1.0)
+        limit = castin_inputs.large_radius_limit(plain)
+        rate = castin_inputs.quadratic_direction(plain)[1]
+        directions = castin_inputs.quadratic_inputs(plain, tokens, 1.0)
         quadratic, generic = [], []
         for h in range(att.heads):  # all radii of a head at once
             one = plain.select(heads=slice(h, h + 1))
@@ -360,10 +361,10 @@ def _diracs(plain: Attention, count: int) -> tuple[int, np.ndarray, list[float],
     identity = torch.eye(len(u), dtype=torch.float64, device=plain.device)[None]
     measured, predicted = [], []
     for r in radii.tolist():
-        x, weights = mean_field.two_diracs(u, eigenvalue, r)
+        x, weights = castin_inputs.two_diracs(u, eigenvalue, r)
         pair = plain.select(heads=slice(h, h + 1)).at(x[None]).with_values(identity, None)
-        predicted.append(mean_field.two_dirac_growth(eigenvalue, r, u, image))
-        measured.append(float(mean_field.weighted_norm(pair, weights[None], tol=1e-8).lower))
+        predicted.append(castin_inputs.two_dirac_growth(eigenvalue, r, u, image))
+        measured.append(float(castin_inputs.weighted_norm(pair, weights[None], tol=1e-8).lower))
     return h, gamma * radii**2, measured, predicted
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import cache
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Self, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -82,6 +80,9 @@ TOLD = ("method", "tol", "delta", "dtype", "seed", "lipbound")
 """Attributes about how numbers were found; where the runs of a diff differ in them, it is told."""
 CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float64")}
 """Attributes that are one of some names."""
+STORED: dict[str, Any] = {"str": str, "bool": bool, "int": int, "float": int | float, "list": list}
+STORED |= {"dict": dict, "Extent": dict, "None": type(None)}
+"""Types of values in a store, by those that are declared."""
 OPTIONAL = ("notes", "quantization", "configuration", "runs", "block", "extras")
 """Attributes that stand only where there is something to tell."""
 
@@ -274,11 +275,8 @@ def lacks_variables(ds: xr.Dataset) -> bool:
 
 def bounds_there(ds: xr.Dataset) -> list[str]:
     """List the bounds that are there with the exact norms that they are compared with."""
-    return [
-        str(name)
-        for name in ds.attrs["bounds"]
-        if name in ds.variables and compared_with(ds, name) in ds.variables
-    ]
+    there = [str(name) for name in ds.attrs["bounds"] if name in ds.variables]
+    return [name for name in there if compared_with(ds, name) in ds.variables]
 
 
 def compared_with(ds: xr.Dataset, name: str) -> str:
@@ -335,38 +333,23 @@ def lacking_settings(ds: xr.Dataset) -> str:
     drawn = DRAWN if attrs.get("norm") == "frobenius" else ()
     if fault := _fault(RunInfo, attrs, (*drawn, "settings_checksum")):
         return fault
-    wrong = [name for name, known in CHOICES.items() if attrs[name] not in known]
-    return (
-        f"its setting {wrong[0]!r} is {attrs[wrong[0]]!r}"
-        if wrong
-        else _fault(Extent, attrs["made"])
-    )
+    for name, known in CHOICES.items():
+        if attrs[name] not in known:
+            return f"its setting {name!r} is {attrs[name]!r}"
+    return _fault(Extent, attrs["made"])
 
 
 def _fault(kind: type, said: Mapping[str, Any], needed: Collection[str] = ()) -> str:
     """Describe the first field that is missing, though it has no default, or of a wrong type."""
-    hints = _hints(kind)
     for one in fields(kind):
         required = one.default is one.default_factory is MISSING or one.name in needed
         if required and one.name not in said:
             return f"its setting {one.name!r} is missing"
-        if one.name in said and not _is_a(said[one.name], hints[one.name]):
-            return f"its setting {one.name!r} is {said[one.name]!r}"
+        value, kinds = said.get(one.name), [k.partition("[")[0] for k in one.type.split(" | ")]
+        good = isinstance(value, tuple(STORED[kind] for kind in kinds))
+        if one.name in said and not (good and isinstance(value, bool) <= ("bool" in kinds)):
+            return f"its setting {one.name!r} is {value!r}"
     return ""
-
-
-_hints = cache(get_type_hints)
-
-
-def _is_a(value: object, hint: Any) -> bool:
-    """Tell whether a value is of a type; whole numbers are floats, too, truth values are not."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    stored: dict[Any, Any] = {float: int | float, Extent: dict}
-    return any(
-        isinstance(value, stored.get(kind, get_origin(kind) or kind))
-        and (kind is bool or not isinstance(value, bool))
-        for kind in kinds
-    )
 
 
 def lacking_variables(ds: xr.Dataset) -> str:

@@ -37,10 +37,15 @@ def lemmas() -> dict[int, str]:
     return dict(found)
 
 
+def sources() -> list[Path]:
+    """Files of the package and of the figures."""
+    return sorted(path for room in ("lipbound", "figures") for path in (ROOT / room).rglob("*.py"))
+
+
 def docstrings() -> list[tuple[str, str]]:
-    """Every docstring of the package, those below constants included, and where it is."""
+    """Every docstring of package and figures, those below constants included, and where it is."""
     found = []
-    for path in sorted((ROOT / "lipbound").rglob("*.py")):
+    for path in sources():
         bodies = [
             node.body
             for node in ast.walk(ast.parse(path.read_text()))
@@ -83,7 +88,7 @@ def test_every_lemma_has_statement_assumptions_proof_and_code() -> None:
                     "**Assumptions.**",
                     "**Proof.**",
                     "QED\n",
-                    "**Code.** `lipbound.",
+                    "**Code.** `",
                 ):
                     assert part in section, (
                         f"{part} is missing in {section.splitlines()[0]} of {page}"
@@ -120,7 +125,7 @@ def test_functions_named_on_the_pages_exist(name: str) -> None:
 
 
 def test_short_names_in_code_type_occur_in_the_source() -> None:
-    files = [*(ROOT / "lipbound").rglob("*.py")]
+    files = sources()
     source = "\n".join(path.read_text() for path in files)
     words = {*re.findall(r"\w+", source), *(path.stem for path in files)}
     named = set(re.findall(r"`([A-Za-z_][\w.]*)`", "\n".join(PAGES.values())))

@@ -1,6 +1,5 @@
 """Bits that cached keys and values of heads need: how far does rounding them move outputs?"""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from lipbound.attention.module_attention import in_closed_form
 from lipbound.attention.variants.gate import Gate
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError, check_made, choice, indices, real, whole
-from lipbound.formatting import plain_data, replacing
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import prepare
@@ -260,21 +258,3 @@ def agreement(ds: xr.Dataset) -> pd.DataFrame:
                 row[f"rank_{name}"] = float(stats.spearmanr(value, measured).statistic)
             rows.append({"side": side, "bits": b} | row)
     return pd.DataFrame(rows)
-
-
-def write_json(ds: xr.Dataset, path: str | Path) -> None:
-    """Write settings, `ranking` and `agreement` of a study to a file.
-
-    Args:
-        ds: from `cache_bits`.
-        path: the file.
-
-    Raises:
-        StoreError: it cannot be written.
-        LipboundError: ``ds`` is no such study.
-    """
-    found = {"heads": ranking(ds), "agreement": agreement(ds).to_dict("records")}
-    with replacing(path) as (target,):
-        target.write_text(
-            json.dumps(plain_data(ds.attrs | found), allow_nan=False, indent=1) + "\n"
-        )

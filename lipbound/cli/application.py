@@ -17,7 +17,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -125,12 +124,6 @@ def main_options(
         os.environ[VERBOSE] = "1"
 
 
-@cache
-def _program() -> Any:
-    """Build the application with all its commands, once."""
-    return typer.main.get_command(app)
-
-
 def main() -> None:
     """Run the command line: errors of input end with a sentence and status 2.
 
@@ -142,7 +135,8 @@ def main() -> None:
         warnings.simplefilter("always")
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
-            status = _program()(prog_name="lipbound", standalone_mode=False)
+            program: Any = typer.main.get_command(app)
+            status = program(prog_name="lipbound", standalone_mode=False)
             status = status or 2 * (len(sys.argv) == 1)  # the help was shown for want of a command
             # what a full disk does not take is told here rather than by Python when it ends
             sys.stdout.flush()

@@ -101,10 +101,14 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])
     show(ds)
+    tell_saved(out)
+
+
+def tell_saved(out: Path | None) -> None:
+    """Print where a run is, if anywhere, and how to draw it."""
     if out is not None:
-        typer.echo(
-            f"saved {out}; draw it with: lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf"
-        )
+        drawn = f"lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf"
+        typer.echo(f"saved {out}; draw it with: {drawn}")
 
 
 def check_builtin(model: str) -> None:
@@ -162,10 +166,7 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
     below = replace(tables.table_of(ds, "layer"), caption="", notes=[])
     for table in (tables.table_of(ds), below):
         typer.echo(text_table(table, columns()))
-    if out is not None:
-        typer.echo(
-            f"saved {out}; draw it with: lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf"
-        )
+    tell_saved(out)
 
 
 @app.command(epilog="Example: lipbound sweep sweep.yaml --out runs")

@@ -266,8 +266,7 @@ def info(run: Path, *, json: bool = False) -> None:
     from lipbound.reporting.diffs import diff_facts
     from lipbound.reporting.labels import fact_words, facts
     from lipbound.runs.checksums import damage
-    from lipbound.runs.store import diff_of, load
-    from lipbound.runs.two_runs import diff_damage
+    from lipbound.runs.store import diff_damage, diff_of, load
 
     ds = load(run, damaged="accept")
     of_two = is_diff(ds)

@@ -11,7 +11,7 @@ from lipbound.formatting import plain, small
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import checkpoint_words, exact_words, setting_words
 from lipbound.reporting.statistics import quantity
-from lipbound.runs.two_runs import sides
+from lipbound.runs.store import sides
 from lipbound.schema import SIDES, bounds_there
 
 NAMES = {"a": "A", "b": "B"}

@@ -26,8 +26,7 @@ from lipbound.reporting.labels import (
 from lipbound.reporting.labels import over as over_axes
 from lipbound.reporting.sheets import COLORMAP
 from lipbound.reporting.statistics import reduce_samples, shared_scale
-from lipbound.runs.store import Run, run_of, takes_diff, takes_run
-from lipbound.runs.two_runs import sides
+from lipbound.runs.store import Run, run_of, sides, takes_diff, takes_run
 from lipbound.schema import EXTRAS, bounds_there, compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]

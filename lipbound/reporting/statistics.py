@@ -11,8 +11,7 @@ from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
 from lipbound.formatting import digits
 from lipbound.reporting.labels import check_numbers
-from lipbound.runs.store import takes_run
-from lipbound.runs.two_runs import sides
+from lipbound.runs.store import sides, takes_run
 from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, is_diff, norm_of, sound
 
 REDUCTIONS = ("mean", "geomean", "max", "median")

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -18,9 +18,6 @@ import xarray as xr
 from lipbound import schema
 from lipbound.bounds.audit import audit
 from lipbound.errors import StoreError
-
-if TYPE_CHECKING:  # reading a run needs no torch
-    pass
 
 HASHED = {one.name for one in fields(schema.RunInfo)} - {"block", "settings_checksum"}
 """Attributes that enter the hash of the settings."""
@@ -78,13 +75,8 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     shape = tuple(ds.sizes[dim] for dim in dims)
     names = sorted(schema.own(ds))
     sample = schema.RUN_SAMPLE if schema.RUN_SAMPLE in ds.variables else "sample"
-    numbers = [
-        sample,
-        "layer",
-        "length",
-        *["head"] * ("head" in dims),
-        *[schema.STEP] * (schema.STEP in ds.coords),
-    ]
+    numbers = [sample, "layer", "length", *["head"] * ("head" in dims)]
+    numbers += [schema.STEP] * (schema.STEP in ds.coords)
     columns = [_column(ds, name, dims) for name in (*names, *numbers)]
     rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
     run = ds[schema.RUN].transpose("sample", "layer").values if schema.RUN in ds.variables else 0
@@ -173,9 +165,8 @@ def damage(ds: xr.Dataset) -> str:
     if places := altered(ds):
         where = "every sample and layer"
         if len(places) < ds.sizes["sample"] * ds.sizes["layer"]:
-            first = [
-                f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places
-            ]
-            where = ", ".join(first[:3]) + f" and {len(first) - 3} more" * (len(first) > 3)
+            numbers = [(int(ds["sample"][s]), int(ds["layer"][i])) for s, i in places]
+            where = ", ".join(f"sample {s} layer {layer}" for s, layer in numbers[:3])
+            where += f" and {len(places) - 3} more" * (len(places) > 3)
         said.append(f"its numbers at {where} are not those that were computed")
     return " and ".join(said)

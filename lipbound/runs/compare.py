@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,23 +20,12 @@ from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import (
-    LayerInfo,
-    MeasurementSpec,
-    check_client,
-    measured_by,
-    measured_here,
-)
-from lipbound.runs.partial_store import (
-    LayerResult,
-    PartialRun,
-    check_free,
-    same_configuration,
-)
+from lipbound.runs.measure import LayerInfo, MeasurementSpec, Measurer, check_client, measured_by
+from lipbound.runs.partial_store import LayerResult, PartialRun, check_free, same_configuration
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
-from lipbound.schema import EXTRAS, Extent, RunInfo, norm_of
+from lipbound.schema import EXTRAS, Extent, RunInfo
 from lipbound.signs import Signs
 
 if TYPE_CHECKING:
@@ -219,10 +208,15 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         planned = plan(config, sources, memory, parts)
         spec, tables = planned.spec, planned.tables()
         signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers))
-        kept = opened.enter_context(_partial_run(config, sources, planned, where))
+        kept = None
+        if target is not None:  # what decides the numbers of an unfinished run
+            layers = [layer.index for layer in planned.layers]
+            decides = {"layers": layers, "device": where, "versions": versions()}
+            decides |= identity(config, sources) | {"block": planned.block}
+            kept = opened.enter_context(PartialRun(target, decides))
         blocks = planned.blocks(() if kept is None else kept.found)
         results = (
-            measured_here(sources, spec, blocks, planned.room)
+            Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
             if client is None
             else measured_by(client, config, sources, spec, blocks)
         )
@@ -236,21 +230,6 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         if target is not None:
             save(ds, target)
     return ds
-
-
-def _partial_run(
-    config: RunConfig, sources: Sources, planned: Plan, device: str
-) -> AbstractContextManager[PartialRun | None]:
-    """Keep finished blocks while the run is computed, where it is saved at all."""
-    if config.target is None:
-        return nullcontext()
-    asked = identity(config, sources) | {
-        "layers": [layer.index for layer in planned.layers],
-        "device": device,
-        "versions": versions(),
-        "block": planned.block,
-    }
-    return PartialRun(config.target, asked)
 
 
 def fill(
@@ -376,7 +355,7 @@ def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None
     there = sorted(ds["layer"].values.tolist())
     stored: dict[str, Any] = {key: ds.attrs.get(key) for key in settings}
     # a part of a run can be saved, too
-    stored |= {"norm": norm_of(ds), "layers": there, "samples": ds.sizes["sample"]}
+    stored |= {"layers": there, "samples": ds.sizes["sample"]}
     if {*stored["bounds"], *ds.attrs["not_applicable"]} == {*settings["bounds"]}:
         stored["bounds"] = settings["bounds"]
     same_configuration(

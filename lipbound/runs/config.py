@@ -136,8 +136,14 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
-        if self.norm != "frobenius":
-            self._check_deterministic()
+        if self.norm != "frobenius":  # nothing is random there
+            for name in ("delta", "seed"):
+                if (value := getattr(self, name)) not in (None, getattr(RunConfig, name)):
+                    raise LipboundError(
+                        f"{name} is {shown(value)}, which norm={self.norm!r} does not take, since "
+                        "both its ends are deterministic; leave it out"
+                    )
+            object.__setattr__(self, "delta", None)
         if self.resume and self.out is None:
             raise LipboundError("resume needs out, the name of the run to take up")
 
@@ -214,13 +220,6 @@ class RunConfig:
                 f"map={self.map!r} leave them out"
             )
         return extras
-
-    def _check_deterministic(self) -> None:
-        """Refuse options of random start vectors where nothing is random; delta is None then."""
-        for name in ("delta", "seed"):
-            if (value := getattr(self, name)) not in (None, getattr(RunConfig, name)):
-                refuse_drawn(name, value, self.norm)
-        object.__setattr__(self, "delta", None)
 
     @classmethod
     def of(
@@ -383,14 +382,6 @@ def check_folder_name(name: str, folder: str | Path, what: str) -> None:
             f"{name} is {shown(str(folder))}, which {what}; give a folder, such as "
             f"{str(Path(folder).with_suffix(''))!r}"
         )
-
-
-def refuse_drawn(name: str, value: Any, norm: str) -> None:
-    """Refuse an option, one of `DRAWN`, that a norm with deterministic ends does not have."""
-    raise LipboundError(
-        f"{name} is {shown(value)}, which norm={norm!r} does not take, since both its ends are "
-        "deterministic; leave it out"
-    )
 
 
 def _memory(memory: Any) -> str | float:

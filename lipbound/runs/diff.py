@@ -12,22 +12,13 @@ from typing import Any
 import xarray as xr
 
 from lipbound.devices import resolve_device
-from lipbound.errors import (
-    LipboundError,
-    Notice,
-    StoreError,
-    UnknownNameError,
-    nearest,
-    shown,
-    tell,
-)
+from lipbound.errors import LipboundError, Notice, StoreError, choice, shown, tell
 from lipbound.models.checkpoint import Inputs
 from lipbound.runs.compare import one_of, run
 from lipbound.runs.config import RunConfig, check_run_name
 from lipbound.runs.measure import layers_at
 from lipbound.runs.plan import norms_shape, open_sources
-from lipbound.runs.store import check_target, run_of, save
-from lipbound.runs.two_runs import paired, refuse_inputs, refuse_layout
+from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_layout, run_of, save
 
 OF_B = ("revision", "gguf_file", "adapter")
 """Options that are of the second checkpoint alone."""
@@ -72,7 +63,7 @@ def diff(
         ``exact_a``, ``exact_b`` and every other variable of both runs under such names; ``ratio``,
         ``exact_b / exact_a``; and, where both runs have upper ends, ``ratio_lower`` and
         ``ratio_upper``, which enclose the ratio of the norms.
-        `lipbound.runs.two_runs.sides` returns the two runs.
+        `lipbound.runs.store.sides` returns the two runs.
 
     Raises:
         StoreError: the runs are of other maps, norms, inputs (samples, tokens, pixels), layers or
@@ -80,9 +71,8 @@ def diff(
         LipboundError: a run and a checkpoint, options for two runs, an unknown option, and whatever
             `lipbound.compare` raises.
     """
-    if unknown := options.keys() - OPTIONS:
-        name = min(unknown)
-        raise UnknownNameError(f"{name} is no option of a diff; {nearest(name, OPTIONS)}")
+    for name in options:
+        choice("option of a diff", name, OPTIONS)
     data = one_of(data, inputs)
     stored = [_is_run(one) for one in (a, b)]
     check_run_name(out)
@@ -101,8 +91,7 @@ def diff(
     else:
         runs = _measured(_configs(a, b, data, target, resume, options), client, progress)
     ds = paired(*runs)
-    for note in ds.attrs["notes"]:
-        tell(note)
+    tell(*ds.attrs["notes"])
     if target is not None:
         save(ds, target)
     return ds

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,8 @@ from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, MEANS, TOKEN_NORMS, soun
 
 if TYPE_CHECKING:
     from lipbound.runs.plan import SampleBlock, Sources
+
+    Blocks = Iterable[SampleBlock]
 
 SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
@@ -176,9 +179,18 @@ class Measurer:
                 raise
             each = [one_sample(inputs, k, samples) for k in range(samples)]
             alone = [list(self._layers(one, start + k, done)) for k, one in enumerate(each)]
-            yield from map(_joined, zip(*alone, strict=True))
+            for parts in zip(*alone, strict=True):
+                values = _stacked([one.values for one in parts])
+                lengths = np.concatenate([one.lengths for one in parts])
+                error = max(one.error for one in parts)
+                yield parts[0]._replace(values=values, lengths=lengths, error=error)
         if self._verify:
             self._capturer.forget()
+
+    def each(self, sources: Sources, blocks: Blocks) -> Iterator[LayerResult]:
+        """Measure blocks of the inputs, layer by layer."""
+        for start, stop, skip in blocks:
+            yield from self.block(sources.inputs.block(start, stop, sources.device), start, skip)
 
     def _layers(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
@@ -215,15 +227,6 @@ class Measurer:
         return LayerResult(start, position, values, lengths, layer.error, layer.name)
 
 
-def _joined(results: Sequence[LayerResult]) -> LayerResult:
-    """Join the results of a layer at several samples, of which the first alone may be exact."""
-    values = _stacked([one.values for one in results])
-    lengths = np.concatenate([one.lengths for one in results])
-    return results[0]._replace(
-        values=values, lengths=lengths, error=max(one.error for one in results)
-    )
-
-
 def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Join tables of consecutive samples; exact norms may be missing from the last ones."""
     return {
@@ -232,11 +235,7 @@ def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _measured(
-    att: Any,
-    spec: MeasurementSpec,
-    seeds: list[int],
-    exact_count: int,
-    windows: int = 1,
+    att: Any, spec: MeasurementSpec, seeds: list[int], exact_count: int, windows: int = 1
 ) -> dict[str, np.ndarray]:
     """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
 
@@ -274,7 +273,8 @@ def _measure(
     """
     values: dict[str, Any] = {}
     whole = spec.map in WHOLE
-    said = [name for name in spec.names if _covers(name, att)]
+    closed = not isinstance(att, ModuleAttention)
+    said = [name for name in spec.names if closed and att.variants <= get(name).covers]
     for name in spec.names:
         if name not in said:
             values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
@@ -297,7 +297,10 @@ def _measure(
         if spec.encloses:
             values["exact_upper"] = norm.upper
         for name in spec.extras:
-            values[EXTRAS[name]] = _extra(name, part, spec.map, norm.lower)
+            values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
+            with suppress(TooLargeError):
+                measure = frobenius_norm if name == "frobenius" else condition_number
+                values[EXTRAS[name]] = measure(part, map=spec.map)
         if any(get(name).exact == "exact_l2" for name in said):
             l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
             values["exact_l2"] = l2.lower
@@ -316,20 +319,6 @@ def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
     if name in MEANS:
         return np.asarray(values.mean(1))
     return np.asarray(values.all(1) if values.dtype == bool else values.max(1))
-
-
-def _extra(name: str, att: Any, map: str, like: Tensor) -> Tensor:
-    """Measure one of the `EXTRAS`; NaN, shaped as ``like``, for what is too large."""
-    measure = {"frobenius": frobenius_norm, "condition": condition_number}[name]
-    try:
-        return measure(att, map=map)
-    except TooLargeError:
-        return torch.full_like(like, torch.nan)
-
-
-def _covers(name: str, att: Any) -> bool:
-    """Tell whether a bound says something of a layer; published ones do not of cross-attention."""
-    return not isinstance(att, ModuleAttention) and att.variants <= get(name).covers
 
 
 def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
@@ -399,36 +388,8 @@ def check_client(client: Any, config: RunConfig) -> None:
         raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
 
 
-def measured_here(
-    sources: Sources,
-    spec: MeasurementSpec,
-    blocks: Sequence[SampleBlock],
-    room: int,
-    *,
-    verify: bool = True,
-) -> Iterator[LayerResult]:
-    """Measure blocks in this process, on the model that is loaded already.
-
-    Args:
-        sources: model and inputs.
-        spec: what is measured.
-        blocks: of samples.
-        room, verify: as of `Measurer`.
-
-    Yields:
-        Layer by layer.
-    """
-    measurer = Measurer(sources.capturer, spec, room, verify=verify)
-    for start, stop, skip in blocks:
-        yield from measurer.block(sources.inputs.block(start, stop, sources.device), start, skip)
-
-
 def measured_by(
-    client: Any,
-    config: RunConfig,
-    sources: Sources,
-    spec: MeasurementSpec,
-    blocks: Sequence[SampleBlock],
+    client: Any, config: RunConfig, sources: Sources, spec: MeasurementSpec, blocks: Blocks
 ) -> Iterator[LayerResult]:
     """Have blocks measured by the workers of a dask.distributed client, which load the model.
 
@@ -452,11 +413,8 @@ def measured_by(
 
     sources.capturer.release()
     alone = replace(config, data=None, out=None, resume=False)
-    worker = (alone, sources.checkpoint.revision, spec)
-    futures = [
-        client.submit(work, *worker, sources.inputs.block(a, b, "cpu"), a, skip, pure=False)
-        for a, b, skip in blocks
-    ]
+    job = partial(client.submit, work, alone, sources.checkpoint.revision, spec, pure=False)
+    futures = [job(sources.inputs.block(a, b, "cpu"), a, skip) for a, b, skip in blocks]
     try:
         for future in as_completed(futures):
             yield from future.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import warnings
 import weakref
@@ -39,12 +40,11 @@ from lipbound.models.training.watch import uncompiled
 from lipbound.runs.checksums import sealed
 from lipbound.runs.compare import dataset, fill, run_info
 from lipbound.runs.config import READING, RunConfig
-from lipbound.runs.measure import MeasurementSpec, capturer_of, measured_here, seed_of
+from lipbound.runs.measure import MeasurementSpec, Measurer, capturer_of, seed_of
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.plan import Sources, identity, memory_bytes, plan
-from lipbound.runs.step_callbacks import Log, attached, numbers
 from lipbound.runs.store import check_target, load, save
-from lipbound.schema import AXES, STATISTICS, STEP, RunInfo
+from lipbound.schema import AXES, MEANS, STATISTICS, STEP, RunInfo
 
 EVERY = 100
 """Steps between two measurements where nothing else is said."""
@@ -54,6 +54,15 @@ WITHOUT = ("audit", "violations")
 """Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
 _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
 """The last monitor that this process made for each store; it alone writes there."""
+
+LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+"""Packages of Lightning, and the modules that hold their callbacks."""
+PREFIX = "lipbound"
+"""First part of the names under which numbers are logged."""
+Step = Callable[[int], object]
+"""Function to call with the number of updates so far."""
+Log = Callable[[dict[str, float], int], object]
+"""Function that logs numbers by name, at a step."""
 
 
 class Exceeded(NamedTuple):
@@ -153,7 +162,11 @@ class Monitor:
         if every is not None and steps is not None:
             raise LipboundError("every and steps are both given; give one of them")
         self._every = EVERY if every is None else whole("every", every, least=1)
-        self._at = None if steps is None else _steps(steps)
+        self._at = None
+        if steps is not None:
+            self._at = frozenset(whole("steps", n, least=0) for n in indices("steps", steps))
+            if not self._at:  # how many there will be is not known
+                raise LipboundError("steps is empty; give steps, as [0, 100, 1000], or every=")
         for name, function in (("log", log), ("on_exceed", on_exceed)):
             if not (function is None or callable(function)):
                 raise LipboundError(f"{name} is {shown(function)}; give a function")
@@ -190,8 +203,7 @@ class Monitor:
         inputs = prepare(checkpoint, config.data, **config.options(*READING))
         measured, notes = in_dtype(self._model)
         checkpoint.notes += notes
-        for note in notes:
-            tell(note)
+        tell(*notes)
         capturer = capturer_of(measured, config.chosen_layers, config.map)
         device = str(next(self._model.parameters()).device)
         self._sources = Sources(checkpoint, inputs, device, capturer)
@@ -319,8 +331,8 @@ class Monitor:
             CaptureError: the model has other attention layers by now, or has them in another order.
         """
         planned = self._plan
-        blocks = planned.blocks(()), planned.room
-        results = list(measured_here(sources, spec, *blocks, verify=False))
+        measurer = Measurer(sources.capturer, spec, planned.room, verify=False)
+        results = list(measurer.each(sources, planned.blocks(())))
         names = [one.name for one in results if one.start == 0]
         same = _calls_of(self._model, names) == self._calls
         if not same or sources.capturer.count != planned.model_layers:
@@ -347,18 +359,20 @@ class Monitor:
         """Tell what has risen above its threshold since the last measurement."""
         before, self._above = self._above, set()
         for name, limit in self._thresholds.items():
-            one = _largest(ds, name, limit, step)
-            if not one.value > limit:
+            values = ds[name].fillna(-np.inf).values
+            at = np.unravel_index(values.argmax(), values.shape)
+            if values[at] > limit:
+                self._above.add(name)
+            if name in before or name not in self._above:
                 continue
-            self._above.add(name)
-            if name in before:
-                continue
+            sample, layer, head = (*map(int, at), 0)[:3]
+            layer, value = int(ds["layer"][layer]), float(values[at])
             if self._on_exceed is not None:
-                self._on_exceed(one)
+                self._on_exceed(Exceeded(name, value, limit, step, sample, layer, head))
                 continue
             tell(
-                f"{one.name} has risen above {one.threshold:g} at step {step}: {one.value:.4g} in "
-                f"layer {one.layer}, head {one.head}, sample {one.sample}"
+                f"{name} has risen above {limit:g} at step {step}: {value:.4g} in "
+                f"layer {layer}, head {head}, sample {sample}"
             )
 
 
@@ -410,53 +424,34 @@ class StepStore:
                 if self._count:
                     shutil.rmtree(self._path)
                     self._count = 0
-                self._create(grown)
+                for one in grown.variables.values():
+                    if STEP in one.dims:  # a chunk for every step, so that none is written twice
+                        one.encoding["chunks"] = one.shape
+                save(grown, self._path)
             else:
                 if position < self._count:
-                    self._append(grown, {}, position)
+                    self._show(grown, position, filled=False)
                     self._count = position
-                names = [name for name, one in grown.variables.items() if STEP in one.dims]
-                rows = {str(name): grown.variables[name].values[0] for name in names}
-                self._append(grown, rows, position + 1)
+                self._show(grown, position + 1)
         except OSError as error:
             what = f"step {int(ds[STEP])} could not be written to {self._path}: {one_line(error)}"
             raise StoreError(what) from error
         self._count = position + 1
 
-    def _create(self, ds: xr.Dataset) -> None:
-        """Make the store, with a chunk for every step, so that none is written twice."""
-        for one in ds.variables.values():
-            if STEP in one.dims:
-                one.encoding["chunks"] = one.shape
-        save(ds, self._path)
-
-    def _append(self, ds: xr.Dataset, rows: Mapping[str, np.ndarray], count: int) -> None:
+    def _show(self, ds: xr.Dataset, count: int, *, filled: bool = True) -> None:
         """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
         group = zarr.open_group(self._path, mode="r+", use_consolidated=True)
-        arrays: dict[str, Any] = dict(group.arrays())
         for name, one in ds.variables.items():
             if STEP in one.dims:
-                array = arrays[str(name)]
+                array: Any = group[str(name)]
                 array.resize((count, *array.shape[1:]))
-                if str(name) in rows:
-                    array[count - 1] = rows[str(name)].astype(array.dtype)
+                if filled:
+                    array[count - 1] = one.values[0].astype(array.dtype)
         if group.attrs.asdict() != ds.attrs:
             group.update_attributes(ds.attrs)  # in one write
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other readers of this format may not know the file
             zarr.consolidate_metadata(group.store)
-
-
-def _steps(given: Any) -> frozenset[int]:
-    """Read the steps to measure at.
-
-    Raises:
-        LipboundError: none, or one below zero: how many steps there will be is not known.
-    """
-    found = frozenset(whole("steps", step, least=0) for step in indices("steps", given))
-    if not found:
-        raise LipboundError("steps is empty; give steps, as [0, 100, 1000], or every=")
-    return found
 
 
 def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, int]]:
@@ -465,8 +460,8 @@ def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, in
     A module keeps its identity where its name changes, as in a list that becomes shorter.
     """
     named = dict(model.named_modules(remove_duplicate=False))
-    modules = [weakref.ref(named.get(name, model)) for name in names]
-    return [(one, modules[:k].count(one), modules.count(one)) for k, one in enumerate(modules)]
+    mods = [weakref.ref(named.get(name, model)) for name in names]
+    return [(one, mods[:k].count(one), mods.count(one)) for k, one in enumerate(mods)]
 
 
 def _other_process() -> bool:
@@ -496,12 +491,105 @@ def _thresholds(
     }
 
 
-def _largest(ds: xr.Dataset, name: str, limit: float, step: int) -> Exceeded:
-    """The largest value of a quantity, and where it is."""
-    values = ds[name].values
-    if np.isnan(values).all():
-        return Exceeded(name, float("nan"), limit, step, 0, 0, 0)
-    at = np.unravel_index(np.nanargmax(values), values.shape)
-    sample, layer, *head = (int(i) for i in at)
-    number = int(ds["layer"][layer])
-    return Exceeded(name, float(values[at]), limit, step, sample, number, head[0] if head else 0)
+def attached(step: Step, trainer: Any) -> Log:
+    """Call a function at the steps of a Trainer, the first before training begins.
+
+    Args:
+        step: the function.
+        trainer: of transformers or Lightning.
+
+    Returns:
+        A function that logs numbers to what the Trainer logs to.
+
+    Raises:
+        LipboundError: it is neither.
+    """
+    kinds = [one for one in type(trainer).__mro__ if one.__name__ == "Trainer"]
+    package = next((one.__module__.partition(".")[0] for one in kinds), "")
+    if package == "transformers":
+        return _to_transformers(step, trainer)
+    if package in LIGHTNING:
+        return _to_lightning(step, trainer, LIGHTNING[package])
+    raise LipboundError(
+        f"trainer is {shown(trainer)}; give a Trainer of transformers or of Lightning, or call "
+        "step in a loop of your own"
+    )
+
+
+def _to_transformers(step: Step, trainer: Any) -> Log:
+    """By a callback, whose numbers go through ``Trainer.log``."""
+    callback: Any = importlib.import_module("transformers").TrainerCallback
+
+    class MonitorCallback(callback):  # type: ignore[misc]
+        """Measures before the first update, and after every one."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            step(state.global_step)
+
+        on_step_end = on_train_begin
+
+    def log(numbers: dict[str, float], at: int) -> None:
+        wanted = trainer.control.should_log  # which logging ends
+        trainer.log(dict(numbers))
+        trainer.control.should_log = wanted
+
+    trainer.add_callback(MonitorCallback())
+    return log
+
+
+def _to_lightning(step: Step, trainer: Any, home: str) -> Log:
+    """By a callback, whose numbers go to all loggers."""
+    callback: Any = importlib.import_module(f"{home}.callbacks").Callback
+
+    class LightningMonitorCallback(callback):  # type: ignore[misc]
+        """Measures before the first update, and after every one."""
+
+        last = -1
+
+        def on_train_start(self, trainer: Any, *args: Any) -> None:
+            # several batches may make one update
+            if trainer.global_step != self.last:
+                self.last = trainer.global_step
+                step(self.last)
+
+        on_train_batch_end = on_train_start
+
+    def log(numbers: dict[str, float], at: int) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(numbers), step=at)
+
+    trainer.callbacks.append(LightningMonitorCallback())
+    return log
+
+
+def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> dict[str, float]:
+    """Reduce a step to the numbers that are logged, by their names there.
+
+    Args:
+        ds: a step of a run.
+        names: of its variables.
+        per_head: also of every head, rather than of layers alone.
+
+    Returns:
+        By ``lipbound/layer_L/NAME_max`` and, of norms and bounds, ``..._geomean``, over samples and
+        heads; of what is a mean over queries ``..._mean``; and ``lipbound/layer_L/head_H/NAME``,
+        over samples. Values that are missing or infinite are left out.
+    """
+    found: dict[str, float] = {}
+    for name in names:
+        for i, layer in enumerate(ds["layer"].values.tolist()):
+            values, place = ds[name].isel(layer=i).values, f"{PREFIX}/layer_{layer}"
+            known = values[np.isfinite(values)]
+            if not known.size:
+                continue
+            if name in MEANS:
+                found[f"{place}/{name}_mean"] = float(known.mean())
+            else:
+                found[f"{place}/{name}_max"] = float(known.max())
+            if name not in STATISTICS and (known > 0).all():
+                found[f"{place}/{name}_geomean"] = float(np.exp(np.log(known).mean()))
+            for head, one in enumerate(values.T if per_head and values.ndim > 1 else ()):
+                value = float(one.mean() if name in MEANS else one.max())
+                if np.isfinite(value):
+                    found[f"{place}/head_{head}/{name}"] = value
+    return found

@@ -3,6 +3,7 @@
 Model and inputs are found by the provenance that the run recorded.
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -61,45 +62,38 @@ class Replay(NamedTuple):
     notes: list[str]
 
 
-def replay(
-    ds: xr.Dataset,
-    *,
-    model: Any = None,
-    data: Any = None,
-    device: str = "auto",
-    dtype: str | None = None,
-) -> Replay:
+def replay(ds: xr.Dataset, **how: Any) -> Replay:
     """Load the model and prepare the inputs of a run anew.
 
     Args:
         ds: a run.
-        model: in place of the recorded one; needed where that was an object in memory.
-        data: the same.
-        device: a torch device, or "auto".
-        dtype: that of the run by default.
+        how: other arguments of `RunConfig.of`.
 
     Raises:
         StoreError: see `RunConfig.of`.
         LipboundError: they are no longer there.
         AlteredRunError: the model is not the recorded one, and does not take the run's data.
     """
-    config = RunConfig.of(ds, model=model, data=data, device=device, dtype=dtype)
-    where = resolve_device(device)
+    config = RunConfig.of(ds, **how)
+    where = resolve_device(config.device)
     checkpoint = open_checkpoint(config, where)
     info, named = schema.RunInfo.of(ds), f"{checkpoint.name} ({type(checkpoint.model).__name__})"
     differences, notes = [], []
     kinds = {revision.startswith("sha256:") for revision in (checkpoint.revision, info.revision)}
     # the hash of a model in memory is that of its numbers, rounded
-    rounded = checkpoint.loaded and dtype not in (None, info.dtype)
+    rounded = checkpoint.loaded and config.dtype != info.dtype
     if len(kinds) > 1 or checkpoint.loaded != info.loaded or rounded:
-        how = f"the weights of {checkpoint.name} were found another way than the run's"
-        notes.append(f"{how}, so only the numbers tell whether they are the same")
+        notes.append(
+            f"the weights of {checkpoint.name} were found another way than the run's, so only the "
+            "numbers tell whether they are the same"
+        )
     else:
+        weights = "weights" if how.get("model") is None else "model"
         differences += [
             f"not the recorded {what}: the run is of {info.model} ({info.architecture}, {then}), "
             f"{named} has {now}"
             for what, then, now in (
-                ("weights" if model is None else "model", info.revision, checkpoint.revision),
+                (weights, info.revision, checkpoint.revision),
                 ("configuration", info.configuration, checkpoint.configuration),
             )
             if None not in (then, now) and then != now
@@ -143,10 +137,9 @@ def measure_again(
         (measured,) = Measurer(capturer, spec).block(block, number)
     there = ds["head"].values if "head" in ds.dims else np.zeros(1, dtype=int)
     found = {}
-    for name, value in measured.values.items():
-        found[name] = np.full(len(there), np.nan if value.dtype.kind == "f" else 0, value.dtype)
-        known = there < value.shape[1]
-        found[name][known] = value[0, there[known]]
+    for name, (value,) in measured.values.items():
+        missing = np.full(len(there), np.nan if value.dtype.kind == "f" else 0, value.dtype)
+        found[name] = np.where(there < len(value), value[there.clip(max=len(value) - 1)], missing)
     return found
 
 
@@ -219,7 +212,11 @@ class Verification:
         return self.remarks + (() if self.judged else tuple(map(str, self.numbers)))
 
     def __str__(self) -> str:
-        lines = [self._recomputed()]
+        norm = "" if self.norm == "frobenius" else f" and the {self.norm} norm"
+        runs = "" if self.runs == 1 else f", of {self.runs} runs that were put together"
+        where = ", ".join(f"sample {s} layer {layer}" for s, layer in self.places)
+        again = f"computed again, in {self.dtype}{norm}{runs}: all heads at {where}"
+        lines = [again if self.places else "nothing was computed again"]
         table = self.table
         good = table[table["off"] == 0]
         for words, rows in (
@@ -247,15 +244,6 @@ class Verification:
         else:
             lines.append("the numbers hold")
         return "\n".join(map(plain, lines))
-
-    def _recomputed(self) -> str:
-        """Say what was computed again."""
-        if not self.places:
-            return "nothing was computed again"
-        norm = "" if self.norm == "frobenius" else f" and the {self.norm} norm"
-        runs = "" if self.runs == 1 else f", of {self.runs} runs that were put together"
-        where = ", ".join(f"sample {s} layer {layer}" for s, layer in self.places)
-        return f"computed again, in {self.dtype}{norm}{runs}: all heads at {where}"
 
 
 @knows_options
@@ -311,23 +299,19 @@ def verify(
         raise LipboundError("automatic=True differentiates by the input alone; leave it out")
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
     how = {"model": model, "data": data, "device": device, "dtype": wanted}
-    found = [_verify_one(part, places, seed, automatic, how) for part in split(ds)]
-    if "runs" not in ds.attrs:
+    several = "runs" in ds.attrs
+    found = [
+        _verify_one(part, f"run {number}: " * several, places, seed, automatic, how)
+        for number, part in enumerate(split(ds))
+    ]
+    if not several:
         return found[0]
-    named = [(f"run {number}: ", one) for number, one in enumerate(found)]
-    return replace(
-        found[0],
-        judged=all(one.judged for one in found),
-        faults=(*_own_faults(ds), *(name + text for name, one in named for text in one.faults)),
-        remarks=tuple(name + text for name, one in named for text in one.remarks),
-        compared=tuple(
-            number._replace(place=name + number.place)
-            for name, one in named
-            for number in one.compared
-        ),
-        places=tuple(place for one in found for place in one.places),
-        runs=len(found),
-    )
+    parts: Any = {
+        name: tuple(itertools.chain(*(getattr(one, name) for one in found)))
+        for name in ("faults", "remarks", "compared", "places")
+    }
+    parts |= {"faults": (*_own_faults(ds), *parts["faults"]), "runs": len(found)}
+    return replace(found[0], judged=all(one.judged for one in found), **parts)
 
 
 def _own_faults(ds: xr.Dataset) -> list[str]:
@@ -346,29 +330,29 @@ def _own_faults(ds: xr.Dataset) -> list[str]:
 
 
 def _verify_one(
-    ds: xr.Dataset, places: int, seed: int, automatic: bool, how: dict[str, Any]
+    ds: xr.Dataset, name: str, places: int, seed: int, automatic: bool, how: dict[str, Any]
 ) -> Verification:
-    """Verify one run; ``how`` it is found again are the arguments of `replay`."""
+    """Verify one run by its name; ``how`` it is found again are the arguments of `replay`."""
     judged = how["dtype"] == ds.attrs["dtype"]
     try:
         rerun = replay(ds, **how)
     except AlteredRunError as error:  # nothing can be computed with those
-        return Verification(how["dtype"], schema.norm_of(ds), judged=True, faults=(str(error),))
+        return Verification(how["dtype"], schema.norm_of(ds), True, (f"{name}{error}",))
     broken = None if schema.lacks_variables(ds) else altered(ds)
     faults, remarks = [*rerun.differences, *_own_faults(ds)], [*rerun.notes]
     compared: list[Comparison] = []
     if broken is None:
         remarks.append("the run has no checksums of all its variables, so a few are checked alone")
-    wrong = _impossible(ds)
-    if wrong:
+    if wrong := _impossible(ds):
         faults.append(f"the coordinates {', '.join(wrong)} cannot be those of the run")
     faults += [
         f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)"
         for s, i in broken or []
     ]
-    now = versions(ds.attrs["versions"])
-    was = ds.attrs["versions"]
-    remarks += [f"{name} was {was[name]}, is {now[name]}" for name in was if was[name] != now[name]]
+    was, now = ds.attrs["versions"], versions(ds.attrs["versions"])
+    remarks += [
+        f"{package} was {was[package]}, is {v}" for package, v in now.items() if was[package] != v
+    ]
     samples, there = int(ds.attrs["samples"]), rerun.inputs.samples
     if there != samples:
         faults.append(f"the data now has {there} samples, the run {samples}")
@@ -387,9 +371,9 @@ def _verify_one(
         how["dtype"],
         schema.norm_of(ds),
         judged,
-        faults=tuple(faults),
-        remarks=tuple(remarks),
-        compared=tuple(compared),
+        faults=tuple(name + fault for fault in faults),
+        remarks=tuple(name + remark for remark in remarks),
+        compared=tuple(one._replace(place=name + one.place) for one in compared),
         places=tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen),
     )
 
@@ -412,18 +396,14 @@ def _choose(
     samples, layers = ds.sizes["sample"], ds.sizes["layer"]
     order = np.random.default_rng(seed).permutation(samples * layers)
     known = schema.with_exact(ds).values
-    pairs = sorted(
-        ((int(k) // layers, int(k) % layers) for k in order), key=lambda pair: not known[pair[0]]
-    )
+    pairs = sorted((divmod(int(k), layers) for k in order), key=lambda pair: not known[pair[0]])
     return sorted({*pairs[:places], *broken})
 
 
-def _place(ds: xr.Dataset, s: int, i: int, head: int | None = None) -> str:
-    """Name a place by its numbers."""
-    where = f"sample {int(ds['sample'][s])}, layer {int(ds['layer'][i])}"
-    if head is None or "head" not in ds.dims:
-        return where
-    return f"{where}, head {int(ds['head'][head])}"
+def _place(ds: xr.Dataset, *at: int) -> str:
+    """Name a place, at some positions, by its numbers."""
+    axes = [axis for axis in schema.AXES if axis in ds.dims]
+    return ", ".join(f"{axis} {int(ds[axis][i])}" for axis, i in zip(axes, at, strict=False))
 
 
 def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Comparison]:

@@ -3,6 +3,7 @@ dense oracle."""
 
 import math
 
+import castin_inputs
 import pytest
 import torch
 from hypothesis import given
@@ -124,7 +125,7 @@ def test_large_radius_limit_is_reached(masked: bool) -> None:
         att = layer(seed, tokens=6)
         mask = causal(6) if masked else None
         plain = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=mask)
-        limit = adversarial_inputs.large_radius_limit(plain)
+        limit = castin_inputs.large_radius_limit(plain)
         radius = 60 / float(limit.gap.clamp(max=100).amin().sqrt())
         far = Attention(radius * att.x, att.w_q, att.w_k, att.w_v, mask=mask)
         torch.testing.assert_close(oracle(far), limit.norm, rtol=1e-3, atol=0)
@@ -139,8 +140,8 @@ def test_limit_of_padded_layers_counts_real_tokens() -> None:
     padded = Attention(att.x, att.w_q, att.w_k, att.w_v, valid=valid)
     short = Attention(att.x[:, :4], att.w_q, att.w_k, att.w_v)
     for mine, theirs in zip(
-        adversarial_inputs.large_radius_limit(padded),
-        adversarial_inputs.large_radius_limit(short),
+        castin_inputs.large_radius_limit(padded),
+        castin_inputs.large_radius_limit(short),
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
@@ -148,16 +149,16 @@ def test_limit_of_padded_layers_counts_real_tokens() -> None:
 
 def test_one_token_attends_to_itself() -> None:
     att = layer(4, tokens=1)
-    limit = adversarial_inputs.large_radius_limit(att)
+    limit = castin_inputs.large_radius_limit(att)
     torch.testing.assert_close(limit.norm, torch.linalg.matrix_norm(att.w_v, 2)[None])
     assert bool(torch.isinf(limit.gap).all())
 
 
 def test_quadratic_growth() -> None:
     att = layer(5)
-    rate, n = adversarial_inputs.quadratic_direction(att)[1], 9
+    rate, n = castin_inputs.quadratic_direction(att)[1], 9
     for radius in (4.0, 64.0):
-        x = adversarial_inputs.quadratic_inputs(att, n, radius)
+        x = castin_inputs.quadratic_inputs(att, n, radius)
         for h in range(att.heads):
             floor = (
                 radius**2 * (1 - 1 / n) * float(rate[h])
@@ -167,7 +168,7 @@ def test_quadratic_growth() -> None:
             assert floor * (1 - 1e-9) <= exact
             assert radius < 10 or exact < 1.1 * floor
     with pytest.raises(LipboundError, match="odd number"):
-        adversarial_inputs.quadratic_inputs(att, 4, 1.0)
+        castin_inputs.quadratic_inputs(att, 4, 1.0)
 
 
 @examples(30)

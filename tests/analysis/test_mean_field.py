@@ -2,6 +2,7 @@
 
 import math
 
+import castin_inputs
 import pytest
 import torch
 from hypothesis import given
@@ -45,7 +46,7 @@ def simplex(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
 def test_weighted_norm_against_autograd(seed: int, spread: float) -> None:
     att = random_attention("biases" if seed % 2 else "plain", seed).select(slice(0, 1))
     a = simplex(att.tokens, seed, spread)
-    found = mean_field.weighted_norm(att, a, tol=1e-9)
+    found = castin_inputs.weighted_norm(att, a, tol=1e-9)
     torch.testing.assert_close(found.lower[0], weighted_oracle(att, a[0]), rtol=1e-6, atol=1e-9)
 
 
@@ -53,7 +54,7 @@ def test_equal_weights_are_attention() -> None:
     att = random_attention("plain")
     a = torch.full((2, att.tokens), 1 / att.tokens, dtype=torch.float64)
     torch.testing.assert_close(
-        mean_field.weighted_norm(att, a, tol=1e-9).lower, oracle(att), rtol=1e-7, atol=0
+        castin_inputs.weighted_norm(att, a, tol=1e-9).lower, oracle(att), rtol=1e-7, atol=0
     )
 
 
@@ -63,9 +64,11 @@ def test_weights_are_copies() -> None:
     att = random_attention("plain", 5).select(slice(0, 1))
     counts = torch.tensor([1, 2, 3, 1, 2, 2])
     copied = Attention(att.x.repeat_interleave(counts, 1), att.w_q, att.w_k, att.w_v)
-    weighted = mean_field.weighted_norm(att, (counts / counts.sum())[None].double(), tol=1e-9).lower
+    weighted = castin_inputs.weighted_norm(
+        att, (counts / counts.sum())[None].double(), tol=1e-9
+    ).lower
     own = mean_field.query_block_norms(
-        mean_field.weighted(att, (counts / counts.sum())[None].double())
+        castin_inputs.weighted(att, (counts / counts.sum())[None].double())
     )[..., counts > 1].amax(-1)
     torch.testing.assert_close(oracle(copied), torch.maximum(weighted, own), rtol=1e-7, atol=0)
 
@@ -82,11 +85,11 @@ def test_two_diracs_grow_as_predicted() -> None:
             continue
         for scaling in (6.0, 12.0, 20.0):
             radius = math.sqrt(scaling / gamma)
-            x, a = mean_field.two_diracs(steep.direction[0], value, radius)
+            x, a = castin_inputs.two_diracs(steep.direction[0], value, radius)
             pair = Attention(x[None], w_q, w_k, eye[None])
-            exact = float(mean_field.weighted_norm(pair, a[None], tol=1e-9).lower)
+            exact = float(castin_inputs.weighted_norm(pair, a[None], tol=1e-9).lower)
             image = att.scale * w_k[0] @ w_q[0].mT @ steep.direction[0]
-            predicted = mean_field.two_dirac_growth(value, radius, steep.direction[0], image)
+            predicted = castin_inputs.two_dirac_growth(value, radius, steep.direction[0], image)
             assert exact == pytest.approx(predicted, rel=1e-3)
             assert predicted >= math.exp(scaling) * (1 + scaling) / 2 * (1 - 1e-12)
             assert exact <= float(get("castin_mean_field")(pair)[0, 0])
@@ -100,9 +103,9 @@ def test_two_diracs_for_symmetric_weights_are_the_prediction() -> None:
         gamma = 1 / 8 if sign > 0 else 1.0
         assert float(steep.gamma[0]) == pytest.approx(gamma)
         radius = math.sqrt(12 / gamma)
-        x, a = mean_field.two_diracs(steep.direction[0], float(steep.eigenvalue[0]), radius)
+        x, a = castin_inputs.two_diracs(steep.direction[0], float(steep.eigenvalue[0]), radius)
         exact = float(
-            mean_field.weighted_norm(
+            castin_inputs.weighted_norm(
                 Attention(x[None], sign * eye, eye, eye, scale=1.0), a[None], tol=1e-10
             ).lower
         )
@@ -162,6 +165,6 @@ def test_bad_weights() -> None:
         (-ones / 6, "positive"),
     ):
         with pytest.raises(AttentionError, match=message):
-            mean_field.weighted_norm(att, weights)
+            castin_inputs.weighted_norm(att, weights)
     with pytest.raises(AttentionError, match="without padding"):
-        mean_field.weighted_norm(random_attention("padded"), ones / 6)
+        castin_inputs.weighted_norm(random_attention("padded"), ones / 6)

@@ -3,6 +3,7 @@ Llama's own attention module."""
 
 import math
 
+import castin_inputs
 import pytest
 import torch
 import transformers as tf
@@ -237,8 +238,8 @@ def test_what_does_not_know_of_rotations_refuses_them() -> None:
                 lb.bounds.get(name)(att)
     for call in (
         lambda: adversarial_inputs.lower_bound(att, 4, 1.0),
-        lambda: adversarial_inputs.large_radius_limit(att),
-        lambda: mean_field.weighted_norm(att, torch.full((2, 5), 0.2, dtype=torch.float64)),
+        lambda: castin_inputs.large_radius_limit(att),
+        lambda: castin_inputs.weighted_norm(att, torch.full((2, 5), 0.2, dtype=torch.float64)),
         lambda: mean_field.query_block_norms(att),
         lambda: l2_spectral_norm(att),
         lambda: lb.bounds.get("castin_bias").over_ball(att, 0.1),

@@ -411,5 +411,3 @@ def test_what_is_no_run_is_refused_in_a_sentence(given: object, tmp_path: Path) 
     for function in (cache_bits.ranking, cache_bits.agreement):
         with pytest.raises(LipboundError, match=r"give what lipbound\.cache_bits returns"):
             function(other)
-    with pytest.raises(LipboundError, match=r"give what lipbound\.cache_bits returns"):
-        cache_bits.write_json(other, tmp_path / "bits.json")

@@ -25,8 +25,7 @@ from lipbound.models.loading import GivenLayers, load_checkpoint
 from lipbound.reporting.sheets import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
 from lipbound.runs.checksums import damage
-from lipbound.runs.store import diff_of
-from lipbound.runs.two_runs import GIVEN, sides
+from lipbound.runs.store import GIVEN, diff_of, sides
 
 RUN_OPTIONS = {name: value for name, value in OPTIONS.items() if name != "progress"}
 
@@ -171,8 +170,8 @@ def test_arguments_that_do_not_go_together(bert: Path, whole: xr.Dataset, tmp_pa
         ((whole, bert), {}, "a is a run, and b is a checkpoint; give two of a kind"),
         ((bert, whole), {}, "a is a checkpoint, and b is a run"),
         ((whole, whole), {"samples": 2}, "samples is 2, and a and b are runs, .* leave it out"),
-        ((bert, bert), {"sample": 2}, "sample is no option of a diff; did you mean 'samples'"),
-        ((bert, bert), {"model": "x"}, "model is no option of a diff"),
+        ((bert, bert), {"sample": 2}, "unknown option of a diff 'sample'; did you mean 'samples'"),
+        ((bert, bert), {"model": "x"}, "unknown option of a diff 'model'"),
         ((tmp_path / "no.zarr", whole), {}, "there is no run"),
     ):
         with pytest.raises(LipboundError, match=message):

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 import lipbound as lb
 from lipbound.errors import DamagedRunWarning, LipboundError, Notice, StoreError
 from lipbound.runs.checksums import edited
-from lipbound.runs.monitor import Exceeded
-from lipbound.runs.step_callbacks import numbers
+from lipbound.runs.monitor import Exceeded, numbers
 from lipbound.runs.store import at_step
 from lipbound.schema import STATISTICS
 

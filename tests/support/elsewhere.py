@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import castin2024  # noqa: F401
+import castin_inputs
 import ours2026  # noqa: F401
 import torch
 import xarray as xr
@@ -225,10 +226,10 @@ def inputs_and_measures() -> Pairs:
     for name, f in {
         "adversarial": lambda a: adversarial_inputs.adversarial_inputs(a, 4, 1.0),
         "lower": lambda a: adversarial_inputs.lower_bound(a, 4, 1.0),
-        "limit": adversarial_inputs.large_radius_limit,
+        "limit": castin_inputs.large_radius_limit,
         "crossover": adversarial_inputs.crossover_length,
         "copies": lambda a: mean_field.duplicated_norm(a, spectral_norm(a).lower),
-        "weighted": lambda a: mean_field.weighted_norm(
+        "weighted": lambda a: castin_inputs.weighted_norm(
             a, torch.full_like(a.x[..., 0], 1 / a.tokens)
         ),
     }.items():

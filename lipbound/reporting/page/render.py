@@ -31,8 +31,7 @@ from lipbound.reporting.plots import diff_caption, diff_heatmaps
 from lipbound.reporting.sheets import log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
-from lipbound.runs.store import diff_of, run_of
-from lipbound.runs.two_runs import sides
+from lipbound.runs.store import diff_of, run_of, sides
 from lipbound.runs.verify import replay
 from lipbound.schema import AXES, INPUT, Contents, bounds_there, compared_with, is_diff, norm_of
 
