@@ -481,7 +481,7 @@ def test_messages_name_what_has_no_name() -> None:
         ),
         ({"inputs": (torch.ones(1, 5, 8),) * 3, "layers": 1}, "the model has 1 attention layer, "),
         ({"dtype": torch.float16}, "dtype is float16; allowed are"),
-        ({}, "neither text nor images; give inputs="),
+        ({}, "; give inputs="),
     ):
         with pytest.raises(LipboundError, match=message):
             lb.compare(model, **options, progress=False)

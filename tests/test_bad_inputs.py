@@ -46,8 +46,7 @@ MODELS = {
     "compare {bert}/config.json": "is a file; give one GGUF file, or the directory "
     "that holds config.json",
     "compare {mess}/empty": "has no config.json",
-    "compare {mess}/adapter": "/adapter is an adapter that does not name the model that it was "
-    "trained on",
+    "compare {mess}/adapter": "/adapter names no model; give one, with adapter=",
     "compare {mess}/no-weights --max-length 12": "has no weights (model.safetensors or ",
     "compare {mess}/bad-config": "is not a valid JSON file",
     "compare {mess}/list-config": "could not be loaded: Unrecognized model",
@@ -61,7 +60,7 @@ MODELS = {
     "compare {mess}/no-bytes --max-length 12": "/no-bytes/model.safetensors is empty",
     "compare {mess}/missing --max-length 12": "do not fill its architecture: "
     "16 tensors are missing or of another shape",
-    "compare {mess}/nan-weights --max-length 12": "contain NaN or infinite numbers, in "
+    "compare {mess}/nan-weights --max-length 12": "have NaN or infinite numbers, in "
     "encoder.layer.1.attention.self.query.weight",
     "compare {mess}/whole-numbers --max-length 12": "are not all floating-point numbers, "
     "encoder.layer.0.attention.self.query.weight for one",
@@ -96,7 +95,7 @@ NUMBERS_OF_COMPARE = {
     **{f"--max-length {value}": f"max_length is {value}; {COUNT}" for value in (0, -4)},
     "--max-length long": "invalid value for '--max-length'",
     "--max-length=12.5": "invalid value for '--max-length'",
-    "--max-length 41": "max_length 41 exceeds the 40 positions of {bert}; give at most 40",
+    "--max-length 41": "max_length 41 exceeds the 40 positions of {bert}",
     **{
         f"--layers {value}": f"layers is '{value}'; {NUMBERS}"
         for value in ("a", "1-0", "0,,1", "0,", "1.0", "0..1", "all", "0-", "-1-1", "9" * 20)
@@ -192,7 +191,7 @@ DATA = {
     "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; name one of 0, 1 with column=",
     "{mess}/two.csv --column ''": "column is ''; give its name, or leave it out",
     "{mess}/two.csv --split test": "split is 'test', but there is none in two.csv, one file; "
-    "leave it out",
+    "drop it",
     "{mess}/blank.csv": "blank.csv has no text in it",
     "{mess}/broken.parquet": "could not be read, as a file or a hub dataset: Parquet magic bytes "
     "not found",
@@ -200,8 +199,8 @@ DATA = {
     "{mess}/broken.json": "broken.json' could not be read",
     "{mess}/numbers.json": "holds int, but {bert} takes text",
     "{mess}/empty.jsonl": "could not be read, as a file or a hub dataset: it is empty",
-    "{text} --split train": "split is 'train', but there is none in text.txt; leave it out",
-    "{text} --column text": "column is 'text', but there is none in text.txt; leave it out",
+    "{text} --split train": "split is 'train', but there is none in text.txt; drop it",
+    "{text} --column text": "column is 'text', but there is none in text.txt; drop it",
     "'the ferry is in a clock' --split train": "but there is none in the text 'the ",
     "{mess}/broken.safetensors": "is not a readable safetensors file",
     "{mess}/extra.safetensors --split train": "but there is none in ready inputs",
@@ -212,8 +211,7 @@ DATA = {
     "{mess}/negative.safetensors": "input_ids has the number -6",
     "{mess}/floats.safetensors": "input_ids is of torch.float32 and of shape (2, 6); it must be "
     "whole numbers (int64), (samples, tokens)",
-    "{mess}/long.safetensors": "inputs of 50 tokens exceed the 40 positions of {bert}; give at "
-    "most 40",
+    "{mess}/long.safetensors": "inputs of 50 tokens exceed the 40 positions of {bert}",
     "{mess}/one-axis.safetensors": "at least one; given are input_ids (5,)",
     "{mess}/three-axes.safetensors": "of shape (2, 2, 6); it must be whole numbers (int64), "
     "(samples, tokens)",
@@ -222,7 +220,7 @@ DATA = {
     "{mess}/mask.safetensors": "attention_mask has shape (2, 4) but input_ids (2, 6)",
     "{mess}/unequal.safetensors": "ready inputs must be named tensors of (samples, ...), all "
     "with as many samples, at least one; given are ",
-    "{mess}/padding.safetensors": "attention_mask marks every token of a sample as padding",
+    "{mess}/padding.safetensors": "attention_mask marks all of a sample as padding",
     "{mess}/types.safetensors": "BertModel cannot compute with these inputs: index out of range",
 }
 IMAGES = {
@@ -238,8 +236,8 @@ IMAGES = {
     "channel dimension",
     "{mess}/size.safetensors": "ViTModel cannot compute with these inputs: Input image size "
     "(32*32) doesn't match model (16*16)",
-    "{mess}/bytes.safetensors": "pixel_values (torch.uint8) must be finite floating-point",
-    "{mess}/nan.safetensors": "pixel_values (torch.float32) must be finite floating",
+    "{mess}/bytes.safetensors": "pixel_values (torch.uint8) must be floating-point and finite",
+    "{mess}/nan.safetensors": "pixel_values (torch.float32) must be floating-point and finite",
 }
 NO_RUN = "is not a run of lipbound"
 RUN_COMMANDS = {

@@ -19,7 +19,7 @@ from lipbound.models.quiet import explained, quiet
 from lipbound.models.weight_files import gguf_read_once, refuse_pointer
 
 if TYPE_CHECKING:
-    from lipbound.models.sources.adapters import Adapter
+    from lipbound.models.sources.folder import Adapter
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
@@ -231,9 +231,7 @@ class Checkpoint:
         """
         limit = self.positions
         if limit is not None and count > limit:
-            raise InputsError(
-                f"{said.format(count)} the {limit} positions of {self.name}; give at most {limit}"
-            )
+            raise InputsError(f"{said.format(count)} the {limit} positions of {self.name}")
 
 
 ASSUMED = {"attention_mask": 1, "token_type_ids": 0}
@@ -295,10 +293,8 @@ class Inputs:
         tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
         if self.has_axes:
             tensors[POSITIONS] = tensors[POSITIONS].transpose(0, 1)
-        return tensors | {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in self.options.items()
-        }
+        options = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in self.options.items()}
+        return tensors | options
 
 
 def text_part(config: Any) -> Any:
@@ -350,7 +346,6 @@ def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
     said = (
         f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad}), and "
-        "there is no attention_mask, so padding is measured as text; give the attention_mask that "
-        "the tokenizer returns"
+        "there is no attention_mask, so padding is measured as text; give the tokenizer's mask"
     )
     return [said] if found else []

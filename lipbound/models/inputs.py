@@ -17,15 +17,8 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import (
-    MASK,
-    POSITIONS,
-    Checkpoint,
-    Inputs,
-    odd_masks,
-    text_part,
-)
-from lipbound.models.given_layers import GivenLayers, inputs_of
+from lipbound.models.checkpoint import MASK, POSITIONS, Checkpoint, Inputs, odd_masks, text_part
+from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.quiet import explained
 from lipbound.models.readers.files import is_sentence, there
 from lipbound.models.readers.images import ImageReader
@@ -106,13 +99,9 @@ def prepare(
         shuffle = errors.whole("shuffle", shuffle, least=0, error=InputsError)
     split, column = name_or_none("split", split), name_or_none("column", column)
     if not isinstance(checkpoint, Checkpoint):
-        raise InputsError(
-            f"checkpoint is {errors.shown(checkpoint)}; give what lipbound.load_checkpoint returns"
-        )
+        raise InputsError(f"checkpoint is {errors.shown(checkpoint)}; give that of load_checkpoint")
     if isinstance(data, str) and not data.strip():
-        raise InputsError(
-            "data is empty; give a file, a folder, a hub dataset or a text, or leave it out"
-        )
+        raise InputsError("data is empty; give a file, a folder, a hub dataset or a text, or none")
     selection = Selection(count, max_length, split, column, shuffle)
     if isinstance(checkpoint.model, GivenLayers):
         selection.refuse_table("layers")
@@ -130,9 +119,7 @@ def prepare(
     elif checkpoint.modality in READERS:
         inputs = READERS[checkpoint.modality].read(checkpoint, data, selection)
     else:
-        raise InputsError(
-            f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give inputs="
-        )
+        raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}; give inputs=")
     add_decoder_inputs(checkpoint, inputs)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
@@ -182,9 +169,7 @@ def is_ready(data: Any) -> bool:
     return isinstance(data, Mapping) and not held
 
 
-def ready_inputs(
-    data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint, selection: Selection
-) -> Inputs:
+def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inputs:
     """Return the tensors that a checkpoint's model takes, and settings of its forward pass.
 
     Args:
@@ -226,10 +211,7 @@ def ready_inputs(
     for name in FINITE & tensors.keys():
         pixels = tensors[name] if name == "pixel_values" else None
         if not finite(tensors[name]) or (pixels is not None and not pixels.is_floating_point()):
-            raise InputsError(
-                f"{name} ({tensors[name].dtype}) must be finite floating-point numbers, such as "
-                "processors return"
-            )
+            raise InputsError(f"{name} ({tensors[name].dtype}) must be floating-point and finite")
     left_out = [name for name in given if name not in tensors]
     notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]
     items = data.items() if isinstance(data, Mapping) else ()
@@ -312,9 +294,7 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
         if tuple(mask.shape) != shape:
             raise InputsError(f"attention_mask has shape {tuple(mask.shape)} but input_ids {shape}")
         if not bool((mask != 0).any(-1).all()):
-            raise InputsError(
-                "attention_mask marks every token of a sample as padding; leave that sample out"
-            )
+            raise InputsError("attention_mask marks all of a sample as padding; leave it out")
 
 
 def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:

@@ -1,7 +1,7 @@
-"""Load a model from a hub id, a local directory, a builtin name or a loaded module."""
+"""Load a model from a hub id, a local directory, a builtin name, a loaded module, or layers."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,27 +11,136 @@ import huggingface_hub.errors as hub_errors
 import torch
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
+from torch import Tensor, nn
 
 from lipbound import errors
+from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
 from lipbound.errors import (
     CheckpointError,
+    InputsError,
     knows_options,
     name_or_none,
     neighbours,
     shown,
     tell,
 )
-from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
-from lipbound.models.given_layers import load_layers
+from lipbound.models.capture.capture import Capturer, LayerCapture
+from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import is_path
-from lipbound.models.sources.adapters import FILES, Adapter, alone, open_adapter
 from lipbound.models.sources.catalogue import BUILTINS, PREFIX, builtin_place, load_builtin
-from lipbound.models.sources.folder import load_folder
-from lipbound.models.sources.loaded_model import load_loaded
-from lipbound.models.sources.other_packages import load_other
+from lipbound.models.sources.folder import FILES, Adapter, alone, load_folder, open_adapter
+from lipbound.models.sources.loaded_model import load_loaded, load_other, state_sha256
 from lipbound.models.weight_files import GGUF, choose_gguf, is_gguf
+
+SAMPLE = "sample"
+"""The one input of given layers: the numbers of samples, which they have inside."""
+
+
+class GivenLayers(nn.Module):
+    """Attention layers in the place of a model; its parameters are what they are made of."""
+
+    main_input_name = SAMPLE
+
+    def __init__(self, layers: Sequence[Attention | ModuleAttention]):
+        super().__init__()
+        self.layers = tuple(layers)
+        for i, layer in enumerate(layers):
+            for name, t in _tensors(layer).items():
+                self.register_parameter(f"{name}_{i}", nn.Parameter(t, requires_grad=False))
+
+    def forward(self, sample: Tensor) -> Tensor:
+        """Return nothing new: layers hold their inputs."""
+        return sample
+
+
+def _tensors(layer: Attention | ModuleAttention) -> dict[str, Tensor]:
+    if isinstance(layer, ModuleAttention):
+        return {"stream": layer.stream}
+    steps = [t for step in layer.scoring.steps for t in step.inputs()]
+    found = {"x": layer.x, **layer.projections.tensors(), "mask": layer.mask, "valid": layer.valid}
+    named = {name: t for name, t in found.items() if t is not None}
+    return named | {f"step_{i}": t for i, t in enumerate(steps)}
+
+
+def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
+    """Make a checkpoint of a list of layers.
+
+    Args:
+        model: a list or tuple of `Attention`, or of what `lipbound.capture` returns, all with as
+            many samples.
+        options: dtype and device that they are brought to.
+
+    Returns:
+        The checkpoint, whose revision is a hash over all tensors; None for anything else.
+
+    Raises:
+        CheckpointError: they have different numbers of samples.
+    """
+    if not isinstance(model, list | tuple) or not model:
+        return None
+    if not all(isinstance(layer, Attention | ModuleAttention) for layer in model):
+        return None
+    options.refuse_given("layers")
+    samples = [layer.samples // _windows(layer) for layer in model]
+    if len(set(samples)) > 1:
+        raise CheckpointError(f"layers must have as many samples each; these have {samples}")
+    notes = []
+    if cast := sum(isinstance(one, Attention) and one.dtype != options.dtype for one in model):
+        wanted = str(options.dtype).removeprefix("torch.")
+        notes = [f"{cast} of {len(model)} layers are measured in {wanted}, not in their own dtype"]
+        tell(*notes)
+    brought = (
+        layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
+        for layer in model
+    )
+    made, name = GivenLayers(tuple(brought)), f"{len(model)} layer{'s' * (len(model) > 1)}"
+    return Checkpoint(made, name, state_sha256(made), None, loaded=True, notes=notes)
+
+
+def _windows(layer: Attention | ModuleAttention) -> int:
+    return layer.windows if isinstance(layer, ModuleAttention) else 1
+
+
+def inputs_of(model: GivenLayers, data: Any, count: int | None) -> Inputs:
+    """Return the inputs of given layers, which are those that they hold.
+
+    Args:
+        model: of the layers.
+        data: must be None.
+        count: of samples wanted, or None for all.
+
+    Raises:
+        InputsError: data were given.
+    """
+    if data is not None:
+        raise InputsError("layers bring their own inputs; leave out data")
+    there = model.layers[0].samples // _windows(model.layers[0])
+    return Inputs({SAMPLE: torch.arange(there)[:count]}, "inputs of the layers")
+
+
+class GivenCapturer(Capturer):
+    """Hands out given layers as a `Capturer` does captured ones."""
+
+    def each(
+        self, inputs: Mapping[str, Tensor] | Inputs, skip: Collection[int] = ()
+    ) -> Iterator[LayerCapture]:
+        assert isinstance(self.model, GivenLayers)
+        assert isinstance(inputs, Mapping)
+        layers, numbers = self.model.layers, inputs[SAMPLE]
+        self.count = len(layers)
+        first, stop = int(numbers[0]), int(numbers[-1]) + 1
+        for position, i in enumerate(self._chosen(self.count)):
+            if position not in skip:
+                windows = _windows(layers[i])
+                part = layers[i].select(slice(first * windows, stop * windows))
+                yield LayerCapture(i, f"layers.{i}", part, 0.0, windows)
+
+    def examine(self, inputs: Mapping[str, Tensor]) -> None:
+        """Tell nothing: samples of a layer do not see each other."""
+
 
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
@@ -91,24 +200,22 @@ def load_checkpoint(
     """
     errors.choice("weights", weights, WEIGHTS)
     if isinstance(model, str | Path) and not str(model).strip():
-        raise CheckpointError(
-            "model is empty; give a hub id, a checkpoint directory or 'builtin:minilm'"
-        )
-    options = LoadOptions(
-        name_or_none("revision", revision),
-        DTYPES[dtype_name(dtype, CheckpointError)],
-        resolve_device(device),
-        weights,
-        name_or_none("gguf_file", gguf_file),
-        _adapter(adapter),
-    )
+        raise CheckpointError("model is empty; give a hub id, a directory or 'builtin:minilm'")
+    named, kind = name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)]
+    place, file = resolve_device(device), name_or_none("gguf_file", gguf_file)
+    options = LoadOptions(named, kind, place, weights, file, _adapter(adapter))
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
     companions = {"tokenizer": tokenizer, "processor": processor}
-    _check_companions(companions)
+    for name, value in companions.items():
+        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
+            raise CheckpointError(
+                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
+                "save_pretrained) or a hub id"
+            )
     checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
     if checkpoint is None:
         raise CheckpointError(
@@ -117,16 +224,6 @@ def load_checkpoint(
         )
     _give(checkpoint, companions)
     return checkpoint
-
-
-def _check_companions(companions: dict[str, Any]) -> None:
-    """Refuse what names no tokenizer or image processor."""
-    for name, value in companions.items():
-        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
-            raise CheckpointError(
-                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
-                "save_pretrained) or a hub id"
-            )
 
 
 def _give(checkpoint: Checkpoint, companions: dict[str, Any]) -> None:
@@ -172,9 +269,8 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
         found = [file.name for file in path.glob(f"*{GGUF}")]
         # a directory that has a config.json is what save_pretrained wrote, unless a file is wanted
         saved = wanted is None and ((path / "config.json").exists() or not found)
-        return load_folder(
-            name, path, None, options, None if saved else choose_gguf(found, wanted, name)
-        )
+        gguf = None if saved else choose_gguf(found, wanted, name)
+        return load_folder(name, path, None, options, gguf)
     if not is_gguf(name) or wanted not in (None, path.name):
         given = "" if wanted is None else f", and gguf_file is {wanted!r}"
         raise CheckpointError(
@@ -212,9 +308,7 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
     return load_folder(str(model), folder, folder.name, options, wanted)
 
 
-def load_adapted(
-    name: str, folder: Path, commit: str | None, options: LoadOptions
-) -> Checkpoint | None:
+def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> Checkpoint | None:
     """Load the model that an adapter was trained on, and merge the adapter into it.
 
     Args:
@@ -231,19 +325,12 @@ def load_adapted(
     """
     adapter = open_adapter(name, folder)
     if not adapter.base:
-        raise CheckpointError(
-            f"{name} is an adapter that does not name the model that it was trained on; give that "
-            f"model, with adapter={name!r}"
-        )
+        raise CheckpointError(f"the adapter {name} names no model; give one, with adapter={name!r}")
     if options.adapter is not None:
-        raise CheckpointError(
-            f"{name} is an adapter itself, of {adapter.base}; give {adapter.base} as the model, "
-            "with one adapter"
-        )
+        raise CheckpointError(f"{name} is itself an adapter, of {adapter.base}; give that")
     here = Path(adapter.base).expanduser().exists() or adapter.base.startswith(PREFIX)
-    wanted = replace(
-        options, adapter=adapter, revision=None if here else adapter.config.get("revision")
-    )
+    revision = None if here else adapter.config.get("revision")
+    wanted = replace(options, adapter=adapter, revision=revision)
     sources = (load_builtin, load_directory, load_hub)
     found = next(filter(None, (source(adapter.base, wanted) for source in sources)), None)
     return None if found is None else replace(found, commit=commit)
@@ -263,9 +350,7 @@ def _adapter(given: object) -> Adapter | str | None:
         return name
     folder = Path(name).expanduser()
     if not folder.exists() and is_path(name):
-        raise CheckpointError(
-            f"there is no directory {name}; adapter= takes what PEFT wrote, or its hub id"
-        )
+        raise CheckpointError(f"there is no directory {name}; give PEFT's, or a hub id")
     repo, _, revision = name.partition("@")
     there = folder if folder.exists() else snapshot(repo, revision or None, only=FILES)
     return open_adapter(name, there)
@@ -320,9 +405,7 @@ def _why_not(error: Exception, repo: str, at: str) -> str:
     return f"{at} {why}; {suggestion(repo, instead)}"
 
 
-def _wanted(
-    repo: str, revision: str | None, gguf_file: str | None, only: Sequence[str]
-) -> list[str] | None:
+def _wanted(repo: str, revision: Any, gguf_file: Any, only: Sequence[str]) -> list[str] | None:
     """List the files of a hub model that are needed; the arguments are those of `snapshot`.
 
     Returns:
@@ -386,14 +469,7 @@ def suggestion(name: str, otherwise: str) -> str:
     return f"did you mean {' or '.join(map(repr, found))}?" if found else otherwise
 
 
-SOURCES: tuple[Callable[[Any, LoadOptions], Checkpoint | None], ...] = (
-    load_loaded,
-    load_layers,
-    load_builtin,
-    load_other,
-    load_directory,
-    load_hub,
-)
+SOURCES = (load_loaded, load_layers, load_builtin, load_other, load_directory, load_hub)
 """Loaders of the kinds of checkpoints, in the order in which they are asked.
 
 Each takes what the user gave and returns None where that is not of its kind, else the model in

@@ -236,13 +236,9 @@ def _built(
         architecture = type(AutoModel.from_config(config, trust_remote_code=False, **eager))
     try:
         with placeholders:
+            how = eager | {"config": config, "state_dict": placeholders.tensors}
             return architecture.from_pretrained(
-                None,
-                config=config,
-                state_dict=placeholders.tensors,
-                dtype=torch.float32,
-                output_loading_info=True,
-                **eager,
+                None, dtype=torch.float32, output_loading_info=True, **how
             )
     except Exception as error:
         if placeholders.joined:

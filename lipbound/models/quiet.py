@@ -56,13 +56,18 @@ def changed(name: str, value: Any, *objects: Any) -> Iterator[None]:
             setattr(one, name, old)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the message of another library's error in one line of at most 300 characters.
+
+    A line that ends in a colon goes on with the next.
+    """
+    said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).strip()
+    return re.sub(r":\n\s*", ": ", said).splitlines()[0][:300] if said else type(error).__name__
+
+
 @contextmanager
 def explained(
-    kind: type[LipboundError],
-    before: str,
-    after: str = "",
-    *,
-    why: Callable[[Exception], str] | None = None,
+    kind: type[LipboundError], before: str, after: str = "", why: Callable[..., str] = first_line
 ) -> Iterator[None]:
     """Raise an error of ours in place of whatever other libraries raise.
 
@@ -70,7 +75,7 @@ def explained(
         kind: of the error. Errors of ours pass unchanged.
         before: its message up to the reason.
         after: its message behind the reason.
-        why: the reason; `first_line` by default.
+        why: makes the reason of the error.
 
     Yields:
         Nothing.
@@ -83,16 +88,7 @@ def explained(
     except LipboundError:
         raise
     except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
-        raise kind(f"{before}{(why or first_line)(error)}{after}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the message of another library's error in one line of at most 300 characters.
-
-    A line that ends in a colon goes on with the next.
-    """
-    said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).strip()
-    return re.sub(r":\n\s*", ": ", said).splitlines()[0][:300] if said else type(error).__name__
+        raise kind(f"{before}{why(error)}{after}") from error
 
 
 def cause(error: BaseException) -> str:

@@ -31,12 +31,8 @@ from lipbound import devices
 from lipbound.errors import CheckpointError, nearest, shown
 from lipbound.models.quiet import VERBOSE, changed, explained, first_line
 
-ORDER = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+FORMATS = ("model.safetensors", "pytorch_model.bin")
+ORDER = tuple(name + end for name in FORMATS for end in ("", ".index.json"))
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
 NO_WEIGHTS = f"has no weights ({' or '.join(ORDER)})"
 NAMED = "transformers_weights"
@@ -47,11 +43,8 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of a file that Git LFS left in the place of a large one."""
 WRAPPERS = re.compile(r"((_orig_mod|module)\.)+")
 """Prefixes that torch.compile and DataParallel give the names of a state dict."""
-HEADS = (
-    transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-    transformers.MODEL_FOR_MASKED_LM_MAPPING,
-    transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-)
+TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+HEADS = [getattr(transformers, f"MODEL_FOR_{task}_MAPPING") for task in TASKS]
 """Models with a head whose weights may be those of the table of embeddings, by configuration."""
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
@@ -87,20 +80,13 @@ class TensorRef:
         """
         try:
             if _stamp(self.file) != self.stamp:
-                raise CheckpointError(
-                    f"{self.file} has changed since the model was loaded from it; load it again"
-                )
+                raise CheckpointError(f"{self.file} has changed since it was loaded; load it again")
             with safe_open(self.file, framework="pt") as file:
                 return file.get_tensor(self.key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{self.key} cannot be read from {self.file} any more ({error}); put the file "
-                "back, or load the model again"
+                f"{self.key} cannot be read from {self.file} any more ({error}); load it again"
             ) from error
-
-    def finite(self) -> bool:
-        """Return whether all numbers that the model computes with are finite in float32."""
-        return finite(self.read())
 
 
 def finite(tensor: Tensor, *, masks: bool = False) -> bool:

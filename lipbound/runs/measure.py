@@ -36,8 +36,7 @@ from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.capture.verification import one_sample
-from lipbound.models.given_layers import GivenCapturer, GivenLayers
-from lipbound.models.loading import load_checkpoint
+from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.partial_store import LayerResult
 from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, MEANS, TOKEN_NORMS, sound

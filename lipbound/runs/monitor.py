@@ -205,7 +205,6 @@ class Monitor:
         checkpoint.notes += notes
         tell(*notes)
         capturer = capturer_of(measured, config.chosen_layers, config.map)
-        capturer.renew(measured)  # weights will change
         device = str(next(self._model.parameters()).device)
         self._sources = Sources(checkpoint, inputs, device, capturer)
         with uncompiled(self._model.modules()):
@@ -309,7 +308,8 @@ class Monitor:
     def _measured(self, step: int) -> xr.Dataset:
         """Measure the model as it is."""
         capturer, planned = self._sources.capturer, self._plan
-        capturer.renew(in_dtype(self._model)[0])  # a copy, of one in half precision
+        capturer.model = in_dtype(self._model)[0]  # a copy, of one in half precision
+        capturer.release()
         device = str(next(self._model.parameters()).device)
         sources = self._sources._replace(device=device)
         spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))

@@ -224,7 +224,7 @@ PLACES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], str]] = {
     **{
         f"relative positions, {fused}, {both}": (
             *(partial(RelativePositions, fused, both), {"x": X}),
-            "adds other products of its tokens to those of queries and keys",
+            "adds other products of its tokens to its scores",
         )
         for fused, both in itertools.product((False, True), repeat=2)
     },
@@ -608,7 +608,7 @@ def test_random_numbers_are_the_same_in_every_pass() -> None:
     model = build(lambda: tf.ViTMAEModel(tf.ViTMAEConfig(**IMAGE)))
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     state = torch.get_rng_state()
-    with pytest.warns(lb.Notice, match=r"draws random numbers .* torch.manual_seed\(0\)"):
+    with pytest.warns(lb.Notice, match=r"draws random numbers: .* torch.manual_seed\(0\)"):
         first = lb.capture(model, {"pixel_values": pixels})
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(5)

@@ -238,7 +238,7 @@ def test_an_output_projection_that_is_none_is_told() -> None:
     mine.load_state_dict(attention.o_proj.state_dict(), strict=False)
     attention.o_proj = mine
     layer = capture(model, inputs_for(model))[1]
-    assert "the output projection (Normalising) is not an affine map" in layer.reason
+    assert "its output projection (Normalising) is not affine" in layer.reason
     assert layer.w_o is None
 
 

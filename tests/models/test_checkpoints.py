@@ -262,7 +262,7 @@ def test_hub(tmp_path: Path) -> None:
             assert len(ids) in (4, 5)  # older transformers put a token before texts of GGUF files
             commit, revision, ids = answers["owner/adapter"]
             assert (commit, revision.partition("+sha256:")[0], ids) == (COMMIT, OLD, [4, 7])
-            assert "has no adapter_model.safetensors, and pickled" in answers["owner/pickled"]
+            assert "has no adapter_model.safetensors, and pickles" in answers["owner/pickled"]
             assert not any(".bin" in request for request in server.requests)
             downloads = sum(
                 request.startswith("GET") and request.endswith("/model.safetensors")

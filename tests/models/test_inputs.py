@@ -168,7 +168,7 @@ def test_positions_without_a_limit() -> None:
 def test_lengths_are_refused(tmp_path: Path) -> None:
     """Texts are too long for what config.json declares, 40; RoBERTa has two fewer."""
     build(AFFINE["roberta"]).save_pretrained(tmp_path)
-    said = r"max_length 129 exceeds the 38 positions of .*at most 38"
+    said = r"max_length 129 exceeds the 38 positions of "
     with pytest.raises(InputsError, match=said):
         lb.compare(tmp_path, ["the ferry"], max_length=129, progress=False)
 
@@ -278,7 +278,7 @@ def test_a_modality_is_one_reader_and_one_entry(
     ):
         prepare(vit, datasets.Dataset.from_dict({"x": ["a"]}), column="x")
     monkeypatch.delitem(READERS, "text")
-    with pytest.raises(InputsError, match="takes text, neither text nor images"):
+    with pytest.raises(InputsError, match="takes text; give inputs="):
         prepare(bert)
 
 

@@ -274,7 +274,7 @@ def test_errors_of_arguments(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, weights="half")
     with pytest.raises(CheckpointError, match="weights 'layers' was given for a model in memory"):
         load_checkpoint(build(AFFINE["gpt2"]), weights="layers")
-    with pytest.raises(CheckpointError, match="give the checkpoint's directory or hub id"):
+    with pytest.raises(CheckpointError, match="give its directory or hub id"):
         load_checkpoint(load_checkpoint(tmp_path, weights="layers").model)
 
 

@@ -204,7 +204,7 @@ def normalised(module: Heads) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (clamped, "the output projection (Linear) is not an affine map"),
+        (clamped, "its output projection (Linear) is not affine"),
         (normalised, "makes something of the outputs of its heads that is not affine"),
     ],
 )
@@ -270,19 +270,21 @@ def test_maps_of_torch_layers(
     torch.testing.assert_close(found.w_o.flatten(0, 1), attention.out_proj.weight.mT.detach())
 
 
-def test_names_of_projections_do_not_hide_wrappers() -> None:
+def test_released_weights_are_probed_again_with_their_wrappers() -> None:
     model = build(MODERN["Llama"])
     capturer = Capturer(model, around=True)
     capturer.run(inputs_for(model))
     for _ in range(2):
         model = build(MODERN["Llama"])
         layer = model.layers[0].self_attn
-        capturer.renew(model)
+        capturer.model = model
+        capturer.release()
         capturer.run(inputs_for(model))
         wrapper = Wrapper(layer.o_proj)
         wrapper.base, wrapper.a, wrapper.b = layer.o_proj, nn.Linear(24, 2), nn.Linear(2, 24)
         layer.o_proj = wrapper
-        capturer.renew(model)
+        capturer.model = model
+        capturer.release()
         w_o = capturer.run(inputs_for(model))[0].attention.w_o
         eye = torch.eye(24)
         expected = (wrapper(eye) - wrapper(0 * eye)).detach()

@@ -127,7 +127,7 @@ def test_norms_and_positions_of_an_unknown_make() -> None:
 
     model.rotary_emb.register_forward_hook(lambda module, args, found: Pair((*found, 3)))
     reason = capture(model, inputs_for(model))[0].reason
-    assert "position embeddings of an unknown make (Pair; known are cosines and sines)" in reason
+    assert "positions of an unknown make (Pair)" in reason
 
 
 class Convolution(nn.Linear):

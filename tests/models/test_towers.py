@@ -97,5 +97,5 @@ def test_what_takes_neither() -> None:
 
     checkpoint = Checkpoint(build(lambda: Other(tf.ViTConfig(**IMAGE))), "waves", "", None)
     assert checkpoint.main_input == "waves"
-    with pytest.raises(InputsError, match="takes waves, neither text nor images"):
+    with pytest.raises(InputsError, match="takes waves; give inputs="):
         prepare(checkpoint)

@@ -21,8 +21,7 @@ import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
 from lipbound.errors import AlteredRunError, LipboundError, Notice, StoreError
-from lipbound.models.given_layers import GivenLayers
-from lipbound.models.loading import load_checkpoint
+from lipbound.models.loading import GivenLayers, load_checkpoint
 from lipbound.reporting.sheets import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
 from lipbound.runs.checksums import damage

@@ -22,16 +22,14 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device, threads_for
 from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, tell
 from lipbound.formatting import counted
-from lipbound.models.capture import assembly, verification
-from lipbound.models.capture.assembly import assemble
+from lipbound.models.capture import verification
 from lipbound.models.capture.automatic import through_module
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_by_names, same_weights
-from lipbound.models.capture.residual_detection import Seen, surroundings, watching
-from lipbound.models.capture.scores import score_parts
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe, score_parts
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.streams import Padding, of_stream, stream_names
-from lipbound.models.capture.verification import OwnOutputs
+from lipbound.models.capture.token_steps import Seen, surroundings, watching
+from lipbound.models.capture.verification import OwnOutputs, assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
 from lipbound.models.offload import by_layer
 from lipbound.models.sources.loaded_model import bare_module, measurable, named_inputs
@@ -80,7 +78,7 @@ class Capturer:
         model: a transformers model whose attention goes through ``AttentionInterface``.
         layers: indices of attention calls, in the order of the forward pass; all by default.
         around: also find what stands around each layer
-            (`lipbound.models.capture.residual_detection`).
+            (`lipbound.models.capture.token_steps`).
         closed: whether to look for closed forms; False to measure every layer by automatic
             differentiation.
 
@@ -98,7 +96,6 @@ class Capturer:
     notes: list[str] = field(default_factory=list)
     _name: str = interface.RECORDING_ATTENTION
     _weights: dict[Row, ProbedWeights] = field(default_factory=dict)
-    _named: set[Row] | None = None
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, str, int], float] = field(default_factory=dict)
     """Errors of calls, by whether they have padding, the module, and its calls before."""
@@ -152,7 +149,7 @@ class Capturer:
             closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
         of_chosen = [calls[i] for i in sorted({rows[i].call for i in chosen})]
-        self._note(*notes, *assembly.about_padding(plain), *assembly.about_zeros(of_chosen))
+        self._note(*notes, *verification.about_padding(plain), *verification.about_zeros(of_chosen))
         with threads_for(self._work):
             own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
         for i, found in own.items():
@@ -184,8 +181,8 @@ class Capturer:
             call = of_stream(call, row.stream, padding)
         except CaptureError as why:
             return replace(call, reason=str(why))
-        assembly.check_defined(call)
-        return replace(call, reason=assembly.forbidden(call))
+        verification.check_defined(call)
+        return replace(call, reason=verification.forbidden(call))
 
     def _in_closed_form(
         self, i: int, row: Row, call: Call, own: OwnOutputs | None, seen: Sequence[Seen]
@@ -231,18 +228,16 @@ class Capturer:
         windows = max(1, attention.samples // call.samples)
         return LayerCapture(i, call.name, attention, max(errors), windows)
 
-    def _automatic(
-        self, i: int, row: Row, call: Call, reason: str, padding: Padding
-    ) -> LayerCapture:
+    def _automatic(self, i: int, row: Row, call: Call, why: str, padding: Padding) -> LayerCapture:
         """Return a layer as a function of one of its streams.
 
         Raises:
             CaptureError: its module cannot be run by itself.
         """
-        attention, error, name = through_module(call, row.stream, padding, reason)
+        attention, error, name = through_module(call, row.stream, padding, why)
         kind = type(call.module).__name__
         start = rf"^layer {re.escape(call.name)}( \({kind}\))?: ({kind} )?"
-        why = re.sub(start, "", reason).removesuffix(", which is not supported")
+        why = re.sub(start, "", why).removesuffix(", which is not supported")
         key = kind, re.sub(r"\d[\d.e+-]*", "", why)  # numbers of layers and errors are their own
         if self.closed and key not in self._told:
             self._told.add(key)
@@ -272,14 +267,6 @@ class Capturer:
         """Free the probed weights; they are probed again when they are needed."""
         self._weights.clear()
 
-    def renew(self, model: nn.Module) -> None:
-        """Capture other weights of the same architecture from now on.
-
-        They are probed anew, or read by their names where that once gave what probing did.
-        """
-        self.model, self._named = model, set() if self._named is None else self._named
-        self.release()
-
     def _note(self, *notes: str) -> None:
         new = [note for note in dict.fromkeys(notes) if note not in self.notes]
         self.notes += new
@@ -307,11 +294,7 @@ class Capturer:
     def _probed(self, row: Row, call: Call) -> ProbedWeights:
         weights = self._weights.get(row)
         if weights is None or not weights.belongs_to(call):
-            weights = read_by_names(call) if row in (self._named or ()) else None
-            if weights is None:
-                weights = probe(call, self._turns)
-                if self._named is not None and weights.plain:
-                    self._named |= {row} if same_weights(weights, read_by_names(call)) else set()
+            weights = probe(call, self._turns)
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]
@@ -328,9 +311,7 @@ class Capturer:
             has = f"{counted(count, 'attention layer')}, numbered 0 to {count - 1}"
             raise CaptureError(f"layers {wrong} do not exist: the model has {has}")
         if not layers:
-            raise CaptureError(
-                f"layers is empty; name some of the {count} attention layers, or None for all"
-            )
+            raise CaptureError(f"layers is empty; name some of the {count} layers, or None for all")
         return list(dict.fromkeys(i % count for i in layers))
 
 
@@ -340,17 +321,11 @@ def forward_work(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     Every number of the largest input counts as a token, every row of one that is not of integers;
     embeddings are looked up, not multiplied, but for output layers that share them.
     """
-    tokens = max(
-        (
-            t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim else 1)
-            for t in inputs.values()
-            if isinstance(t, Tensor) and t.numel()
-        ),
-        default=0,
-    )
+    given = [t for t in inputs.values() if isinstance(t, Tensor) and t.numel()]
+    rows = (t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim else 1) for t in given)
     multiplied = (m for m in model.modules() if not isinstance(m, nn.Embedding))
     weights = (w for m in multiplied for w in m.parameters(recurse=False))
-    return 2.0 * sum(w.numel() for w in weights if w.ndim > 1) * tokens
+    return 2.0 * sum(w.numel() for w in weights if w.ndim > 1) * max(rows, default=0)
 
 
 @in_own_modes
@@ -390,9 +365,8 @@ def capture(
     bare = bare_module(model)
     batch = named_inputs(bare, inputs)
     tell(*(odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
-    capturer = Capturer(
-        measurable(bare), chosen, errors.flag("around", around), errors.flag("closed", closed)
-    )
+    around, closed = errors.flag("around", around), errors.flag("closed", closed)
+    capturer = Capturer(measurable(bare), chosen, around, closed)
     found = [layer.attention for layer in capturer.run(batch)]
     for sample in verification.telling_samples(batch):
         capturer.examine(verification.one_sample(batch, sample))

@@ -1,34 +1,40 @@
-"""Reading the projections of an attention layer off the layer itself.
+"""Reading the projections of an attention layer, and the parts of its scores, off the layer itself.
 
 It makes no difference what its weights are called and how they are stored: the layer is copied, fed
 chosen tokens in float64, and stopped where it computes attention. Position embeddings are replaced
 by those that turn nothing, and normalisations of queries and keys by what they do linearly, so that
-what remains is affine in the tokens; both are read off separately.
+what remains is affine in the tokens; both are read off separately. Scores are products of queries
+and keys, and constants.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture import outputs, rerun, token_steps
-from lipbound.models.capture.rerun import ModuleCopy, Stopped, affine, on_units, same_values
-from lipbound.models.capture.seeing.call import BY_HAND, Call
+from lipbound.models.capture import token_steps
+from lipbound.models.capture.rerun import (
+    ModuleCopy,
+    Stopped,
+    affine,
+    on_units,
+    probe_gate,
+    probe_output,
+    same_values,
+)
+from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, Call
 from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
-from lipbound.models.capture.token_steps import ROTATION_TOLERANCE
-from lipbound.models.training.differentiable import projections_of
+from lipbound.models.capture.token_steps import NOISE, ROTATION_TOLERANCE
 
 ADDED = ("mask", "position_bias")
 """What attention is handed that is added to scores."""
-SAME = 1e-12
-"""Largest difference of entries, relative to the largest, that probing in float64 makes."""
 POSITIONS = "position_embeddings"
 """The argument in which transformers hands rotary embeddings to a layer."""
 
@@ -79,7 +85,7 @@ class ProbedWeights:
         turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
             normalisations are; None where it has none.
         sums: whether what is added to scores is still to be read off
-            (`lipbound.models.capture.scores`).
+            (`lipbound.models.capture.probing`).
     """
 
     w: Tensors
@@ -89,12 +95,6 @@ class ProbedWeights:
     gate: Gate | None = None
     turns: Turns | None = None
     sums: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """True for affine maps alone: nothing that moves, turns, normalises or gates vectors."""
-        steps = (self.turns, self.gate, *self.norms)
-        return not self.sums and all(step is None for step in steps)
 
     def times(self, factor: Tensor) -> "ProbedWeights":
         """Return the weights that make queries longer by a factor for each head, (heads, 1, 1)."""
@@ -150,8 +150,7 @@ class ProbedLayer:
         pair = isinstance(given, tuple | list) and len(given) in (0, 2)
         if not (isinstance(given, Tensor) or (pair and all(isinstance(t, Tensor) for t in given))):
             raise call.unsupported(
-                f"is given position embeddings of an unknown make ({type(given).__name__}; known "
-                "are cosines and sines)"
+                f"is given positions of an unknown make ({type(given).__name__})"
             )
         self._copy = ModuleCopy(call.run, call)
         self.stubs = token_steps.stub_norms(self._copy.module)
@@ -221,8 +220,7 @@ class ProbedLayer:
         given, d, n = self._positions, self._call.q.shape[-1], self._call.x.shape[1]
         if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in self._tables):
             raise self._call.unsupported(
-                "is given samples with different positions (capture them one at a time, or pad "
-                "on the right)",
+                "is given samples with different positions (pad on the right, or give one by one)",
                 DifferentPositionsError,
             )
         for stub in self.stubs:  # centred vectors do not span the space
@@ -339,73 +337,62 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         norms.append(norm(side, w, b))
         weights.append(each_head(w, side))
         biases.append(None if b is None else each_head(b, side))
-    return ProbedWeights(
-        tuple(weights),
-        tuple(biases),
-        outputs.probe_output(call, call.out),
-        tuple(norms),
-        outputs.probe_gate(call),
-        turns,
-        sums,
-    )
+    w_o, gate = probe_output(call, call.out), probe_gate(call)
+    return ProbedWeights(tuple(weights), tuple(biases), w_o, tuple(norms), gate, turns, sums)
 
 
-def read_by_names(call: Call) -> ProbedWeights | None:
-    """Return the projections of a layer as its parameters are named; None where they are not.
+def score_parts(call: Call) -> tuple[float | Tensor, Tensor | None]:
+    """Return the parts of the scores of a layer, whose scores or masks may depend on its tokens.
 
-    Names prove nothing: they take the place of probing where that has found the same before (of the
-    same model, with other values) and where nothing but linear maps of torch has weights; what is
-    captured with them is compared with the model's pass like any other.
+    They are the factor of products of queries and keys, or one for each head, (heads, 1, 1); and
+    what is added, (samples, heads, N, N) float64, or None.
 
-    Args:
-        call: of a layer that multiplies its tokens with them, and does nothing else to them.
+    Raises:
+        CaptureError: its scores are no such sum.
     """
-    found = projections_of(call.name, call.module)
-    heads, home = call.q.shape[1], call.q.device
-    if found is None or any(heads % len(w) for w in found.w) or not _linear(call.module):
-        return None
-
-    def each_head(t: Tensor) -> Tensor:
-        return t.detach().to(home, torch.float64).repeat_interleave(heads // len(t), 0).contiguous()
-
-    b = tuple(None if t is None or not bool((t != 0).any()) else each_head(t) for t in found.b)
-    return ProbedWeights(tuple(map(each_head, found.w)), b, _output(call, heads), (None,) * 3)
-
-
-def _output(call: Call, heads: int) -> Tensor | None:
-    """Slices of the output projection, (heads, d_v, D_out): of a linear map its weights."""
-    module = call.consumer
-    plain = isinstance(module, nn.Linear | Conv1D) and _linear(module)
-    if not plain or outputs.from_heads(call) is not None:
-        return outputs.probe_output(call, call.out)
-    assert isinstance(module, nn.Linear | Conv1D)
-    w = module.weight.mT if isinstance(module, nn.Linear) else module.weight
-    return w.detach().to(call.q.device, torch.float64).unflatten(0, (heads, -1))
-
-
-def _linear(module: nn.Module) -> bool:
-    """Tell whether all weights of a module are of linear maps as torch and transformers have them.
-
-    Subclasses (adapters, parametrisations) and hooks may do more with weights of these names.
-    """
-    return all(
-        type(part) in (nn.Linear, Conv1D)
-        and not part._forward_pre_hooks
-        and not part._forward_hooks
-        for part in module.modules()
-        if next(part.parameters(recurse=False), None) is not None
-    )
+    layer, g = ProbedLayer(call), torch.Generator().manual_seed(3)
+    passes = [_scores(call, layer, layer.random(g)) for _ in range(2)]
+    (products, scores), (others, second) = passes
+    hidden = (scores <= HIDDEN) & (second <= HIDDEN)
+    change = (scores - second).masked_fill(hidden, 0.0)
+    of_products = (products - others).masked_fill(hidden, 0.0)
+    size = change.abs().amax()
+    # a softmax without sinks does not see what all scores of a row have in common
+    commons = (False,) if "s_aux" in call.extras else (False, True)
+    for common, axes in itertools.product(commons, ((0, 1, 2, 3), (0, 2, 3))):
+        if common:
+            change, of_products = (_less_common(t, hidden) for t in (change, of_products))
+        factor = (change * of_products).sum(axes, keepdim=True)[0]
+        factor = factor / of_products.square().sum(axes, keepdim=True)[0]
+        if bool((change - factor * of_products).abs().amax() <= ROTATION_TOLERANCE * size):
+            break
+    else:
+        raise call.unsupported("adds other products of its tokens to its scores, or changes them")
+    added = scores - factor * products
+    if common:
+        added = _less_common(added.masked_fill(hidden, 0.0), hidden)
+    largest = scores[~hidden].abs().amax()
+    added[(added.abs() <= NOISE * largest) & ~hidden] = 0
+    added = added.masked_fill(hidden, torch.finfo(call.x.dtype).min)
+    scale = factor if len(factor) > 1 else float(factor)
+    return scale, added if bool((added != 0).any()) else None
 
 
-def same_weights(probed: ProbedWeights, named: ProbedWeights | None) -> bool:
-    """Return whether names lead to the weights that probing has found."""
-    if named is None:
-        return False
-    pairs = zip((*probed.w, *probed.b, probed.w_o), (*named.w, *named.b, named.w_o), strict=True)
+def _scores(call: Call, layer: ProbedLayer, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return products of queries and keys, and scores, (samples, heads, N, N) each."""
+    (q, k, _), others = layer.seen(tokens)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if call.way == BY_HAND:
+        return q @ k.mT, others["scores"].reshape(*q.shape[:-1], k.shape[-2])
+    scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
+    scores = scale * q @ k.mT
+    for name in ADDED:
+        if (added := others.get(name)) is not None:
+            scores = scores + added[..., : k.shape[-2]]
+    return q @ k.mT, scores
 
-    def alike(a: Tensor | None, b: Tensor | None) -> bool:
-        if a is None or b is None or a.shape != b.shape:
-            return a is b
-        return rerun.relative_error(a, b) <= SAME
 
-    return all(alike(mine, other) for mine, other in pairs)
+def _less_common(t: Tensor, hidden: Tensor) -> Tensor:
+    """Return rows less their means over what is not hidden, which is zero in t."""
+    mean = t.sum(-1, keepdim=True) / (~hidden).sum(-1, keepdim=True).clamp_min(1)
+    return (t - mean).masked_fill(hidden, 0.0)

@@ -1,7 +1,10 @@
 """A module run again by itself, in float64, with other tensors in the place of its tokens.
 
-Affine maps are read off what it makes of them: those of the outputs of heads and their gate in
-`lipbound.models.capture.outputs`, of queries, keys and values in `lipbound.models.capture.probing`.
+Affine maps are read off what it makes of them: of queries, keys and values in
+`lipbound.models.capture.probing`; here the gate of the outputs of heads, and their map to what the
+layer returns. That is read off the module that projects them, wrappers and hooks included, where
+the layer returns just what this one returns, or leaves projecting to it; else off the layer, run
+again with other outputs in the place of its heads'.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +18,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache
 
-from lipbound.errors import LipboundError
-from lipbound.models.capture.seeing.call import Call, ModuleRun
-from lipbound.models.capture.seeing.follower import Follower
+from lipbound.attention.variants.gate import Gate
+from lipbound.errors import CaptureError, LipboundError
+from lipbound.models.capture.seeing.call import (
+    Call,
+    ModuleRun,
+    first_tensor,
+    same_numbers,
+    samples_first,
+)
+from lipbound.models.capture.seeing.follower import Follower, Form, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import RAISED, copied_state, unmoved
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
@@ -153,7 +163,8 @@ class ModuleCopy:
         """Return the same as `again` with the call's tokens, (samples, N, D), exchanged."""
         given = self.call.given
         assert isinstance(given, Tensor)
-        tokens = tokens.transpose(0, 1) if self.call.tokens_first else tokens
+        if samples_first(given, *self.call.shape) is not given:
+            tokens = tokens.transpose(0, 1)
         return self.again(follower, [(given, tokens.reshape(given.shape))], **named)
 
 
@@ -206,3 +217,188 @@ def on_units(call: Call, made: Callable[[Tensor], Sequence[Tensor]]) -> list[Ten
 def affine(made: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return linear part (D, ...) and bias (None for zero) of a map that `on_units` read."""
     return made[1:] - made[0], made[0] if bool((made[0] != 0).any()) else None
+
+
+CHECKED = 64
+"""Number of recorded outputs of all heads that tell whether their projection is affine."""
+
+
+class _OtherHeads(Follower):
+    """Puts other outputs of heads, (samples, N, heads, d_v), in the place of a call's own.
+
+    Args:
+        call: in a module that calls attention once.
+        outputs: in the place of its own.
+        stops: whether to stop where they are projected.
+    """
+
+    def __init__(self, call: Call, outputs: Tensor, stops: bool = False):
+        super().__init__(call.adds)
+        self._outputs, self._stops = outputs, stops
+        self._form = call.form or Form(outputs.shape[2])
+
+    def computed(self, heads: Heads) -> Tensor:
+        place, new = outputs_of(heads, self._form), heads.raw.clone()
+        assert place is not None
+        start = place.storage_offset() - heads.raw.storage_offset()
+        new.as_strided(place.shape, place.stride(), start).copy_(self._outputs)
+        return new
+
+    def projected(self, x: Tensor, heads: Heads) -> None:
+        if self._stops:
+            raise Stopped(x.reshape(self._outputs.shape))
+
+
+def probe_output(call: Call, heads: Tensor) -> Tensor | None:
+    """Return the map of the heads' outputs to what their module returns, (heads, d_v, D_out).
+
+    Where it returns these outputs themselves, or a block around them with a residual connection or
+    a normalisation, it is that of the module which projects them. None where there is no such map.
+
+    Args:
+        call: of the layer.
+        heads: outputs of heads, (..., heads, d_v).
+
+    Raises:
+        CaptureError: it is not affine.
+    """
+    own, run = from_heads(call), call.projection
+    if own is not None and own.shape[:2] == heads.shape[-2:]:
+        return own
+    if run is None or ((call.changed or not call.formed) and not _returns_all(call, run)):
+        return None
+    return _projection(call, run, *heads.shape[-2:])
+
+
+def _projection(call: Call, run: ModuleRun, count: int, d_v: int) -> Tensor | None:
+    """Return slices of a module that is given flattened outputs of heads, (heads, d_v, D_out)."""
+    copy, tensors = plain_copy(run.module).to(call.q.device).double(), (run.args[0], run.returned)
+    try:
+        flat, own = (t.reshape(-1, t.shape[-1]).double() for t in tensors if t is not None)
+        known = flat.isfinite().all(-1)  # padding may be undefined
+        flat, own = (t[known][:: -(-len(t) // CHECKED)] for t in (flat, own))
+        eye = torch.eye(count * d_v, dtype=torch.float64, device=flat.device)
+        zero, made = copy(torch.zeros_like(eye[:1])), copy(flat)
+        w_o: Tensor = copy(eye) - zero
+        size = flat.abs() @ w_o.abs()
+        affine = _close(made - zero, flat @ w_o, size) and _close(own, made, size)
+    except RAISED:
+        return None
+    if not affine:
+        name = type(run.module).__name__
+        raise CaptureError(f"layer {call.name}: its output projection ({name}) is not affine")
+    return w_o.view(count, d_v, -1)
+
+
+def from_heads(call: Call) -> Tensor | None:
+    """Return the map of heads' outputs where it is no single module's, (heads, d_v, D_out).
+
+    None where it is, where it differs from token to token, or is not affine in a block that its
+    tokens also enter in another way.
+
+    Raises:
+        CaptureError: a module makes something of the outputs of its heads alone that is not affine.
+    """
+    if not call.w_o:
+        run, own = _end(call), call.consumer and call.projection
+        single = own and not call.changed and _returns_all(call, own)
+        whole = run is not None and not single and call.formed
+        call.w_o.append(_through(call, run) if run and whole else None)
+    return call.w_o[0]
+
+
+def _end(call: Call) -> ModuleRun | None:
+    """Return the innermost run around a call that returns other than the outputs of its heads."""
+    runs = (run for run, before in call.around if not before and run.inside == 1)
+    return next((run for run in runs if not same_numbers(run.returned, call.out)), None)
+
+
+def _returns_all(call: Call, own: ModuleRun) -> bool:
+    """Return whether nothing follows the projection in the module that calls attention."""
+    inner = call.around[0][0]
+    inside = own.name.startswith(f"{inner.name}." if inner.name else "")
+    return not inside or same_numbers(inner.returned, own.returned)
+
+
+def _close(own: Tensor, mine: Tensor, size: Tensor | None = None) -> bool:
+    """Tell whether rebuilt outputs are a module's own, relative to the numbers they are sums of."""
+    least = own if size is None else 1e-3 * size
+    limit = CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), least.abs().amax()))
+    return own.shape == mine.shape and bool((own - mine).abs().amax() <= limit)
+
+
+def _real(call: Call) -> Tensor:
+    """Return which tokens of a call are no padding, (samples, N)."""
+    every = torch.ones(call.out.shape[:2], dtype=torch.bool, device=call.out.device)
+    return every if call.valid_rows is None else call.valid_rows
+
+
+def _through(call: Call, run: ModuleRun) -> Tensor | None:
+    (s, n, count, d_v), real = call.out.shape, _real(call)
+    heads = call.out.double().nan_to_num() * real[..., None, None]
+    flat = heads[real].flatten(1)
+
+    def rows(returned: object) -> Tensor:
+        y = first_tensor(returned)
+        if y is None or y.numel() % (s * n):
+            raise CaptureError("its tokens are not known")
+        return samples_first(y, s, n).reshape(s, n, -1)[real].double()
+
+    def made(outputs: Tensor, others: Iterable[tuple[Tensor, Tensor]] = ()) -> Tensor:
+        follower = _OtherHeads(call, outputs.reshape(call.out.shape))
+        return rows(copy.again(follower, others))
+
+    try:
+        copy = ModuleCopy(run, call)
+        zero, own, twice = (made(factor * heads) for factor in (0.0, 1.0, 2.0))
+        alike, linear = made(heads[real][:1].expand(s, n, -1, -1)) - zero, own - zero
+        if _close(rows(run.returned), own) and _close(twice - zero, 2 * linear):
+            if not _close(alike, alike[:1].expand_as(alike)):
+                return None
+            parts = []
+            for some in torch.eye(count * d_v).to(flat).split(len(flat)):
+                units = heads.new_zeros(s, n, count * d_v)
+                units[tuple(real.nonzero()[: len(some)].T)] = some
+                parts.append((made(units) - zero)[: len(some)])
+            w_o = torch.cat(parts)
+            return w_o.view(count, d_v, -1) if _close(linear, flat @ w_o) else None
+        moved = [(t, t.double() + t.double().cos()) for t in copy.inputs]
+        alone = not call.changed and call.consumer and _close(own, made(heads, moved))
+    except CaptureError:
+        return None
+    if alone:
+        raise call.unsupported("makes something of the outputs of its heads that is not affine")
+    return None
+
+
+def probe_gate(call: Call) -> Gate | None:
+    """Return the gate of a call's head outputs, float64; None where there is none.
+
+    Raises:
+        CaptureError: what stands between attention and its projection is no gate: sigmoids of an
+            affine map of the output's own token.
+    """
+    if not call.gated or call.projected is None:
+        return None
+    layer = ModuleCopy(call.run, call)
+
+    def logits(tokens: Tensor) -> list[Tensor]:
+        outputs = torch.ones_like(call.out, dtype=torch.float64)
+        others = (_OtherHeads(call, size * outputs, True) for size in (1.0, 2.0))
+        ends = [layer.with_tokens(one, tokens) for one in others]
+        if not all(isinstance(end, Stopped) for end in ends):
+            raise call.unsupported(call.changed)
+        one, two = (end.args[0] for end in ends)
+        off = float((two - 2 * one).abs().amax())
+        if not (bool((one > 0).all() and (one < 1).all()) and off <= CAPTURE_TOLERANCE):
+            raise call.unsupported(call.changed)
+        return [torch.logit(one).flatten(0, 1)]
+
+    w, b = affine(on_units(call, logits)[0])
+    gate = Gate(w.transpose(0, 1).contiguous(), b)
+    made = torch.sigmoid(gate.logits(call.x)).transpose(1, 2) * call.out.double()
+    own = call.projected.reshape(call.out.shape).double()
+    size, off = own.nan_to_num().abs().amax(), (made - own).nan_to_num().abs().amax()
+    if not bool(off <= CAPTURE_TOLERANCE * size):
+        raise call.unsupported(call.changed)
+    return gate

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.outputs import from_heads
-from lipbound.models.capture.rerun import ModuleCopy, Stopped
+from lipbound.models.capture.rerun import ModuleCopy, Stopped, from_heads
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
 from lipbound.models.capture.seeing.follower import Follower, Form, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import plain_attention

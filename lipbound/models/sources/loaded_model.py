@@ -1,18 +1,22 @@
-"""Models that the user has loaded: the transformers model inside wrappers, its dtype, its source.
+"""Models in memory: loaded by the user, or made by other packages by name (timm, open_clip).
 
-Wrappers are checkpoints of ours, those of torch and PEFT, pipelines and sentence encoders. Weights
-in memory are checked here, wherever they come from, and hashes tell them apart.
+The transformers model is taken out of wrappers: checkpoints of ours, those of torch and PEFT,
+pipelines and sentence encoders. Weights in memory are checked here, wherever they come from, and
+hashes tell them apart.
 """
 
 import copy
 import hashlib
+import importlib
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -21,6 +25,7 @@ from transformers import Pipeline, PretrainedConfig, PreTrainedModel
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
+from lipbound.models.quiet import explained, first_line, quiet
 from lipbound.models.weight_files import finite
 
 DEPTH = 8
@@ -56,9 +61,7 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     kind = type(inner).__name__
     options.refuse_given("a model in memory")
     if offload.by_layer(inner):
-        raise CheckpointError(
-            f"the weights of the {kind} are on disk; give the checkpoint's directory or hub id"
-        )
+        raise CheckpointError(f"the weights of {kind} are on disk; give its directory or hub id")
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
@@ -174,9 +177,8 @@ def named_inputs(model: nn.Module, inputs: object) -> dict[str, Tensor]:
         inputs = (inputs,)
     if isinstance(inputs, tuple | list) and any(isinstance(t, Tensor) for t in inputs):
         parameters = inspect.signature(model.forward).parameters.values()
-        names = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
-        ]
+        by_place = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+        names = [p.name for p in parameters if p.kind in by_place]
         inputs = dict(zip(names, inputs, strict=False)) if len(names) >= len(inputs) else inputs
     if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
         raise CaptureError(
@@ -225,9 +227,8 @@ def _inside(given: Any) -> tuple[object | None, str]:
 def _adapters(model: object) -> list[str]:
     """Return a sentence where layers of a model have adapters in them."""
     parts = model.modules() if isinstance(model, PreTrainedModel) else ()
-    layers = [
-        part for part in parts if hasattr(part, "base_layer") and hasattr(part, "active_adapters")
-    ]
+    both = ("base_layer", "active_adapters")
+    layers = [part for part in parts if all(hasattr(part, name) for name in both)]
     if not layers:
         return []
     off = all(getattr(layer, "disable_adapters", False) for layer in layers)
@@ -293,14 +294,12 @@ def check_finite(model: nn.Module, name: str) -> None:
     stored, buffers = offload.on_disk(model), {key for key, _ in model.named_buffers()}
     for key, tensor in model.state_dict().items():
         if key in stored:
-            passed = stored[key].finite()
+            passed = finite(stored[key].read())
         else:
             plain = isinstance(tensor, Tensor) and not tensor.is_meta
             passed = not plain or finite(tensor, masks=key in buffers)
         if not passed:
-            raise CheckpointError(
-                f"the weights of {name} contain NaN or infinite numbers, in {key}"
-            )
+            raise CheckpointError(f"the weights of {name} have NaN or infinite numbers, in {key}")
 
 
 def check_floating(model: nn.Module, name: str) -> None:
@@ -380,3 +379,122 @@ def state_sha256(model: nn.Module) -> str:
         digest.update(key.encode())
         digest.update(tensor.detach().cpu().contiguous().float().numpy().tobytes())
     return "sha256:" + digest.hexdigest()
+
+
+Made = tuple[nn.Module, Callable[[Any], Tensor]]
+"""A model, and the transform that makes its tensor of an image."""
+
+
+class TimmModel(nn.Module):
+    """A model of timm that reads images under the name that image models of transformers have."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        return self.inner(pixel_values)
+
+
+class OpenClipModel(nn.Module):
+    """A model of open_clip, of whose towers those run that are given something."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, inner: Any):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pixel_values: Tensor | None = None, input_ids: Tensor | None = None) -> Any:
+        images = None if pixel_values is None else self.inner.encode_image(pixel_values)
+        return images, None if input_ids is None else self.inner.encode_text(input_ids)
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """A transform of single images, called as an image processor of transformers is.
+
+    Attributes:
+        transform: makes a tensor (channels, height, width) of an image.
+        described: what it does, in one line.
+    """
+
+    transform: Callable[[Any], Tensor]
+    described: str
+
+    def __call__(self, images: list[Any], return_tensors: str = "pt") -> dict[str, Tensor]:
+        """Return the tensors of images, (samples, channels, height, width)."""
+        return {"pixel_values": torch.stack([self.transform(image) for image in images])}
+
+
+def _timm(package: Any, name: str, weights: str) -> Made:
+    model = package.create_model(name, pretrained=not weights)
+    if weights:
+        _fill(model, weights)
+    settings = package.data.resolve_model_data_config(model)
+    return TimmModel(model), package.data.create_transform(**settings, is_training=False)
+
+
+def _open_clip(package: Any, name: str, weights: str) -> Made:
+    if not weights:
+        known = [tag for one, tag in package.list_pretrained() if one == name]
+        raise CheckpointError(
+            f"open_clip:{name} has several sets of weights; name one, open_clip:{name}@TAG "
+            f"({', '.join(known) or 'none is published'}), or a file"
+        )
+    local = Path(weights).expanduser().exists()
+    made = package.create_model_and_transforms(name, pretrained=None if local else weights)
+    if local:
+        _fill(made[0], weights)
+    return OpenClipModel(made[0]), made[2]
+
+
+MAKERS: Mapping[str, Callable[[Any, str, str], Made]] = {"timm": _timm, "open_clip": _open_clip}
+"""By package, the function that makes a model of the package itself, a name, and weights.
+
+Weights are "" for the package's own.
+"""
+
+
+def load_other(model: object, options: LoadOptions) -> Checkpoint | None:
+    """Load "timm:NAME" or "open_clip:NAME@TAG", with weights from the hub or from a local file.
+
+    Args:
+        model: the name; behind an @ a .safetensors file, or of open_clip the tag of weights.
+        options: dtype and device.
+
+    Returns:
+        The checkpoint, with the package's own transform of images; None for other names.
+
+    Raises:
+        CheckpointError: the package is not installed, knows no such model, or cannot load it.
+    """
+    kind, colon, rest = str(model).partition(":")
+    if not isinstance(model, str) or not colon or kind not in MAKERS:
+        return None
+    options.refuse_given(f"a model of {kind}")
+    name, _, weights = rest.partition("@")
+    try:
+        package = importlib.import_module(kind)
+    except ImportError as error:
+        raise CheckpointError(
+            f"{model} needs the package {kind}, which cannot be imported ({first_line(error)}); "
+            f"install it, with the torchvision that fits torch {torch.__version__}"
+        ) from error
+    with explained(CheckpointError, f"{model} cannot be loaded: "), quiet():
+        made, transform = MAKERS[kind](package, name, weights)
+    check_floating(made, name)
+    loaded = in_dtype(made, options.dtype)[0].to(device=options.device).eval()
+    check_finite(loaded, name)
+    processor = ImageTransform(transform, f"{kind}'s transform, {' '.join(str(transform).split())}")
+    return Checkpoint(loaded, model, state_sha256(loaded), None, processor=processor)
+
+
+def _fill(model: nn.Module, weights: str) -> None:
+    """Load weights of a .safetensors file into a model, all of which must fit."""
+    path = Path(weights).expanduser()
+    if path.suffix != ".safetensors" or not path.is_file():
+        raise CheckpointError(f"{weights} is no .safetensors file; give one, or leave it out")
+    model.load_state_dict(load_file(path))

@@ -121,8 +121,12 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is {shown(model)}; give a loaded transformers model")
-    each = (projections_of(name, module) for name, module in model.named_modules())
-    found = [one for one in each if one is not None]
+    found = []
+    for name, module in model.named_modules():
+        heads = next((n for key in HEADS if isinstance(n := getattr(module, key, None), int)), 0)
+        if (maps := _maps(module) if heads else None) is not None:
+            w, b = zip(*(_per_head(*m, heads) for m in maps), strict=True)
+            found.append(ModuleProjections(name, module, w, b))
     if not found:
         known = ", ".join("/".join(names) for names in SEPARATE)
         raise CaptureError(
@@ -131,16 +135,6 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
             f"beside projections called {known} or {', '.join(FUSED)}; JaSMin needs neither"
         )
     return found
-
-
-def projections_of(name: str, module: nn.Module) -> ModuleProjections | None:
-    """Return the projections of one attention module, found by their names, or None."""
-    heads = next((n for key in HEADS if isinstance(n := getattr(module, key, None), int)), 0)
-    maps = _maps(module) if heads else None
-    if maps is None:
-        return None
-    w, b = zip(*(_per_head(*m, heads) for m in maps), strict=True)
-    return ModuleProjections(name, module, w, b)
 
 
 def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
@@ -175,9 +169,7 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     """
     name, x, valid, mask = type(call.module).__name__, call.x, call.valid, call.mask
     if found is None or x is None:
-        raise CaptureError(
-            f"the projections of {name} are not found by their names, so its bound has no gradient"
-        )
+        raise CaptureError(f"projections of {name} are not found by name: no gradient")
     (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
     for fault, what in (
         (call.biased, "uses position_bias in its attention"),
@@ -198,9 +190,8 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     def each_head(t: Tensor) -> Tensor:
         return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
 
-    projections = Projections(
-        *map(each_head, found.w), *(None if b is None else each_head(b) for b in found.b)
-    )
+    biases = (None if b is None else each_head(b) for b in found.b)
+    projections = Projections(*map(each_head, found.w), *biases)
     scoring = Scoring(float(call.scale), None if mask is None else mask.to(home, dtype))
     valid = None if valid is None else valid.to(home)
     att = Attention.of(x.to(home, dtype), projections, scoring, valid=valid)
@@ -234,6 +225,5 @@ def _check(att: Attention, call: TrainingCall, sample: int) -> None:
         if not off <= limit:
             raise CaptureError(
                 f"{type(call.module).__name__} does more to its {name} than project its input (off "
-                f"by {off:.1e}), or takes them from elsewhere (cross-attention), so its bound has "
-                "no gradient here"
+                f"by {off:.1e}), or is cross-attention, so its bound has no gradient"
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -158,12 +158,7 @@ _watches: list[ProbabilityCollector] = []
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **kw: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[Tensor, Any]:
     """Return torch's fused attention, or the same by way of probabilities where they are wanted.
 
@@ -171,9 +166,7 @@ def _attention(
         CaptureError: scores are capped or have sinks, or the module is a copy of DataParallel's.
     """
     if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
-        raise CaptureError(
-            f"{type(module).__name__} uses {', '.join(extras)}, which penalties do not support"
-        )
+        raise CaptureError(f"{type(module).__name__}: penalties do not support {', '.join(extras)}")
     fused = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kw)
     explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
     if replay.script is not None:
@@ -227,9 +220,7 @@ def _explicit(
     return out, used, call, p
 
 
-def _added(
-    module: nn.Module, given: Tensor | None, causal: bool | None, scores: Tensor
-) -> Tensor | None:
+def _added(module: nn.Module, given: Any, causal: bool | None, scores: Tensor) -> Tensor | None:
     """Return what is added to scores, as fused attention takes a mask or the absence of one.
 
     Raises:
@@ -311,9 +302,7 @@ def watching(
     inner = bare_model(model, tells=False)
     chosen = None if layers is None else frozenset(indices("layers", layers))
     if chosen is not None and min(chosen, default=0) < 0:
-        raise CaptureError(
-            f"layers is {shown(layers)}; count attention layers from 0, in the order they run in"
-        )
+        raise CaptureError(f"layers is {shown(layers)}; count from 0, in the order they run in")
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
     watch = ProbabilityCollector(frozenset(map(id, modules)), chosen, inputs_of is not None)
     hooked, attending = _hooked(watch, modules, inputs_of or ()), _attending(inner, modules)
@@ -333,9 +322,7 @@ def watching(
         )
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
     if missing and watch.layers:
-        raise CaptureError(
-            f"layers {missing} do not exist: the model ran {len(watch.layers)}, numbered from 0"
-        )
+        raise CaptureError(f"layers {missing} do not exist: 0 to {len(watch.layers) - 1} ran")
 
 
 def uncompiled(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
@@ -440,17 +427,15 @@ def _noting(own: AbstractContextManager[Any], notes: list[bool]) -> Iterator[Non
         yield
 
 
-class _Recomputing:
+class _Recomputing(ExitStack):
     """Context of a recomputation, which torch may enter again for another backward pass."""
 
     def __init__(self, own: AbstractContextManager[Any], notes: list[bool], configs: Sequence[Any]):
+        super().__init__()
         self._own, self._notes, self._configs = own, notes, configs
 
-    def __enter__(self) -> None:
-        self._stack = ExitStack()
-        self._stack.enter_context(self._own)
-        self._stack.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *self._configs))
-        self._stack.enter_context(changed("script", iter(self._notes), replay))
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __enter__(self) -> Self:
+        self.enter_context(self._own)
+        self.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *self._configs))
+        self.enter_context(changed("script", iter(self._notes), replay))
+        return self

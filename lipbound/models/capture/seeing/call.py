@@ -111,7 +111,7 @@ class Call:
         projection: the run of the outermost module that is given nothing but the head outputs, or
             what was made of them on the way, and multiplies them with weights.
         projected: what that was given, before hooks on it.
-        w_o: what is known of the map to the module's return (`lipbound.models.capture.outputs`).
+        w_o: what is known of the map to the module's return (`lipbound.models.capture.rerun`).
     """
 
     run: ModuleRun
@@ -163,15 +163,9 @@ class Call:
         return first if self.stream is None else self.stream
 
     @property
-    def _shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int]:
         """Samples and tokens of the stream."""
         return len(self.q), (self.q if "q" in self.sides else self.k).shape[-2]
-
-    @property
-    def tokens_first(self) -> bool:
-        """True if the module was given (N, samples, D); (N, N, D) counts as samples first."""
-        x = self.given
-        return isinstance(x, Tensor) and samples_first(x, *self._shape) is not x
 
     @property
     def x(self) -> Tensor:
@@ -184,10 +178,8 @@ class Call:
             CaptureError: it was given no such tensor, or attends to other tokens than these.
         """
         if not self.formed:
-            raise self.unsupported(
-                "multiplies queries, keys and values in tensors whose axes are not known"
-            )
-        given, (samples, n) = self.given, self._shape
+            raise self.unsupported("multiplies queries and keys in tensors of unknown axes")
+        given, (samples, n) = self.given, self.shape
         x = samples_first(given, samples, n) if isinstance(given, Tensor) else given
         if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:
             x = x.reshape(samples, n, x.shape[-1])

@@ -21,13 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE
-from lipbound.models.capture.seeing.interface import (
-    SDPA,
-    AttentionFunction,
-    additive_mask,
-    eager,
-    handling,
-)
+from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
 
 PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 PRODUCTS |= {Tensor.__rmatmul__, Tensor.baddbmm, torch.einsum}
@@ -246,14 +240,7 @@ class Follower(TorchFunctionMode):
         self._kinds[id(tensor)] = (weakref.ref(tensor), kind)
 
     def _interface(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        own: AttentionFunction | None = None,
-        **kw: Any,
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, own: Any, **kw: Any
     ) -> tuple[Tensor, Any]:
         """Do what a module's own eager attention function does, or a function of the user's.
 
@@ -277,23 +264,16 @@ class Follower(TorchFunctionMode):
                 out, probabilities = eager(module)(module, q, k, v, mask, **kw)
         return self._done(heads, out, out.ndim - 2), probabilities
 
-    def _fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **kw: Any,
-    ) -> Tensor:
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
         """Do what torch's own attention function does."""
-        mask = additive_mask(query, key, attn_mask, is_causal)
+        kw |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        given = kw.get("attn_mask")
+        mask = additive_mask(query, key, given, kw.get("is_causal", False))
         heads = Heads(FUSED, (query,), (key,), value, mask, kw.get("scale"))
-        heads.boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+        heads.boolean = given is not None and given.dtype == torch.bool
         self.asked(heads)
         with self.paused(), torch._C.DisableTorchFunction():
-            out = self.fused(query, key, value, attn_mask, dropout_p, is_causal, **kw)
+            out = self.fused(query, key, value, **kw)
         heads.form = query, key, value, out, mask
         return self._done(heads, out, out.ndim - 3 if out.ndim > 3 else None)
 
@@ -462,11 +442,9 @@ def _permuted(t: Tensor, letters: str, wanted: str) -> Tensor | None:
     return t.permute([letters.index(letter) for letter in wanted])
 
 
-def _queries_and_keys(
-    left: Tensor, right: Tensor, letters: Letters
-) -> tuple[Tensor, Tensor] | None:
+def _queries_and_keys(left: Tensor, right: Tensor, of: Letters) -> tuple[Tensor, Tensor] | None:
     """Return queries (..., N, d) and keys (..., M, d) of a product, where it is one of these."""
-    of_q, of_k, result = letters
+    of_q, of_k, result = of
     shared = [x for x in of_q if x in of_k and x not in result]
     if len(result) < 3 or len(shared) != 1:
         return None

@@ -127,19 +127,11 @@ def own_functions(through: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    own_function: AttentionFunction | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[Tensor, Any]:
     # parameters have the interface's names, since some models pass them by keyword
-    given = module, query, key, value, attention_mask
-    if _handler is None:
-        return (own_function or eager(module))(*given, **kwargs)
-    return _handler(*given, own_function, **kwargs)
+    given, own = (module, query, key, value, attention_mask), kw.pop(OWN, None)
+    return (own or eager(module))(*given, **kw) if _handler is None else _handler(*given, own, **kw)
 
 
 AttentionInterface.register(RECORDING_ATTENTION, _attention)

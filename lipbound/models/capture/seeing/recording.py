@@ -192,10 +192,7 @@ class Recorder(Follower):
         """
         runs = [r for r in self.running if heads.module is None or r.module is heads.module]
         if not runs:
-            raise CaptureError(
-                f"attention was called on behalf of {type(heads.module).__name__}, which is not "
-                "being run"
-            )
+            raise CaptureError(f"{type(heads.module).__name__} calls attention and does not run")
         run, out = runs[-1], heads.raw
         out = out.transpose(-3, -2) if heads.way == FUSED else out
         q, k = heads.q[0], heads.k[0]
@@ -315,9 +312,7 @@ class Recorder(Follower):
         mask = self.mask if inside is None else inside.kwargs.get(MASK)
         return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-    def enter(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Run before a module of that name, as a hook."""
         args, kwargs = by_name(module, args, kwargs)
         caches = {key: v for key, v in kwargs.items() if isinstance(v, Cache)}
@@ -375,10 +370,7 @@ def record(
         )
     notes = _notes(model, recorder.calls, recorder.unseen)
     if drew:
-        notes.append(
-            "the model draws random numbers in its forward pass; it is measured at those of "
-            "torch.manual_seed(0)"
-        )
+        notes.append("the model draws random numbers: here those of torch.manual_seed(0)")
     return recorder.calls, notes
 
 
