@@ -293,8 +293,8 @@ RUN_COMMANDS = {
     "heatmap {mess}/run.zarr -o {mess}/file/x.pdf": "{mess}/file/x.pdf cannot be written",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 0": "columns is 0",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 1.5": "invalid value for '--columns'",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "unknown width 'tall', and no number of "
-    "inches; allowed are column, page, slide",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "width is 'tall'; it must be a number "
+    "of inches, from 1 to 100, or one of page, column, slide",
     **{
         f"heatmap {{mess}}/run.zarr -o {{tmp}}/x.png --width {value}": f"width is {float(value)}; it "  # noqa: E501
         "must be a number of inches"

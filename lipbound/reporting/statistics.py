@@ -8,6 +8,7 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit
+from lipbound.bounds.registry import get, resolve
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
 from lipbound.formatting import digits
 from lipbound.reporting.labels import check_numbers
@@ -16,6 +17,10 @@ from lipbound.runs.two_runs import sides
 from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, is_diff, norm_of, sound
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
+Reduction = str | float
+"""One of these, or a quantile in [0, 1]."""
+End = int | None
+"""An end of enclosures: 0 the lower one, 1 the upper one; None for the values themselves."""
 
 
 def reduce_samples(
@@ -201,7 +206,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
 
 
-def spread_of(ds: xr.Dataset, name: str, end: int | None = None) -> dict[str, float]:
+def spread_of(ds: xr.Dataset, name: str, end: End = None) -> dict[str, float]:
     """Columns `SPREAD` and `INTERVAL` of `quantity`; NaN where there are no values."""
     values = quantity(ds, name, end)
     single = [geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
@@ -270,12 +275,7 @@ def breakdown(
 
 
 def cells(
-    ds: xr.Dataset,
-    by: str,
-    names: Sequence[str],
-    reduce: str | float,
-    values: str,
-    end: int | None = None,
+    ds: xr.Dataset, by: str, names: list[str], reduce: Reduction, values: str, end: End = None
 ) -> pd.DataFrame:
     """`breakdown` of all places: of values, or of the lower or upper ends of their enclosures."""
     levels = ["layer", "head"][: ROWS.index(by)]
@@ -302,8 +302,6 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     names = bounds_there(ds) if given is None else list(given)
     missing = [name for name in names if name not in bounds_there(ds)]
     if missing:
-        from lipbound.bounds.registry import get  # it needs torch, which names of the run do not
-
         missing = [get(name).name for name in missing]
         raise UnknownNameError(
             f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds)) or 'none'}"
@@ -335,8 +333,6 @@ def requested(ds: xr.Dataset, bounds: str) -> list[str]:
     names = [part.strip() for part in bounds.split(",") if part.strip()]
     if names and all(name in (*bounds_there(ds), *EXTRAS) for name in names):
         return list(dict.fromkeys(names))
-    from lipbound.bounds.registry import resolve
-
     return resolve(bounds, norm_of(ds))
 
 
@@ -352,11 +348,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 def extras(ds: xr.Dataset) -> list[str]:
     """Variables with values besides norms: see `EXTRA_WIDTHS`; of a diff the norms of its runs."""
-    return [
-        name
-        for name in (*EXTRA_WIDTHS, *SIDES)
-        if name in ds.variables and ds[name].notnull().any()
-    ]
+    there = [name for name in (*EXTRA_WIDTHS, *SIDES) if name in ds.variables]
+    return [name for name in there if ds[name].notnull().any()]
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
@@ -366,14 +359,7 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
 
     Args:
         grids: log10 of the values of each panel, by name.
-
-    Raises:
-        LipboundError: something else.
     """
-    if not isinstance(grids, dict):
-        raise LipboundError(
-            f"grids is {shown(grids)}; give a dict of the panels, log10 of their values by name"
-        )
     medians = {
         name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid)))
         for name, grid in grids.items()
@@ -427,7 +413,7 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
     return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
 
 
-def quantity(ds: xr.Dataset, name: str, end: int | None = None) -> xr.DataArray:
+def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.DataArray:
     """Values that tables are of, or an end of their enclosures, at every place.
 
     Args:

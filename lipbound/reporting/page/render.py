@@ -112,8 +112,7 @@ def report(
             raise LipboundError(
                 f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
             )
-        again: Any = {"model": model, "data": data, "device": device}
-        found = details_or_reason(ds, sample, **again) if details else LEFT_OUT
+        found = details_or_reason(ds, sample, model, data, device) if details else LEFT_OUT
         attention += b"".join(one.attention.tobytes() for one in found[0] or [] if one)
         pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
     for one, title in zip(pages, told_apart(one["title"] for one in pages), strict=True):
@@ -161,12 +160,10 @@ def _page(pages: list[dict[str, Any]], attention: bytes, diffs: list[dict[str, s
     }
     # escapes what is no formula
     environment.filters["formula"] = lambda text: Markup(formula(text))
-    files = {
-        name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")
-    }
-    return environment.get_template("page.html").render(
-        runs=pages, parts=parts, diffs=diffs, **files
-    )
+    for name in ("css", "js"):
+        parts[name] = Markup((HERE / f"page.{name}").read_text(encoding="utf-8"))
+    template = environment.get_template("page.html")
+    return template.render(runs=pages, parts=parts, diffs=diffs)
 
 
 @cache
@@ -248,17 +245,15 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
 
 def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     """Numbers of a run: reduced over samples, as ratios, and sample by sample."""
-    names = bounds_there(ds)
-    shown = [*statistics.panels(ds), *statistics.extras(ds)]
+    names, shown = bounds_there(ds), [*statistics.panels(ds), *statistics.extras(ds)]
     colours = scales(ds, log10(ds, shown, reduce), "rows")
     panels = [name for scale in colours for name in scale.names]
     upper = ["exact_upper"] if "exact_upper" in ds else []
     ratios = {name: statistics.ratio(ds, name) for name in names}
     # something that is compared with each exact norm
     examples = {compared_with(ds, name): name for name in names} | {"exact": "exact"}
-    levels = ["layer", across(ds)]
-    heads = across(ds) == "head"
-    kept, order = (ds.isel(sample=slice(SINGLE)), AXES) if heads else (ds, levels)
+    whole = ds, ["layer", "sample"]
+    kept, order = (ds.isel(sample=slice(SINGLE)), AXES) if "head" in ds.dims else whole
 
     def grid(values: xr.DataArray) -> np.ndarray:
         return statistics.panel(values, reduce).values
@@ -287,7 +282,7 @@ def _of_layer(one: Details) -> dict[str, Any]:
 
 
 def details_or_reason(
-    ds: xr.Dataset, sample: int, *, model: Any, data: Any, device: str
+    ds: xr.Dataset, sample: int, model: Any, data: Any, device: str
 ) -> DetailsOrReason:
     """Details of all layers and the words of the sample's tokens; or None and the reason.
 
@@ -309,9 +304,7 @@ def details_or_reason(
     there = ds.isel(sample=sample)
     pairs = zip(there["layer"].values, there["exact"], found, strict=True)
     tol = float(ds.attrs["tol"])
-    wrong = [
-        str(layer) for layer, exact, one in pairs if one and not _same(exact.values, one.norm, tol)
-    ]
+    wrong = [str(k) for k, exact, one in pairs if one and not _same(exact.values, one.norm, tol)]
     if not wrong:
         return found, texts, ""
     which = f"the norms of layers {', '.join(wrong)} are not those of the run"
