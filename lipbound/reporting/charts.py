@@ -107,10 +107,8 @@ def by_layer(
     chosen = list(dict.fromkeys([bounds] if isinstance(bounds, str) else bounds))
     for ds in found:
         statistics.present(ds, chosen)
-    ratios = {
-        name: np.concatenate([statistics.ratio(ds, name).values.ravel() for ds in found])
-        for name in chosen
-    }
+    each = {name: [statistics.ratio(ds, name).values.ravel() for ds in found] for name in chosen}
+    ratios = {name: np.concatenate(values) for name, values in each.items()}
     kept, _ = statistics.shared_axis(ratios)
     axes = styles.given_or_new(ax, (3.45, 2.8))
     for k, (ds, title) in enumerate(zip(found, names, strict=True)):
@@ -385,16 +383,14 @@ def token_profile(
             file that cannot be drawn or written.
     """
     if not hasattr(profile, "output_lower"):
-        raise LipboundError(
-            f"profile is {shown(profile)}; give what lipbound.token_profile returns"
-        )
+        what = shown(profile)
+        raise LipboundError(f"profile is {what}; give what lipbound.token_profile returns")
     chosen, grids = _norms(profile, sample, heads)
     rows, count = grids[0].shape
     names = [plain(str(token)) for token in (range(count) if tokens is None else tokens)]
     if len(names) != count:
-        raise LipboundError(
-            f"{len(names)} tokens were given for a profile of {count}; give the text of every token"
-        )
+        what = f"{len(names)} tokens were given for a profile of {count}"
+        raise LipboundError(f"{what}; give the text of every token")
     names = [n if len(n) <= LONGEST else f"{n[: LONGEST - 1]}\u2026" for n in names]
     settings, inches, points = styles.look(None, width, font_size)
     tall = 0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0)
@@ -450,6 +446,5 @@ def _norms(
     chosen = list(known if heads is None else heads)
     if not chosen or not all(type(head) is int and head in known for head in chosen):
         raise LipboundError(f"heads are {shown(chosen)}; they must be among 0 to {len(known) - 1}")
-    return chosen, [
-        np.sqrt(low * np.where(np.isfinite(high), high, np.nan))[chosen] for low, high in ends
-    ]
+    finite = ((low, np.where(np.isfinite(high), high, np.nan)) for low, high in ends)
+    return chosen, [np.sqrt(low * high)[chosen] for low, high in finite]

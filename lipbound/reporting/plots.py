@@ -1,6 +1,7 @@
 """Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,8 @@ def diff_heatmaps(
         LipboundError: see `lipbound.reporting.plots.heatmaps`.
     """
     how, names = "geomean" if reduce is None else reduce, side_names(labels)
-    called = [
-        name if side in (labels or {}) else plain(f"{name}: {texts.model_name(run)}")
-        for (side, name), run in zip(names.items(), sides(ds), strict=False)
-    ]
+    given, models = labels or {}, dict(zip(names, map(texts.model_name, sides(ds)), strict=False))
+    called = [names[k] if k in given else plain(f"{names[k]}: {models[k]}") for k in models]
     runs, grids, bars, titles, _ = _of_several(sides(ds), None, how, None, None, called)
     ratio, bar = _ratio_panel(ds, how, names["ratio"])
     mean = enclosed(*statistics.mean_ends(ratio_run(ds), "exact"))
@@ -93,7 +92,7 @@ def diff_heatmap(
     """Draw the ratio of two runs alone; arguments as in `heatmap` and `diff_heatmaps`."""
     how, name = "geomean" if reduce is None else reduce, side_names(labels)["ratio"]
     words, above = name + _over_samples(ds, ", ", how), name if title is None else title
-    return sheets.one_panel(ds, *_ratio_panel(ds, how, words), above, words, ax, path, colorbar)
+    return sheets.one_panel(ds, *_ratio_panel(ds, how, words), above, ax, path, colorbar)
 
 
 def diff_caption(
@@ -265,10 +264,9 @@ def heatmap(
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
     grids = sheets.log10(ds, [wanted], reduce, over)
     (shown,) = sheets.scales(ds, grids, "panel", limits)
-    words = sheets.RATIO if over else "log10"
-    words += _over_samples(ds, ", ", reduce)
+    words = (sheets.RATIO if over else "log10") + _over_samples(ds, ", ", reduce)
     above = texts.label_of(ds, wanted) if title is None else title
-    return sheets.one_panel(ds, grids, shown, above, words, ax, path, colorbar)
+    return sheets.one_panel(ds, grids, replace(shown, quantity=words), above, ax, path, colorbar)
 
 
 def _of_several(
@@ -375,12 +373,10 @@ def _caption(ds: xr.Dataset, bars: list[sheets.Scale], reduce: str | float, scal
     if first:
         own = "scale of their own" if len(first) > 1 else "scale of its own"
         rows = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour {own}."
-    rows += "".join(
-        f" {texts.label_of(ds, name)}: log10 of the {texts.extra_title(ds, name)}, on a scale of "
-        f"its own{', infinite ones in the colour beyond it' * bool(np.isinf(ds[name]).any())}."
-        for name in shown
-        if name in statistics.extras(ds)
-    )
+    for name in filter(statistics.extras(ds).__contains__, shown):
+        infinite = ", infinite ones in the colour beyond it" * bool(np.isinf(ds[name]).any())
+        label, title = texts.label_of(ds, name), texts.extra_title(ds, name)
+        rows += f" {label}: log10 of the {title}, on a scale of its own{infinite}."
     marks = [texts.mark(entry).strip() for name, entry in audit(ds).items() if name in shown]
     place = "head" if "head" in ds.dims else "layer"
     meaning = [f" {sign} {MARKS[sign].format(place)}." for sign in MARKS if sign in marks]

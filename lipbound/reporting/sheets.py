@@ -394,14 +394,7 @@ def _draw(panels: Panels, sheet: Sheet, across: int, dots: Grids) -> styles.Draw
 
 
 def one_panel(
-    ds: xr.Dataset,
-    grids: dict[str, np.ndarray],
-    scale: Scale,
-    title: str,
-    words: str,
-    ax: Axes | None,
-    path: str | Path | None,
-    colorbar: bool,
+    ds: xr.Dataset, grids: Grids, scale: Scale, title: str, ax: Any, path: Any, colorbar: bool
 ) -> Axes:
     """Draw a panel with its colour bar, labelled in words, in axes given or of a new figure."""
     (name,) = scale.names
@@ -414,7 +407,7 @@ def one_panel(
     if flag("colorbar", colorbar):
         at: Any = {"location": "bottom", "aspect": 35} if below else {"aspect": 20}
         bar = axes.figure.colorbar(picture, ax=axes, extend=scale.extend(grids), **at)
-        bar.set_label(words)
+        bar.set_label(scale.quantity)
         scale.mark(bar)
     return styles.written(axes, path)
 

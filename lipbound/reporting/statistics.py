@@ -170,6 +170,8 @@ LEVEL, FEW = 0.95, 5
 """Level of intervals, and the least number of samples that have one."""
 LIKELY, RANGE = f"{LEVEL:.0%} interval", "range over samples"
 """Titles of their columns, and of those of the range of single samples."""
+SPANS = {LIKELY: INTERVAL, RANGE: ("sample_min", "sample_max")}
+"""Columns of two ends in words, and those of their ends in numbers."""
 AUDITED = ("violations", "compared", "sound")
 """Columns that count places of the audit."""
 EXTRA_WIDTHS = {EXTRAS["frobenius"]: 2e-6, EXTRAS["condition"]: 0.04}
@@ -360,11 +362,9 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     Args:
         grids: log10 of the values of each panel, by name.
     """
-    medians = {
-        name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid)))
-        for name, grid in grids.items()
-        if np.isfinite(grid).any()
-    }
+    there = {name: grid for name, grid in grids.items() if np.isfinite(grid).any()}
+    known = {name: np.where(np.isneginf(grid), np.nan, grid) for name, grid in there.items()}
+    medians = {name: float(np.nanmedian(grid)) for name, grid in known.items()}
     kept = _together(medians, min(medians.values(), default=0.0), OFF_SCALE)
     finite = [grids[name][np.isfinite(grids[name])] for name in kept]
     return ends(np.concatenate(finite or [np.zeros(1)]))

@@ -38,8 +38,6 @@ WRITERS |= {"latex": latex_table, "csv": csv_table}
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, NO_SPREAD = "geom. mean", "one sample: no interval over samples"
-SPANS = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
-"""Columns of two ends in words, and those of their ends in numbers."""
 HOLDS, BELOW = "assumptions hold", "below exact"
 WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
@@ -208,7 +206,11 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     audited = numbers[["violations", "compared", "sound"]].itertuples(index=False)
     called = [f"{label}{texts.mark(counts[name])}" for name, label in numbers["label"].items()]
     verdict = [(f"{below}/{of}", texts.holds(good, of)) for below, of, good in audited]
-    columns = {"bound": called, "name": names} | mean | {title: spread[title] for title in SPANS}
+    columns = (
+        {"bound": called, "name": names}
+        | mean
+        | {title: spread[title] for title in (LIKELY, RANGE)}
+    )
     columns |= dict(zip((BELOW, HOLDS), zip(*verdict, strict=True), strict=True))
     shown, head = pd.DataFrame(columns | spread, names), f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
@@ -264,7 +266,7 @@ def _spread_columns(low: pd.DataFrame, high: pd.DataFrame, name: str) -> dict[st
     known = list(map(statistics.digits_of_ends, low[name], high[name]))
     return {
         title: list(map(outwards, low[least], high[most], known))
-        for title, (least, most) in SPANS.items()
+        for title, (least, most) in statistics.SPANS.items()
     } | {
         end: [directed(value, to, up) for value, to in zip(ends[end], known, strict=True)]
         for end, ends, up in (("min", low, False), ("max", high, True))
@@ -295,9 +297,8 @@ def _by_place(
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts, names = audit(ds), statistics.present(ds, chosen)
-    low, high = (
-        statistics.cells(ds, by, names, reduce, values, end).loc[table.index] for end in (0, 1)
-    )
+    ends = (statistics.cells(ds, by, names, reduce, values, end) for end in (0, 1))
+    low, high = (end.loc[table.index] for end in ends)
     column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
     exact = texts.label_of(ds, "exact") if told else "exact norm"
     norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")

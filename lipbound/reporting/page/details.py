@@ -99,6 +99,8 @@ def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius"
     profile = token_profile(att, map=map)
     folded = att.fold_output()[0] if map == "head_out" else att
     found = {name: get(name).terms(folded) for name in names}
+    there = {name: terms for name, terms in found.items() if terms is not None}
+    bounds = {name: {k: _array(v[0]) for k, v in terms.items()} for name, terms in there.items()}
     stride = -(-att.tokens // SIDE)
     # the largest entry of every square
     shrunk = torch.nn.functional.max_pool2d(att.p[0], stride, ceil_mode=True)
@@ -112,11 +114,7 @@ def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius"
         alone=_array(profile.lower[0]),
         reached=_array(profile.output_lower[0]),
         parts={name: _array(share) for name, share in parts.items()},
-        bounds={
-            name: {term: _array(share[0]) for term, share in terms.items()}
-            for name, terms in found.items()
-            if terms is not None
-        },
+        bounds=bounds,
         stride=stride,
     )
 
