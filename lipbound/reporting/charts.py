@@ -334,6 +334,8 @@ def over_steps(
         axes.set_ylabel("local Lipschitz constant" if logarithmic else UNITS[name])
         columns = -(-len(layers) // 12)
         figure.legend(title="layer", loc="outside right upper", ncols=columns, frameon=False)
+        if path is None:
+            return axes
         means = over(ds, axes_of_mean)
         said = f"{statistics.reduction_name(how)}{means}, " if means else ""
         words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."

@@ -84,10 +84,8 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
             raise UnknownNameError(f"labels has {shown(name)}, which the run has not; {allowed}")
         if not isinstance(text, str) or not plain(text).strip():
             raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
-    labelled = {
-        one: ds[one].assign_attrs(label=str(given.get(name, ds[one].attrs.get("label", name))))
-        for name, one in known.items()
-    }
+    usual = {name: ds[one].attrs.get("label", name) for name, one in known.items()} | given
+    labelled = {one: ds[one].assign_attrs(label=str(usual[k])) for k, one in known.items()}
     called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in others if name in given}
     return ds.assign(labelled).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
 
@@ -118,9 +116,8 @@ def model_name(ds: xr.Dataset) -> str:
 def told_apart(names: Iterable[str]) -> list[str]:
     """Number names that occur several times."""
     several = list(names)
-    return [
-        f"{name} ({k})" if several.count(name) > 1 else name for k, name in enumerate(several, 1)
-    ]
+    numbered = [f"{name} ({k})" for k, name in enumerate(several, 1)]
+    return [b if several.count(a) > 1 else a for a, b in zip(several, numbered, strict=True)]
 
 
 def step_words(ds: xr.Dataset) -> str:

@@ -311,7 +311,7 @@ def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:
 def _reduction(reduce: str | float | None, over: str | None) -> str | float:
     """The reduction over samples, where none was asked for that of values or of ratios."""
     if over is not None:
-        choice("over", over, sheets.OVER)
+        choice("over", over, ("exact",))
     return ("mean" if over is None else "geomean") if reduce is None else reduce
 
 

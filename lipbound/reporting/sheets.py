@@ -30,12 +30,9 @@ Grids = dict[str, np.ndarray]
 """log10 of the values of panels, by name."""
 Limits = tuple[float, float] | None
 """Ends of a colour scale, log10; None for those of its values."""
-OVER = ("exact",)
-"""Variables that the values of panels may be divided by."""
 COLORMAP = "cividis"
 NEAR_COLORMAP = "viridis"
 """Colours of rows with a scale of their own, so that nobody reads them off the other one."""
-SCALES = ("rows", "shared", "panel")
 DIVERGING = "RdBu_r"
 """Colours of ratios of two runs: blue below one, red above."""
 NEAR = 1.0
@@ -72,11 +69,6 @@ class Scale:
     def short(self) -> str:
         """The label without what the logarithms are of."""
         return self.quantity.partition(" of ")[0]
-
-    @property
-    def norm(self) -> Normalize:
-        """From logarithms to [0, 1]."""
-        return Normalize(self.low, self.top)
 
     @property
     def top(self) -> float:
@@ -129,7 +121,7 @@ def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> lis
     Raises:
         UnknownNameError: another way.
     """
-    choice("scale", how, SCALES)
+    choice("scale", how, ("rows", "shared", "panel"))
     others = [name for name in grids if name in extras(ds)]
     names = [name for name in grids if name not in others]
     ends = None if names else limits
@@ -155,7 +147,7 @@ def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
     colors = matplotlib.colormaps[scale.colors]
     shown = np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid))
     colormap = colors.with_extremes(over=ABOVE, bad=MISSING, under=BELOW)
-    return axes.imshow(shown, cmap=colormap, norm=scale.norm, aspect="auto")
+    return axes.imshow(shown, cmap=colormap, norm=Normalize(scale.low, scale.top), aspect="auto")
 
 
 def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:

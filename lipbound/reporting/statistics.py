@@ -48,10 +48,8 @@ def reduce_samples(
         )
     quantile = not isinstance(how, str | bool) and is_number(how) and 0 <= float(how) <= 1
     if not quantile and how not in REDUCTIONS:
-        raise UnknownNameError(
-            f"unknown reduction {shown(how)}, and no quantile between 0 and 1; "
-            f"{nearest(how, REDUCTIONS)}"
-        )
+        said = f"unknown reduction {shown(how)}, and no quantile between 0 and 1"
+        raise UnknownNameError(f"{said}; {nearest(how, REDUCTIONS)}")
     holes = bool(values.isnull().any())  # to look for them takes numpy many times as long
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
@@ -305,9 +303,8 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     missing = [name for name in names if name not in bounds_there(ds)]
     if missing:
         missing = [get(name).name for name in missing]
-        raise UnknownNameError(
-            f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds)) or 'none'}"
-        )
+        known = ", ".join(bounds_there(ds)) or "none"
+        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {known}")
     return names
 
 
