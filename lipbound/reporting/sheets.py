@@ -75,13 +75,6 @@ class Scale:
         """Upper end of the bar, so far above the lower one that its numbers are legible."""
         return self.high if self.high > self.low + 1e-4 else self.low + 0.1
 
-    def beyond(self, grid: np.ndarray) -> str:
-        """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
-        known = grid[~np.isnan(grid)]
-        # infinite ones have an order, and no mean
-        middle = float(np.sort(known)[known.size // 2]) if known.size else self.low
-        return "above" if middle > self.top else "below" if middle < self.low else ""
-
     def extend(self, grids: dict[str, np.ndarray]) -> str:
         """The ends at which something lies beyond the bar, as matplotlib calls them."""
         shown = [grids[name] for name in self.names]
@@ -405,8 +398,11 @@ def one_panel(
 
 
 def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
-    """The range of the values of a panel that lies beyond its colour scale."""
-    if side := scale.beyond(grid):
+    """The range of the values of a panel most of which lies beyond its colour scale."""
+    known = grid[~np.isnan(grid)]
+    # infinite ones have an order, and no mean
+    middle = float(np.sort(known)[known.size // 2]) if known.size else scale.low
+    if side := "above" if middle > scale.top else "below" if middle < scale.low else "":
         low, high = statistics.ends(grid)
         ends = dict.fromkeys(f"{end / 10:.1f}" for end in (np.floor(10 * low), np.ceil(10 * high)))
         said = " to ".join(ends).replace("inf", "\u221e").replace("-", "\u2212")

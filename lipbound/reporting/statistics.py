@@ -10,7 +10,6 @@ import xarray as xr
 from lipbound.bounds.audit import allowance, audit
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
-from lipbound.formatting import digits
 from lipbound.reporting.labels import check_numbers
 from lipbound.runs.store import takes_run
 from lipbound.runs.two_runs import sides
@@ -129,11 +128,6 @@ def samples_of(values: xr.DataArray) -> int:
 def spread_title(samples: int, how: str | float = "geomean") -> str:
     """Title of what `spread` gives of so many samples."""
     return LIKELY if samples >= FEW and how == "geomean" else RANGE
-
-
-def digits_of_ends(low: float, high: float) -> int:
-    """Digits of ranges beside a mean: no more than it has, which stands between them."""
-    return max(2, min(3, digits(low, high)))
 
 
 def across(ds: xr.Dataset | xr.DataArray) -> str:

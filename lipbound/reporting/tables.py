@@ -263,7 +263,7 @@ def _spread_columns(low: pd.DataFrame, high: pd.DataFrame, name: str) -> dict[st
 
     They have no more digits than the mean, so that rounding leaves it between them.
     """
-    known = list(map(statistics.digits_of_ends, low[name], high[name]))
+    known = [max(2, min(3, digits(*ends))) for ends in zip(low[name], high[name], strict=True)]
     return {
         title: list(map(outwards, low[least], high[most], known))
         for title, (least, most) in statistics.SPANS.items()
