@@ -162,7 +162,7 @@ NAMES_OF_COMPARE = {
     "data_fingerprint was",
     f"{QUICK} --out {{mess}}/strange.zarr --resume": "{mess}/strange.zarr is not a run of lipbound",
     f"{QUICK} --out {{mess}}/file --resume": "{mess}/file is not a run of lipbound",
-    "extra": "got unexpected extra argument (extra); see lipbound compare --help",
+    "extra": "got unexpected extra argument",
     "--sampels 3": "no such option: --sampels; did you mean --samples?",
     "--no-such": "no such option: --no-such",
     "-x": "no such option: -x",
@@ -292,8 +292,8 @@ RUN_COMMANDS = {
     "heatmap {mess}/run.zarr -o {mess}/file/x.pdf": "{mess}/file/x.pdf cannot be written",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 0": "columns is 0",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 1.5": "invalid value for '--columns'",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "unknown width 'tall', and no number of "
-    "inches; allowed are column, page, slide",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "width is 'tall'; it must be a number "
+    "of inches, from 1 to 100, or one of page, column, slide",
     **{
         f"heatmap {{mess}}/run.zarr -o {{tmp}}/x.png --width {value}": f"width is {float(value)}; it "  # noqa: E501
         "must be a number of inches"
@@ -324,9 +324,9 @@ RUN_COMMANDS = {
 }
 OTHER_COMMANDS = {
     "compair x": "no such command 'compair'. Did you mean 'compare'?",
-    "COMPARE x": "no such command 'COMPARE'. Did you mean 'compare'?",
+    "COMPARE x": "no such command 'COMPARE'",
     "--samples 3": "no such option: --samples; see lipbound --help",
-    "bounds yudin": "got unexpected extra argument (yudin)",
+    "bounds yudin": "got unexpected extra argument",
     "bounds --layout x": "no such option: --layout",
     "sweep": "missing argument 'file'",
     "sweep {mess}/nowhere.yaml": "{mess}/nowhere.yaml cannot be read as YAML: No such file or "

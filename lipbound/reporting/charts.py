@@ -107,10 +107,8 @@ def by_layer(
     chosen = list(dict.fromkeys([bounds] if isinstance(bounds, str) else bounds))
     for ds in found:
         statistics.present(ds, chosen)
-    ratios = {
-        name: np.concatenate([statistics.ratio(ds, name).values.ravel() for ds in found])
-        for name in chosen
-    }
+    each = {name: [statistics.ratio(ds, name).values.ravel() for ds in found] for name in chosen}
+    ratios = {name: np.concatenate(values) for name, values in each.items()}
     kept, _ = statistics.shared_axis(ratios)
     axes = styles.given_or_new(ax, (3.45, 2.8))
     for k, (ds, title) in enumerate(zip(found, names, strict=True)):
@@ -130,14 +128,7 @@ def by_layer(
     texts = ["\n".join(styles.lines_of(text, room, points)) for text in words]
     above: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
     axes.legend(named, texts, fontsize="x-small", ncols=1 + (max(map(len, words)) <= 24), **above)
-    notes = _layer_notes(found, names, ratios, kept)
-    counts = [n for n in (statistics.samples_of(ds["exact"]) for ds in found) if n > 1]
-    bands = dict.fromkeys(statistics.spread_title(n, reduce) for n in counts)
-    notes[:0] = [f"bands: {' or '.join(bands)}"] * bool(bands)
-    over = f"{statistics.reduction_name(reduce)} over samples and heads"
-    notes.insert(
-        0, f"layer ({over if 'head' in found[0].dims else over.removesuffix(' and heads')})"
-    )
+    notes = _layer_notes(found, names, ratios, kept, reduce)
     lines = [line for note in notes for line in styles.lines_of(plain(note), room, points)]
     axes.set_xlabel("\n".join(lines), fontsize="small", parse_math=False)
     return styles.written(axes, path)
@@ -172,10 +163,14 @@ def _within_ten(axes: Axes, low: float, high: float) -> None:
 
 
 def _layer_notes(
-    runs: list[xr.Dataset], names: list[str], ratios: dict[str, np.ndarray], kept: list[str]
+    runs: list[xr.Dataset], names: list[str], ratios: Any, kept: list[str], reduce: str | float
 ) -> list[str]:
-    """Sentences below the axis of `by_layer`: what is not drawn, and why."""
-    counts, notes = [int(with_exact(ds).sum()) for ds in runs], list[str]()
+    """Words below the axis of `by_layer`: what lines and bands are, what is not drawn, and why."""
+    heads = " and heads" * ("head" in runs[0].dims)
+    notes = [f"layer ({statistics.reduction_name(reduce)} over samples{heads})"]
+    counts = [int(with_exact(ds).sum()) for ds in runs]
+    if bands := {statistics.spread_title(n, reduce): n for n in counts if n > 1}:
+        notes.append(f"bands: {' or '.join(bands)}")
     one = [title for title, count in zip(names, counts, strict=True) if count < 2]
     if one:
         notes.append(f"{joined(one)}: one sample, no interval")
@@ -275,8 +270,7 @@ def ball_curve(
         figure.supylabel("local Lipschitz constant")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
-        styles.write(figure, path)
-    return figure
+        return styles.written(figure, path)
 
 
 STEPS = (1, 2, 5, 10)
@@ -340,11 +334,12 @@ def over_steps(
         axes.set_ylabel("local Lipschitz constant" if logarithmic else UNITS[name])
         columns = -(-len(layers) // 12)
         figure.legend(title="layer", loc="outside right upper", ncols=columns, frameon=False)
+        if path is None:
+            return axes
         means = over(ds, axes_of_mean)
         said = f"{statistics.reduction_name(how)}{means}, " if means else ""
         words = f"{label_of(ds, name)}: {said}a line for every layer. {told(ds)}."
-        styles.write(figure, path, styles.caption_files(path, plain(words)))
-    return axes
+        return styles.written(axes, path, plain(words))
 
 
 ENDS: dict[str, Any] = {
@@ -390,16 +385,14 @@ def token_profile(
             file that cannot be drawn or written.
     """
     if not hasattr(profile, "output_lower"):
-        raise LipboundError(
-            f"profile is {shown(profile)}; give what lipbound.token_profile returns"
-        )
+        what = shown(profile)
+        raise LipboundError(f"profile is {what}; give what lipbound.token_profile returns")
     chosen, grids = _norms(profile, sample, heads)
     rows, count = grids[0].shape
     names = [plain(str(token)) for token in (range(count) if tokens is None else tokens)]
     if len(names) != count:
-        raise LipboundError(
-            f"{len(names)} tokens were given for a profile of {count}; give the text of every token"
-        )
+        what = f"{len(names)} tokens were given for a profile of {count}"
+        raise LipboundError(f"{what}; give the text of every token")
     names = [n if len(n) <= LONGEST else f"{n[: LONGEST - 1]}\u2026" for n in names]
     settings, inches, points = styles.look(None, width, font_size)
     tall = 0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0)
@@ -414,7 +407,16 @@ def token_profile(
                 head = "" if profile.lower.ndim == 2 else f", head {chosen[0]}"
                 axes.set(ylabel=f"norm{head}", xlim=(-0.5, count - 0.5))
         else:
-            _colours(figure, panels, grids, chosen)
+            logs = [np.log10(np.where(grid > 0, grid, np.nan)) for grid in grids]
+            low, high = np.nan_to_num(statistics.ends(np.concatenate(logs)))
+            options: Any = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
+            for axes, grid in zip(panels, logs, strict=True):
+                picture = axes.imshow(grid, vmin=low, vmax=high, **options)
+                each = slice(None, None, max(1, -(-rows // 12)))
+                axes.set_yticks(range(rows)[each], list(map(str, chosen))[each])
+                axes.set_ylabel("head")
+            bar = figure.colorbar(picture, ax=panels, aspect=40, pad=0.02, fraction=0.08)
+            bar.set_label("log10 of the norm", loc="center")
         for axes, words in zip(panels, PANELS, strict=True):
             lines = "\n".join(styles.folded(words, room, points))
             axes.set_title(lines, fontsize=points, parse_math=False)
@@ -426,8 +428,7 @@ def token_profile(
             panels[1].set_xlabel(f"one token of {step} is named")
         if title:
             figure.suptitle(title, fontsize=points + 1, parse_math=False)
-        styles.write(figure, path)
-    return figure
+        return styles.written(figure, path)
 
 
 def _norms(
@@ -447,23 +448,5 @@ def _norms(
     chosen = list(known if heads is None else heads)
     if not chosen or not all(type(head) is int and head in known for head in chosen):
         raise LipboundError(f"heads are {shown(chosen)}; they must be among 0 to {len(known) - 1}")
-    return chosen, [
-        np.sqrt(low * np.where(np.isfinite(high), high, np.nan))[chosen] for low, high in ends
-    ]
-
-
-def _colours(
-    figure: Figure, panels: Sequence[Axes], grids: list[np.ndarray], heads: list[int]
-) -> None:
-    """One cell for every head and token, on one scale."""
-    logs = [np.log10(np.where(grid > 0, grid, np.nan)) for grid in grids]
-    low, high = statistics.ends(np.concatenate(logs))
-    step = max(1, -(-len(heads) // 12))
-    options: Any = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
-    options |= {"vmin": 0.0, "vmax": 1.0} if np.isnan(low) else {"vmin": low, "vmax": high}
-    for axes, grid in zip(panels, logs, strict=True):
-        picture = axes.imshow(grid, **options)
-        axes.set_yticks(range(0, len(heads), step), [str(h) for h in heads[::step]])
-        axes.set_ylabel("head")
-    bar = figure.colorbar(picture, ax=panels, aspect=40, pad=0.02, fraction=0.08)
-    bar.set_label("log10 of the norm", loc="center")
+    finite = ((low, np.where(np.isfinite(high), high, np.nan)) for low, high in ends)
+    return chosen, [np.sqrt(low * high)[chosen] for low, high in finite]

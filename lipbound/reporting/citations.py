@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import xarray as xr
 
+from lipbound import schema
 from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import CITATION
+from lipbound.bounds.registry import bibliography, get
 from lipbound.errors import choice
 from lipbound.formatting import joined, plain, small
 from lipbound.reporting import labels as said
@@ -16,16 +18,6 @@ from lipbound.reporting.latex import typeset
 from lipbound.reporting.statistics import EXTRA_WIDTHS, extras
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
-from lipbound.schema import (
-    INPUT,
-    Contents,
-    RunInfo,
-    automatic,
-    bounds_there,
-    compared_with,
-    norm_of,
-    origins,
-)
 
 COMMANDS = {"latex": "cite", "natbib": "citep"}
 """Commands of LaTeX that cite, by format."""
@@ -35,13 +27,15 @@ CITATION_FORMATS = ("bib", *PARAGRAPH_FORMATS)
 
 def keys(ds: xr.Dataset) -> list[str]:
     """BibTeX keys of every source of a run's bounds, and of lipbound."""
-    return list(dict.fromkeys([_key(name) for name in bounds_there(ds)] + [CITATION]))
+    # from the registry: a run's own key could be any text, without an entry
+    known = [get(name).citation for name in schema.bounds_there(ds)]
+    return list(dict.fromkeys([*known, CITATION]))
 
 
 @takes_run
 def bibtex(ds: xr.Dataset) -> str:
     """BibTeX entries of every source the run's bounds come from, and of lipbound."""
-    return "\n\n".join(_entry(key) for key in keys(ds)) + "\n"
+    return "\n\n".join(bibliography()[key] for key in keys(ds)) + "\n"
 
 
 @takes_run
@@ -99,15 +93,13 @@ def methods(
 
 def _constants(ds: xr.Dataset) -> str:
     """Words for the constants of a run: their map, norm and model."""
-    run = RunInfo.of(ds)
+    run = schema.RunInfo.of(ds)
     name, _, meaning = said.norm_words(ds).partition(" ")
-    called = ", the spectral norms of Jacobians,"
-    if norm_of(ds) != "frobenius":
-        called = f" in the {name} norm, norms of Jacobians {meaning},"
+    called = f" in the {name} norm, norms of Jacobians {meaning},"
+    called = ", the spectral norms of Jacobians," if name == "Frobenius" else called
     kind = "commit" if run.commit and run.revision.startswith(run.commit) else "weights"
-    quantized = ""
-    if run.quantization:
-        quantized = f", stored as {run.quantization} and computed with as floating-point numbers"
+    quantized = f", stored as {run.quantization} and computed with as floating-point numbers"
+    quantized = quantized if run.quantization else ""
     return (
         f"Local Lipschitz constants{called} of {run.map_description}, were computed with "
         f"lipbound {run.lipbound} {_cited(CITATION)} for {said.model_name(ds)} "
@@ -118,10 +110,10 @@ def _constants(ds: xr.Dataset) -> str:
 
 def _inputs(ds: xr.Dataset) -> str:
     """At which inputs."""
-    there, some = Contents.of(ds), ""
+    there = schema.Contents.of(ds)
     made = "; ".join([*said.of_each(ds, "preprocessing"), *said.of_each(ds, "data_fingerprint")])
-    if there.exact_samples != there.samples:
-        some = f", with exact constants on {there.exact_samples} of them"
+    some = f", with exact constants on {there.exact_samples} of them"
+    some = some if there.exact_samples != there.samples else ""
     return f"Inputs were {said.samples_words(there)} from {said.data_name(ds)} ({made}){some}."
 
 
@@ -140,7 +132,7 @@ def _streams(ds: xr.Dataset) -> str:
     if "kind" not in ds.coords or not bool((ds["kind"] == "cross").any()):
         return ""
     crossing = ds.isel(layer=(ds["kind"] == "cross").values)
-    there = bounds_there(ds)
+    there = schema.bounds_there(ds)
     known = [name for name in there if bool(crossing[name].notnull().any())]
     words = (
         f"Of {ds.sizes['layer']} rows of layers {crossing.sizes['layer']} are of cross-attention: "
@@ -155,9 +147,9 @@ def _streams(ds: xr.Dataset) -> str:
 
 def _enclosures(ds: xr.Dataset) -> str:
     """Sentences on how surely the constants that are shown are known."""
-    if not Contents.of(ds).norms:
+    if not schema.Contents.of(ds).norms:
         return "There are no exact constants."
-    run, sentence = RunInfo.of(ds), f"The constants are {said.exact_words(ds)}."
+    run, sentence = schema.RunInfo.of(ds), f"The constants are {said.exact_words(ds)}."
     if edited(ds):
         return sentence
     if "exact_upper" not in ds:
@@ -165,7 +157,7 @@ def _enclosures(ds: xr.Dataset) -> str:
             f"{sentence} They are values that the norms attain, less every rounding, without upper "
             f"ends (seed {run.seed})."
         )
-    where = " in the other layers" if bool(automatic(ds).any()) else ""
+    where = " in the other layers" if bool(schema.automatic(ds).any()) else ""
     sentence += " Each constant lies between an attained value and an upper bound, both with every "
     sentence += f"rounding included{where}"
     if run.delta:
@@ -179,9 +171,9 @@ def _enclosures(ds: xr.Dataset) -> str:
 def _comparison(ds: xr.Dataset) -> str:
     """The bounds, by source."""
     sources: dict[str, list[str]] = {}
-    for name in bounds_there(ds):
+    for name in schema.bounds_there(ds):
         label = f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"
-        sources.setdefault(_key(name), []).append(label)
+        sources.setdefault(get(name).citation, []).append(label)
     listed = "; ".join(f"{', '.join(those)} {_cited(key)}" for key, those in sources.items())
     means = said.over(ds)
     if means:
@@ -198,46 +190,35 @@ def _assumptions(ds: xr.Dataset) -> str:
     marks = {name: said.mark(entry).strip() for name, entry in audit(ds).items()}
     failing = [name for name, mark in marks.items() if mark == "\u2020"]
     place = "head" if "head" in ds.dims else "layer"
-    if not failing:
-        return ""
-    return (
-        f"The assumptions of some do not hold on every {place} here, where they are no upper "
-        f"bounds: {_labels(ds, failing)}."
-    )
+    words = f"The assumptions of some do not hold on every {place} here, where they are no upper "
+    return f"{words}bounds: {_labels(ds, failing)}." if failing else ""
 
 
 def _left_out(ds: xr.Dataset) -> str:
     """Sentence on the bounds that do not cover such attention; the run holds only their names."""
     names = ds.attrs.get("not_applicable")
-    if not names:
-        return ""
-    from lipbound.bounds.registry import get
-
-    listed = "; ".join(get(name).label for name in names)
-    if ds.attrs["wrt"] != INPUT:
-        return f"Bounds are stated for functions of the input and were left out ({listed})."
-    return f"Bounds whose statements do not cover such attention were left out ({listed})."
+    which = "whose statements do not cover such attention were"
+    if ds.attrs["wrt"] != schema.INPUT:
+        which = "are stated for functions of the input and were"
+    listed = "; ".join(get(name).label for name in names or ())
+    return f"Bounds {which} left out ({listed})." if names else ""
 
 
 def _below_exact(ds: xr.Dataset) -> str:
     """A sentence for every bound that is below an exact constant."""
-    sentences = []
-    for name, entry in audit(ds).items():
-        if entry["violations"]:
-            why = f", because {entry['why']}" if entry["why"] else f": {said.broken_words(ds)}"
-            sentences.append(
-                f"{_labels(ds, [name])} is below the constant it should bound in "
-                f"{entry['violations']} of {entry['compared']} cases{why}."
-            )
-    return " ".join(sentences)
+    broken = {name: entry for name, entry in audit(ds).items() if entry["violations"]}
+    return " ".join(
+        f"{_labels(ds, [name])} is below the constant it should bound in {entry['violations']} of "
+        f"{entry['compared']} cases"
+        + (f", because {entry['why']}." if entry["why"] else f": {said.broken_words(ds)}.")
+        for name, entry in broken.items()
+    )
 
 
 def _other_map(ds: xr.Dataset) -> str:
     """The bounds on L2 attention, which are compared with another constant."""
-    names = [name for name in bounds_there(ds) if compared_with(ds, name) != "exact"]
-    if not names:
-        return ""
-    return (
+    names = [name for name in schema.bounds_there(ds) if schema.compared_with(ds, name) != "exact"]
+    return bool(names) * (
         f"The bound on L2 attention ({_labels(ds, names)}) is compared with the constant of "
         "that map, with the same weights, an estimate to a relative tolerance of "
         f"{small(float(ds.attrs['tol']))} without upper bound."
@@ -259,12 +240,11 @@ def _extras(ds: xr.Dataset) -> str:
 def _environment(ds: xr.Dataset) -> str:
     """The sentence on device, versions and date, of every run that was put together."""
     each = []
-    for one in origins(ds):
-        there = [name for name in ("torch", "transformers") if name in one["versions"]]
-        versions = ", ".join(f"{name} {one['versions'][name]}" for name in there)
-        each.append(
-            f"on {one['device']} with {versions}, Python {one['python']}, on {one['date'][:10]}"
-        )
+    for one in schema.origins(ds):
+        made, there = one["versions"], ("torch", "transformers")
+        versions = ", ".join(f"{name} {made[name]}" for name in there if name in made)
+        ran = f"on {one['device']} with {versions}, Python {one['python']}"
+        each.append(f"{ran}, on {one['date'][:10]}")
     return f"Computed {'; and '.join(dict.fromkeys(each))}."
 
 
@@ -278,24 +258,8 @@ def _state(ds: xr.Dataset) -> str:
 
 def _cited(key: str) -> str:
     """A source in running text: its first author and year."""
-    author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", _entry(key))
-    year = re.search(r"year\s*=\s*\{?(\d{4})", _entry(key))
+    entry = bibliography()[key]
+    author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", entry)
+    year = re.search(r"year\s*=\s*\{?(\d{4})", entry)
     first = author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key
     return f"({first} {year[1] if year else ''})"
-
-
-def _key(name: str) -> str:
-    """BibTeX key of a bound's source, from the registry.
-
-    A run's own key could be any text, and there would be no entry for it.
-    """
-    from lipbound.bounds.registry import get
-
-    return get(name).citation
-
-
-def _entry(key: str) -> str:
-    """BibTeX entry of a source."""
-    from lipbound.bounds import BIBTEX
-
-    return BIBTEX[key]

@@ -41,11 +41,8 @@ def ratio_run(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dat
     runs, names, known = sides(ds), side_names(labels), ds["ratio"].notnull()
     a, b = ([quantity(run, "exact", end).where(known) for end in (None, 0, 1)] for run in runs)
     ends = ds.get("ratio_lower", b[1] / a[2]), ds.get("ratio_upper", b[2] / a[1])
-    found = {
-        "a": (names["a"], a),
-        "b": (names["b"], b),
-        "exact": (names["ratio"], [ds["ratio"], *ends]),
-    }
+    found = {"a": (names["a"], a), "b": (names["b"], b)}
+    found["exact"] = names["ratio"], [ds["ratio"], *ends]
     for name in filter(bounds_there(runs[0]).__contains__, bounds_there(runs[1])):
         ratio = ds[f"{name}_b"] / ds[f"{name}_a"].where(lambda norm: (norm > 0) & np.isfinite(norm))
         found[name] = f"{runs[0][name].attrs['label']}: {names['ratio']}", [ratio] * 3
@@ -98,11 +95,7 @@ def diff_notes(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> list[
 def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
     """Contents of a diff, by names in words, for `lipbound info`."""
     (a, b), whole = sides(ds), statistics.spread_of(ratio_run(ds), "exact")
-    ends = {
-        statistics.LIKELY: statistics.INTERVAL,
-        statistics.RANGE: ("sample_min", "sample_max"),
-        "b / a": ("min", "max"),
-    }
+    ends = statistics.SPANS | {"b / a": ("min", "max")}
     alike = setting_words(a) == setting_words(b)
     return {
         "kind": "diff of two runs",

@@ -5,30 +5,19 @@ They are made from what is shown.
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import PurePath, PureWindowsPath
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
+from lipbound import schema
 from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import counted, joined, number, plain, small
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
-from lipbound.schema import (
-    EXTRAS,
-    NORMS,
-    STEP,
-    WRT,
-    Contents,
-    RunInfo,
-    automatic,
-    bounds_there,
-    compared_with,
-    norm_of,
-    origins,
-)
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
@@ -87,21 +76,18 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
         wanted = "give a text for each name, such as {'yudin': 'Yudin et al.'}"
         raise LipboundError(f"labels is {shown(labels)}; {wanted}")
     given, others = dict(labels or {}), ("model", "data")
-    names = {name: name for name in ("exact", "exact_l2", *bounds_there(ds))} | EXTRAS
+    names = {name: name for name in ("exact", "exact_l2", *schema.bounds_there(ds))} | schema.EXTRAS
     known = {name: variable for name, variable in names.items() if variable in ds.variables}
     for name, text in given.items():
         if name not in (*known, *others):
-            raise UnknownNameError(
-                f"labels has {shown(name)}, which the run has not; "
-                f"{nearest(name, [*known, *others])}"
-            )
+            allowed = nearest(name, [*known, *others])
+            raise UnknownNameError(f"labels has {shown(name)}, which the run has not; {allowed}")
         if not isinstance(text, str) or not plain(text).strip():
             raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
-    usual = {name: ds[one].attrs.get("label", name) for name, one in known.items()}
-    said = {known[name]: str(given.get(name, usual[name])) for name in known}
-    named = {name: ds[name].assign_attrs(label=text) for name, text in said.items()}
+    usual = {name: ds[one].attrs.get("label", name) for name, one in known.items()} | given
+    labelled = {one: ds[one].assign_attrs(label=str(usual[k])) for k, one in known.items()}
     called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in others if name in given}
-    return ds.assign(named).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
+    return ds.assign(labelled).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
 
 
 def check_numbers(ds: xr.Dataset) -> None:
@@ -130,9 +116,8 @@ def model_name(ds: xr.Dataset) -> str:
 def told_apart(names: Iterable[str]) -> list[str]:
     """Number names that occur several times."""
     several = list(names)
-    return [
-        f"{name} ({k})" if several.count(name) > 1 else name for k, name in enumerate(several, 1)
-    ]
+    numbered = [f"{name} ({k})" for k, name in enumerate(several, 1)]
+    return [b if several.count(a) > 1 else a for a, b in zip(several, numbered, strict=True)]
 
 
 def step_words(ds: xr.Dataset) -> str:
@@ -140,9 +125,9 @@ def step_words(ds: xr.Dataset) -> str:
 
     "after 200 steps of training", "at 30 steps of training from 0 to 290".
     """
-    if STEP not in ds.coords:
+    if schema.STEP not in ds.coords:
         return ""
-    steps = ds[STEP].values.reshape(-1).tolist()
+    steps = ds[schema.STEP].values.reshape(-1).tolist()
     if len(steps) == 1:
         return f"after {counted(steps[0], 'step')} of training"
     return f"at {len(steps)} steps of training from {steps[0]} to {steps[-1]}"
@@ -163,7 +148,7 @@ def data_name(ds: xr.Dataset) -> str:
 
 def of_each(ds: xr.Dataset, name: str) -> list[str]:
     """Texts that a setting has in the runs that are shown, each once; without empty ones."""
-    return list(dict.fromkeys(str(run[name]) for run in origins(ds) if run.get(name)))
+    return list(dict.fromkeys(str(run[name]) for run in schema.origins(ds) if run.get(name)))
 
 
 def _builtin_title(name: str) -> str:
@@ -171,9 +156,8 @@ def _builtin_title(name: str) -> str:
     from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
 
     short = name.removeprefix(PREFIX)
-    return TITLES.get(name) or (
-        describe(short).title if name.startswith(PREFIX) and short in BUILTINS else ""
-    )
+    known = name.startswith(PREFIX) and short in BUILTINS
+    return TITLES.get(name) or (describe(short).title if known else "")
 
 
 def _last_part(name: str) -> str:
@@ -183,8 +167,7 @@ def _last_part(name: str) -> str:
     """
     if stored := re.search(r"models--([^/\\]+)[/\\]snapshots", name):
         return stored[1].replace("--", "/")
-    kind = PureWindowsPath if "\\" in name else PurePath
-    path = kind(name)
+    path = PureWindowsPath(name) if "\\" in name else PurePath(name)
     return path.name if (path.is_absolute() or name.startswith(("~", "."))) and path.name else name
 
 
@@ -195,7 +178,7 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     They say what the marks mean, why they are there (bounds of one reason together), which values
     are missing; and, of all bounds, `left_out`.
     """
-    kept = bounds_there(ds) if bounds is None else list(bounds)
+    kept = schema.bounds_there(ds) if bounds is None else list(bounds)
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, entry in audit(ds).items():
         below, fine, compared = entry["violations"], entry["sound"], entry["compared"]
@@ -211,7 +194,8 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     for name in ("exact", *kept):
         if lost := missing(ds, name):
             own = name == "exact"
-            places = lost * own + int(ds["exact" if own else compared_with(ds, name)].count())
+            of = "exact" if own else schema.compared_with(ds, name)
+            places = lost * own + int(ds[of].count())
             words = f"no value at {lost} of {places} places, which are not compared"
             empty.setdefault(words, []).append("exact norms" if own else named(ds, name))
     lines += [f"{', '.join(names)}: {words}" for words, names in empty.items()]
@@ -238,7 +222,7 @@ def left_out(ds: xr.Dataset) -> list[str]:
     for name, why in ds.attrs.get("not_applicable", {}).items():
         reasons.setdefault(f"the statement {why}", []).append(name)
     for name in ds.attrs["bounds"]:
-        if name in ds.variables and name not in bounds_there(ds):
+        if name in ds.variables and name not in schema.bounds_there(ds):
             reasons.setdefault("the exact norm of its own map is not there", []).append(str(name))
     return [f"left out, since {why}: {', '.join(names)}" for why, names in reasons.items()]
 
@@ -271,8 +255,8 @@ def holds(sound: int, compared: int) -> str:
 
 def norm_words(ds: xr.Dataset) -> str:
     """The norm of a run: its name, and, of those that tell tokens apart, what it measures."""
-    norm = norm_of(ds)
-    return "Frobenius" if norm == "frobenius" else f"{norm} ({NORMS[norm]})"
+    norm = schema.norm_of(ds)
+    return "Frobenius" if norm == "frobenius" else f"{norm} ({schema.NORMS[norm]})"
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -281,12 +265,8 @@ def listed(numbers: Iterable[int]) -> str:
     >>> listed([0, 1, 2, 5, 7, 8])
     '0 to 2, 5, 7 and 8'
     """
-    runs: list[list[int]] = []
-    for value in numbers:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
     short = ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one) for one in runs)
     return joined([part for parts in short for part in parts])
 
@@ -302,7 +282,7 @@ def over(
         exact: True for means of exact norms and of ratios to them, which only some samples may
             have.
     """
-    sizes = dict(ds.sizes) | ({"sample": Contents.of(ds).exact_samples} if exact else {})
+    sizes = dict(ds.sizes) | ({"sample": schema.Contents.of(ds).exact_samples} if exact else {})
     there = [f"{axis}s" for axis in axes if sizes.get(axis, 1) > 1]
     return f" over {joined(there)}" if there else ""
 
@@ -312,7 +292,7 @@ def places(ds: xr.Dataset) -> str:
 
     "6 layers x 12 heads", "layers 0 to 2 of 6 counted from 0, heads 3 and 4 of 12 counted from 0".
     """
-    there = Contents.of(ds)
+    there = schema.Contents.of(ds)
     layers, whole = list(there.layers), there.all_layers
     some = _some("layer", layers, there.made.model_layers)
     text = counted(len(layers), "layer") if whole else some
@@ -331,7 +311,7 @@ def _some(what: str, numbers: list[int], of: int) -> str:
     return f"{what}{'s' * (len(numbers) > 1)} {listed(numbers)} of {of} counted from 0"
 
 
-def samples_words(there: Contents) -> str:
+def samples_words(there: schema.Contents) -> str:
     """Samples that are shown, of how many, and their length.
 
     "2 of 8 samples of at most 32 tokens".
@@ -364,7 +344,7 @@ def reached(ds: xr.Dataset) -> str:
 
     Empty where all were.
     """
-    there = Contents.of(ds)
+    there = schema.Contents.of(ds)
     if there.all_closed:
         return ""
     wide, open_ = widest(ds), f"{there.norms - there.closed} of {there.norms}"
@@ -379,7 +359,7 @@ def exact_words(ds: xr.Dataset) -> str:
 
     They come from the values themselves.
     """
-    run, there = RunInfo.of(ds), Contents.of(ds)
+    run, there = schema.RunInfo.of(ds), schema.Contents.of(ds)
     if not there.norms:
         return "no exact norms"
     if edited(ds):  # whatever was claimed was of other numbers
@@ -392,17 +372,18 @@ def exact_words(ds: xr.Dataset) -> str:
             closely = "without finite upper ends" if np.isinf(wide) else told
     else:
         closely = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}"
-    if norm_of(ds) != "frobenius":
+    if schema.norm_of(ds) != "frobenius":
         found = f"of a model in {run.dtype}, {closely}, both ends deterministic"
     else:
         found = f"by {METHODS.get(run.method, run.method)} in {run.dtype}, {closely}"
         if run.delta and enclosed:
-            found += f" with failure probability {small(run.delta)}{' a step' * (STEP in ds.dims)}"
+            each = " a step" * (schema.STEP in ds.dims)
+            found += f" with failure probability {small(run.delta)}{each}"
     if there.closed and not there.all_closed:
         found += f", except {reached(ds)}"
     all_samples = there.exact_samples == there.samples
     some = "" if all_samples else f" (on {there.exact_samples} of the samples)"
-    without = int(automatic(ds).sum())
+    without = int(schema.automatic(ds).sum())
     if without:
         of = f"{without} of {len(there.layers)} layers"
         found += f"; {of} by automatic differentiation, rounding not enclosed"
@@ -414,11 +395,9 @@ def state_words(ds: xr.Dataset) -> str:
 
     Empty for runs, and parts of runs, that are as they were.
     """
+    lost = "some variables of the run left out, so that its checksums cannot exclude that others"
     if (state := edited(ds)) is None:
-        return (
-            "some variables of the run left out, so that its checksums cannot exclude that "
-            "others were edited"
-        )
+        return f"{lost} were edited"
     return "edited or put together by hand since it was computed" if state else ""
 
 
@@ -438,17 +417,17 @@ def told(ds: xr.Dataset) -> str:
 
 def checkpoint_words(ds: xr.Dataset) -> str:
     """Name a run's checkpoint: its model, class, and revision."""
-    run = RunInfo.of(ds)
+    run = schema.RunInfo.of(ds)
     stored = f"{run.quantization.partition(' (')[0]}, " if run.quantization else ""
     return f"{model_name(ds)} ({builtin_name(ds)}{run.architecture}, {stored}{run.revision[:15]})"
 
 
 def setting_words(ds: xr.Dataset) -> str:
     """Say what was measured of a checkpoint, on what, and how surely."""
-    there = Contents.of(ds)
+    there = schema.Contents.of(ds)
     data = f"{data_name(ds)}, {samples_words(there)}"
-    norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
-    together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""
+    norm = "" if schema.norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
+    together = f"; {there.runs} runs put together" if len(schema.origins(ds)) > 1 else ""
     state = f"; {words}" if (words := state_words(ds)) else ""
     return (
         f"{places(ds)}; map: {ds.attrs['map_description']}{norm}; data: {data}{together}; "
@@ -458,14 +437,15 @@ def setting_words(ds: xr.Dataset) -> str:
 
 def facts(ds: xr.Dataset) -> dict[str, Any]:
     """Contents and settings of a run, by names in words; None where there is nothing to say."""
-    there, exact, entries = Contents.of(ds), ds["exact"], audit(ds)
+    there, exact = schema.Contents.of(ds), ds["exact"]
+    broken = {name: one for name, one in audit(ds).items() if one["violations"]}
     said = dict.fromkeys(RECORDED) | {name: ds.attrs[name] for name in RECORDED if name in ds.attrs}
     found = {
         "called": model_name(ds),
         "data": data_name(ds),
         "map": ds.attrs["map_description"],
         "norm": norm_words(ds),
-        "function of": WRT[str(ds.attrs["wrt"])],
+        "function of": schema.WRT[str(ds.attrs["wrt"])],
         "samples": there.samples,
         "exact on samples": there.exact_samples,
         "tokens at most": there.tokens,
@@ -474,9 +454,7 @@ def facts(ds: xr.Dataset) -> dict[str, Any]:
         "exact from": float(exact.min()),
         "exact to": float(exact.max()),
         "not converged": there.norms - there.closed,
-        "below exact": {
-            name: one["violations"] for name, one in entries.items() if one["violations"]
-        },
+        "below exact": {name: one["violations"] for name, one in broken.items()},
         "left out": list(ds.attrs.get("not_applicable", {})),
         "state": state_words(ds),
     }

@@ -1,6 +1,7 @@
 """Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,24 @@ from lipbound.bounds.audit import audit
 from lipbound.errors import PaperError, UnknownNameError, choice, nearest, tell
 from lipbound.formatting import enclosed, joined, plain
 from lipbound.reporting import charts, sheets, statistics
+from lipbound.reporting import labels as texts
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
 from lipbound.reporting.diffs import diff_notes, diff_words, ratio_run, side_names
-from lipbound.reporting.labels import (
-    extra_title,
-    label_of,
-    mark,
-    model_name,
-    relabelled,
-    run_caption,
-)
-from lipbound.reporting.labels import over as over_axes
 from lipbound.reporting.sheets import COLORMAP
-from lipbound.reporting.statistics import reduce_samples, shared_scale
+from lipbound.reporting.statistics import reduce_samples
 from lipbound.runs.store import Run, run_of, sides, takes_diff, takes_run
 from lipbound.schema import EXTRAS, bounds_there, compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
-__all__ += ["over_steps", "reduce_samples", "shared_scale", "token_profile"]
+__all__ += ["over_steps", "reduce_samples", "token_profile"]
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
+Bounds = Iterable[str] | None
+How = statistics.Reduction | None
 NO_RATIO = ("\u221e for some heads", "no positive norm")
 MARKS = {
     "\u2021": "it is below the exact norm of some {}",
@@ -71,24 +66,16 @@ def diff_heatmaps(
         LipboundError: see `lipbound.reporting.plots.heatmaps`.
     """
     how, names = "geomean" if reduce is None else reduce, side_names(labels)
-    called = [
-        name if side in (labels or {}) else plain(f"{name}: {model_name(run)}")
-        for (side, name), run in zip(names.items(), sides(ds), strict=False)
-    ]
+    given, models = labels or {}, dict(zip(names, map(texts.model_name, sides(ds)), strict=False))
+    called = [names[k] if k in given else plain(f"{names[k]}: {models[k]}") for k in models]
     runs, grids, bars, titles, _ = _of_several(sides(ds), None, how, None, None, called)
     ratio, bar = _ratio_panel(ds, how, names["ratio"])
     mean = enclosed(*statistics.mean_ends(ratio_run(ds), "exact"))
-    return sheets.figure_of(
-        runs | dict.fromkeys(ratio, ds),
-        grids | ratio,
-        [*bars, bar],
-        titles | {"ratio": [f"{names['ratio']}: {mean}"]},
-        diff_caption(ds, reduce=reduce, labels=labels),
-        path,
-        sheets.Paper(width, columns, font_size, style, caption),
-        dots={"ratio": _undecided(ds["ratio"], how)},
-        own_bars=True,
-    )
+    titles["ratio"], runs["ratio"] = [f"{names['ratio']}: {mean}"], ds
+    words = diff_caption(ds, reduce=reduce, labels=labels)
+    panels = runs, grids | ratio, [*bars, bar], titles, words
+    paper, dots = (width, columns, font_size, style, caption), _undecided(ds["ratio"], how)
+    return sheets.figure_of(panels, path, paper, dots={"ratio": dots}, own_bars=True)
 
 
 def diff_heatmap(
@@ -104,7 +91,7 @@ def diff_heatmap(
     """Draw the ratio of two runs alone; arguments as in `heatmap` and `diff_heatmaps`."""
     how, name = "geomean" if reduce is None else reduce, side_names(labels)["ratio"]
     words, above = name + _over_samples(ds, ", ", how), name if title is None else title
-    return sheets.one_panel(ds, *_ratio_panel(ds, how, words), above, words, ax, path, colorbar)
+    return sheets.one_panel(ds, *_ratio_panel(ds, how, words), above, ax, path, colorbar)
 
 
 def diff_caption(
@@ -207,18 +194,18 @@ def heatmaps(
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the
             paper; a file that cannot be written.
     """
-    paper, each = sheets.Paper(width, columns, font_size, style, caption), scale == "panel"
+    paper, each = (width, columns, font_size, style, caption), scale == "panel"
     if isinstance(ds, list | tuple):
-        runs, grids, bars, titles, words = _of_several(ds, bounds, reduce, limits, over, labels)
-        return sheets.figure_of(runs, grids, bars, titles, words, path, paper)
-    ds = relabelled(run_of(ds), labels)
+        several = _of_several(ds, bounds, reduce, limits, over, labels)
+        return sheets.figure_of(several, path, paper, own_bars=False)
+    ds = texts.relabelled(run_of(ds), labels)
     own = statistics.extras(ds)
 
     def drawn(bounds: Iterable[str] | None) -> Figure:
         grids, bars, how = _panels(ds, bounds, reduce, scale, over, limits)
-        titles, words = _titles(ds, grids), _caption(ds, bars, how, scale)
-        runs = dict.fromkeys(grids, ds)
-        return sheets.figure_of(runs, grids, bars, titles, words, path, paper, own_bars=each)
+        words, runs = _caption(ds, bars, how, scale), dict.fromkeys(grids, ds)
+        panels = runs, grids, bars, _titles(ds, grids), words
+        return sheets.figure_of(panels, path, paper, own_bars=each)
 
     try:
         return drawn(bounds)
@@ -266,7 +253,7 @@ def heatmap(
     Raises:
         UnknownNameError: a variable that the run has not, an unknown reduction.
     """
-    ds = relabelled(ds, labels)
+    ds = texts.relabelled(ds, labels)
     reduce = _reduction(reduce, over)
     known = [*statistics.panels(ds), *statistics.extras(ds)]
     known = statistics.compared(ds) if over else known
@@ -276,19 +263,13 @@ def heatmap(
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
     grids = sheets.log10(ds, [wanted], reduce, over)
     (shown,) = sheets.scales(ds, grids, "panel", limits)
-    words = sheets.RATIO if over else "log10"
-    words += _over_samples(ds, ", ", reduce)
-    above = label_of(ds, wanted) if title is None else title
-    return sheets.one_panel(ds, grids, shown, above, words, ax, path, colorbar)
+    words = (sheets.RATIO if over else "log10") + _over_samples(ds, ", ", reduce)
+    above = texts.label_of(ds, wanted) if title is None else title
+    return sheets.one_panel(ds, grids, replace(shown, quantity=words), above, ax, path, colorbar)
 
 
 def _of_several(
-    given: Sequence[Any],
-    bounds: Iterable[str] | None,
-    reduce: str | float | None,
-    limits: sheets.Limits,
-    over: str | None,
-    labels: Any,
+    given: Any, bounds: Bounds, reduce: How, limits: sheets.Limits, over: str | None, labels: Any
 ) -> tuple[dict[str, xr.Dataset], sheets.Grids, list[sheets.Scale], dict[str, Any], str]:
     """Runs, values, colour scale and titles of the panels of several runs, and their caption."""
     found, names = charts.together(given, labels, "colour scale")
@@ -302,7 +283,7 @@ def _of_several(
             runs[key], grids[key], titles[key] = ds, own[one], [title, *below]
     bar = sheets.scale_of(list(grids), grids, sheets.RATIO if over else sheets.QUANTITY, limits)
     each = _over_samples(found[0], ", each the ", how)
-    pairs = zip(names, map(run_caption, found), strict=True)
+    pairs = zip(names, map(texts.run_caption, found), strict=True)
     told = " ".join(f"{name}: {words}." if labels else f"{words}." for name, words in pairs)
     return runs, grids, [bar], titles, plain(f"{bar.quantity}{each}, on one scale. {told}")
 
@@ -329,17 +310,12 @@ def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:
 def _reduction(reduce: str | float | None, over: str | None) -> str | float:
     """The reduction over samples, where none was asked for that of values or of ratios."""
     if over is not None:
-        choice("over", over, sheets.OVER)
+        choice("over", over, ("exact",))
     return ("mean" if over is None else "geomean") if reduce is None else reduce
 
 
 def _panels(
-    ds: xr.Dataset,
-    bounds: Iterable[str] | None,
-    reduce: str | float | None,
-    scale: str,
-    over: str | None,
-    limits: tuple[float, float] | None = None,
+    ds: xr.Dataset, bounds: Bounds, reduce: How, scale: str, over: str | None, limits: sheets.Limits
 ) -> tuple[dict[str, np.ndarray], list[sheets.Scale], str | float]:
     """Values of the panels, log10, their colour scales, and how they are reduced."""
     reduce = _reduction(reduce, over)
@@ -359,14 +335,14 @@ def _panels(
 
 def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
     """Labels of panels with the audit's marks, and mean ratios of bounds below them."""
-    titles = {name: [label_of(ds, name)] for name in names}
+    titles = {name: [texts.label_of(ds, name)] for name in names}
     for name, entry in audit(ds).items():
         if name in titles:
             ends = statistics.mean_ends(ds, name)
             of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
             known = f"{enclosed(*ends, most=3)} \u00d7 {of}"
             below = known if np.isfinite(ends[1]) else NO_RATIO[bool(np.isnan(ends[1]))]
-            titles[name] = [titles[name][0] + mark(entry), below]
+            titles[name] = [titles[name][0] + texts.mark(entry), below]
     return titles
 
 
@@ -382,8 +358,8 @@ def caption(
     labels: Mapping[str, str] | None = None,
 ) -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
-    ds = relabelled(ds, labels)
-    _, bars, reduce = _panels(ds, bounds, reduce, scale, over)
+    ds = texts.relabelled(ds, labels)
+    _, bars, reduce = _panels(ds, bounds, reduce, scale, over, None)
     return _caption(ds, bars, reduce, scale)
 
 
@@ -396,19 +372,17 @@ def _caption(ds: xr.Dataset, bars: list[sheets.Scale], reduce: str | float, scal
     if first:
         own = "scale of their own" if len(first) > 1 else "scale of its own"
         rows = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour {own}."
-    rows += "".join(
-        f" {label_of(ds, name)}: log10 of the {extra_title(ds, name)}, on a scale of its own"
-        f"{', infinite ones in the colour beyond it' * bool(np.isinf(ds[name]).any())}."
-        for name in shown
-        if name in statistics.extras(ds)
-    )
-    marks = [mark(entry).strip() for name, entry in audit(ds).items() if name in shown]
+    for name in filter(statistics.extras(ds).__contains__, shown):
+        infinite = ", infinite ones in the colour beyond it" * bool(np.isinf(ds[name]).any())
+        label, title = texts.label_of(ds, name), texts.extra_title(ds, name)
+        rows += f" {label}: log10 of the {title}, on a scale of its own{infinite}."
+    marks = [texts.mark(entry).strip() for name, entry in audit(ds).items() if name in shown]
     place = "head" if "head" in ds.dims else "layer"
     meaning = [f" {sign} {MARKS[sign].format(place)}." for sign in MARKS if sign in marks]
-    ratios, and_bounds, means = "", "", over_axes(ds)
+    ratios, and_bounds, means = "", "", texts.over(ds)
     if marks:
         ratios = f" Above the panels: bound / exact{', geometric mean' if means else ''}{means}."
         if bars[0].quantity == sheets.QUANTITY:
             and_bounds = f" and its {'bounds' if len(marks) > 1 else 'bound'}"
     shown_is = f"{bars[0].quantity}{and_bounds}{_over_samples(ds, ', each the ', reduce)}{each}"
-    return plain(f"{shown_is}.{rows} {run_caption(ds)}.{ratios}{''.join(meaning)}")
+    return plain(f"{shown_is}.{rows} {texts.run_caption(ds)}.{ratios}{''.join(meaning)}")

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -30,12 +30,9 @@ Grids = dict[str, np.ndarray]
 """log10 of the values of panels, by name."""
 Limits = tuple[float, float] | None
 """Ends of a colour scale, log10; None for those of its values."""
-OVER = ("exact",)
-"""Variables that the values of panels may be divided by."""
 COLORMAP = "cividis"
 NEAR_COLORMAP = "viridis"
 """Colours of rows with a scale of their own, so that nobody reads them off the other one."""
-SCALES = ("rows", "shared", "panel")
 DIVERGING = "RdBu_r"
 """Colours of ratios of two runs: blue below one, red above."""
 NEAR = 1.0
@@ -69,21 +66,14 @@ class Scale:
             bar.set_ticks(list(places), labels=[f"{10**place:.4g}" for place in places])
 
     @property
-    def norm(self) -> Normalize:
-        """From logarithms to [0, 1]."""
-        return Normalize(self.low, self.top)
+    def short(self) -> str:
+        """The label without what the logarithms are of."""
+        return self.quantity.partition(" of ")[0]
 
     @property
     def top(self) -> float:
         """Upper end of the bar, so far above the lower one that its numbers are legible."""
         return self.high if self.high > self.low + 1e-4 else self.low + 0.1
-
-    def beyond(self, grid: np.ndarray) -> str:
-        """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
-        known = grid[~np.isnan(grid)]
-        # infinite ones have an order, and no mean
-        middle = float(np.sort(known)[known.size // 2]) if known.size else self.low
-        return "above" if middle > self.top else "below" if middle < self.low else ""
 
     def extend(self, grids: dict[str, np.ndarray]) -> str:
         """The ends at which something lies beyond the bar, as matplotlib calls them."""
@@ -124,7 +114,7 @@ def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> lis
     Raises:
         UnknownNameError: another way.
     """
-    choice("scale", how, SCALES)
+    choice("scale", how, ("rows", "shared", "panel"))
     others = [name for name in grids if name in extras(ds)]
     names = [name for name in grids if name not in others]
     ends = None if names else limits
@@ -150,7 +140,7 @@ def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
     colors = matplotlib.colormaps[scale.colors]
     shown = np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid))
     colormap = colors.with_extremes(over=ABOVE, bad=MISSING, under=BELOW)
-    return axes.imshow(shown, cmap=colormap, norm=scale.norm, aspect="auto")
+    return axes.imshow(shown, cmap=colormap, norm=Normalize(scale.low, scale.top), aspect="auto")
 
 
 def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
@@ -258,14 +248,15 @@ class Sheet:
         words = self.words.count("\n") + 2 if self.caption else 0
         return (titles * self.rows(across) + below + 1.25 * words + 0.3) * self.line
 
-    def room(self, across: int) -> float:
-        """Height for a panel on paper, in inches."""
-        limit = styles.paper_height(self.inches, captioned=bool(self.caption))
-        return (limit - self.fixed(across)) / self.rows(across)
+    @property
+    def limit(self) -> float:
+        """Height of the paper, in inches."""
+        return styles.paper_height(self.inches, captioned=bool(self.caption))
 
     def height(self, across: int) -> float:
         """Height of a panel, in inches: its natural one, where there is room."""
-        return min(self.natural(across), self.room(across))
+        room = (self.limit - self.fixed(across)) / self.rows(across)
+        return min(self.natural(across), room)
 
 
 def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -> tuple[Sheet, int]:
@@ -289,77 +280,54 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
         if small.height(across) >= FLAT * small.line and small.side(across) >= 2 * small.line:
             return small, across
     many = counted(columns, "column") if columns else "as many columns as are legible"
-    limit = styles.paper_height(sheet.inches, captioned=bool(sheet.caption))
     raise PaperError(
         f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x "
-        f"{limit:.3g} inches; ask for {'other columns, ' if columns else ''}a larger width, "
+        f"{sheet.limit:.3g} inches; ask for {'other columns, ' if columns else ''}a larger width, "
         "another style or fewer bounds"
     )
 
 
-class Paper(NamedTuple):
-    """Options of `lipbound.reporting.plots.heatmaps` on what figures are drawn on."""
-
-    width: str | float
-    columns: int | None
-    font_size: float | None
-    style: str | None
-    caption: bool
+Panels = tuple[Mapping[str, xr.Dataset], Grids, list[Scale], Mapping[str, Sequence[str]], str]
+"""By panel: its run or diff, log10 of its values; the colour bars with their panels in order; by
+panel: a label, which is folded, and lines below it. Then the caption."""
+Dots = Grids | None
+Paper = tuple[str | float, int | None, float | None, str | None, bool]
+"""Width, columns, font_size, style and caption of `lipbound.reporting.plots.heatmaps`."""
 
 
 def figure_of(
-    runs: Mapping[str, xr.Dataset],
-    grids: dict[str, np.ndarray],
-    bars: list[Scale],
-    titles: Mapping[str, Sequence[str]],
-    words: str,
-    path: str | Path | None,
-    paper: Paper,
-    *,
-    dots: Mapping[str, np.ndarray] | None = None,
-    own_bars: bool = False,
+    panels: Panels, path: str | Path | None, paper: Paper, *, dots: Dots = None, own_bars: bool
 ) -> Figure:
     """Draw panels on a sheet of their own, and write it with its caption.
 
     Args:
-        runs: the run or diff of each panel, for the numbers of its layers and heads.
-        grids: log10 of the values of each panel.
-        bars: the colour bars, with their panels in order.
-        titles: of the panels: a label, which is folded, and lines below it.
-        words: the caption.
+        panels: what is drawn, and the caption.
         path: where to write both; None for nowhere.
         dots: by panel, whether a cell has a dot.
         paper: what both are drawn on.
         own_bars: every panel has a colour bar, rather than every section.
     """
-    settings, inches, points = styles.look(paper.style, paper.width, paper.font_size)
-    columns = None if paper.columns is None else whole("columns", paper.columns, least=1)
+    _, grids, bars, _, words = panels
+    width, columns, font_size, style, captioned = paper
+    settings, inches, points = styles.look(style, width, font_size)
+    columns = None if columns is None else whole("columns", columns, least=1)
     counts = [len(grids)] if own_bars else [len(bar.names) for bar in bars]
     shape = [max(sizes) for sizes in zip(*(grid.shape for grid in grids.values()), strict=True)]
     with matplotlib.rc_context(settings):
-        drawn = words if paper.caption else ""
+        drawn = words if captioned else ""
         wanted = Sheet(counts, shape[0], shape[1], inches, points, own_bars, drawn)
-        usual = paper.font_size is None and paper.style is None
-        sheet, abreast = arrange(wanted, columns, shrink=usual)
+        sheet, abreast = arrange(wanted, columns, shrink=font_size is None and style is None)
         with matplotlib.rc_context({"font.size": sheet.points}):
-            figure = _draw(runs, grids, bars, sheet, abreast, titles, dots or {})
-            styles.write(figure, path, styles.caption_files(path, words))
-    return figure
+            figure = _draw(panels, sheet, abreast, dots or {})
+            return styles.written(figure, path, words)
 
 
-def _draw(
-    runs: Mapping[str, xr.Dataset],
-    grids: dict[str, np.ndarray],
-    bars: list[Scale],
-    sheet: Sheet,
-    across: int,
-    titles: Mapping[str, Sequence[str]],
-    dots: Mapping[str, np.ndarray],
-) -> Figure:
+def _draw(panels: Panels, sheet: Sheet, across: int, dots: Grids) -> styles.Drawing:
     """Draw panels, section by section, each section with its colour bar or each panel with its own.
 
     Where they stand is left to matplotlib's constrained layout.
     """
+    runs, grids, bars, titles, _ = panels
     high, rows, done = sheet.height(across), sheet.rows(across), 0
     size = (sheet.inches, sheet.fixed(across) + rows * high)
     pad = 0.4 * sheet.line
@@ -368,10 +336,10 @@ def _draw(
     alike = len({grid.shape for grid in grids.values()}) == 1
     sections = [bars] if sheet.own_bars else [[bar] for bar in bars]
     for section in sections:
-        panels = [(name, scale) for scale in section for name in scale.names]
-        block = places[done : done + -(-len(panels) // across)].ravel()
+        shown = [(name, scale) for scale in section for name in scale.names]
+        block = places[done : done + -(-len(shown) // across)].ravel()
         done += len(block) // across
-        for k, ((name, scale), axes) in enumerate(zip(panels, block, strict=False)):
+        for k, ((name, scale), axes) in enumerate(zip(shown, block, strict=False)):
             picture = image(axes, grids[name], scale)
             if name in dots:
                 down, right = np.nonzero(dots[name])
@@ -380,71 +348,38 @@ def _draw(
             label, *below = titles[name]
             title = [*styles.folded(label, sheet.side(across), sheet.points), *below]
             axes.set_title("\n".join(title), fontsize=sheet.points, pad=3, parse_math=False)
-            left, lowest = k % across == 0 or not alike, k + across >= len(panels) or not alike
-            _number_axes(axes, runs[name], left=left, lowest=lowest, room=high / sheet.line)
+            left, lowest = k % across == 0 or not alike, k + across >= len(shown) or not alike
+            _number_axes(axes, runs[name], max(1, int(high / sheet.line)))
+            axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=sheet.points - 1)
+            axes.tick_params(labelbottom=lowest, labelleft=left)
+            axes.set_xlabel(axes.get_xlabel() if lowest else "", labelpad=1)
+            axes.set_ylabel("layer" if left else "", labelpad=1)
             if sheet.own_bars:
                 bar = figure.colorbar(picture, ax=axes, extend=scale.extend(grids), aspect=20)
                 bar.ax.tick_params(labelsize=sheet.points - 1, width=0.5)
-                short = scale.quantity.partition(" of ")[0]  # below: beside is the next panel
-                bar.ax.set_xlabel(short, fontsize=sheet.points - 1, labelpad=2, parse_math=False)
+                small: Any = {"fontsize": sheet.points - 1, "labelpad": 2, "parse_math": False}
+                bar.ax.set_xlabel(scale.short, **small)  # below: beside is the next panel
                 scale.mark(bar)
-        for axes in block[len(panels) :]:
+        for axes in block[len(shown) :]:
             axes.set_visible(False)
         if not sheet.own_bars:
-            of = section[0]
-            _bar(figure, picture, block.tolist(), sheet, across, of.extend(grids), of.quantity)
+            tall, wide = len(block) / across * high, 0.9 * sheet.inches
+            long, thick = (tall, wide) if sheet.beside else (wide, tall)
+            at: Any = {"location": "right" if sheet.beside else "bottom"}
+            at |= {"fraction": 1.5 * sheet.line / thick, "pad": 0.5 * sheet.line / thick}
+            at |= {"aspect": long / (0.7 * sheet.line), "extend": scale.extend(grids)}
+            bar = figure.colorbar(picture, ax=block.tolist(), **at)
+            short = long < 12 * sheet.line
+            bar.set_label(scale.short if short else scale.quantity, labelpad=2)
+            bar.ax.tick_params(width=0.5, length=2, pad=1.5)
     if sheet.caption:
-        small: Any = {"fontsize": sheet.points - 0.5, "linespacing": 1.3, "parse_math": False}
-        figure.supxlabel(sheet.words, **small)
+        look: Any = {"fontsize": sheet.points - 0.5, "linespacing": 1.3, "parse_math": False}
+        figure.supxlabel(sheet.words, **look)
     return figure
 
 
-def _bar(
-    figure: Figure,
-    picture: AxesImage,
-    axes: list[Axes],
-    sheet: Sheet,
-    across: int,
-    ends: str,
-    quantity: str,
-) -> Colorbar:
-    """The colour bar of a section, on its right or below it."""
-    high, wide = len(axes) / across * sheet.height(across), 0.9 * sheet.inches
-    long, thick = (high, wide) if sheet.beside else (wide, high)
-    bar = figure.colorbar(
-        picture,
-        ax=axes,
-        location="right" if sheet.beside else "bottom",
-        aspect=long / (0.7 * sheet.line),
-        fraction=1.5 * sheet.line / thick,
-        pad=0.5 * sheet.line / thick,
-        extend=ends,
-    )
-    short = quantity.partition(" of ")[0]
-    bar.set_label(short if long < 12 * sheet.line else quantity, labelpad=2)
-    bar.ax.tick_params(width=0.5, length=2, pad=1.5)
-    return bar
-
-
-def _number_axes(axes: Axes, ds: xr.Dataset, *, left: bool, lowest: bool, room: float) -> None:
-    """Numbers and names of layers on the left of a row alone, of heads below a column alone."""
-    number_ticks(axes, ds, most=max(1, int(room)))
-    small = matplotlib.rcParams["font.size"] - 1
-    axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=small)
-    axes.tick_params(labelbottom=lowest, labelleft=left)
-    axes.set_xlabel(across(ds) if lowest else "", labelpad=1)
-    axes.set_ylabel("layer" if left else "", labelpad=1)
-
-
 def one_panel(
-    ds: xr.Dataset,
-    grids: dict[str, np.ndarray],
-    scale: Scale,
-    title: str,
-    words: str,
-    ax: Axes | None,
-    path: str | Path | None,
-    colorbar: bool,
+    ds: xr.Dataset, grids: Grids, scale: Scale, title: str, ax: Any, path: Any, colorbar: bool
 ) -> Axes:
     """Draw a panel with its colour bar, labelled in words, in axes given or of a new figure."""
     (name,) = scale.names
@@ -453,19 +388,21 @@ def one_panel(
     axes = styles.given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
     picture = image(axes, grids[name], scale)
     axes.set_title(title, parse_math=False)
-    axes.set(xlabel=across(ds), ylabel="layer")
-    number_ticks(axes, ds)
+    _number_axes(axes, ds)
     if flag("colorbar", colorbar):
         at: Any = {"location": "bottom", "aspect": 35} if below else {"aspect": 20}
         bar = axes.figure.colorbar(picture, ax=axes, extend=scale.extend(grids), **at)
-        bar.set_label(words)
+        bar.set_label(scale.quantity)
         scale.mark(bar)
     return styles.written(axes, path)
 
 
 def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
-    """The range of the values of a panel that lies beyond its colour scale."""
-    if side := scale.beyond(grid):
+    """The range of the values of a panel most of which lies beyond its colour scale."""
+    known = grid[~np.isnan(grid)]
+    # infinite ones have an order, and no mean
+    middle = float(np.sort(known)[known.size // 2]) if known.size else scale.low
+    if side := "above" if middle > scale.top else "below" if middle < scale.low else "":
         low, high = statistics.ends(grid)
         ends = dict.fromkeys(f"{end / 10:.1f}" for end in (np.floor(10 * low), np.ceil(10 * high)))
         said = " to ".join(ends).replace("inf", "\u221e").replace("-", "\u2212")
@@ -473,11 +410,10 @@ def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
         axes.text(0.5, 0.5, f"{side} the scale:\n{said}", **at)
 
 
-def number_ticks(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
+def _number_axes(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
     """Numbers of heads, at most about six, and of layers, at most ``most`` too."""
-    for axis, ticks, limit in (
-        (axes.xaxis, ds[across(ds)].values, 6),
-        (axes.yaxis, ds["layer"].values, min(6, most)),
-    ):
+    axes.set(xlabel=across(ds), ylabel="layer")
+    for axis, name, limit in ((axes.xaxis, across(ds), 6), (axes.yaxis, "layer", min(6, most))):
+        ticks = ds[name].values
         step = max(1, -(-len(ticks) // limit))
         axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])

@@ -8,13 +8,17 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit
+from lipbound.bounds.registry import get, resolve
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
-from lipbound.formatting import digits
 from lipbound.reporting.labels import check_numbers
 from lipbound.runs.store import sides, takes_run
 from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, is_diff, norm_of, sound
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
+Reduction = str | float
+"""One of these, or a quantile in [0, 1]."""
+End = int | None
+"""An end of enclosures: 0 the lower one, 1 the upper one; None for the values themselves."""
 
 
 def reduce_samples(
@@ -42,10 +46,8 @@ def reduce_samples(
         )
     quantile = not isinstance(how, str | bool) and is_number(how) and 0 <= float(how) <= 1
     if not quantile and how not in REDUCTIONS:
-        raise UnknownNameError(
-            f"unknown reduction {shown(how)}, and no quantile between 0 and 1; "
-            f"{nearest(how, REDUCTIONS)}"
-        )
+        said = f"unknown reduction {shown(how)}, and no quantile between 0 and 1"
+        raise UnknownNameError(f"{said}; {nearest(how, REDUCTIONS)}")
     holes = bool(values.isnull().any())  # to look for them takes numpy many times as long
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
@@ -127,11 +129,6 @@ def spread_title(samples: int, how: str | float = "geomean") -> str:
     return LIKELY if samples >= FEW and how == "geomean" else RANGE
 
 
-def digits_of_ends(low: float, high: float) -> int:
-    """Digits of ranges beside a mean: no more than it has, which stands between them."""
-    return max(2, min(3, digits(low, high)))
-
-
 def across(ds: xr.Dataset | xr.DataArray) -> str:
     """Dimension across a panel of a heatmap: heads, or samples for maps of whole layers."""
     return "head" if "head" in ds.dims else "sample"
@@ -164,6 +161,8 @@ LEVEL, FEW = 0.95, 5
 """Level of intervals, and the least number of samples that have one."""
 LIKELY, RANGE = f"{LEVEL:.0%} interval", "range over samples"
 """Titles of their columns, and of those of the range of single samples."""
+SPANS = {LIKELY: INTERVAL, RANGE: ("sample_min", "sample_max")}
+"""Columns of two ends in words, and those of their ends in numbers."""
 AUDITED = ("violations", "compared", "sound")
 """Columns that count places of the audit."""
 EXTRA_WIDTHS = {EXTRAS["frobenius"]: 2e-6, EXTRAS["condition"]: 0.04}
@@ -200,7 +199,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
 
 
-def spread_of(ds: xr.Dataset, name: str, end: int | None = None) -> dict[str, float]:
+def spread_of(ds: xr.Dataset, name: str, end: End = None) -> dict[str, float]:
     """Columns `SPREAD` and `INTERVAL` of `quantity`; NaN where there are no values."""
     values = quantity(ds, name, end)
     single = [geomean(values.isel(sample=s)) for s in range(values.sizes["sample"])]
@@ -269,12 +268,7 @@ def breakdown(
 
 
 def cells(
-    ds: xr.Dataset,
-    by: str,
-    names: Sequence[str],
-    reduce: str | float,
-    values: str,
-    end: int | None = None,
+    ds: xr.Dataset, by: str, names: list[str], reduce: Reduction, values: str, end: End = None
 ) -> pd.DataFrame:
     """`breakdown` of all places: of values, or of the lower or upper ends of their enclosures."""
     levels = ["layer", "head"][: ROWS.index(by)]
@@ -301,12 +295,9 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     names = bounds_there(ds) if given is None else list(given)
     missing = [name for name in names if name not in bounds_there(ds)]
     if missing:
-        from lipbound.bounds.registry import get  # it needs torch, which names of the run do not
-
         missing = [get(name).name for name in missing]
-        raise UnknownNameError(
-            f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds)) or 'none'}"
-        )
+        known = ", ".join(bounds_there(ds)) or "none"
+        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {known}")
     return names
 
 
@@ -334,8 +325,6 @@ def requested(ds: xr.Dataset, bounds: str) -> list[str]:
     names = [part.strip() for part in bounds.split(",") if part.strip()]
     if names and all(name in (*bounds_there(ds), *EXTRAS) for name in names):
         return list(dict.fromkeys(names))
-    from lipbound.bounds.registry import resolve
-
     return resolve(bounds, norm_of(ds))
 
 
@@ -351,11 +340,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 def extras(ds: xr.Dataset) -> list[str]:
     """Variables with values besides norms: see `EXTRA_WIDTHS`; of a diff the norms of its runs."""
-    return [
-        name
-        for name in (*EXTRA_WIDTHS, *SIDES)
-        if name in ds.variables and ds[name].notnull().any()
-    ]
+    there = [name for name in (*EXTRA_WIDTHS, *SIDES) if name in ds.variables]
+    return [name for name in there if ds[name].notnull().any()]
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
@@ -365,19 +351,10 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
 
     Args:
         grids: log10 of the values of each panel, by name.
-
-    Raises:
-        LipboundError: something else.
     """
-    if not isinstance(grids, dict):
-        raise LipboundError(
-            f"grids is {shown(grids)}; give a dict of the panels, log10 of their values by name"
-        )
-    medians = {
-        name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid)))
-        for name, grid in grids.items()
-        if np.isfinite(grid).any()
-    }
+    there = {name: grid for name, grid in grids.items() if np.isfinite(grid).any()}
+    known = {name: np.where(np.isneginf(grid), np.nan, grid) for name, grid in there.items()}
+    medians = {name: float(np.nanmedian(grid)) for name, grid in known.items()}
     kept = _together(medians, min(medians.values(), default=0.0), OFF_SCALE)
     finite = [grids[name][np.isfinite(grids[name])] for name in kept]
     return ends(np.concatenate(finite or [np.zeros(1)]))
@@ -426,7 +403,7 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
     return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
 
 
-def quantity(ds: xr.Dataset, name: str, end: int | None = None) -> xr.DataArray:
+def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.DataArray:
     """Values that tables are of, or an end of their enclosures, at every place.
 
     Args:

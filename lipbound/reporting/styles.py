@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 from matplotlib import font_manager
@@ -19,17 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lipbound.errors import (
-    LipboundError,
-    UnknownNameError,
-    choice,
-    file_path,
-    is_number,
-    nearest,
-    real,
-    shown,
-    tell,
-)
+from lipbound.errors import LipboundError, choice, file_path, is_number, real, shown, tell
 from lipbound.formatting import escape_latex, replacing
 from lipbound.reporting.latex import typeset
 
@@ -59,8 +49,7 @@ LETTERS = 1.65
 """Letters in a line over its width, in sizes of its type."""
 FIGURE = "figure.pdf"
 """The name of a file, for messages."""
-LABEL_LINES = 2
-"""Lines that a label may take; what is longer is cut and ends with an ellipsis."""
+Drawn = TypeVar("Drawn", Axes, Figure)
 
 
 def look(
@@ -76,13 +65,10 @@ def look(
         font_size: points, in place of the style's (7 without one, 12 on a slide).
 
     Raises:
-        UnknownNameError: unknown width or style.
-        LipboundError: a width that is too small or too large, tueplots not installed.
+        UnknownNameError: unknown style.
+        LipboundError: a width that is no known name, too small or too large; tueplots not
+            installed.
     """
-    if isinstance(width, str) and width not in WIDTHS:
-        raise UnknownNameError(
-            f"unknown width {width!r}, and no number of inches; {nearest(width, WIDTHS)}"
-        )
     if font_size is not None:
         real("font_size", font_size, "a number of points", above=0)
     inches = float(WIDTHS.get(str(width), width if is_number(width) else 0.0))
@@ -145,11 +131,9 @@ def lines_of(text: str, width: float, points: float) -> list[str]:
 
 
 def folded(text: str, width: float, points: float) -> list[str]:
-    """A label in lines of about ``width`` inches; what is longer than two of them is cut."""
-    lines = lines_of(text, width, points)
-    return (
-        lines[:LABEL_LINES] if len(lines) <= LABEL_LINES else [lines[0], f"{lines[1][:-2]}\u2026"]
-    )
+    """A label in lines of about ``width`` inches; of more than two, the second ends with dots."""
+    first, *others = lines_of(text, width, points)
+    return [first, *others] if len(others) < 2 else [first, f"{others[0][:-2]}\u2026"]
 
 
 class Drawing(Figure):
@@ -161,8 +145,7 @@ class Drawing(Figure):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         FigureCanvasAgg(self)
-        kinds, now = ("font.", "mathtext."), matplotlib.rcParams.items()
-        self._fonts = {key: value for key, value in now if key.startswith(kinds)}
+        self._fonts = dict(matplotlib.rcParams.find_all(r"^(font|mathtext)\."))
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """Write it, as `matplotlib.figure.Figure.savefig` does, with fonts that papers take."""
@@ -182,17 +165,25 @@ def given_or_new(axes: Axes | None, inches: tuple[float, float]) -> Axes:
     return axes or Drawing(figsize=inches, layout="constrained").add_subplot()
 
 
-def written(axes: Axes, path: str | Path | None) -> Axes:
-    """Axes, after their figure was written to a file, where one is given."""
-    figure: Any = axes.figure
-    write(figure, path)
-    return axes
+def written(drawn: Drawn, path: str | Path | None, caption: str = "") -> Drawn:
+    r"""A figure or axes, after the figure was written to a file, where one is given.
+
+    A caption goes beside ``figure.pdf`` as plain text, ``figure.caption.txt``, and as
+    ``\caption{...}`` for a figure environment, ``figure.caption.tex``.
+    """
+    if path is not None:
+        figure: Any = drawn.figure
+        file, beside = file_path(path, FIGURE), dict[Path, str]()
+        if caption:
+            beside[file.with_name(f"{file.stem}.caption.txt")] = f"{caption}\n"
+            text = f"\\caption{{{latex_caption(caption)}}}\n"
+            beside[file.with_name(f"{file.stem}.caption.tex")] = text
+        write(figure, file, beside)
+    return drawn
 
 
-def write(
-    figure: Figure, path: str | Path | None, beside: Mapping[Path, str] | None = None
-) -> None:
-    """Write a figure to a file, where one is given; the same figure gives the same file.
+def write(figure: Figure, path: Path, beside: Mapping[Path, str]) -> None:
+    """Write a figure to a file; the same figure gives the same file.
 
     Text in .pgf is escaped for LaTeX, which must be installed for it.
 
@@ -202,13 +193,9 @@ def write(
             older ones together, when all of them are whole.
 
     Raises:
-        LipboundError: no path, or a file type that cannot be drawn.
+        LipboundError: a file type that cannot be drawn.
         StoreError: a file that cannot be written; older ones are still there.
     """
-    if path is None:
-        return
-    path = file_path(path, FIGURE)
-    beside = beside or {}
     kind = path.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:
@@ -245,19 +232,3 @@ def latex_caption(text: str) -> str:
     '$\\log_{10}$ of 50 \\%'
     """
     return typeset(text).replace("log10 of", "$\\log_{10}$ of")
-
-
-def caption_files(figure: str | Path | None, text: str) -> dict[Path, str]:
-    r"""Contents of the two caption files beside a figure, by path; none of a figure without one.
-
-    ``figure.caption.txt`` is plain text, ``figure.caption.tex`` is ``\caption{...}`` for a figure
-    environment.
-    """
-    if figure is None:
-        return {}
-    figure = file_path(figure, FIGURE)
-    contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
-    return {
-        figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n"
-        for kind, content in contents.items()
-    }

@@ -33,24 +33,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
-WRITERS: dict[str, Callable[..., str]] = {
-    "text": text_table,
-    "markdown": markdown_table,
-    "latex": latex_table,
-    "csv": csv_table,
-}
+WRITERS: dict[str, Callable[..., str]] = {"text": text_table, "markdown": markdown_table}
+WRITERS |= {"latex": latex_table, "csv": csv_table}
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, NO_SPREAD = "geom. mean", "one sample: no interval over samples"
-SPANS = {LIKELY: statistics.INTERVAL, RANGE: ("sample_min", "sample_max")}
-"""Columns of two ends in words, and those of their ends in numbers."""
 HOLDS, BELOW = "assumptions hold", "below exact"
 WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
 SPARE = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 """Columns of a table by bound that are left out where there is no room, the first one first; of the
 two on samples the second one is left."""
-Told = tuple[str, list[str]]
+Bounds = list[str] | None
+"""Names of bounds; None for all."""
+Told = tuple[str, list[str]] | None
 """Caption and notes of a table, where they are not those of its run."""
 
 
@@ -89,14 +85,12 @@ def render(
     """
     choice("format", format, FORMATS)
     made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values, labels=labels)
-    if format in FITTED:
-        return WRITERS[format](made, width)
-    if width is not None:
+    if width is not None and format not in FITTED:
         raise LipboundError(
             f"a width ({width}) was given, but {format} has none; it is for text (characters) "
             "and latex (column, page, slide or points)"
         )
-    return WRITERS[format](made)
+    return WRITERS[format](made, width) if format in FITTED else WRITERS[format](made)
 
 
 def _check_rows(by: str, reduce: str | float, values: str) -> None:
@@ -189,7 +183,7 @@ def _table(
     reduce: str | float = "geomean",
     mean: str = "geometric mean",
     spare: tuple[str, ...] = SPARE,
-    told: Told | None = None,
+    told: Told = None,
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
     samples = int(with_exact(ds).sum())
@@ -201,16 +195,7 @@ def _table(
         shown = shown.drop(columns=LIKELY)
     else:
         spread.insert(0, f"{LIKELY}: Student's t over {samples} samples, on logarithms")
-    return Table(
-        numbers,
-        shown,
-        words=WORDS,
-        head=head,
-        caption=said,
-        notes=[*spread, *notes],
-        keys=tuple(keys),
-        spare=spare,
-    )
+    return Table(numbers, shown, WORDS, head, said, [*spread, *notes], tuple(keys), spare)
 
 
 def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
@@ -218,22 +203,22 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
     if not names:
         return _of_norms(ds, ["exact"], bounds=chosen)
-    mean, spread = _of_each(ds, names)
-    numbers = summary(ds).loc[names]
+    numbers, (mean, spread) = summary(ds).loc[names], _of_each(ds, names)
     audited = numbers[["violations", "compared", "sound"]].itertuples(index=False)
     called = [f"{label}{texts.mark(counts[name])}" for name, label in numbers["label"].items()]
     verdict = [(f"{below}/{of}", texts.holds(good, of)) for below, of, good in audited]
-    columns = {"bound": called, "name": names} | mean | {title: spread[title] for title in SPANS}
+    columns = (
+        {"bound": called, "name": names}
+        | mean
+        | {title: spread[title] for title in (LIKELY, RANGE)}
+    )
     columns |= dict(zip((BELOW, HOLDS), zip(*verdict, strict=True), strict=True))
     shown, head = pd.DataFrame(columns | spread, names), f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
 
 def _of_norms(
-    ds: xr.Dataset,
-    names: Sequence[str],
-    told: Told | None = None,
-    bounds: list[str] | None = None,
+    ds: xr.Dataset, names: Sequence[str], told: Told = None, bounds: Bounds = None
 ) -> Table:
     """A table of norms rather than of bounds, a row each."""
     rows = [statistics.spread_of(ds, name) for name in names]
@@ -246,9 +231,8 @@ def _of_norms(
 
 def _of_each(ds: xr.Dataset, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Columns of words on the mean of each quantity over everything, and on its spread."""
-    low, high = (
-        pd.DataFrame([statistics.spread_of(ds, name, end) for name in names]) for end in (0, 1)
-    )
+    ends = [[statistics.spread_of(ds, name, end) for name in names] for end in (0, 1)]
+    low, high = map(pd.DataFrame, ends)
     mean = {MEAN: list(map(enclosed, low["geomean"], high["geomean"]))}
     return mean, _spread_columns(low, high, "geomean")
 
@@ -275,17 +259,15 @@ def readable(ds: xr.Dataset) -> pd.DataFrame:
     return table_of(ds).shown
 
 
-def _spread_columns(
-    low: pd.DataFrame, high: pd.DataFrame, name: str, spans: Mapping[str, tuple[str, str]] = SPANS
-) -> dict[str, list[str]]:
+def _spread_columns(low: pd.DataFrame, high: pd.DataFrame, name: str) -> dict[str, list[str]]:
     """Columns of words on the spread of a mean, by its ends: ranges are rounded outwards.
 
     They have no more digits than the mean, so that rounding leaves it between them.
     """
-    known = list(map(statistics.digits_of_ends, low[name], high[name]))
+    known = [max(2, min(3, digits(*ends))) for ends in zip(low[name], high[name], strict=True)]
     return {
         title: list(map(outwards, low[least], high[most], known))
-        for title, (least, most) in spans.items()
+        for title, (least, most) in statistics.SPANS.items()
     } | {
         end: [directed(value, to, up) for value, to in zip(ends[end], known, strict=True)]
         for end, ends, up in (("min", low, False), ("max", high, True))
@@ -311,46 +293,27 @@ def _said_of_cells(
 
 
 def _by_place(
-    ds: xr.Dataset,
-    by: str,
-    chosen: list[str] | None,
-    reduce: str | float,
-    values: str,
-    told: Told | None = None,
+    ds: xr.Dataset, by: str, chosen: Bounds, reduce: str | float, values: str, told: Told = None
 ) -> Table:
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts, names = audit(ds), statistics.present(ds, chosen)
-    low, high = (
-        statistics.cells(ds, by, names, reduce, values, end).loc[table.index] for end in (0, 1)
-    )
-
-    def column(name: str) -> list[str]:
-        return list(map(enclosed, low[name], high[name]))
-
-    shown = table.index.to_frame().astype(str)
+    ends = (statistics.cells(ds, by, names, reduce, values, end) for end in (0, 1))
+    low, high = (end.loc[table.index] for end in ends)
+    column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
     exact = texts.label_of(ds, "exact") if told else "exact norm"
-    shown = shown.assign(
-        **{exact.removesuffix(" norm"): column("exact")} | _spread_columns(low, high, "exact")
-    )
+    norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")
+    shown = table.index.to_frame().astype(str).assign(**norms)
     for name in statistics.extras(ds):
-        shown[texts.extra_title(ds, name)] = column(name)
+        shown[texts.extra_title(ds, name)] = column[name]
     titles = {*shown.columns}
     for name in names:
         title = texts.label_of(ds, name)
         title = f"{title} ({name})" if title in titles else title
         titles.add(title)
-        shown[title + texts.mark(counts[name])] = column(name)
-    heads = by == "layer" and "head" in ds.dims
-    return _table(
-        ds,
-        table,
-        shown,
-        head=_said_of_cells(ds, names, by, values, reduce, exact),
-        bounds=names,
-        keys=table.index.names,
-        reduce=reduce,
-        mean=f"{statistics.reduction_name(reduce)} over heads" if heads else exact,
-        spare=(),
-        told=told,
-    )
+        shown[title + texts.mark(counts[name])] = column[name]
+    heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
+    head = _said_of_cells(ds, names, by, values, reduce, exact)
+    how: Any = {"reduce": reduce, "mean": f"{name} over heads" if heads else exact, "told": told}
+    how |= {"head": head, "bounds": names, "keys": table.index.names, "spare": ()}
+    return _table(ds, table, shown, **how)

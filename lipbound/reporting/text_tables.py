@@ -67,25 +67,16 @@ class Table:
 
         They stand in ``rows`` by column, with the run, the meaning of cells and ``notes``.
         """
-        return {
-            "run": self.caption,
-            "cells": self.head,
-            "rows": self.numbers.reset_index().to_dict("records"),
-            "notes": self.notes,
-        }
+        rows = self.numbers.reset_index().to_dict("records")
+        return {"run": self.caption, "cells": self.head, "rows": rows, "notes": self.notes}
 
     def __repr__(self) -> str:
         return text_table(self)
 
     def _repr_html_(self) -> str:
-        made = self.plain()
-        return html_table(
-            list(made.shown.columns),
-            made.shown.values.tolist(),
-            title=self.caption,
-            notes=[self.head, *self.notes],
-            words=made.words,
-        )
+        made, notes = self.plain(), [self.head, *self.notes]
+        titles, cells = list(made.shown.columns), made.shown.values.tolist()
+        return html_table(titles, cells, title=self.caption, notes=notes, words=made.words)
 
 
 def fit(
@@ -161,9 +152,8 @@ def text_table(table: Table, width: str | float | None = None) -> str:
 
 def hanging(text: str, width: float, indent: str = "  ") -> list[str]:
     """A paragraph in lines, all but the first indented."""
-    return textwrap.wrap(
-        plain(text), int(width), subsequent_indent=indent, break_on_hyphens=False
-    ) or [""]
+    how: Any = {"subsequent_indent": indent, "break_on_hyphens": False}
+    return textwrap.wrap(plain(text), int(width), **how) or [""]
 
 
 def _block(table: Table, widths: Mapping[str, float]) -> list[str]:

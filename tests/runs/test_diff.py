@@ -406,7 +406,7 @@ def test_heatmaps_diverge_from_one(ds: xr.Dataset, tmp_path: Path) -> None:
 def test_bars_are_numbered_by_ratios(most: float) -> None:
     axes = Figure().add_subplot()
     scale = Scale(("ratio",), -most, most, DIVERGING)
-    picture = axes.imshow([[0.0]], norm=scale.norm)
+    picture = axes.imshow([[0.0]], vmin=scale.low, vmax=scale.top)
     bar = axes.figure.colorbar(picture, ax=axes)
     scale.mark(bar)
     numbers = [float(label.get_text()) for label in bar.ax.get_yticklabels()]

@@ -99,39 +99,32 @@ def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius"
     profile = token_profile(att, map=map)
     folded = att.fold_output()[0] if map == "head_out" else att
     found = {name: get(name).terms(folded) for name in names}
+    there = {name: terms for name, terms in found.items() if terms is not None}
+    bounds = {name: {k: _array(v[0]) for k, v in terms.items()} for name, terms in there.items()}
     stride = -(-att.tokens // SIDE)
+    rows = att.p[0]
+    if att.sinks is not None:  # whose probability belongs to every row
+        sink = (1 - rows.double().sum(-1, keepdim=True)).clamp_min(0)
+        rows = torch.cat([rows, sink.to(rows.dtype)], -1)
     # the largest entry of every square
     shrunk = torch.nn.functional.max_pool2d(att.p[0], stride, ceil_mode=True)
     maps = (255 * shrunk.double().sqrt()).round()
     return Details(
         norm=_array(found_norm.lower[0]),
         attention=_array(maps.to(torch.uint8)),
-        softmax_norm=_array(softmax.jacobian_norm(_whole_rows(att)).upper),
+        softmax_norm=_array(softmax.jacobian_norm(rows).upper),
         right=_array(moved),
         left=_array((left**2).sum(-1)),
         alone=_array(profile.lower[0]),
         reached=_array(profile.output_lower[0]),
         parts={name: _array(share) for name, share in parts.items()},
-        bounds={
-            name: {term: _array(share[0]) for term, share in terms.items()}
-            for name, terms in found.items()
-            if terms is not None
-        },
+        bounds=bounds,
         stride=stride,
     )
 
 
 def _array(values: Tensor) -> np.ndarray:
     return values.cpu().numpy()
-
-
-def _whole_rows(att: Attention) -> Tensor:
-    """Probabilities of the first sample and of the sink, if any, (heads, N, N or N + 1)."""
-    p = att.p[0]
-    if att.sinks is None:
-        return p
-    sink = (1 - p.double().sum(-1, keepdim=True)).clamp_min(0)
-    return torch.cat([p, sink.to(p.dtype)], -1)
 
 
 def shares(

@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ def report(
     if details:
         device = resolve_device(device)
     pages, attention, diffs, named = [], b"", list[dict[str, str]](), []
+    wanted: Any = dict(labels or {})
     for run in several:
         ds = store.load(run, damaged="refuse") if isinstance(run, str | Path) else run
         if is_diff(ds):
@@ -107,13 +108,12 @@ def report(
             ds = run_of(ds)
             named.append((ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem))
     for run, title in named:
-        ds = relabelled(run_of(run), _own(labels, run, named))
+        known = {*run.variables, "model", "data"} if len(named) > 1 else wanted
+        ds = relabelled(run_of(run), {name: wanted[name] for name in wanted if name in known})
         if not 0 <= sample < ds.sizes["sample"]:
-            raise LipboundError(
-                f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
-            )
-        again: Any = {"model": model, "data": data, "device": device}
-        found = details_or_reason(ds, sample, **again) if details else LEFT_OUT
+            last = ds.sizes["sample"] - 1
+            raise LipboundError(f"sample is {sample}; the run has samples 0 to {last}")
+        found = details_or_reason(ds, sample, model, data, device) if details else LEFT_OUT
         attention += b"".join(one.attention.tobytes() for one in found[0] or [] if one)
         pages.append(contents(ds, title, reduce=reduce, sample=sample, details=found))
     for one, title in zip(pages, told_apart(one["title"] for one in pages), strict=True):
@@ -121,20 +121,8 @@ def report(
     text = _page(pages, attention, diffs)
     with replacing(target) as (page,):
         page.write_text(text, encoding="utf-8")
-    return [
-        plain(f"{one['title']}: no details of single heads: {one['reason']}")
-        for one in pages
-        if details and one["details"] is None
-    ]
-
-
-def _own(
-    labels: Mapping[str, str] | None, ds: xr.Dataset, several: Sequence[Any]
-) -> dict[str, str]:
-    """The labels that a run of several has a use for; of a single run all of them."""
-    given = dict(labels or {})
-    known = given if len(several) == 1 else {*ds.variables, "model", "data"}
-    return {name: text for name, text in given.items() if name in known}
+    bare = [one for one in pages if details and one["details"] is None]
+    return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in bare]
 
 
 def _diff(ds: xr.Dataset) -> dict[str, str]:
@@ -154,19 +142,12 @@ def _page(pages: list[dict[str, Any]], attention: bytes, diffs: list[dict[str, s
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     numbers: Any = {"default": _numbers, "allow_nan": False, "separators": (",", ":")}
-    parts = {
-        "data": _packed(json.dumps(pages, **numbers).encode()),
-        "attention": _packed(attention),
-        "plotly": _plotly(),
-    }
+    data = _packed(json.dumps(pages, **numbers).encode())
+    parts = {"data": data, "attention": _packed(attention), "plotly": _plotly()}
     # escapes what is no formula
     environment.filters["formula"] = lambda text: Markup(formula(text))
-    files = {
-        name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")
-    }
-    return environment.get_template("page.html").render(
-        runs=pages, parts=parts, diffs=diffs, **files
-    )
+    template = environment.get_template("page.html")
+    return template.render(runs=pages, parts=parts, diffs=diffs)
 
 
 @cache
@@ -211,6 +192,8 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
     names, made, there = bounds_there(ds), tables.table_of(ds).plain(), Contents.of(ds)
     shown = made.shown.drop(columns="name", errors="ignore")
     said = {name: ds[name].attrs for name in names}
+    formulas = {name: said[name].get("statement_latex", said[name]["statement"]) for name in names}
+    rows = [[name, *row] for name, row in shown.T.items()]
     facts = {name: labels.fact_words(fact) for name, fact in labels.facts(ds).items()}
     return {
         "caption": labels.run_caption(ds),
@@ -227,17 +210,10 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
         "norm": plain(labels.norm_words(ds)),
         "norm_name": norm_of(ds),
         "statements": {name: plain(said[name]["statement"]) for name in names},
-        "formulas": {
-            name: plain(said[name].get("statement_latex", said[name]["statement"]))
-            for name in names
-        },
+        "formulas": {name: plain(text) for name, text in formulas.items()},
         "sources": {name: plain(said[name]["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
-        "summary": {
-            "cells": made.head,
-            "head": list(shown.columns),
-            "rows": [[name, *row] for name, row in shown.T.items()],
-        },
+        "summary": {"cells": made.head, "head": list(shown.columns), "rows": rows},
         "exact": enclosed(*statistics.mean_ends(ds, "exact")),
         "notes": made.notes,
         "provenance": [[name, words] for name, words in facts.items() if words],
@@ -248,17 +224,17 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
 
 def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     """Numbers of a run: reduced over samples, as ratios, and sample by sample."""
-    names = bounds_there(ds)
-    shown = [*statistics.panels(ds), *statistics.extras(ds)]
+    names, shown = bounds_there(ds), [*statistics.panels(ds), *statistics.extras(ds)]
     colours = scales(ds, log10(ds, shown, reduce), "rows")
     panels = [name for scale in colours for name in scale.names]
     upper = ["exact_upper"] if "exact_upper" in ds else []
     ratios = {name: statistics.ratio(ds, name) for name in names}
     # something that is compared with each exact norm
     examples = {compared_with(ds, name): name for name in names} | {"exact": "exact"}
-    levels = ["layer", across(ds)]
-    heads = across(ds) == "head"
-    kept, order = (ds.isel(sample=slice(SINGLE)), AXES) if heads else (ds, levels)
+    whole = ds, ["layer", "sample"]
+    kept, order = (ds.isel(sample=slice(SINGLE)), AXES) if "head" in ds.dims else whole
+
+    width = partial(statistics.cell_widths, ds, reduce=reduce)
 
     def grid(values: xr.DataArray) -> np.ndarray:
         return statistics.panel(values, reduce).values
@@ -270,9 +246,7 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
         "slack": allowance(),
         "extras": {name: statistics.EXTRA_WIDTHS[name] for name in statistics.extras(ds)},
         "scales": [asdict(scale) for scale in colours],
-        "widths": {
-            exact: statistics.cell_widths(ds, one, reduce).values for exact, one in examples.items()
-        },
+        "widths": {of: width(one).values for of, one in examples.items()},
         "grids": {name: grid(ds[name]) for name in panels},
         "ratios": {name: grid(ratio) for name, ratio in ratios.items()},
         "upper": grid(ds["exact_upper"]) if upper else None,
@@ -287,7 +261,7 @@ def _of_layer(one: Details) -> dict[str, Any]:
 
 
 def details_or_reason(
-    ds: xr.Dataset, sample: int, *, model: Any, data: Any, device: str
+    ds: xr.Dataset, sample: int, model: Any, data: Any, device: str
 ) -> DetailsOrReason:
     """Details of all layers and the words of the sample's tokens; or None and the reason.
 
@@ -309,9 +283,7 @@ def details_or_reason(
     there = ds.isel(sample=sample)
     pairs = zip(there["layer"].values, there["exact"], found, strict=True)
     tol = float(ds.attrs["tol"])
-    wrong = [
-        str(layer) for layer, exact, one in pairs if one and not _same(exact.values, one.norm, tol)
-    ]
+    wrong = [str(k) for k, exact, one in pairs if one and not _same(exact.values, one.norm, tol)]
     if not wrong:
         return found, texts, ""
     which = f"the norms of layers {', '.join(wrong)} are not those of the run"
