@@ -53,7 +53,6 @@ def test_upper_ends_that_nobody_asked_for_are_no_failure(method: str) -> None:
     assert "left=tensor" in repr(lb.spectral_norm(att, vectors=True))
     assert "not asked" not in enclosed._repr_html_()
     far = lb.spectral_norm(lb.Attention(att.x * 1e50, att.w_q, att.w_k, att.w_v), delta=1e-6)
-    assert ("inf" in repr(far)) == bool(far.upper.isinf().any())
     assert "not asked" not in repr(far)
 
 
