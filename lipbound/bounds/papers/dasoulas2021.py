@@ -10,14 +10,16 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
+from lipbound.attention.rounding import TensorErrors
 from lipbound.attention.variants import LINEAR_VALUES
+from lipbound.attention.variants.base import Side
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.ours.block_norms import root, samples_of
 from lipbound.bounds.papers.castin2024 import longest, sides
 from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
-from lipbound.linalg.matrix_norms import gamma, times_power_up
+from lipbound.linalg.matrix_norms import gamma, matrix_norm, times_power_up
 
 BIBTEX = """@inproceedings{dasoulas2021lipschitz,
   title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph
@@ -111,12 +113,9 @@ def _with_variants(att: Attention) -> Tensor:
     found = []
     for sample in samples_of(att):
         one, e = sample.layer, sample.errors
-        names = ("q", "k", "q_slope", "k_slope")
-        q, k, q_slope, k_slope = (
-            (getattr(e, name) + getattr(e, f"{name}_error"))[0] for name in names
-        )
-        through_q = q_slope.amax(-1) * k.amax(-1)
-        through_k = k_slope.amax(-1) * factors.size(q, -1)
+        q, k = e.q[0] + e.q_error[0], e.k[0] + e.k_error[0]
+        through_q = _slope(one, e, "q") * k.amax(-1)
+        through_k = _slope(one, e, "k") * factors.size(q, -1)
         slope = abs(one.scale) * (through_q + through_k)
         reach = factors.norm_v(one) * factors.radius(one)[0]
         if one.scoring.extra_scores is not None:
@@ -124,3 +123,16 @@ def _with_variants(att: Attention) -> Tensor:
         value = factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope
         found.append(times_power_up(value, sample.exponents))
     return torch.stack(found)
+
+
+def _slope(one: Attention, e: TensorErrors, side: Side) -> Tensor:
+    """How much faster than a token its query or key can move, for one sample, (heads,).
+
+    By spectral norms of the projections in place of the Frobenius norms in which slopes are linear;
+    not where all heads are normalised together.
+    """
+    slope, norm = getattr(e, f"{side}_slope")[0].amax(-1), getattr(one, f"norm_{side}")
+    if norm is None or norm.over is None:
+        w = one.projections.of(side)[0]
+        slope = slope * (matrix_norm(w) / torch.linalg.matrix_norm(w).clamp_min(1e-300))
+    return slope + getattr(e, f"{side}_slope_error")[0].amax(-1)
