@@ -49,7 +49,7 @@ LETTERS = 1.65
 """Letters in a line over its width, in sizes of its type."""
 FIGURE = "figure.pdf"
 """The name of a file, for messages."""
-Drawn = TypeVar("Drawn", Axes, Figure)
+D = TypeVar("D", Axes, Figure)
 
 
 def look(
@@ -165,7 +165,7 @@ def given_or_new(axes: Axes | None, inches: tuple[float, float]) -> Axes:
     return axes or Drawing(figsize=inches, layout="constrained").add_subplot()
 
 
-def written(drawn: Drawn, path: str | Path | None, caption: str = "") -> Drawn:
+def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
     r"""A figure or axes, after the figure was written to a file, where one is given.
 
     A caption goes beside ``figure.pdf`` as plain text, ``figure.caption.txt``, and as

@@ -37,7 +37,7 @@ from lipbound.runs.partial_store import PARTIAL, partial_path
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Given = TypeVar("Given")
+G = TypeVar("G")
 Run = xr.Dataset | str | Path
 """A run as users hand it over: itself, or its path."""
 OfRun = Callable[Concatenate[xr.Dataset, P], R]
@@ -306,20 +306,20 @@ def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
 
 def takes_diff(
     of_diff: Callable[..., Any],
-) -> Callable[[Callable[Concatenate[Given, P], R]], Callable[Concatenate[Given | Run, P], R]]:
+) -> Callable[[Callable[Concatenate[G, P], R]], Callable[Concatenate[G | Run, P], R]]:
     """Let a function on a run hand diffs of two runs, and their paths, over to another one.
 
     Options that the other one does not take are refused where they are given.
     """
 
     def of_run(
-        function: Callable[Concatenate[Given, P], R],
-    ) -> Callable[Concatenate[Given | Run, P], R]:
+        function: Callable[Concatenate[G, P], R],
+    ) -> Callable[Concatenate[G | Run, P], R]:
         known = inspect.signature(function)
 
         @knows_options
         @wraps(function)
-        def taking(ds: Given | Run, *args: P.args, **kwargs: P.kwargs) -> R:
+        def taking(ds: G | Run, *args: P.args, **kwargs: P.kwargs) -> R:
             given: Any = load(ds) if isinstance(ds, str | Path) else ds
             if not schema.is_diff(given):
                 return function(given, *args, **kwargs)
@@ -333,7 +333,7 @@ def takes_diff(
                     )
             return cast("R", of_diff(diff_of(given), **{k: v for k, v in asked if k in taken}))
 
-        return cast("Callable[Concatenate[Given | Run, P], R]", taking)
+        return cast("Callable[Concatenate[G | Run, P], R]", taking)
 
     return of_run
 
