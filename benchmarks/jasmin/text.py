@@ -81,7 +81,7 @@ def run(
         "accuracy": 100 * right / TEST,
         "network_constant": float(lb.network_norm(model, few).lower.median()),
         "head_constant": float(heads.log().mean().exp()),
-        "softmax_norm": float(torch.stack([norm_m(att).value() for att in layers]).mean()),
+        "softmax_norm": float(torch.stack([norm_m(att) for att in layers]).mean()),
     }
 
 

@@ -26,7 +26,7 @@ def sizes(att: Attention) -> dict[str, list[float]]:
     for step in att.scoring.steps:
         own = [t for t in step.inputs() if t.is_floating_point() and t.numel()]
         given |= {f"{step.title} ({i})": t.reshape(1, -1) for i, t in enumerate(own)}
-    largest = [t.detach().flatten(1).abs().amax(1).double() for t in given.values()]
+    largest = [t.detach().flatten(1).abs().amax(1).to(att.dtype) for t in given.values()]
     values = torch.cat(largest).tolist()
     found = {name: [values.pop(0) for _ in t] for name, t in zip(given, largest, strict=True)}
     return found | {"scale": [abs(att.scale)]}

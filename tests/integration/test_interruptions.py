@@ -111,7 +111,9 @@ def test_interrupted_while_it_starts(
         assert ("the run is finished and saved" in err) is (status == 130), err
         assert identical(store.load(out), expected)
         return
-    assert (status, err.count("\n")) == (130, 1), err
+    # Python ends by the signal itself where it came within code that is compiled from a string
+    assert status in (130, -signal.SIGINT), err
+    assert err.count("\n") == 1, err
     assert err.startswith("interrupted: ")
     assert "Traceback" not in err
     assert took < 2

@@ -15,10 +15,9 @@ from support.processes import CONTEXT
 from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
-from lipbound.cli.measuring import cluster
+from lipbound.cli.measuring import TRIMMING, cluster
 from lipbound.errors import Notice
 from lipbound.runs import store
-from lipbound.runs.measure import TRIMMING
 from lipbound.runs.partial_store import LayerResult, PartialRun, partial_path
 
 
@@ -144,7 +143,7 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_of_the_command_line_keep_freed_memory(bert: Path) -> None:
-    """Dask's own do not, and lipbound says so: they take several times as long."""
+    """Dask's own do not, and take several times as long."""
     distributed = pytest.importorskip("dask.distributed")
     name = TRIMMING.rpartition(".")[2]
     forkserver.ensure_running()
@@ -156,11 +155,3 @@ def test_workers_of_the_command_line_keep_freed_memory(bert: Path) -> None:
             warnings.simplefilter("error", Notice)
             lb.compare(bert, TEXTS, client=client, **options)
             assert set(client.run(os.environ.get, name).values()) == {None}
-        with (
-            distributed.LocalCluster(
-                n_workers=1, threads_per_worker=1, dashboard_address=None
-            ) as workers,
-            distributed.Client(workers) as client,
-            pytest.warns(Notice, match=f"{name}=65536, dask's default.*several times slower"),
-        ):
-            lb.compare(bert, TEXTS, client=client, **options)

@@ -26,7 +26,6 @@ SMALLER = {
     "05_adversarial_inputs": [
         ("(4, 16, 64, 256)", "(4, 16)"),
         ("range(400)", "range(40)"),
-        ("steps=60", "steps=10"),
     ],
     "06_train_with_jasmin": [
         ("epochs=20", "epochs=1"),
