@@ -144,7 +144,7 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers_of_the_command_line_keep_freed_memory(bert: Path) -> None:
     """Dask's own do not, and take several times as long."""
-    distributed = pytest.importorskip("dask.distributed")
+    pytest.importorskip("dask.distributed")
     name = TRIMMING.rpartition(".")[2]
     forkserver.ensure_running()
     options = OPTIONS | {"samples": 1, "memory": "auto"}
