@@ -42,10 +42,13 @@ def attention_probabilities(
     times in a pass has one entry: its probabilities, where all calls share them, else those of all
     calls as samples. Afterwards the model's attention is what it was before.
 
+    A function of the user's own, registered with ``AttentionInterface``, computes as it does
+    outside.
+
     CaptureError is raised for what is no transformers model; capped scores or sinks; functions of
-    the user's own that are registered with ``AttentionInterface``; masks of whole numbers; layers
-    that do not exist; reentrant gradient checkpointing, which has no gradients to give;
-    DataParallel on several devices.
+    the user's own in which no softmax of scores is seen; masks of whole numbers; layers that do not
+    exist; reentrant gradient checkpointing, which has no gradients to give; DataParallel on several
+    devices.
 
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``, also inside
@@ -173,6 +176,7 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
     for fault, what in (
         (call.biased, "uses position_bias in its attention"),
+        (call.own, "calls an attention function of the user's own"),
         (call.repeated, "calls attention several times in one forward pass"),
         (keys != queries, f"has {queries} queries and {keys} keys, and no self-attention"),
         (x.shape[:-1] != (samples, queries), f"is given token vectors of shape {tuple(x.shape)}"),

@@ -21,10 +21,13 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.attention.scoring import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
+from lipbound.models.capture.seeing.follower import Follower, Heads
 from lipbound.models.capture.seeing.interface import (
     ATTRIBUTE,
+    AttentionFunction,
     additive_mask,
     attention_configs,
+    own_functions,
     own_names,
 )
 from lipbound.models.capture.seeing.recording import by_name
@@ -79,6 +82,7 @@ class TrainingCall:
         x: the input of the module, where that is watched.
         valid: (samples, queries) bool, False at padding; None where there is none.
         repeated: whether the module called again in the same pass.
+        own: whether it called an attention function of the user's own.
     """
 
     module: nn.Module
@@ -92,6 +96,7 @@ class TrainingCall:
     x: Tensor | None = None
     valid: Tensor | None = None
     repeated: bool = False
+    own: bool = False
 
 
 @dataclass(eq=False)
@@ -158,17 +163,30 @@ _watches: list[ProbabilityCollector] = []
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kw: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    own_function: AttentionFunction | None = None,
+    **kw: Any,
 ) -> tuple[Tensor, Any]:
     """Return torch's fused attention, or the same by way of probabilities where they are wanted.
+
+    A function of the user's own takes its place, and is followed where they are wanted.
 
     Raises:
         CaptureError: scores are capped or have sinks, or the module is a copy of DataParallel's.
     """
-    if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
-        raise CaptureError(f"{type(module).__name__}: penalties do not support {', '.join(extras)}")
-    fused = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kw)
-    explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
+    given = module, query, key, value, attention_mask
+    fused = partial(own_function or sdpa_attention_forward, *given, **kw)
+    explicit: Callable[[], Any] = partial(_followed, fused, given)
+    if own_function is None:
+        if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
+            raise CaptureError(
+                f"{type(module).__name__}: penalties do not support {', '.join(extras)}"
+            )
+        explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
     if replay.script is not None:
         return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
@@ -187,6 +205,45 @@ def _attention(
     for watch, layer in layers:
         watch.add(call, layer, wide)
     return out, p
+
+
+class _Softmax(Follower):
+    """The probabilities of attention, as functions that are followed compute them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module, self.found = module, list[Tensor]()
+
+    def computed(self, heads: Heads) -> None:
+        qkv, kw = (heads.q[0], heads.k[0], heads.v), {"scaling": heads.scale, "is_causal": False}
+        wide = torch.promote_types(qkv[0].dtype, torch.float32)
+        with self.paused():
+            if heads.scores is None:  # the mask says what is causal
+                self.found.append(_explicit(self._module, qkv, heads.mask, kw)[3])
+            else:
+                self.found.append(torch.softmax(heads.scores, -1, dtype=wide))
+
+
+def _followed(
+    function: partial[Any], given: tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None]
+) -> tuple[Tensor, Any, TrainingCall, Tensor]:
+    """Return what `_explicit` does, as the user's own function makes it of what it is given.
+
+    Raises:
+        CaptureError: no softmax is seen in it, or several are.
+    """
+    module, query = given[:2]
+    with _Softmax(module) as seen:
+        out, p = function()
+    if len(seen.found) != 1:
+        raise CaptureError(
+            f"{type(module).__name__} computes attention by {function.func.__name__}, which was "
+            "registered with AttentionInterface, and in which not one softmax of products of "
+            "queries and keys is seen; set_attn_implementation('eager') is measured"
+        )
+    wide = seen.found[0]
+    call = TrainingCall(*given, None, torch.nan, False, own=True)
+    return out, p, call, wide.reshape(*query.shape[:2], *wide.shape[-2:])
 
 
 AttentionInterface.register(TRAINING_ATTENTION, _attention)
@@ -367,24 +424,20 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     """Yield while a model, all of whose ``modules`` are given, runs our attention function.
 
     Checkpointed layers that run then are recomputed with it.
-
-    Raises:
-        CaptureError: its attention is computed by a function of the user's own.
     """
     found = (c for module in modules for c in attention_configs(vars(module).get("config")))
     configs = list({id(config): config for config in found}.values())
-    for _, name in own_names(configs):
-        raise CaptureError(
-            f"{type(model).__name__} computes attention by {name!r}, which was registered with "
-            "AttentionInterface, and whose probabilities are not seen in training; "
-            "set_attn_implementation('eager') is measured"
-        )
     with ExitStack() as stack:
+        kept = own_names(configs)
+        stack.enter_context(own_functions(_attention))
         for config in configs:
             stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
+        for config, own in kept:
+            setattr(config, ATTRIBUTE, own)
         ours = [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION]
+        ours += [config for config, _ in kept]
         for module in modules:
             func: Any = vars(module).get(CHECKPOINTING)
             if getattr(func, "func", None) is checkpoint:
@@ -435,7 +488,10 @@ class _Recomputing(ExitStack):
         self._own, self._notes, self._configs = own, notes, configs
 
     def __enter__(self) -> Self:
+        own = {id(config) for config, _ in own_names(self._configs)}
+        others = [config for config in self._configs if id(config) not in own]
         self.enter_context(self._own)
-        self.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *self._configs))
+        self.enter_context(own_functions(_attention))
+        self.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *others))
         self.enter_context(changed("script", iter(self._notes), replay))
         return self
