@@ -1,5 +1,6 @@
 """Sizes of a layer's numbers: for which norms are computed, and values in units of theirs."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -28,7 +29,9 @@ def sizes(att: Attention) -> dict[str, list[float]]:
         given |= {f"{step.title} ({i})": t.reshape(1, -1) for i, t in enumerate(own)}
     largest = [t.detach().flatten(1).abs().amax(1).to(att.dtype) for t in given.values()]
     values = torch.cat(largest).tolist()
-    found = {name: [values.pop(0) for _ in t] for name, t in zip(given, largest, strict=True)}
+    ends = itertools.accumulate(map(len, largest))
+    parts = zip(given, largest, ends, strict=True)
+    found = {name: values[end - len(t) : end] for name, t, end in parts}
     return found | {"scale": [abs(att.scale)]}
 
 

@@ -88,7 +88,7 @@ def relative_interval(
 
 
 def _rounding(scores: Tensor, change: Tensor) -> Tensor:
-    """What rounding of scores, of their changes and of logarithms can amount to."""
+    """Upper value of the rounding in scores, their changes and logarithms."""
     finite = torch.where(scores > -math.inf, scores, 0.0).abs().amax(-1, keepdim=True)
     return 16 * UNIT * (finite + change + scores.shape[-1])
 
@@ -193,7 +193,7 @@ class MovingQueries(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """What rounding may have taken from a head's scores, probabilities and vectors: (heads, 1, 1).
+    """Upper values of the errors of scores, probabilities and vectors of heads, (heads, 1, 1).
 
     Absolute, that of P relative; ``own`` is relative to sizes, of what is formed of the tensors:
     Lemma 82 (docs/theory/upper_values.md).

@@ -164,5 +164,5 @@ def _folded(att: Attention) -> tuple[Attention, Tensor, Tensor]:
 
 
 def _reach(att: Attention, name: str) -> Tensor | float:
-    """How much larger norms can be in the norm of a bound than in the Frobenius norm."""
+    """Return the factor between the Frobenius norm and the norm of a bound."""
     return root_count(att) if get(name).norm == "every-token" else 1.0

@@ -229,7 +229,7 @@ def gated(
 def folding_loss(
     att: Attention, basis: Tensor, op: HeadOperator, alone: OneSide | None = None
 ) -> Tensor:
-    """How far norms with and without `Attention.fold_output` may be apart, (samples, heads).
+    """Return upper values of what `Attention.fold_output` changes norms by, (samples, heads).
 
     What QR and products lose of the output slice, relative to its norm, times the size of the heads
     before it: Lemma 72 (docs/theory/rounding.md).

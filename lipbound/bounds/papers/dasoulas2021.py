@@ -126,7 +126,7 @@ def _with_variants(att: Attention) -> Tensor:
 
 
 def _slope(one: Attention, e: TensorErrors, side: Side) -> Tensor:
-    """How much faster than a token its query or key can move, for one sample, (heads,).
+    """Return upper values of the slopes of queries or keys of one sample, (heads,).
 
     By spectral norms of the projections in place of the Frobenius norms in which slopes are linear;
     not where all heads are normalised together.

@@ -35,7 +35,7 @@ FILES = WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
 PATH = "base_model.model."
-"""What PEFT puts before the names of tensors."""
+"""Prefix that PEFT gives to names of tensors."""
 _FINDER = "find_adapter_config_file"
 
 
