@@ -147,11 +147,19 @@ class HeadOperator(TensorOperator):
         """Queries, keys, values and outputs as products in blocks take them."""
         return HeadTensors.of(self.q, self.k, self.v, self.o)
 
+    def _beside(self, y: Tensor) -> Tensor:
+        """The cotangents of q, k, v as they enter scores and output, under y, side by side.
+
+        Laid out coordinate by coordinate.
+        """
+        groups = self._groups()
+        if groups is None:
+            return torch.cat([t.mT for t in self._cotangents(y)], 1).mT
+        return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
+
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         """The cotangents of q, k, v as they enter scores and output, under y."""
-        groups = self._groups()
-        assert groups is not None
-        return cotangents(groups, y, (self.sizes[0], self.sizes[2])).split(self.sizes[:3], -1)
+        return self._beside(y).split(self.sizes[:3], -1)
 
     @property
     def _passages(self) -> tuple[TokenMap, TokenMap, TokenMap]:
@@ -279,10 +287,8 @@ class HeadOperator(TensorOperator):
 
         Laid out coordinate by coordinate.
         """
-        groups = self._groups()
-        bare = self.gate is None and not any(to.steps for to in self._passages)
-        if groups is not None and bare:
-            return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
+        if self.gate is None and not any(to.steps for to in self._passages):
+            return self._beside(y)
         return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
     def spread(self, x: Tensor) -> Tensor:
@@ -346,23 +352,18 @@ class HeadOperator(TensorOperator):
         # two products with the triangular factor round less than one with its square
         if self.dtype == torch.float64 and not self.squared:
             return self.jvp(self.vjp(y))
-        if self.extra is None and self._groups() is not None:
-            return self.push(torch.bmm(self.pull(y), self._square))
-        pulled = self._pulled(y)
-        count = 3 if self.gate is None else 4
-        squares = self._square.split(self.sizes[:count], 1)
-        first, *others = zip(pulled[:count], squares, strict=True)
-        z = torch.bmm(*first)
-        for part, w in others:
-            z.baddbmm_(part, w)
-        if self.cross is not None and self.own is not None:
-            extra = torch.cat(pulled[count:], -1)[..., None]
-            along = self.cross.mT @ torch.cat(pulled[:count], -1)[..., None] + self.own @ extra
-            z = torch.cat([z + (self.cross @ extra)[..., 0], along[..., 0]], -1)
-        return self.push(z)
+        pulled = self.pull(y)
+        if self.cross is None or self.own is None:
+            return self.push(torch.bmm(pulled, self._square))
+        whole, extra = pulled.split([self.w.shape[2], pulled.shape[2] - self.w.shape[2]], -1)
+        along = self.cross.mT @ whole[..., None] + self.own @ extra[..., None]
+        z = torch.bmm(whole, self._square) + (self.cross @ extra[..., None])[..., 0]
+        return self.push(torch.cat([z, along[..., 0]], -1))
 
     def image(self, y: Tensor) -> Tensor:
-        return self.pull(y) if self.squared and self.extra is None else self.vjp(y)
+        if self.squared and self.extra is None:
+            return self.pull(y).clone()  # memory of which the next product makes use again
+        return self.vjp(y)
 
     def length(self, image: Tensor) -> tuple[Tensor, Tensor]:
         if self.squared and self.extra is None:
@@ -409,22 +410,48 @@ class HeadJacobian(InParts, HeadOperator):
             return None
         return [(slice(None), self.tokens, self._shared)]
 
+    @cached_property
+    def _side(self) -> Tensor:
+        """Memory for what `_beside` gives, which every product uses again."""
+        d, d_v = self.sizes[0], self.sizes[2]
+        shape = self.batch, 2 * d + d_v, self.k.shape[1]
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _beside(self, y: Tensor) -> Tensor:
+        if self._groups() is not None or self.q.shape != self.k.shape:
+            return super()._beside(y)
+        g = self._moved(y)
+        q, k, v = self._side.split(self.sizes[:3], 1)
+        torch.bmm(self.k.mT, g.mT, out=q)
+        torch.bmm(self.q.mT, g, out=k)
+        torch.bmm(y.mT, self.p, out=v)
+        return self._side.mT
+
+    def _moved(self, y: Tensor) -> Tensor:
+        """Cotangents of scores under y, not differentiable, (batch, N, N)."""
+        along = torch.bmm(y.reshape(-1, 1, y.shape[-1]), self.o.reshape(-1, y.shape[-1], 1))
+        shift = along.view(*y.shape[:2], 1)
+        return torch.baddbmm(shift, y, self.v.mT, beta=-1).mul_(self.t)
+
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         if self._groups() is not None:
             return super()._cotangents(y)
-        g = y @ self.v.mT
-        shift = (y * self.o).sum(-1, keepdim=True)
-        g = self.t * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self.t)
+        if torch.is_grad_enabled():
+            g = self.t * (y @ self.v.mT - (y * self.o).sum(-1, keepdim=True))
+        else:
+            g = self._moved(y)
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         if self._groups() is not None:
             return super()._mixed(arriving)
         z_q, z_k, z_v = arriving
-        s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)
+        s = torch.bmm(z_q, self.k.mT).baddbmm_(self.q, z_k.mT)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
-        return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, z_v)
+        out = torch.bmm(t, self.v)
+        out -= t.sum(-1, keepdim=True) * self.o
+        return out.baddbmm_(self.p, z_v)
 
     def single(self) -> Self | None:
         other = super().single()

@@ -1,10 +1,17 @@
 r"""Probabilistic upper bounds on the largest eigenvalue, from a Lanczos run.
 
-Lanczos on a symmetric positive semi-definite :math:`G` from a start vector uniform on the sphere
-gives a polynomial :math:`p_k`. Where it exceeds :math:`1/\varepsilon` beyond the largest Ritz
-value, the largest eigenvalue is smaller, with a failure probability that belongs to
-:math:`\varepsilon` (Hochstenbach 2013): Lemmas 41 and 42 (docs/theory/certificates.md). Unlike
-residuals, it cannot be fooled by clustered eigenvalues.
+A run on a symmetric positive semi-definite G leaves vectors V and a tridiagonal T with
+:math:`G V - V T = R`. For an eigenpair :math:`G x = \lambda x` with :math:`\lambda` beyond the
+eigenvalues of T
+
+.. math:: x \cdot v_1 = x^T R\,y(\lambda),\qquad y(\lambda) = (\lambda - T)^{-1} e_1 \ge 0,
+
+so that a random :math:`v_1` rules out every :math:`\lambda` with
+:math:`\sum_j y_j |R_j| < \varepsilon`: Lemmas 41 and 65 (docs/theory/certificates.md). Without
+rounding R has one column, and the sum is the inverse of a Lanczos polynomial (Hochstenbach 2013).
+Unlike residuals, it cannot be fooled by clustered eigenvalues.
+
+Arrays are of numpy and float64: the arithmetic is of a few numbers per norm.
 """
 
 import math
@@ -13,19 +20,26 @@ import numpy as np
 import torch
 from scipy.special import betaincinv, betaln
 
-from lipbound.errors import LipboundError, real
-from lipbound.linalg.krylov import top_eigenpairs
+from lipbound.linalg.krylov import Recurrence
+from lipbound.linalg.matrix_norms import UNIT
 
 Array = np.ndarray
+STARTS = (1, 2, 4, 8)
+"""Numbers of independent starts over which a probability is multiplied up, with an epsilon that is
+the larger the more they are: where rounding hides what one sees."""
+SHARES = (0.85, 0.05, 0.05, 0.05)
+"""Shares of the probability that each of these numbers may fail with, since the first run decides
+which it is."""
+LEAST_EXCESS, MOST_EXCESS = -36.0, 60.0
+"""Logarithms of the excess over the largest Ritz value, relative to it, between which a bound is
+sought."""
+EXCESS = 0.03
+"""Accuracy of that excess."""
 ESTIMATE_DELTA = 1e-3
 """Failure probability, per norm, behind the error estimate of a norm for which no certificate was
 asked."""
-RESCALE = 8
-"""Steps between two rescalings of the polynomial, which grows at most by the inverse of the
-rounding unit in each: far from overflow."""
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
-"""Relative allowance for products in this dtype: the recurrence belongs to a matrix that is off by
-rounding."""
+"""Relative allowance for products in this dtype, where nothing is known of their rounding."""
 
 
 def log_inverse_epsilon(n: int, delta: float) -> float:
@@ -43,122 +57,108 @@ def log_inverse_epsilon(n: int, delta: float) -> float:
     return -0.5 * math.log(float(betaincinv(0.5, (n - 1) / 2, delta)))
 
 
-def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
-    """Return log p_k(x) of a batch of recurrences, -inf where p_k(x) <= 0.
-
-    Arrays are of numpy and float64, as everywhere in this module: the arithmetic is of a few
-    numbers per norm.
+class Certificate:
+    r"""What recurrences show of the largest eigenvalues, but for a probability.
 
     Args:
-        alpha, beta: recurrences, (batch, at least k).
-        steps: k, (batch,).
-        x: where to evaluate, (batch,).
-    """
-    older, p = np.zeros_like(x), np.ones_like(x)
-    total, before = np.zeros_like(x), np.zeros_like(x)
-    fewest = int(steps.min())
-    ahead, b = x - alpha.T, np.ascontiguousarray(beta.T)
-    with np.errstate(all="ignore"):  # what overflows all the same is counted as "not excluded"
-        for j in range(int(steps.max())):
-            following = (ahead[j] * p - before * older) / b[j]
-            if j >= fewest:
-                following = np.where(j < steps, following, p)
-            older, p, before = p, following, b[j]
-            if j % RESCALE == RESCALE - 1:
-                size = np.maximum(np.maximum(np.abs(p), np.abs(older)), 1e-300)
-                p, older, total = p / size, older / size, total + np.log(size)
-        p = np.where(np.isfinite(p), p, 0.0)
-        return np.where(p > 0, total + np.log(p), -math.inf)
+        n: dimension of the sphere that start vectors were drawn from.
+        delta: with which each bound may fail.
+        products: distances of products of J with unit vectors from exact ones, (batch,); None to
+            leave rounding out.
+        floor: without products, the betas' rounding relative to the eigenvalue.
 
-
-def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:
-    """Return whether the largest eigenvalue is below x, beyond the Ritz values, (batch,) bool.
-
-    At the failure probability behind ``log_inverse``: Lemma 42 (docs/theory/certificates.md).
-    """
-    return log_polynomial(alpha, beta, steps, x) >= log_inverse
-
-
-def upper_bound(alpha: Array, beta: Array, steps: Array, top: Array, log_inverse: float) -> Array:
-    """Return upper bounds on the largest eigenvalues, (batch,).
-
-    Within 2 % of the excess over ``top``, the largest Ritz values, that the recurrences allow:
-    found by bisection on the logarithm of the excess, and rounded upwards.
-    """
-    low, high = np.full_like(top, -36.0), np.full_like(top, -6.0)
-    for _ in range(40):
-        outside = ~excludes(alpha, beta, steps, top * (1 + np.exp(high)), log_inverse)
-        if not outside.any():
-            break
-        low, high = np.where(outside, high, low), np.where(outside, high + 4.0, high)
-    for _ in range(11):
-        middle = (low + high) / 2
-        inside = excludes(alpha, beta, steps, top * (1 + np.exp(middle)), log_inverse)
-        high, low = np.where(inside, middle, high), np.where(inside, low, middle)
-    return np.where(top > 0, top * (1 + np.exp(high)), 0.0)
-
-
-class StoppingRule:
-    """Decide when a Lanczos recurrence may stop, and what it has then shown.
-
-    Args:
-        n: dimension of the sphere the start vectors were drawn from.
-        batch: how many norms share the failure probability ``delta`` (union bound).
-        tol: relative width ``upper / lower - 1`` to reach.
-        delta: total failure probability of the upper bounds, or None for an estimate.
-        dtype: of the products.
-
-    Raises:
-        LipboundError: ``delta`` is not between 0 and 1, or ``tol`` is below rounding of the dtype.
+    Attributes:
+        epsilon: components that starts have at least along every eigenvector, where each of 1, 2,
+            ... independent ones (`STARTS`) may fail with its root of the probability.
     """
 
-    def __init__(self, n: int, batch: int, tol: float, delta: float | None, dtype: torch.dtype):
-        if delta is not None:
-            real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
-        self.rounding = 0.0 if delta is None else ROUNDING[dtype]
-        if delta is not None and tol <= self.rounding:
-            raise LipboundError(
-                f"tol {tol:g} cannot be certified in {str(dtype).removeprefix('torch.')}, whose "
-                f"rounding takes {self.rounding:g}; "
-                f"use {'float64 or ' if dtype == torch.float32 else ''}a larger tol"
-            )
-        each = ESTIMATE_DELTA if delta is None else delta / max(1, batch)
-        self.log_inverse = log_inverse_epsilon(n, each)
-        self.tol = tol
-        self.floor = 4 * torch.finfo(dtype).eps
+    def __init__(self, n: int, delta: float, products: Array | None = None, floor: float = 0.0):
+        self._products, self._floor = products, floor
+        exact = [log_inverse_epsilon(n, delta)]
+        if products is not None:
+            each = zip(SHARES, STARTS, strict=True)
+            exact = [log_inverse_epsilon(n, (share * delta) ** (1 / k)) for share, k in each]
+        lost = 0.0 if products is None else 16 * UNIT  # what starts are rounded by
+        self.epsilon = np.exp(-np.array(exact)) - lost
 
-    def look(self, _: Array, alpha: Array, beta: Array) -> tuple[Array, Array]:
-        """Return top Ritz values of recurrences (batch, k), and which of them end, (batch,)."""
-        top = np.maximum(top_eigenpairs(alpha, beta)[0], 0)
-        reached = self._reached(alpha, beta, np.full(len(alpha), alpha.shape[1]), top)
-        return top, reached | self.exhausted(beta[:, -1], top)
+    def _missed(self, index: Array, part: Recurrence, x: Array) -> tuple[Array, Array]:
+        r"""Return upper values of :math:`\sum_j y_j(x) |R_j|`, and the share of the last vector.
 
-    def exhausted(self, beta: Array, top: Array) -> Array:
-        """Return whether Krylov spaces have ended, from their last betas, (batch,) bool."""
-        return beta <= self.floor * top
-
-    def _reached(self, alpha: Array, beta: Array, steps: Array, top: Array) -> Array:
-        """Return whether tol is reached, (batch,) bool."""
-        with np.errstate(over="ignore"):  # of what is not finite
-            target = top * ((1 + self.tol) / (1 + self.rounding)) ** 2
-        # a Ritz value that rounding has made negative is no zero
-        zero = (alpha[:, 0] == 0) & (beta[:, 0] == 0)
-        below = excludes(alpha, self._floored(beta, top), steps, target, self.log_inverse)
-        return below & (top > 0) | zero
-
-    def _floored(self, beta: Array, top: Array) -> Array:
-        """Return betas no smaller than rounding may have made them.
-
-        A larger beta makes the bound larger, by Lemma 42 (docs/theory/certificates.md).
+        ``x`` is one number for each entry; both are infinite where it is not beyond the Ritz
+        values.
         """
-        return np.maximum(np.maximum(beta, self.floor * top[:, None]), 1e-300)
+        alpha, inside, k = part.alpha, part.inside, part.alpha.shape[1]
+        pivots, everyone, last = np.empty_like(alpha), np.arange(len(x)), part.steps - 1
+        with np.errstate(all="ignore"):
+            if self._products is None:  # a larger beta makes the bound larger (Lemma 42)
+                live = np.arange(k) < last[:, None]
+                inside = np.where(live, np.maximum(inside, self._floor * x[:, None]), 0.0)
+            after = np.zeros_like(x)
+            ahead, squares = x[:, None] - alpha, inside**2
+            for j in range(k - 1, -1, -1):
+                pivots[:, j] = ahead[:, j] - after
+                after = squares[:, j - 1] / pivots[:, j]
+            ratios = np.concatenate([np.ones((len(x), 1)), inside[:, :-1]], 1) / pivots
+            y = np.exp(np.cumsum(np.log(ratios), 1))
+            tail = y[everyone, last] * np.maximum(part.last, self._floor * x)
+            total = tail
+            if self._products is not None:
+                # if x is the largest eigenvalue, images are no longer than x (Lemma 65)
+                p = self._products[index][:, None]
+                product, sums = 2 * np.sqrt(x)[:, None] * p + p * p, 2 * (np.arange(k) + 40) * UNIT
+                each = 1.01 * (part.lost + product) + sums * x[:, None]
+                total = tail + (y * each).sum(1)
+            beyond = (pivots > 0).all(1) & np.isfinite(total) & (x > 0)
+        total, tail = (np.where(beyond, t * (1 + 1e-6), np.inf) for t in (total, tail))
+        return total, tail
 
-    def shown(self, alpha: Array, beta: Array, steps: Array, top: Array) -> tuple[Array, Array]:
-        """Return upper bounds on square roots of eigenvalues, and whether tol is reached, (batch,).
+    def shows(
+        self, index: Array, part: Recurrence, x: Array, starts: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Return whether all eigenvalues are below x, (entries,) bool.
 
-        From recurrences (batch, at least k) after k = ``steps`` and their top Ritz values.
+        With so many ``starts``, or as few as rounding allows. Also how many, and where more steps
+        cannot help since rounding alone is too much.
         """
-        bound = upper_bound(alpha, self._floored(beta, top), steps, top, self.log_inverse)
-        upper = np.sqrt(bound) * (1 + self.rounding)
-        reached = self._reached(alpha, beta, steps, top)
-        return np.where(reached, np.minimum(upper, np.sqrt(top) * (1 + self.tol)), upper), reached
+        total, tail = self._missed(index, part, x)
+        with np.errstate(invalid="ignore"):
+            noise = np.nan_to_num(total - tail, nan=np.inf)
+            enough = noise[:, None] < 0.9 * self.epsilon
+            if starts is None:
+                place = np.where(enough.any(1), enough.argmax(1), len(self.epsilon) - 1)
+            else:
+                place = np.searchsorted(STARTS, starts)
+            hopeless = ~enough[np.arange(len(x)), place] & (tail < noise / 8)
+            return total < self.epsilon[place], np.array(STARTS)[place], hopeless
+
+    def bound(self, found: Recurrence, starts: Array, goal: Array) -> Array:
+        """Return upper bounds on the largest eigenvalues, (batch,); infinite where there is none.
+
+        At most ``goal`` where that is shown. Within `EXCESS` of the excess over Ritz values that
+        recurrences allow, by bisection on its logarithm.
+
+        Args:
+            found: recurrences.
+            starts: over how many the probability is multiplied up, (batch,).
+            goal: eigenvalues that would do.
+        """
+        epsilon = self.epsilon[np.searchsorted(STARTS, starts)]
+        everyone, p = np.arange(len(goal)), self._products
+        base = found.top if p is None else np.maximum(found.top, p * p)
+        with np.errstate(all="ignore"):
+            high = np.nan_to_num(np.clip(np.log(goal / base - 1), -30.0, 0.0))
+            while True:
+                total = self._missed(everyone, found, base * (1 + np.exp(high)))[0]
+                reached = total < epsilon
+                if (reached | (high > MOST_EXCESS)).all():
+                    break
+                high = np.where(reached, high, high + 3.0)
+            # the sum falls at least as fast as the excess grows
+            low = np.maximum(high - np.log(epsilon / total), LEAST_EXCESS)
+            while np.where(reached, high - low, 0.0).max(initial=0.0) > EXCESS:
+                middle = (low + high) / 2
+                shown = self._missed(everyone, found, base * (1 + np.exp(middle)))[0] < epsilon
+                high, low = np.where(shown, middle, high), np.where(shown, low, middle)
+            # which the rounding of a few units in the solution enlarges
+            bound = np.where(reached, base * (1 + np.exp(high)) * (1 + 1e-12), np.inf)
+        return np.where(base > 0, bound, np.where(np.isnan(base), np.inf, 0.0))

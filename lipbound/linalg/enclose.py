@@ -1,45 +1,27 @@
 r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside.
 
-A search, in any dtype, finds vectors Z near the top. Their quotients, taken in float64, bound from
-below. From above: with Q an orthonormal basis of Z the largest eigenvalue of :math:`G = J J^T` is
-that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44
-(docs/theory/certificates.md). A Lanczos run of its own, from a random start that Z knows nothing
-of, certifies such a :math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what
-it leaves is multiplied by the squared residual of Z.
+A Lanczos run in float64 finds a vector whose quotient bounds from below, and shows from above that
+its random start would have seen every larger eigenvalue of :math:`G = J J^T`: Lemma 65
+(docs/theory/certificates.md). Where rounding hides what one start sees, several are taken, whose
+probabilities of failure are multiplied.
 """
 
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lipbound.errors import RangeError
-from lipbound.linalg.bordered import bordered
-from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.deflated_lanczos import RITZ, deflated_bound
-from lipbound.linalg.krylov import top_vectors
-from lipbound.linalg.matrix_norms import SMALLEST, UNIT, largest_eigenvalue, power_of_two
+from lipbound.linalg.certificates import STARTS, Certificate
+from lipbound.linalg.krylov import Recurrence, Runs
+from lipbound.linalg.matrix_norms import SMALLEST, UNIT, power_of_two
 from lipbound.linalg.operator_norm import lanczos
 from lipbound.linalg.operators import InUnits, JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, seeds_each, start_vectors, width, with_vectors
 
-VECTORS = 2
-"""Ritz vectors that are deflated at first."""
-SEARCH = 3e-3
-"""Residual, relative to the Ritz value, at which the search ends at the latest; the certificate
-feels its square, so that small tolerances need a smaller one."""
-ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 2))
-"""Per attempt: its share of delta, and a factor on the number of independent starts needed."""
-AUDIBLE = 6.0
-"""Least component of a start that a certificate may rest on, in units of the rounding of one
-product relative to the norm."""
-MOST_STARTS = 4
-"""Largest number of independent starts: with so many their components are a good part of their
-length, and more of them do not help."""
-LARGEST_DENSE = 512
-"""Largest output dimension for which what random starts leave open is settled by a dense
-decomposition."""
+Array = np.ndarray
 ADDED = 4
 """Rounding of one product where it is not measured, in units of the last digit of a bound on the
 norm."""
@@ -92,22 +74,6 @@ class Problem:
         return seeds_each(self.op.batch, self.seeds, *purpose)
 
 
-@dataclass
-class NormBounds:
-    """Bounds found so far, of the operator of the stored tensors.
-
-    Attributes:
-        low, high: bounds on the largest eigenvalue of G, the square of the norm, (batch,) float64.
-        top: the vector that attains ``low``, (batch, n).
-        steps: products spent, (batch,).
-    """
-
-    low: Tensor
-    high: Tensor
-    top: Tensor
-    steps: Tensor
-
-
 def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
     """Enclose norms of J, rounding included, each but for an event of probability ``delta``.
 
@@ -122,10 +88,6 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         is at most a crude bound.
     """
     op, roundoff, tol = problem.op, problem.roundoff, problem.tol
-    n = math.prod(op.out_shape)
-    high = (roundoff.size + roundoff.products) ** 2
-    top = torch.zeros(op.batch, n, dtype=torch.float64, device=op.device)
-    found = NormBounds(torch.zeros_like(high), high, top, torch.zeros_like(high).long())
     faint = (roundoff.size > 0) & (roundoff.size < SMALLEST)
     small = (roundoff.size < SMALL) & (roundoff.size > 0) & ~faint
     if bool(small.any()):
@@ -134,31 +96,76 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         part = replace(problem, op=scaled, search=scaled, roundoff=roundoff.scaled(unit))
         norm = enclose(part, delta, vectors=vectors)
         return replace(norm, lower=norm.lower / unit, upper=norm.upper / unit)
-    active = (torch.isfinite(high) & ~faint).nonzero()[:, 0]
-    residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(problem.search.dtype).eps)
-    z, part = top, problem
-    if len(active):
-        part, count, steps = problem.select(active), min(VECTORS, n), problem.max_steps
-        z, found.steps[active] = top_vectors(
-            part.search, count=count, residual=residual, max_steps=steps, seed=part.seeds
-        )
-        z = z.double()
-    for attempt, (share, starts) in enumerate(ATTEMPTS):
-        if not len(active):
+    start = start_vectors(op, op.out_shape, problem.seeds)
+    found, high, starts, goal = _beyond(problem, delta, start)
+    top, largest, steps = found.vectors, found.recurrence.top, found.recurrence.steps
+    for count in range(1, STARTS[-1]):  # the bound fails only if every start does
+        more = (starts > count).nonzero()[0]
+        if not len(more):
             break
-        # other vectors than those of the search and of other attempts
-        seeds = part.seeds_for("certificate", attempt)
-        z = _attempt(replace(part, seeds=seeds), z, found, active, delta * share, starts)
-        keep = _open(found, roundoff, tol)[active]
-        active, z = active[keep], z[keep.to(z.device)]
-        part = part.select(keep.nonzero()[:, 0]) if len(active) else part
-    rest = (_open(found, roundoff, tol) & ~faint).nonzero()[:, 0]
-    if len(rest) and n <= LARGEST_DENSE:
-        _settle(op, roundoff, found, rest)
-    low, high = _ends(found, roundoff)
-    high = torch.where(faint, (roundoff.size + roundoff.tensors) * (1 + 2 * UNIT), high)
-    norm = Norm(low, high, found.steps, high <= low * (1 + tol), width(low, high))
-    return with_vectors(norm, op, found.top) if vectors else norm
+        there = torch.from_numpy(more)
+        part = problem.select(there)
+        start = start_vectors(part.op, op.out_shape, part.seeds_for("start", count))
+        again, above, *_ = _beyond(part, delta, start, starts[more], goal[more])
+        high[more] = np.maximum(high[more], above)
+        steps[more] += again.recurrence.steps
+        better = again.recurrence.top > largest[more]
+        largest[more[better]] = again.recurrence.top[better]
+        top[there[better].to(op.device)] = again.vectors[torch.from_numpy(better).to(op.device)]
+    low, _, top, _ = _quotients(op, roundoff, top)
+    crude = (roundoff.size + roundoff.products) * (1 + 2 * UNIT)
+    upper = torch.minimum(torch.from_numpy(high).sqrt() * (1 + 4 * UNIT), crude)
+    upper = torch.where(faint, roundoff.size, upper) + roundoff.tensors
+    low, upper = torch.where(faint, 0.0, low), upper * (1 + 2 * UNIT)
+    steps = torch.from_numpy(steps)
+    norm = Norm(low, upper, steps, upper <= low * (1 + tol), width(low, upper))
+    return with_vectors(norm, op, top) if vectors else norm
+
+
+def _beyond(
+    problem: Problem,
+    delta: float,
+    start: Tensor,
+    starts: Array | None = None,
+    goal: Array | None = None,
+) -> tuple[Runs, Array, Array, Array]:
+    """Return runs from ``start``, and numbers beyond every eigenvalue, but for ``delta``.
+
+    Args:
+        problem: the norms.
+        delta: failure probability of each number.
+        start: unit vectors, (batch, n).
+        starts: over how many independent ones the probability is multiplied up, (batch,); None for
+            as few as rounding allows.
+        goal: numbers that would do; None for what the tolerance asks.
+
+    Returns:
+        The runs; the numbers, starts and goals, (batch,) each.
+    """
+    roundoff, n = problem.roundoff, start.shape[1]
+    noise, tensors = (roundoff.tensors + roundoff.products).numpy(), roundoff.tensors.numpy()
+    certificate = Certificate(n, delta, roundoff.products.numpy())
+
+    def enough(index: Array, top: Array) -> Array:
+        if goal is not None:
+            return goal[index]
+        sigma, lost = np.sqrt(top), noise[index]
+        # where rounding is wider than tol, twice what it takes; a little less than asked for, so
+        # that other rounding does not decide
+        wide = 0.999 * np.maximum(problem.tol, 4 * lost / np.maximum(sigma, 1e-300))
+        low = np.maximum(sigma * (1 - 4 * n * UNIT) - lost, 0)
+        return np.maximum(low * (1 + wide) - tensors[index], 0) ** 2
+
+    def rule(index: Array, part: Recurrence) -> Array:
+        own = None if starts is None else starts[index]
+        shown, _, hopeless = certificate.shows(index, part, enough(index, part.top), own)
+        return shown | hopeless
+
+    runs = Runs(problem.op, start, rule, limit=min(problem.max_steps, n))
+    found, everyone = runs.recurrence, np.arange(len(start))
+    goal = enough(everyone, found.top)
+    starts = certificate.shows(everyone, found, goal, starts)[1]
+    return runs, certificate.bound(found, starts, goal), starts, goal
 
 
 def estimate(problem: Problem, *, vectors: bool = False) -> Norm:
@@ -209,8 +216,7 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     part = problem.select(again)
     better, vectors = _estimated(replace(part, search=part.op, seeds=part.seeds_for("float64")))
     top[again.to(op.device)] = vectors
-    for name in ("lower", "upper", "steps", "converged", "error"):
-        getattr(norm, name)[again] = getattr(better, name)
+    norm.put(again, better)
     return norm, top
 
 
@@ -277,100 +283,3 @@ def _quotients(
     low = (size - more) * (1 - own) - roundoff.products * (1 + 1e-6) - roundoff.tensors
     low = torch.where(torch.isfinite(size), low, 0.0).nan_to_num(0.0).clamp_min(0)
     return low, size, z, image
-
-
-def _ends(found: NormBounds, roundoff: Roundoff) -> tuple[Tensor, Tensor]:
-    """Return bounds on the norms at the given numbers, from those of the stored tensors."""
-    low = (found.low.clamp_min(0).sqrt() * (1 - 4 * UNIT) - roundoff.tensors).clamp_min(0)
-    return low, (found.high.sqrt() * (1 + 4 * UNIT) + roundoff.tensors) * (1 + 2 * UNIT)
-
-
-def _reachable(sigma: Tensor, tensors: Tensor, tol: float) -> Tensor:
-    """Return the relative width to aim at.
-
-    Where rounding of the tensors is wider than ``tol``, twice what it takes.
-    """
-    return (4 * tensors / sigma.clamp_min(1e-300)).clamp_min(tol)
-
-
-def _goal(low: Tensor, tensors: Tensor, tol: float) -> Tensor:
-    """Return what the largest eigenvalue, ``low`` at least, may be at most for that width."""
-    sigma = low.sqrt()
-    # a little less than asked for, so that rounding does not decide
-    wide = 0.999 * _reachable(sigma, tensors, tol)
-    return ((sigma - tensors) * (1 + wide) - tensors).clamp_min(0) ** 2
-
-
-def _open(found: NormBounds, roundoff: Roundoff, tol: float) -> Tensor:
-    """Return where more work could make an enclosure narrower, (batch,) bool.
-
-    It cannot where the enclosure is as wide as rounding of the tensors makes it.
-    """
-    low, high = _ends(found, roundoff)
-    wide = _reachable(found.low.clamp_min(0).sqrt(), roundoff.tensors, tol)
-    return ~(high <= low * (1 + wide)) & torch.isfinite(found.high) & (found.high > 0)
-
-
-def _attempt(
-    part: Problem, z: Tensor, found: NormBounds, active: Tensor, delta: float, starts: int
-) -> Tensor:
-    """Improve the bounds in ``found`` of the entries ``active`` by vectors z (batch, r, n).
-
-    Returns:
-        Better vectors for another attempt.
-    """
-    op, roundoff = part.op, part.roundoff
-    z = torch.linalg.qr(z.mT).Q.mT.contiguous()
-    y = torch.stack([op.gram(row.view(-1, *op.out_shape)).flatten(1) for row in z.unbind(1)], 1)
-    small = bordered(z, y, roundoff)
-    low, top = small.lower()
-    higher = low > found.low[active]
-    found.low[active] = torch.where(higher, low, found.low[active])
-    found.top[active[higher].to(op.device)] = top[higher.to(op.device)]
-    target = small.largest_phi(_goal(found.low[active], roundoff.tensors, part.tol))
-    phi, steps, n = torch.zeros_like(target), torch.zeros_like(found.steps[active]), z.shape[2]
-    needed = starts * _starts(n, delta, roundoff.products / found.low[active].sqrt())
-    better = z.new_zeros(len(active), min(RITZ, n - z.shape[1], part.max_steps), n)
-    for count in needed.unique().tolist():
-        rows = (needed == count).nonzero()[:, 0]
-        one, own, share = part.select(rows), small.select(rows), delta ** (1 / count)
-        for s in range(count):  # the bound fails only if every start does
-            seeds = [seed * 16 + s for seed in one.seeds]
-            run = one.op, one.roundoff, own, target[rows], share, seeds, part.max_steps
-            each = deflated_bound(*run)
-            phi[rows], steps[rows] = torch.maximum(phi[rows], each.phi), steps[rows] + each.steps
-            better[rows.to(op.device)] = each.ritz
-    found.high[active] = torch.minimum(found.high[active], small.upper(phi))
-    found.steps[active] += steps + z.shape[1]
-    return torch.cat([z, better], 1) if better.shape[1] + z.shape[1] <= n else z
-
-
-def _starts(n: int, delta: float, noise: Tensor) -> Tensor:
-    """Return over how many starts to multiply up ``delta``, (batch,).
-
-    So many that none has to show what is lost in ``noise``, of a product relative to the norm.
-    """
-    count = torch.ones(len(noise), dtype=torch.long)
-    for more in range(2, MOST_STARTS + 1):
-        short = math.exp(-log_inverse_epsilon(n, delta ** (1 / (more - 1)))) < AUDIBLE * noise
-        count = torch.where(short, more, count)
-    return count
-
-
-def _settle(op: JacobianOperator, roundoff: Roundoff, found: NormBounds, index: Tensor) -> None:
-    """Improve the bounds in ``found`` of some entries by verified dense decompositions of G.
-
-    They add no probability of failure.
-    """
-    n = math.prod(op.out_shape)
-    for i in index.tolist():
-        same = op.select(torch.full((n,), i, device=op.device))
-        eye = torch.eye(n, dtype=torch.float64, device=op.device)
-        g = same.gram(eye.view(n, *op.out_shape)).flatten(1)
-        size = float(found.high[i].sqrt().minimum(roundoff.size[i]))
-        products = float(roundoff.products[i])
-        low, high, top = largest_eigenvalue((g + g.mT) / 2)
-        slack = (2 * size * products + products**2) * n**0.5 + 2 * UNIT * float(g.norm())
-        if float(low) - slack > found.low[i]:
-            found.low[i], found.top[i] = float(low) - slack, top
-        found.high[i] = min(float(found.high[i]), float(high) + slack)

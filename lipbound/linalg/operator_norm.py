@@ -7,24 +7,31 @@ Power iteration, as papers use it, and the dense decomposition are what it is me
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lipbound.devices import has_float64, in_own_modes
-from lipbound.errors import LipboundError, RangeError, choice, real, whole
-from lipbound.linalg.certificates import StoppingRule
-from lipbound.linalg.krylov import Runs
-from lipbound.linalg.operators import FromCPU, JacobianOperator
-from lipbound.linalg.solution import Norm, solved, start_vectors, unit_vectors, with_vectors
+from lipbound.errors import LipboundError, choice, real, whole
+from lipbound.linalg.certificates import ESTIMATE_DELTA, ROUNDING, Certificate
+from lipbound.linalg.krylov import Recurrence, Runs
+from lipbound.linalg.matrix_norms import power_of_two
+from lipbound.linalg.operators import FromCPU, InUnits, JacobianOperator
+from lipbound.linalg.solution import (
+    Norm,
+    check_finite,
+    seeds_each,
+    solved,
+    start_vectors,
+    unit_vectors,
+    with_vectors,
+)
 
+Array = np.ndarray
 METHODS = ("lanczos", "power", "dense")
 DEFAULT_STEPS = {"lanczos": 500, "power": 100}
-LOOK = 2
-"""Steps between two looks at the recurrences of vectors with fewer than `LARGE` entries: their
-small eigenvalue problems cost as much as a step."""
-LARGE = 2**14
 LARGEST_DENSE_SVD = 512
 """Largest output dimension for which a Krylov space that ends before a certificate is reached is
 replaced by a dense decomposition."""
@@ -112,39 +119,69 @@ def lanczos(
     Raises:
         RangeError: products leave the range of the dtype.
     """
-    n = math.prod(op.out_shape)
-    rule, limit = StoppingRule(n, op.batch, tol, delta, op.dtype), min(max_steps, n)
-    ritz = torch.zeros(op.batch, 1, n, dtype=op.dtype, device=op.device)
-    every = 1 if n >= LARGE else LOOK
+    n, known = math.prod(op.out_shape), torch.finfo(op.dtype)
+    rounding = 0.0 if delta is None else ROUNDING[op.dtype]
+    if delta is not None:
+        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
+        if tol <= rounding:
+            raise LipboundError(
+                f"tol {tol:g} cannot be certified in {str(op.dtype).removeprefix('torch.')}, whose "
+                f"rounding takes {rounding:g}; "
+                f"use {'float64 or ' if op.dtype == torch.float32 else ''}a larger tol"
+            )
+    each = ESTIMATE_DELTA if delta is None else delta / max(1, op.batch)
+    certificate = Certificate(n, each, floor=4 * known.eps)
+
+    def goal(top: Array) -> Array:
+        with np.errstate(over="ignore"):
+            return top * ((1 + tol) / (1 + rounding)) ** 2
+
+    def rule(index: Array, part: Recurrence) -> Array:
+        return certificate.shows(index, part, goal(part.top))[0]
+
     start = start_vectors(op, op.out_shape, seed)
-    runs = Runs(op, rule.look, start, limit=limit, every=every, ritz=ritz)
-    alpha, beta = runs.columns
-    zero = torch.as_tensor((runs.top == 0) & (beta[:, 0] == 0)).to(op.device)
-    if bool(zero.any()) and bool((op.vjp(start.view(-1, *op.out_shape))[zero] != 0).any()):
-        precise = "use float64, or " if op.dtype == torch.float32 else ""
-        name = str(op.dtype).removeprefix("torch.")
-        raise RangeError(f"Jacobian products underflow {name}; {precise}rescale the weights")
-    upper, reached = rule.shown(alpha, beta, runs.steps, runs.top)
-    lower, scale = np.sqrt(runs.top), np.sqrt(runs.unit)
+    runs = Runs(op, start, rule, limit=min(max_steps, n))
+    found, everyone = runs.recurrence, np.arange(op.batch)
+    bound = certificate.bound(found, np.ones_like(everyone), goal(found.top))
+    upper, lower = np.sqrt(bound) * (1 + rounding), np.sqrt(found.top)
+    nothing = (found.top == 0) & (found.last == 0)
+    reached = certificate.shows(everyone, found, goal(found.top))[0] | nothing
+    upper = np.where(reached & (found.top > 0), np.minimum(upper, lower * (1 + tol)), upper)
     # a top of 0 is a zero, or a Ritz value that rounding has made negative
-    nothing = np.where(reached, 0.0, math.inf)
-    error = np.where(runs.top > 0, upper / np.maximum(lower, 1e-300) - 1, nothing)
-    converged = reached | (error <= tol)
-    found = (lower * scale, math.inf if delta is None else upper * scale, converged, error)
-    low, high, close, wide = (torch.as_tensor(t) for t in found)
-    norm = solved(op, low, high, steps=torch.as_tensor(runs.steps), converged=close, error=wide)
+    none = np.where(reached, 0.0, math.inf)
+    error = np.where(found.top > 0, upper / np.maximum(lower, 1e-300) - 1, none)
+    high = upper if delta is not None else np.full_like(upper, math.inf)
+    parts = (lower, high, found.steps, reached | (error <= tol), error)
+    norm, vectors = Norm(*map(torch.as_tensor, parts)), runs.vectors
+    # squares of what is so small, or so large, may have left the range
+    size = np.maximum(found.alpha.max(1), found.beta.max(1))
+    near = (n * known.tiny) ** 0.5 / known.eps
+    rough = (~((size >= near) & (size <= 1 / near)) | np.isnan(found.top)).nonzero()[0]
+    if len(rough) and not isinstance(op, InUnits):
+        there = torch.from_numpy(rough).to(op.device)
+        image = op.vjp(start.view(-1, *op.out_shape)).flatten(1)[there].abs().amax(1)
+        unit = torch.where(image.isfinite(), 1 / power_of_two(image), 1.0)
+        again, seeds = InUnits(op.select(there), unit), seeds_each(op.batch, seed, "in units")
+        part, vectors[there] = lanczos(
+            again,
+            tol=tol,
+            max_steps=max_steps,
+            seed=[seeds[i] for i in rough],
+            delta=None if delta is None else each * len(rough),
+        )
+        ends = {name: getattr(part, name) / unit.cpu() for name in ("lower", "upper")}
+        norm.put(torch.from_numpy(rough), replace(part, **ends))
+    check_finite(op, norm.lower)
     # A Krylov space that has ended may have ended on rounding, short of the top: what it shows is
     # in `error`; small cases are settled densely.
-    last = beta[np.arange(op.batch), runs.steps - 1]
-    ended = rule.exhausted(last, runs.top) | (runs.steps == n)
-    early = torch.as_tensor(ended & ~converged)
+    ended = (found.last <= 4 * known.eps * found.top) | (found.steps == n)
+    early = torch.as_tensor(ended) & ~norm.converged
     if bool(early.any()) and n <= LARGEST_DENSE_SVD:
         dense = dense_svd(op.select(early.nonzero()[:, 0].to(op.device)))
-        norm.lower[early], norm.error[early] = dense.lower, dense.error
-        if delta is not None:
-            norm.upper[early] = dense.upper
-        norm.converged[early] = dense.error <= max(tol, 1e-12)
-    return norm, runs.ritz[:, 0]
+        upper_too = dense if delta is not None else replace(dense, upper=dense.upper + math.inf)
+        close = replace(upper_too, converged=dense.error <= max(tol, 1e-12))
+        norm.put(early.nonzero()[:, 0], replace(close, steps=norm.steps[early]))
+    return norm, vectors
 
 
 def power_iteration(

@@ -79,6 +79,11 @@ class Norm:
             values[name] = None if any(t is None for t in some) else torch.cat(some, dim)
         return Norm(**values)
 
+    def put(self, index: Tensor, other: "Norm") -> None:
+        """Replace the values of some entries by those of another batch, (len(index),)."""
+        for name in ("lower", "upper", "steps", "converged", "error"):
+            getattr(self, name)[index] = getattr(other, name)
+
     def view(self, *shape: int) -> "Norm":
         """Return the same values with the batch axis reshaped."""
         names = ["lower", "upper", "steps", "converged", "error"]
@@ -202,10 +207,7 @@ def solved(
     Raises:
         RangeError: a value is not finite.
     """
-    if not bool(torch.isfinite(lower).all()):
-        if op.dtype == torch.float32:
-            raise RangeError("Jacobian products overflow in float32; use dtype='float64'")
-        raise RangeError("Jacobian products overflow; rescale the inputs or the weights")
+    check_finite(op, lower)
 
     def every(value: Tensor | float, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(value, dtype=dtype).expand(op.batch).clone()
@@ -213,6 +215,14 @@ def solved(
     ends = lower, every(upper, torch.float64), every(steps, torch.int64)
     norm = Norm(*ends, every(converged, torch.bool), every(error, torch.float64))
     return norm if left is None else with_vectors(norm, op, left)
+
+
+def check_finite(op: JacobianOperator, lower: Tensor) -> None:
+    """Raise RangeError where a value is not finite."""
+    if not bool(torch.isfinite(lower).all()):
+        if op.dtype == torch.float32:
+            raise RangeError("Jacobian products overflow in float32; use dtype='float64'")
+        raise RangeError("Jacobian products overflow; rescale the inputs or the weights")
 
 
 def with_vectors(norm: Norm, op: JacobianOperator, left: Tensor) -> Norm:

@@ -1,9 +1,6 @@
 """Norms without ``delta`` where float32 products, or the range of float64, cannot resolve them:
 right, or not converged."""
 
-import warnings
-
-import numpy as np
 import pytest
 import torch
 from support import hard_heads, mp_oracle
@@ -15,7 +12,6 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.maps import SIDE_OF
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.deflated_lanczos import smallest_excluded
 from lipbound.linalg.enclose import Problem, estimate
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
@@ -153,19 +149,3 @@ def test_a_mask_without_dimensions_is_refused() -> None:
     att = random_attention("plain")
     with pytest.raises(AttentionError, match="mask is one number"):
         Attention(att.x, att.w_q, att.w_k, att.w_v, mask=torch.tensor(0.0))
-
-
-class Large:
-    """Recurrences whose sizes exceed the target by more than float64 can say."""
-
-    columns = np.full((5, 1, 1), 1e200)
-
-
-def test_what_overflows_is_not_excluded_and_warns_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "lipbound.linalg.deflated_lanczos.excluded",
-        lambda rows, steps, x: np.zeros(x.shape, dtype=bool),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert smallest_excluded(Large(), np.ones(1, dtype=int), np.zeros(1))[0] == np.inf  # type: ignore[arg-type]

@@ -119,13 +119,10 @@ def test_every_norm_draws_from_the_one_stream(
         return normal_numbers(count, *key)
 
     ENTRIES[entry](delta)  # models and layers are made before generators are taken away
-    for module in ("solution", "krylov", "deflated_lanczos"):
-        monkeypatch.setattr(f"lipbound.linalg.{module}.normal_numbers", spy)
+    monkeypatch.setattr("lipbound.linalg.solution.normal_numbers", spy)
     before = torch.random.get_rng_state()
     ENTRIES[entry](delta)
     assert streams
-    if entry.startswith("spectral_norm") and delta is not None:
-        assert len(streams) > 2  # a search and its certificates
     assert len(set(streams)) == len(streams)  # all independent
     if entry != "network_norm":  # whose model is drawn
         assert torch.equal(before, torch.random.get_rng_state())

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lipbound.linalg.operators import TensorOperator
 
-GRAM_BYTES = {"cpu": 2**20, "cuda": 2**30}
+GRAM_BYTES, FAR_BYTES = 2**20, 2**30
 """Bytes of the attention matrices that one product works on at a time: what a core's own cache
-holds, and what keeps a GPU busy."""
+holds, and what keeps another device busy."""
 
 
 def narrow(a: Tensor, b: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class InParts(TensorOperator):
     @cached_property
     def _parts(self) -> list[Self]:
         """Views of so many entries."""
-        budget = GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"])
+        budget = GRAM_BYTES if self.device.type == "cpu" else FAR_BYTES
         together = max(1, int(budget // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
         if self.batch <= together:
             return [self]
