@@ -58,9 +58,9 @@ def spectral_norm(
             most 1e-3 a norm); absolute change for "power". Ten times smaller than that of
             `lipbound.compare`, since without ``delta`` nothing encloses what is left.
         delta: total failure probability of the ``upper`` of all norms of this call, over random
-            start vectors (`lipbound.linalg.enclose`); one start carries about 1e-8 a norm at 128
-            tokens; smaller values and longer inputs take independent starts, whose probabilities
-            are multiplied. None, the default, for lower ends alone, in about a third of the time;
+            start vectors (`lipbound.linalg.enclose`); one start carries about 1e-7 a norm at 128
+            tokens and ``tol`` 1e-3; smaller values take independent starts, whose probabilities are
+            multiplied. None, the default, for lower ends alone, in less than half of the time;
             `lipbound.compare`, whose numbers are kept and cited, encloses them by default.
         wrt: what a head is a function of, everything else held at its value: "input" (the tokens),
             or "keys", "values" or "queries" alone, for the maps "head" and "head_out": what an

@@ -103,32 +103,31 @@ class Certificate:
             tail = y[everyone, last] * np.maximum(part.last, self._floor * x)
             total = tail
             if self._products is not None:
-                # if x is the largest eigenvalue, images are no longer than x (Lemma 65)
-                p = self._products[index][:, None]
-                product, sums = 2 * np.sqrt(x)[:, None] * p + p * p, 2 * (np.arange(k) + 40) * UNIT
-                each = 1.01 * (part.lost + product) + sums * x[:, None]
+                # if x is the largest eigenvalue, J is no longer than its root (Lemma 65)
+                p, root = self._products[index][:, None], np.sqrt(x)[:, None]
+                images = np.sqrt(alpha + part.lost + 3 * root * p + p * p)
+                sums = 2 * (np.arange(k) + 40) * UNIT * x[:, None]
+                each = 1.01 * (part.lost + (root + images + p) * p) + sums
                 total = tail + (y * each).sum(1)
             beyond = (pivots > 0).all(1) & np.isfinite(total) & (x > 0)
         total, tail = (np.where(beyond, t * (1 + 1e-6), np.inf) for t in (total, tail))
         return total, tail
 
     def shows(
-        self, index: Array, part: Recurrence, x: Array, starts: Array | None = None
+        self, index: Array, part: Recurrence, x: Array, starts: Array
     ) -> tuple[Array, Array, Array]:
         """Return whether all eigenvalues are below x, (entries,) bool.
 
-        With so many ``starts``, or as few as rounding allows. Also how many, and where more steps
-        cannot help since rounding alone is too much.
+        With at least so many ``starts``, and as few as rounding allows: also how many these are,
+        and where more steps cannot help since rounding alone is too much.
         """
         total, tail = self._missed(index, part, x)
         with np.errstate(invalid="ignore"):
             noise = np.nan_to_num(total - tail, nan=np.inf)
             enough = noise[:, None] < 0.9 * self.epsilon
-            if starts is None:
-                place = np.where(enough.any(1), enough.argmax(1), len(self.epsilon) - 1)
-            else:
-                place = np.searchsorted(STARTS, starts)
-            hopeless = ~enough[np.arange(len(x)), place] & (tail < noise / 8)
+            place = np.where(enough.any(1), enough.argmax(1), len(self.epsilon) - 1)
+            place = np.maximum(place, np.searchsorted(STARTS, starts))
+            hopeless = ~enough.any(1) & (tail < noise / 8)
             return total < self.epsilon[place], np.array(STARTS)[place], hopeless
 
     def bound(self, found: Recurrence, starts: Array, goal: Array) -> Array:
@@ -144,21 +143,24 @@ class Certificate:
         """
         epsilon = self.epsilon[np.searchsorted(STARTS, starts)]
         everyone, p = np.arange(len(goal)), self._products
-        base = found.top if p is None else np.maximum(found.top, p * p)
         with np.errstate(all="ignore"):
-            high = np.nan_to_num(np.clip(np.log(goal / base - 1), -30.0, 0.0))
-            while True:
+            base = found.top if p is None else np.maximum(found.top, p * p)
+            x = np.where(goal > base, goal, 2 * base)
+            high = np.log(x / base - 1)
+            total = self._missed(everyone, found, x)[0]
+            at_once = reached = total < epsilon
+            while not (reached | ~(high < MOST_EXCESS)).all():
+                high = np.where(reached, high, high + 3.0)
                 total = self._missed(everyone, found, base * (1 + np.exp(high)))[0]
                 reached = total < epsilon
-                if (reached | (high > MOST_EXCESS)).all():
-                    break
-                high = np.where(reached, high, high + 3.0)
             # the sum falls at least as fast as the excess grows
             low = np.maximum(high - np.log(epsilon / total), LEAST_EXCESS)
             while np.where(reached, high - low, 0.0).max(initial=0.0) > EXCESS:
                 middle = (low + high) / 2
                 shown = self._missed(everyone, found, base * (1 + np.exp(middle)))[0] < epsilon
                 high, low = np.where(shown, middle, high), np.where(shown, low, middle)
-            # which the rounding of a few units in the solution enlarges
-            bound = np.where(reached, base * (1 + np.exp(high)) * (1 + 1e-12), np.inf)
-        return np.where(base > 0, bound, np.where(np.isnan(base), np.inf, 0.0))
+            bound = np.where(reached, base * (1 + np.exp(high)), np.inf)
+            bound = np.where(at_once, np.minimum(bound, x), bound)
+        # the rounding of a few units in the solution enlarges it
+        bound = np.where(base > 0, bound * (1 + 1e-12), 0.0)
+        return np.where(np.isnan(base), np.inf, bound)

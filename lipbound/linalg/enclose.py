@@ -97,7 +97,7 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         norm = enclose(part, delta, vectors=vectors)
         return replace(norm, lower=norm.lower / unit, upper=norm.upper / unit)
     start = start_vectors(op, op.out_shape, problem.seeds)
-    found, high, starts, goal = _beyond(problem, delta, start)
+    found, high, starts, goal = _beyond(problem, delta, start, np.ones(op.batch, dtype=int))
     top, largest, steps = found.vectors, found.recurrence.top, found.recurrence.steps
     for count in range(1, STARTS[-1]):  # the bound fails only if every start does
         more = (starts > count).nonzero()[0]
@@ -106,7 +106,7 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         there = torch.from_numpy(more)
         part = problem.select(there)
         start = start_vectors(part.op, op.out_shape, part.seeds_for("start", count))
-        again, above, *_ = _beyond(part, delta, start, starts[more], goal[more])
+        again, above, starts[more], _ = _beyond(part, delta, start, starts[more], goal[more])
         high[more] = np.maximum(high[more], above)
         steps[more] += again.recurrence.steps
         better = again.recurrence.top > largest[more]
@@ -126,7 +126,7 @@ def _beyond(
     problem: Problem,
     delta: float,
     start: Tensor,
-    starts: Array | None = None,
+    starts: Array,
     goal: Array | None = None,
 ) -> tuple[Runs, Array, Array, Array]:
     """Return runs from ``start``, and numbers beyond every eigenvalue, but for ``delta``.
@@ -135,30 +135,30 @@ def _beyond(
         problem: the norms.
         delta: failure probability of each number.
         start: unit vectors, (batch, n).
-        starts: over how many independent ones the probability is multiplied up, (batch,); None for
-            as few as rounding allows.
+        starts: over how many independent ones the probability is multiplied up at least, (batch,).
         goal: numbers that would do; None for what the tolerance asks.
 
     Returns:
-        The runs; the numbers, starts and goals, (batch,) each.
+        The runs; the numbers, starts as rounding allows them, and goals, (batch,) each.
     """
     roundoff, n = problem.roundoff, start.shape[1]
     noise, tensors = (roundoff.tensors + roundoff.products).numpy(), roundoff.tensors.numpy()
+    known = goal
     certificate = Certificate(n, delta, roundoff.products.numpy())
 
     def enough(index: Array, top: Array) -> Array:
-        if goal is not None:
-            return goal[index]
-        sigma, lost = np.sqrt(top), noise[index]
+        if known is not None:
+            return known[index]
+        sigma, lost = np.sqrt(np.nan_to_num(top)), noise[index].clip(max=1e150)
         # where rounding is wider than tol, twice what it takes; a little less than asked for, so
         # that other rounding does not decide
-        wide = 0.999 * np.maximum(problem.tol, 4 * lost / np.maximum(sigma, 1e-300))
+        wide = 0.999 * np.maximum(problem.tol, 4 * np.minimum(lost / sigma.clip(1e-100), 1e6))
         low = np.maximum(sigma * (1 - 4 * n * UNIT) - lost, 0)
         return np.maximum(low * (1 + wide) - tensors[index], 0) ** 2
 
     def rule(index: Array, part: Recurrence) -> Array:
-        own = None if starts is None else starts[index]
-        shown, _, hopeless = certificate.shows(index, part, enough(index, part.top), own)
+        aim = enough(index, part.top)
+        shown, _, hopeless = certificate.shows(index, part, aim, starts[index])
         return shown | hopeless
 
     runs = Runs(problem.op, start, rule, limit=min(problem.max_steps, n))

@@ -130,29 +130,29 @@ def lanczos(
                 f"use {'float64 or ' if op.dtype == torch.float32 else ''}a larger tol"
             )
     each = ESTIMATE_DELTA if delta is None else delta / max(1, op.batch)
-    certificate = Certificate(n, each, floor=4 * known.eps)
+    certificate, one = Certificate(n, each, floor=4 * known.eps), np.ones(op.batch, dtype=int)
 
     def goal(top: Array) -> Array:
         with np.errstate(over="ignore"):
             return top * ((1 + tol) / (1 + rounding)) ** 2
 
     def rule(index: Array, part: Recurrence) -> Array:
-        return certificate.shows(index, part, goal(part.top))[0]
+        return certificate.shows(index, part, goal(part.top), one[index])[0]
 
     start = start_vectors(op, op.out_shape, seed)
     runs = Runs(op, start, rule, limit=min(max_steps, n))
     found, everyone = runs.recurrence, np.arange(op.batch)
-    bound = certificate.bound(found, np.ones_like(everyone), goal(found.top))
+    bound = certificate.bound(found, one, goal(found.top))
     upper, lower = np.sqrt(bound) * (1 + rounding), np.sqrt(found.top)
     nothing = (found.top == 0) & (found.last == 0)
-    reached = certificate.shows(everyone, found, goal(found.top))[0] | nothing
+    reached = certificate.shows(everyone, found, goal(found.top), one)[0] | nothing
     upper = np.where(reached & (found.top > 0), np.minimum(upper, lower * (1 + tol)), upper)
     # a top of 0 is a zero, or a Ritz value that rounding has made negative
     none = np.where(reached, 0.0, math.inf)
     error = np.where(found.top > 0, upper / np.maximum(lower, 1e-300) - 1, none)
     high = upper if delta is not None else np.full_like(upper, math.inf)
     parts = (lower, high, found.steps, reached | (error <= tol), error)
-    norm, vectors = Norm(*map(torch.as_tensor, parts)), runs.vectors
+    norm, vectors = Norm(*map(torch.tensor, parts)), runs.vectors
     # squares of what is so small, or so large, may have left the range
     size = np.maximum(found.alpha.max(1), found.beta.max(1))
     near = (n * known.tiny) ** 0.5 / known.eps

@@ -154,11 +154,19 @@ def test_huge_and_tiny_inputs(size: float) -> None:
     assert encloses(spectral_norm(scaled, tol=1e-10), oracle(scaled), 1e-8, tensor_error(scaled))
 
 
+@pytest.mark.parametrize("delta", [None, 1e-6])
+@pytest.mark.parametrize("size", [1e-37, 1e-25, 1e-8, 1e8, 1e30])
+def test_squares_that_leave_the_range_of_float32(size: float, delta: float | None) -> None:
+    op = AutogradJacobian(lambda x: size * x, torch.ones(4))
+    norm = operator_norm(op, delta=delta)
+    assert float(norm.lower) == pytest.approx(size, rel=1e-5)
+    assert bool(norm.converged.all())
+
+
 def test_overflow_is_a_sentence() -> None:
-    op = AutogradJacobian(lambda x: 1e30 * x, torch.ones(4))
-    for method in ("lanczos",):
-        with pytest.raises(LipboundError, match="float64"):
-            operator_norm(op, method=method)
+    op = AutogradJacobian(lambda x: 1e30 * (1e30 * x), torch.ones(4))
+    with pytest.raises(LipboundError, match="float64"):
+        operator_norm(op)
 
 
 def test_unconverged_is_said() -> None:
@@ -245,12 +253,6 @@ def test_exhausted_spaces_are_not_taken_for_convergence(dtype: torch.dtype) -> N
     assert bool((certified.upper >= exact * (1 - 1e-12)).all())
     assert bool((certified.upper / certified.lower <= 1 + 1e-4).all())
     assert bool(certified.converged.all())
-
-
-def test_underflow_is_a_sentence() -> None:
-    op = AutogradJacobian(lambda x: 1e-25 * x, torch.ones(4))
-    with pytest.raises(LipboundError, match="underflow"):
-        operator_norm(op, delta=1e-6)
 
 
 def test_subnormal_values_are_measured() -> None:
@@ -358,7 +360,7 @@ def test_lower_ends_are_lengths_of_transposed_products_less_rounding(
 def test_one_random_start_carries_a_certificate_of_a_usual_head(
     rotated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """128 tokens, width 32, 1e-8 a norm: what rounding may have hidden is known well enough. Of
+    """128 tokens, width 32, 1e-7 a norm: what rounding may have hidden is known well enough. Of
     smaller probabilities it is not."""
     g, width = torch.Generator().manual_seed(0), 32
     extra = (
@@ -377,7 +379,7 @@ def test_one_random_start_carries_a_certificate_of_a_usual_head(
         return run(*args, **kwargs)
 
     monkeypatch.setattr(enclose, "Runs", counted)
-    for delta, starts in ((1e-8, 1), (1e-14, 2)):
+    for delta, starts in ((1e-7, 1), (1e-12, 2)):
         runs.clear()
         norm = spectral_norm(att, tol=1e-3, delta=2 * delta)
         assert bool(norm.converged.all())
