@@ -309,8 +309,9 @@ class HeadOperator(TensorOperator):
         return x + torch.einsum("shne,snde->snd", extra, self.extra[self.sample[:: len(self.w)]])
 
     def jvp(self, x: Tensor) -> Tensor:
-        times = narrow if self._long else torch.matmul
-        z = [times(x[..., : part.shape[-2]], part) for part in self.triangle]
+        times = narrow if self._long else torch.bmm
+        parts = [part.expand(len(x), -1, -1) for part in self.triangle]
+        z = [times(x[..., : part.shape[-2]], part) for part in parts]
         z += [] if self.gate is not None else [x[..., :0]]
         if self.extra is None:
             return self.push([*z, *[x[..., :0]] * 3])
@@ -420,26 +421,21 @@ class HeadJacobian(InParts, HeadOperator):
     def _beside(self, y: Tensor) -> Tensor:
         if self._groups() is not None or self.q.shape != self.k.shape:
             return super()._beside(y)
-        g = self._moved(y)
+        d_v = self.sizes[2]
+        shift = torch.bmm(y.reshape(-1, 1, d_v), self.o.reshape(-1, d_v, 1)).view(*y.shape[:2], 1)
+        g = torch.baddbmm(shift, y, self.v.mT, beta=-1).mul_(self.t)
         q, k, v = self._side.split(self.sizes[:3], 1)
         torch.bmm(self.k.mT, g.mT, out=q)
         torch.bmm(self.q.mT, g, out=k)
         torch.bmm(y.mT, self.p, out=v)
         return self._side.mT
 
-    def _moved(self, y: Tensor) -> Tensor:
-        """Cotangents of scores under y, not differentiable, (batch, N, N)."""
-        along = torch.bmm(y.reshape(-1, 1, y.shape[-1]), self.o.reshape(-1, y.shape[-1], 1))
-        shift = along.view(*y.shape[:2], 1)
-        return torch.baddbmm(shift, y, self.v.mT, beta=-1).mul_(self.t)
-
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         if self._groups() is not None:
             return super()._cotangents(y)
-        if torch.is_grad_enabled():
-            g = self.t * (y @ self.v.mT - (y * self.o).sum(-1, keepdim=True))
-        else:
-            g = self._moved(y)
+        if not torch.is_grad_enabled() and self.q.shape == self.k.shape:
+            return self._beside(y).split(self.sizes[:3], -1)
+        g = self.t * (y @ self.v.mT - (y * self.o).sum(-1, keepdim=True))
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 
     def _mixed(self, arriving: tuple[Tensor, Tensor, Tensor]) -> Tensor:

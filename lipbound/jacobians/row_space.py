@@ -107,20 +107,17 @@ class RowSpace:
 
     @cached_property
     def loss(self) -> float:
-        """Upper value of how far singular values of a map of w move in its coordinates, relatively.
-
-        Of all heads, one after the other, in the cache.
-        """
+        """Upper value of how far singular values move in these coordinates, relatively."""
         if self.everything:
             return 0.0
-        (m, n), per = self._whole().shape[1:], 2.0**-53
-        basis = self._both[0]
-        unit, found = torch.eye(basis.shape[2], dtype=torch.float64, device=self._w.device), []
-        for w, u, r in zip(self._whole(), *self._both, strict=True):
-            size, length = w.norm(dim=0).clamp_min(1e-290), (m + n + 16) * per * u.norm()
-            columns = (torch.addmm(w, u, r, alpha=-1).norm(dim=0) / size).norm() + length * n**0.5
-            found.append((u.mT @ u - unit).norm() + length * u.norm() + 4 * columns)
-        return float(torch.stack(found).amax())
+        (w, (u, r)), per = (self._whole(), self._both), 2.0**-53
+        unit = torch.eye(u.shape[2], dtype=torch.float64, device=u.device)
+        size = torch.linalg.vector_norm(w, dim=1).clamp_min(1e-290)
+        long, skew = torch.linalg.matrix_norm(u), torch.linalg.matrix_norm(u.mT @ u - unit)
+        length = (sum(w.shape[1:]) + 16) * per * long
+        off = torch.linalg.vector_norm(torch.baddbmm(w, u, r, alpha=-1), dim=1) / size
+        columns = torch.linalg.vector_norm(off, dim=-1) + length * w.shape[2] ** 0.5
+        return float((skew + length * long + 4 * columns).amax())
 
     def double(self) -> "RowSpace":
         """The same in float64."""

@@ -18,7 +18,7 @@ LOOK, FAR_LOOK = 2, 4
 """Steps between two looks at recurrences, whose small eigenvalue problems cost as much as a step:
 on the CPU, and on other devices, which wait for every look."""
 LARGE = 2**14
-"""Entries of a vector from which the CPU looks at every step."""
+"""Entries of a vector from which the CPU looks at every step, as it does in float64."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Runs:
         zero = [np.zeros((op.batch, limit)) for _ in range(3)]
         self.recurrence = Recurrence(*zero, np.zeros(op.batch, dtype=np.int64), np.zeros(op.batch))
         self.vectors, self._rule, self._limit = torch.zeros_like(start), rule, limit
-        near = 1 if start.shape[1] >= LARGE else LOOK
+        near = 1 if start.shape[1] >= LARGE or start.dtype == torch.float64 else LOOK
         self._every = near if op.device.type == "cpu" else FAR_LOOK
         self._run(op, start)
         found, most = self.recurrence, int(self.recurrence.steps.max(initial=1))
@@ -118,11 +118,13 @@ class Runs:
 
     def _run(self, op: JacobianOperator, start: Tensor) -> None:
         active, going = np.arange(op.batch), np.ones(op.batch, dtype=bool)
-        basis = start.new_empty(op.batch, min(32, self._limit) + 1, start.shape[1])
-        basis[:, 0] = start
+        basis = start.new_empty(min(32, self._limit) + 1, *start.shape)
+        basis[0] = start
         unread: list[Tensor] = []
         for j in range(self._limit):
-            basis = _with_room(basis, j + 1, self._limit + 1)
+            if j + 1 == len(basis):
+                more = min(len(basis), self._limit - j)
+                basis = torch.cat([basis, basis.new_empty(more, *basis.shape[1:])])
             unread += _step(op, basis, j)
             if (j + 1) % self._every and j + 1 < self._limit:
                 continue
@@ -134,7 +136,8 @@ class Runs:
                 break
             if going.sum() <= WORTH_COPYING * len(going):
                 keep = going.nonzero()[0]
-                op, basis = op.select(torch.from_numpy(keep).to(op.device)), _moved_up(basis, keep)
+                op = op.select(torch.from_numpy(keep).to(op.device))
+                basis = _moved_up(basis, keep, j + 2)
                 active, going = active[keep], going[keep]
 
     def _read(self, index: Array, numbers: Tensor, places: Array, k: int, steps: int) -> None:
@@ -181,20 +184,21 @@ class Runs:
             here = ends & fine & (steps == count)
             there = torch.from_numpy(places[here]).to(basis.device)
             turn = torch.from_numpy(turns[here, None, :count]).to(basis)
-            vectors = torch.bmm(turn, basis[there, :count])[:, 0]
+            vectors = torch.bmm(turn, basis[:count, there].transpose(0, 1))[:, 0]
             self.vectors[torch.from_numpy(index[here]).to(basis.device)] = vectors
         return ends
 
 
 def _step(op: JacobianOperator, basis: Tensor, j: int) -> list[Tensor]:
-    """Multiply vector j of bases, and put what is new in its image behind it.
+    """Multiply vector j of bases (room, entries, n), and put what is new in its image behind it.
 
     Returns:
         Coefficients (entries, r): of the image along the last two vectors, of what is left of it
         along all, and its length after that.
     """
-    w = op.gram(basis[:, j].view(-1, *op.out_shape)).flatten(1)
-    row, near, known = w[:, None], basis[:, max(j - 1, 0) : j + 1], basis[:, : j + 1]
+    w = op.gram(basis[j].view(-1, *op.out_shape)).flatten(1)
+    row, known = w[:, None], basis[: j + 1].transpose(0, 1)
+    near = known[:, -2:]
     # the recurrence removes the large components, then one pass against the whole basis what
     # rounding has left of them; vectors are rows, since a product with a single column is an order
     # of magnitude slower on a CPU
@@ -203,23 +207,16 @@ def _step(op: JacobianOperator, basis: Tensor, j: int) -> list[Tensor]:
     second = torch.bmm(row, known.mT)
     row.baddbmm_(second, known, alpha=-1)
     length = torch.linalg.vector_norm(w, dim=1, keepdim=True)
-    torch.div(w, length, out=basis[:, j + 1])
+    torch.div(w, length, out=basis[j + 1])
     return [first[:, 0], second[:, 0], length]
 
 
-def _with_room(basis: Tensor, j: int, limit: int) -> Tensor:
-    """Return the basis (batch, room, n) with room for vector j; it doubles up to ``limit``."""
-    if j < basis.shape[1]:
-        return basis
-    return torch.cat([basis, basis.new_empty(len(basis), min(j, limit - j), basis.shape[2])], 1)
-
-
-def _moved_up(basis: Tensor, keep: Array) -> Tensor:
-    """Return a view of ``basis`` whose entries are ``keep`` (ascending).
+def _moved_up(basis: Tensor, keep: Array, count: int) -> Tensor:
+    """Return a view of the first vectors of bases (room, entries, n), of entries ``keep``.
 
     They are moved in place: a fresh copy would cost more than a step of Lanczos.
     """
     for new, old in enumerate(keep.tolist()):
         if new != old:
-            basis[new] = basis[old]
-    return basis[: len(keep)]
+            basis[:count, new] = basis[:count, old]
+    return basis[:, : len(keep)]
