@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.cache import memoised
-from lipbound.attention.layer import Attention
+from lipbound.attention.layer import Attention, centred
 from lipbound.attention.scoring import BLOCKED, four_axes
-from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side, Variant
+from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side
 
 MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that
@@ -72,30 +72,30 @@ def tensor_errors(att: Attention) -> TensorErrors:
 @torch.no_grad()
 def _tensor_errors(att: Attention) -> TensorErrors:
     n = att.keys
-    around = torch.linalg.vector_norm(att.centred(att.x), dim=-1)
+    around = torch.linalg.vector_norm(centred(att.x, att.valid), dim=-1)
     size = torch.linalg.vector_norm(att.x, dim=-1)
     found = [_entered(att, side, size, around) for side in SIDES]
     vectors = (att.wide_q, att.centred_k, att.centred_v)
     lengths = [torch.linalg.vector_norm(t, dim=-1) for t in vectors]
     errors = [one.error for one in found]
     errors[2] = errors[2] + 2 * UNIT * lengths[2]
-    slope_errors = [one.slope_error for one in found]
-    if att.scoring.shift_invariant:
+    if att.shift_invariant:
         errors[1] = errors[1] + 2 * UNIT * lengths[1]
-    every = [*lengths, *errors, *(one.slope for one in found), *slope_errors]
+    slopes = [one.slope for one in found], [one.slope_error for one in found]
     sides = dict(zip(SIDES, ((att.rows, att.valid_rows), *[(n, att.valid_keys)] * 2), strict=True))
     every = [
         _upper(t.expand(att.samples, att.heads, sides[side][0]), sides[side][1])
-        for t, side in zip(every, SIDES * 4, strict=True)
+        for t, side in zip((*lengths, *errors, *slopes[0], *slopes[1]), SIDES * 4, strict=True)
     ]
     score, reach = _scores(att, *every[:2], *every[3:5])
     slope: Tensor | float = 0.0
-    for step in att.scoring.steps:
-        score, own_slope = step.rounded_scores(score, reach)
-        slope = slope + own_slope
     constant = _constants(att, reach)
-    moved = any(type(step).scores is not Variant.scores for step in att.scoring.steps)
-    spread = VANISHED if moved else (reach + constant).clamp_max(VANISHED)
+    spread = (reach + constant).clamp_max(VANISHED) if att.cap is None else VANISHED
+    if att.cap is not None:
+        # tanh has slope at most 1, and the logarithm of its derivative slope at most 2;
+        # exponentials and tanh are off by a few units
+        slope = torch.expm1(2 * score / att.cap) * (1 + 64 * UNIT) + 64 * UNIT
+        score = score + 16 * UNIT * reach.clamp_max(att.cap)
     # adding the mask, where there is one, and taking differences from the largest
     score = score + 2 * UNIT * (constant + reach) * (constant > 0) + 4 * UNIT * spread
     p = torch.expm1(2 * score) + (2 * n + 64) * UNIT
@@ -132,23 +132,17 @@ def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passin
 
     Of tokens of lengths ``size``, and ``around`` their mean, (samples, N) each.
     """
-    w, b = att.projections.of(side)
-    centred = {
-        "q": False,
-        "k": att.scoring.shift_invariant,
-        "v": att.scoring.extra_scores is None,
-    }
-    differences = centred[side] and att.scoring.plain(side)
-    error = _projected(around, w, None) if differences else _projected(size, w, b)
+    if att.fixed(side) is not None:
+        return Passing(*[torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)] * 3)
+    (w, b), steps = att.projection(side), att.steps(side)
+    centred = {"q": False, "k": att.shift_invariant, "v": att.sinks is None}[side]
+    error = _projected(around, w, None) if centred and not steps else _projected(size, w, b)
     slope = length(w)
     passing = Passing(error, slope[:, None].expand_as(error), torch.zeros_like(error))
-    steps = [step for step in att.scoring.steps if step.acts_on(side)]
-    if not steps:
-        return passing
-    y = att.projected(side)
+    y = att.projected(side) if steps else error
     for step in steps:
-        passing = step.rounded(side, att.x, y, passing)
-        y = step.enter(side, att.x, y, att.valid)
+        passing = step.rounded(att.x, y, passing)
+        y = step.enter(att.x, y, att.valid)
     return passing
 
 
@@ -168,9 +162,8 @@ def _constants(att: Attention, reach: Tensor) -> Tensor:
     Only where its probability does not vanish; broadcasts to rows.
     """
     largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
-    if (mask := att.scoring.level_mask) is not None:
+    if (mask := att.level_mask) is not None:
         mask = four_axes(mask).double()
         alive = mask >= mask.amax(-1, keepdim=True) - VANISHED - 2 * reach.amax()
         largest = mask.abs().masked_fill(~alive | (mask <= BLOCKED), 0.0).amax(-1)
-    extra = att.scoring.extra_scores
-    return largest if extra is None else largest + extra.double().abs().amax(-1)[:, None]
+    return largest if att.sinks is None else largest + att.sinks.double().abs()[:, None]

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, length, tensor_errors
-from lipbound.attention.variants.base import SIDES, UNIT, Side
+from lipbound.attention.variants.base import SIDES, UNIT, Side, TokenMap
 from lipbound.attention.variants.gate import GateStep
 from lipbound.attention.variants.other_stream import FixedStep
-from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.row_space import RowSpace
 

@@ -6,7 +6,6 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import check_sizes, ordinary, unit_values
 from lipbound.attention.variants.base import Side
-from lipbound.attention.variants.gate import Gate
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.one_side import OneSide
@@ -98,7 +97,7 @@ class PreparedMap:
         if side != "v":
             return plain
         self.exponents = torch.zeros_like(self.exponents)
-        if given.scoring.find(Gate) is not None:
+        if given.gate is not None:
             return plain
         if self.basis is None or given.w_o is None:
             return OneSide.of_values(plain.through)

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.base import SIDES
-from lipbound.attention.variants.gate import Gate
+from lipbound.attention.variants.base import SIDES, TokenMap
 from lipbound.attention.variants.rotary import turned
-from lipbound.attention.variants.token_maps import TokenMap
 
 
 @memoised
@@ -27,16 +25,16 @@ class Tangents:
 
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`,
     normalised ones the derivative of the normalisation between
-    (`lipbound.attention.variants.token_maps`): :math:`D = L^T [W\,g]^T` with a direction g of the
+    (`lipbound.attention.variants.base`): :math:`D = L^T [W\,g]^T` with a direction g of the
     token where they are divided by the size of another vector than their own. They make the blocks
     of J in Lemma 6 (docs/theory/jacobian.md).
     """
 
     def __init__(self, att: Attention, sample: int, head: int):
-        self._w: dict[str, Tensor] = {a: att.projections.of(a)[0][head].double() for a in SIDES}
+        self._w: dict[str, Tensor] = {a: att.projection(a)[0][head].double() for a in SIDES}
         self._passages = _passages(att)
-        if (gate := att.scoring.find(Gate)) is not None:
-            self._w["gate"] = gate.w[head].double()
+        if att.gate is not None:
+            self._w["gate"] = att.gate.w[head].double()
             none = TokenMap([], att.tokens, torch.float64, att.device)
             self._passages = {**self._passages, "gate": none}
         self._entry, self._sample = sample * att.heads + head, sample

@@ -140,7 +140,7 @@ def test_the_mask_may_have_a_dtype_of_its_own() -> None:
     att = random_attention("offsets", dtype=torch.float32)
     assert att.mask is not None
     assert att.double().mask is att.mask
-    wide = att.double().with_parts(scoring=att.scoring.map(torch.Tensor.double))
+    wide = att.double().with_parts(mask=att.mask.double())
     assert torch.equal(att.double().p, wide.p)
     assert torch.equal(
         lb.spectral_norm(att.double(), delta=1e-6).upper, lb.spectral_norm(wide, delta=1e-6).upper

@@ -96,9 +96,12 @@ GIVEN = (
     "rotation",
     "norm_q",
     "norm_k",
+    "norm_late",
     "norm_v",
     "cap",
     "sinks",
+    "gate",
+    "other_stream",
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
-from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.attention.variants.base import TokenMap
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.token_norms.block_rows import Blocks
 from lipbound.linalg.matrix_norms import gamma
