@@ -18,7 +18,6 @@ from lipbound.attention.variants.base import (
     Side,
     TokenMap,
     TokenStep,
-    alike,
     changed,
     cut,
     tensors,
@@ -569,8 +568,9 @@ class Attention:
     def _changed(
         self, change: Callable[[Tensor, str], Tensor], *, check: bool = False, **others: Any
     ) -> Self:
-        own = {name: changed(getattr(self, name), at, change) for name, at in AXES.items()}
-        return self.with_parts(**own | others, check=check)
+        axes = {name: at for name, at in AXES.items() if name not in others}
+        own = {name: changed(getattr(self, name), at, change) for name, at in axes.items()}
+        return self.with_parts(**own, **others, check=check)
 
     def double(self) -> Self:
         """Return the same layer in float64 (itself when it already is), made once.
@@ -581,11 +581,14 @@ class Attention:
 
     @memoised
     def _in_float64(self) -> Self:
-        return self._map(Tensor.double, mask=self.mask)
+        return self._map(lambda t: t.double() if t.is_floating_point() else t, mask=self.mask)
 
     def to(self, other: str | torch.device | torch.dtype) -> Self:
         """Return the same layer on another device, or in another floating-point dtype."""
-        return self._map(lambda t: t.to(other), check=True)
+        numbers = isinstance(other, torch.dtype)
+        return self._map(
+            lambda t: t if numbers and not t.is_floating_point() else t.to(other), check=True
+        )
 
     def detached(self) -> Self:
         """Return the same layer without derivatives, of copies of its tensors.
@@ -599,7 +602,7 @@ class Attention:
     ) -> Self:
         around = self.surroundings
         around = None if around is None else around.map(lambda norm: norm.map(change))
-        return self._changed(partial(alike, change), check=check, surroundings=around, **others)
+        return self._changed(lambda t, _: change(t), check=check, surroundings=around, **others)
 
     def select(self, samples: slice = EVERY, heads: slice = EVERY) -> Self:
         """Return some samples and heads of the layer.

@@ -26,7 +26,7 @@ def sizes(att: Attention) -> dict[str, list[float]]:
     """Return largest entries of a layer's tensors by name: those of weights head by head."""
     given = {name: t for name, t in att.tensors().items() if t.is_floating_point() and t.numel()}
     given.pop("mask", None)
-    by_head = [t if name[:2] in ("w_", "b_") else t[None] for name, t in given.items()]
+    by_head = [t if name[:2] in ("w_", "b_") else t.reshape(1, -1) for name, t in given.items()]
     largest = [t.detach().flatten(1).abs().amax(1).to(att.dtype) for t in by_head]
     values = torch.cat(largest).tolist()
     ends = itertools.accumulate(map(len, largest))

@@ -7,11 +7,10 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import check_sizes, ordinary, unit_values
 from lipbound.attention.variants.base import Side
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.maps import BLOCKS, WHOLE
+from lipbound.jacobians.maps import BLOCKS, WHOLE, BlockJacobian, LayerJacobian
 from lipbound.jacobians.one_side import OneSide
 from lipbound.jacobians.rounding import folding_loss, layer_roundoff, roundoff
 from lipbound.jacobians.streaming import head_jacobian
-from lipbound.jacobians.whole_layer import BlockJacobian, LayerJacobian
 from lipbound.linalg.matrix_norms import UNIT, times_power
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 

@@ -1,7 +1,5 @@
 """Maps from perturbations of one token to its query, key and value, for heads with variants."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -98,11 +96,6 @@ class Tangents:
     def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         return self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
 
-    def _once(self, key: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:
-        if key not in self._same:
-            self._same[key] = make()
-        return self._same[key]
-
     def _direction(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         direction = self._passages[a].direction
         return None if direction is None else direction[self._sample, tokens]
@@ -111,7 +104,9 @@ class Tangents:
         """Products of projections, with their extra columns, (n or 1, d_a + extra, d_b + extra)."""
         w_a, w_b = self._w[a], self._w[b]
         g_a, g_b = self._direction(a, tokens), self._direction(b, tokens)
-        out = self._once((a, b), lambda: (w_a.mT @ w_b)[None])
+        if (a, b) not in self._same:
+            self._same[a, b] = (w_a.mT @ w_b)[None]
+        out = self._same[a, b]
         if g_a is not None:
             out = torch.cat([out.expand(len(g_a), -1, -1), (g_a @ w_b)[:, None]], 1)
         if g_b is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.jacobians import own_blocks, streaming
+from lipbound.jacobians import one_side, streaming
 from lipbound.jacobians.maps import SIDE_OF
 from lipbound.jacobians.prepared_map import PreparedMap
 
@@ -134,7 +134,7 @@ def test_blocks_of_queries_are_formed_for_some_entries_at_a_time(
 ) -> None:
     att = layer(1, frozenset({"rotation"}))
     whole = lb.spectral_norm(att, wrt="queries", vectors=True)
-    monkeypatch.setattr(own_blocks, "BLOCK_BYTES", 2 * 8 * att.tokens * att.d_v * att.d)
+    monkeypatch.setattr(one_side, "BLOCK_BYTES", 2 * 8 * att.tokens * att.d_v * att.d)
     part = lb.spectral_norm(att, wrt="queries", vectors=True)
     assert torch.allclose(part.lower, whole.lower, rtol=1e-12)
     assert torch.allclose(part.left, whole.left)

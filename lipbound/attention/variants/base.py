@@ -47,12 +47,12 @@ class NamedAxes:
         return self._changed(partial(cut, b=index))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same with changed tensors; those of bool stay bool."""
-        return self._changed(partial(alike, change))
+        """Return the same with changed tensors."""
+        return self._changed(lambda t, _: change(t))
 
     def to(self, dtype: torch.dtype) -> Self:
         """Return the same in another dtype."""
-        return self.map(lambda t: t.to(dtype))
+        return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def double(self) -> Self:
         """Return the same in float64."""
@@ -74,11 +74,6 @@ def cut(t: Tensor, letters: str, **index: Tensor | slice) -> Tensor:
         if letter in index and (letter in "bmn" or t.shape[axis] > 1):
             t = t[(slice(None),) * axis + (index[letter],)]
     return t
-
-
-def alike(change: Callable[[Tensor], Tensor], t: Tensor, letters: str = "") -> Tensor:
-    """Return a changed tensor, which stays bool if it is."""
-    return change(t) if t.is_floating_point() else change(t).bool()
 
 
 def tensors(name: str, value: Any) -> dict[str, Tensor]:

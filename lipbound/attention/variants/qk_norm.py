@@ -151,27 +151,24 @@ class QKNorm(NamedAxes):
                 whole.slope_error + gain * before.slope_error + 16 * UNIT * rest,
             )
         size, length = self.sizes(x, y)[..., 0], _length(y)
-        alone, zero = self.over is None, torch.zeros(())
-        if self.over is None:
-            n, shared, error, reach = y.shape[-1], length, before.error, zero
-        else:
+        n, error, reach = y.shape[-1], before.error, torch.zeros(())
+        if self.over is not None:
             w, b = self.over[0].double(), self.over[1]
             n, reach = w.shape[1], torch.linalg.matrix_norm(w)
             bias = 0.0 if b is None else torch.linalg.vector_norm(b.double())
-            shared = _length(self._whole(x, y))
             error = ((2 * (len(w) + 4) * UNIT) * (_length(x.double()) * reach + bias))[:, None]
         moved = error / (size * n**0.5)
         off = moved + (n + 8) * UNIT  # relative error of the size
         off = torch.where(off < 0.25, off / (1 - off), torch.inf)
         unit = length / size
         unit_error = before.error / size * (1 + off) + unit * off
-        turned = (2 * unit * unit_error + unit_error**2) / n if alone else zero
+        turned = (2 * unit * unit_error + unit_error**2) / n if self.over is None else 0.0
         slope = gain / size * (before.slope + unit * reach / n**0.5)
         rounding = (off + turned + 16 * UNIT) * before.slope
         slope_error = gain / size * ((1 + off) * before.slope_error + rounding)
-        if not alone:
+        if self.over is not None:
             sums = (n + x.shape[-1] + 16) * UNIT
-            own = moved + off * shared / (size * n**0.5) + off + sums
+            own = moved + off * _length(self._whole(x, y)) / (size * n**0.5) + off + sums
             turn = unit_error * (1 + off) + unit * own
             slope_error = slope_error + gain / size * reach / n**0.5 * turn
         return Passing(gain * unit_error + 8 * UNIT * (gain * unit + shift), slope, slope_error)

@@ -3,13 +3,13 @@
 Found by search, then bounded from above by proof.
 """
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lipbound.jacobians.token_norms.block_rows import Blocks
+from lipbound.jacobians.token_norms.blocks import Blocks
 from lipbound.linalg.matrix_norms import (
     at_most,
     block_norm,
@@ -33,8 +33,7 @@ FLAT_BYTES = 2**26
 """Bytes of the blocks that are worked on at a time when each row has its own map."""
 
 
-@dataclass(frozen=True, eq=False)
-class BestRows:
+class BestRows(NamedTuple):
     """The best row of each of b maps, and what no row exceeds, float64.
 
     Attributes:
@@ -55,20 +54,15 @@ class BestRows:
     @staticmethod
     def cat(found: "list[BestRows]") -> "BestRows":
         """All the maps of several."""
-        names = [f.name for f in fields(BestRows)]
-        return BestRows(*(torch.cat([getattr(one, name) for one in found]) for name in names))
+        return BestRows(*map(torch.cat, zip(*found, strict=True)))
 
     def joined(self, other: "BestRows") -> "BestRows":
         """The better of two, map by map."""
         first = self.value >= other.value
-
-        def better(name: str) -> Tensor:
-            a, b = getattr(self, name), getattr(other, name)
-            return torch.where(first[:, None] if a.ndim > 1 else first, a, b)
-
-        value, token, source, vector = map(better, ("value", "token", "source", "vector"))
+        chosen = {1: first, 2: first[:, None]}
+        better = (torch.where(chosen[a.ndim], a, b) for a, b in zip(self, other, strict=True))
         upper, steps = torch.maximum(self.upper, other.upper), self.steps + other.steps
-        return BestRows(value, token, source, vector, upper, steps)
+        return BestRows(*better)._replace(upper=upper, steps=steps)
 
 
 def roots(g: Tensor, slack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +125,7 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
     below the best, or below what is ``known`` (b,) of others, are not looked at again; the others
     stay as wide as the weights leave them.
     """
-    at, (h, n, d_v) = torch.arange(blocks.rows[0], device=blocks.p.device), blocks.v.shape[1:]
+    at, (h, n, d_v) = torch.arange(len(blocks.p), device=blocks.p.device), blocks.v.shape[1:]
     y, lengths, total = _climb(blocks, starts(blocks), FIRST_STEPS, tol / 500)
     best = total.amax(-1) if known is None else torch.maximum(total.amax(-1), known)
     target = (best * (1 + 0.9 * tol))[:, None].expand_as(total)

@@ -5,7 +5,7 @@ Every token moves a little, or one token a lot, and the worst output token count
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap, heads_of
 from lipbound.jacobians.spectral_norm import shaped
-from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
+from lipbound.jacobians.token_norms.blocks import LayerTensors
 from lipbound.jacobians.token_norms.row_search import (
     BestRows,
     largest,
@@ -152,7 +152,7 @@ def _norms(att: Attention, norm: str, map: str, tol: float, vectors: bool) -> No
     measured = PreparedMap(att.double(), map)
     parts = tensors_of(measured)
     every = BestRows.cat([_found(parts.of_maps(m), rows, norm, tol) for m, rows in chunks(parts)])
-    every = replace(every, upper=every.upper + parts.vanished)
+    every = every._replace(upper=every.upper + parts.vanished)
     return shaped(att, _ends(measured, every, norm, tol, vectors), measured)
 
 
@@ -169,7 +169,7 @@ def _found(parts: LayerTensors, chunks: list[slice], norm: str, tol: float) -> B
             one = largest_block(parts.rows(rows), tol)
         else:
             one = largest(*matrices(parts, rows, columns=norm == "one-token"))
-            one = replace(one, token=one.token + rows.start)
+            one = one._replace(token=one.token + rows.start)
         best = one if best is None else best.joined(one)
     assert best is not None
     return best
