@@ -45,7 +45,7 @@ def layers(tokens: int) -> list[Attention]:
 
 def fresh(att: Attention) -> Attention:
     """The same layer in float64 with nothing computed."""
-    return Attention.of(att.x, att.projections, att.scoring, valid=att.valid).double()
+    return att.with_parts(surroundings=None).double()
 
 
 def summary(values: Tensor) -> list[float]:

@@ -36,7 +36,7 @@ def layers(name: str) -> list[Attention]:
 
 def fresh(att: Attention) -> Attention:
     """The same layer with nothing computed."""
-    return Attention.of(att.x, att.projections, att.scoring, valid=att.valid)
+    return att.with_parts(surroundings=None)
 
 
 def timed(measure: Any, atts: list[Attention], repeats: int) -> tuple[float, list[lb.Norm]]:

@@ -32,7 +32,7 @@ class WhichMap(PaperFigure):
     """Exact constants of the maps that papers call attention."""
 
     name, cost = "which-map", "20 s"
-    source = "definitions in lipbound.jacobians.spectral_norm and lipbound.jacobians.whole_layer"
+    source = "definitions in lipbound.jacobians.spectral_norm and lipbound.jacobians.maps"
 
     def compute(self, setting: Setting) -> xr.Dataset:
         """Compute the exact norm of every map a layer has.

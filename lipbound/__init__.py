@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from lipbound.analysis.adversarial_inputs import radius_curve as radius_curve
     from lipbound.analysis.cache_bits import cache_bits as cache_bits
     from lipbound.analysis.network import network_norm as network_norm
-    from lipbound.attention.cross import cross_attention as cross_attention
     from lipbound.attention.layer import Attention as Attention
+    from lipbound.attention.layer import cross_attention as cross_attention
     from lipbound.attention.module_attention import ModuleAttention as ModuleAttention
     from lipbound.errors import LipboundError as LipboundError
     from lipbound.errors import Notice as Notice
@@ -79,7 +79,7 @@ _HOME = {
     "compare": "runs.compare",
     "concat": "runs.concat",
     "condition_number": "jacobians.spectrum",
-    "cross_attention": "attention.cross",
+    "cross_attention": "attention.layer",
     "diff": "runs.diff",
     "frobenius_norm": "jacobians.spectrum",
     "load": "runs.store",

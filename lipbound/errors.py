@@ -380,7 +380,7 @@ def check_layer(att: object, what: str) -> None:
     if reason := getattr(att, "reason", ""):
         instead = "this one is measured by automatic differentiation, for norms alone"
         raise LipboundError(f"{what} needs a layer in closed form; {instead}: {reason}")
-    if not hasattr(att, "only") or not hasattr(att, "scoring"):
+    if not hasattr(att, "only") or not hasattr(att, "projection"):
         raise LipboundError(
             f"what {what} was given is {shown(att)}; give one Attention (lb.capture)"
         )

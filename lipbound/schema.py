@@ -44,7 +44,7 @@ EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 EXTRAS = {"frobenius": "jacobian_frobenius", "condition": "jacobian_condition"}
 """Variables that a run has where they are asked for, by the names of what is asked."""
 STATISTICS = ("largest_logit", "entropy", "first_token")
-"""Variables about attention itself, where they are asked for (`lipbound.attention.statistics`)."""
+"""Variables about attention itself, where they are asked for: `Attention.statistics`."""
 MEANS = STATISTICS[1:]
 """Statistics that are means over queries."""
 STEP = "step"

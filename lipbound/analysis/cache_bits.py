@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from lipbound.analysis import by_layer, described, provenance
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
-from lipbound.attention.variants.gate import Gate
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError, check_made, choice, indices, real, whole
 from lipbound.jacobians.spectral_norm import spectral_norm
@@ -201,8 +200,7 @@ def _root_mean_square(
 def _outputs(att: Attention, cached: dict[str, Tensor]) -> Tensor:
     """Outputs of all heads with such keys and values, (1, heads, N, d_v), float64."""
     out = att.probabilities(att.scores(att.wide_q, cached[KEYS])) @ cached[VALUES]
-    gate = att.scoring.find(Gate)
-    return out if gate is None else gate.apply(att.x, out)
+    return out if att.gate is None else att.gate.apply(att.x, out)
 
 
 def ranking(ds: xr.Dataset, by: str = "expected") -> list[dict[str, Any]]:

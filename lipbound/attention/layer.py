@@ -1,48 +1,89 @@
 """The heads of one attention layer at one batch of inputs, as tensors."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Literal, Self
+from functools import partial
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
+from lipbound.attention import scoring
 from lipbound.attention.cache import Cache, derived, memoised
 from lipbound.attention.layer_norm import ResidualContext
-from lipbound.attention.projections import Projections, projected
-from lipbound.attention.scoring import Scoring, zero_one
-from lipbound.attention.validation import validate
-from lipbound.attention.variants import Variant, listed
-from lipbound.attention.variants.base import SIDES, Side
-from lipbound.attention.variants.cap import Cap
+from lipbound.attention.validation import check_values, validate
+from lipbound.attention.variants import VARIANTS, titles
+from lipbound.attention.variants.base import (
+    SIDES,
+    Side,
+    TokenMap,
+    TokenStep,
+    changed,
+    cut,
+    tensors,
+)
 from lipbound.attention.variants.gate import Gate
-from lipbound.attention.variants.other_stream import OtherStream
-from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
+from lipbound.attention.variants.other_stream import FixedStep, OtherStream
+from lipbound.attention.variants.qk_norm import NormStep, QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.attention.variants.sinks import Sinks
-from lipbound.attention.variants.token_maps import TokenMap
-from lipbound.attention.variants.value_norm import ValueNorm
-from lipbound.errors import AttentionError, is_number, knows_options, shown, tell
+from lipbound.devices import in_own_modes
+from lipbound.errors import AttentionError, choice, knows_options
 from lipbound.formatting import html_facts
-from lipbound.schema import INPUT, MEMORY, QUERIES
+from lipbound.schema import INPUT, MEMORY, QUERIES, STATISTICS
 
+AXES = {
+    "x": "sn.",
+    "w_q": "h..",
+    "w_k": "h..",
+    "w_v": "h..",
+    "b_q": "h.",
+    "b_k": "h.",
+    "b_v": "h.",
+    "w_o": "h..",
+    "mask": "sh..",
+    "valid": "sn",
+    "rotation": "",
+    "norm_q": "",
+    "norm_k": "",
+    "norm_v": "",
+    "sinks": "h",
+    "gate": "",
+    "other_stream": "",
+}
+"""Parts of a layer that are tensors, or are made of them, and their axes
+(`lipbound.attention.variants.base.NamedAxes`)."""
+NUMBERS = ("scale", "norm_late", "cap", "surroundings")
+"""The other parts."""
 PATTERN = ("wide_q", "q", "wide_k", "k", "centred_k", "p", "weights")
 """Tensors that are derived from queries and keys alone."""
 WIDE = ("wide_q", "centred_k", "centred_v")
 """Tensors in float64 whatever the layer's dtype, and free of biases that J does not see."""
-
-
-def in_float64(t: Tensor) -> Tensor:
-    """Return a tensor of floating-point numbers in float64, and others as they are."""
-    return t.double() if t.is_floating_point() else t
+EVERY = slice(None)
 
 
 def centred(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Return vectors (samples, ..., N, n) of tokens without their mean, padding left out."""
+    """Return vectors (samples, ..., N, n) of tokens without their mean, padding left out.
+
+    What tokens have in common would cost digits.
+    """
     if valid is None:
         return x - x.mean(-2, keepdim=True)
     real = valid.view(len(x), *(1,) * (x.ndim - 3), -1, 1)
     return x - (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
+
+
+def projected(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """Return tokens (samples, N, D) projected for each head, (samples, heads, N, d), in float64.
+
+    Cancellations within a projection would otherwise cost digits of everything after it.
+
+    Args:
+        x: the tokens.
+        w: weights, (heads, D, d).
+        b: biases, (heads, d), or None.
+    """
+    y = torch.einsum("snd,hde->shne", x.double(), w.double())
+    return y if b is None else y + b[:, None]
 
 
 class Attention:
@@ -59,8 +100,8 @@ class Attention:
     added, ``cap * tanh(scores / cap)``, and a constant ``sinks[h]`` may take part in every softmax
     of head h as one more score, whose probability is dropped: rows of P then sum to less than one.
 
-    Everything derived (``q, k, v, p, out``) is computed on first use and kept. `Attention.of` takes
-    the same in groups, `Projections` and `Scoring`.
+    Head outputs may be gated (``gate``). Everything derived (``q, k, v, p, out``) is computed on
+    first use and kept.
 
     All floating tensors but the mask must share one dtype, float32 or float64, which is the dtype
     of everything derived.
@@ -79,12 +120,16 @@ class Attention:
             keys: their rows of ``x``, ``p`` and ``out`` are zero, and no quantity counts them.
         rotation: rotary position embedding of the N tokens, or None.
         norm_q, norm_k: normalisation of queries and of keys before the rotation, or None.
+        norm_late: whether they are normalised after the rotation instead (Hunyuan).
         norm_v: normalisation of values, or None.
-        cap: scores are kept between -cap and cap, or None.
-        sinks: (heads,), or None.
-        steps: other variants (`lipbound.attention.variants`).
+        cap: scores are kept between -cap and cap (Gemma 2, 2024, section 2), or None.
+        sinks: (heads,), or None (gpt-oss, 2025).
+        gate: of head outputs, or None.
+        other_stream: queries, or keys and values, of other tokens than ``x``, which do not move
+            with them (cross-attention), or None.
         surroundings: layer normalisation and residual connection around the layer, which only maps
             that include them look at.
+        check: False leaves out all checks, for parts of a layer that were checked.
 
     Raises:
         AttentionError: for shapes that do not fit, mixed or unsupported dtypes, NaN or infinite
@@ -97,13 +142,6 @@ class Attention:
     >>> att.p.shape, att.out.shape
     (torch.Size([2, 3, 5, 5]), torch.Size([2, 3, 5, 4]))
     """
-
-    x: Tensor
-    projections: Projections
-    scoring: Scoring
-    valid: Tensor | None
-    surroundings: ResidualContext | None
-    cache: Cache
 
     @knows_options
     def __init__(
@@ -123,168 +161,46 @@ class Attention:
         rotation: Rotation | None = None,
         norm_q: QKNorm | None = None,
         norm_k: QKNorm | None = None,
+        norm_late: bool = False,
         norm_v: QKNorm | None = None,
         cap: float | None = None,
         sinks: Tensor | None = None,
-        steps: Sequence[Variant] = (),
+        gate: Gate | None = None,
+        other_stream: OtherStream | None = None,
         surroundings: ResidualContext | None = None,
+        check: bool = True,
     ):
-        for name, number in (("scale", scale), ("cap", cap)):
-            if number is not None and (isinstance(number, bool) or not is_number(number)):
-                raise AttentionError(f"{name} is {shown(number)}; it must be a finite number")
-        for name, given, kind, what in (
-            ("norm_q", norm_q, QKNorm, "QKNorm of lipbound.attention.variants.qk_norm"),
-            ("norm_k", norm_k, QKNorm, "QKNorm of lipbound.attention.variants.qk_norm"),
-            ("norm_v", norm_v, QKNorm, "QKNorm of lipbound.attention.variants.qk_norm"),
-            ("rotation", rotation, Rotation, "Rotation of lipbound.attention.variants.rotary"),
-            ("sinks", sinks, Tensor, "torch tensor"),
-        ):
-            if given is not None and not isinstance(given, kind):
-                raise AttentionError(f"{name} is {shown(given)}; it must be a {what}")
-        found: list[Variant] = list(steps)
-        if norm_q is not None or norm_k is not None:
-            found.append(QKNormalised(norm_q, norm_k))
-        found += [] if norm_v is None else [ValueNorm(norm_v)]
-        found += [] if rotation is None else [rotation]
-        found += [] if cap is None else [Cap(float(cap))]
-        found += [] if sinks is None else [Sinks(sinks)]
-        if isinstance(mask, Tensor) and mask.is_floating_point() and zero_one(mask):
-            tell(
-                "mask holds 0 and 1, which are added to the scores and forbid nothing; a mask "
-                "has 0 where attention is allowed and -inf elsewhere"
-            )
-        projections = Projections(w_q, w_k, w_v, b_q, b_k, b_v, w_o)
-        scoring = Scoring(None if scale is None else float(scale), mask, tuple(found))
-        self._set(x, projections, scoring, valid, surroundings)
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        projections: Projections,
-        scoring: Scoring,
-        *,
-        valid: Tensor | None = None,
-        surroundings: ResidualContext | None = None,
-        check: bool = True,
-    ) -> Self:
-        """Return a layer made of its parts.
-
-        Args:
-            x: inputs of the layer, (samples, N, D).
-            projections: weights and biases.
-            scoring: how queries and keys become probabilities.
-            valid, surroundings: as in the constructor.
-            check: whether to look at the numbers, which parts of another layer do not need.
-        """
-        layer = cls.__new__(cls)
-        layer._set(x, projections, scoring, valid, surroundings, check=check)
-        return layer
-
-    def _set(
-        self,
-        x: Tensor,
-        projections: Projections,
-        scoring: Scoring,
-        valid: Tensor | None,
-        surroundings: ResidualContext | None,
-        *,
-        check: bool = True,
-    ) -> None:
+        self.x, self.w_q, self.w_k, self.w_v = x, w_q, w_k, w_v
+        self.b_q, self.b_k, self.b_v, self.w_o = b_q, b_k, b_v, w_o
+        self.mask, self.valid = mask, valid
+        self.rotation, self.norm_q, self.norm_k, self.norm_v = rotation, norm_q, norm_k, norm_v
+        self.norm_late, self.cap, self.sinks, self.gate = norm_late, cap, sinks, gate
+        self.other_stream, self.surroundings = other_stream, surroundings
         if check:
-            validate(x, projections, scoring, valid)
-        self.projections, self.scoring = projections, scoring
-        self.valid, self.surroundings = valid, surroundings
-        self.x = x if valid is None else torch.where(valid[..., None], x, torch.zeros_like(x))
-        tensors = [self.x, *projections.tensors().values(), *scoring.inputs()]
-        self.cache = Cache(differentiable=any(t.requires_grad for t in tensors))
+            validate(self, scale)
+        self.scale = self.d**-0.5 if scale is None else float(scale)
+        if valid is not None:
+            self.x = torch.where(valid[..., None], x, torch.zeros_like(x))
+        self.cache = Cache(differentiable=any(t.requires_grad for t in self.tensors().values()))
 
     # -- parts -------------------------------------------------------------------------------------
 
-    @property
-    def w_q(self) -> Tensor:
-        """Query projections, (heads, D, d)."""
-        return self.projections.w_q
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that the layer is made of, by name, as "w_q" or "norm_q.gain"."""
+        return {key: t for name in AXES for key, t in tensors(name, getattr(self, name)).items()}
 
-    @property
-    def w_k(self) -> Tensor:
-        """Key projections, (heads, D, d)."""
-        return self.projections.w_k
-
-    @property
-    def w_v(self) -> Tensor:
-        """Value projections, (heads, D, d_v)."""
-        return self.projections.w_v
-
-    @property
-    def b_q(self) -> Tensor | None:
-        """Query biases, (heads, d), or None."""
-        return self.projections.b_q
-
-    @property
-    def b_k(self) -> Tensor | None:
-        """Key biases, (heads, d), or None."""
-        return self.projections.b_k
-
-    @property
-    def b_v(self) -> Tensor | None:
-        """Value biases, (heads, d_v), or None."""
-        return self.projections.b_v
-
-    @property
-    def w_o(self) -> Tensor | None:
-        """Slices of the output projection, (heads, d_v, D_out), or None."""
-        return self.projections.w_o
-
-    @property
-    def scale(self) -> float:
-        """Factor of the scores."""
-        return self.d**-0.5 if self.scoring.scale is None else self.scoring.scale
-
-    @property
-    def mask(self) -> Tensor | None:
-        """Additive mask, broadcastable to (samples, heads, N, N), or None."""
-        return self.scoring.mask
-
-    @property
-    def rotation(self) -> Rotation | None:
-        """Rotary position embedding, or None."""
-        return self.scoring.find(Rotation)
-
-    @property
-    def norm_q(self) -> QKNorm | None:
-        """Normalisation of queries, or None."""
-        norms = self.scoring.find(QKNormalised)
-        return None if norms is None else norms.q
-
-    @property
-    def norm_k(self) -> QKNorm | None:
-        """Normalisation of keys, or None."""
-        norms = self.scoring.find(QKNormalised)
-        return None if norms is None else norms.k
-
-    @property
-    def norm_v(self) -> QKNorm | None:
-        """Normalisation of values, or None."""
-        found = self.scoring.find(ValueNorm)
-        return None if found is None else found.norm
-
-    @property
-    def cap(self) -> float | None:
-        """Number that scores are kept below in absolute value, or None."""
-        cap = self.scoring.find(Cap)
-        return None if cap is None else cap.value
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """Sink logits, (heads,), or None."""
-        sinks = self.scoring.find(Sinks)
-        return None if sinks is None else sinks.logits
+    def projection(self, side: Side) -> tuple[Tensor, Tensor | None]:
+        """Return the weights and the bias of queries, keys or values."""
+        weights, bias = getattr(self, f"w_{side}"), getattr(self, f"b_{side}")
+        return weights, bias
 
     @property
     def variants(self) -> frozenset[str]:
-        """Names of the variants that this layer has (`lipbound.attention.variants`)."""
-        return self.scoring.names
+        """Names of what the layer has of `lipbound.attention.variants.VARIANTS`."""
+        norm = self.norm_k if self.norm_q is None else self.norm_q
+        parts = (self.rotation, norm, self.cap, self.sinks, self.norm_v, self.other_stream)
+        named = zip(VARIANTS, (*parts, self.gate), strict=True)
+        return frozenset(name for name, part in named if part is not None)
 
     def only(self, what: str, allowed: Collection[str] = ()) -> None:
         """Check that ``what`` covers the layer.
@@ -292,15 +208,9 @@ class Attention:
         Raises:
             AttentionError: the layer has variants besides those that are ``allowed``.
         """
-        other = [step.title for step in self.scoring.listed() if step.name not in allowed]
-        if other:
+        if others := self.variants - set(allowed):
             covering = "exact norms of heads, 'lipbound' and 'lipbound_block'"
-            raise AttentionError(f"{what} does not cover {listed(other)}; {covering} do")
-
-    @property
-    def other_stream(self) -> OtherStream | None:
-        """Queries, or keys and values, of other tokens than ``x`` (cross-attention), or None."""
-        return self.scoring.find(OtherStream)
+            raise AttentionError(f"{what} does not cover {titles(others)}; {covering} do")
 
     @property
     def kind(self) -> str:
@@ -314,35 +224,39 @@ class Attention:
             return INPUT
         return MEMORY if self.values_move else QUERIES
 
+    def fixed(self, side: Side) -> Tensor | None:
+        """Return queries, keys or values of another stream, (heads, samples, M, d), or None."""
+        return None if self.other_stream is None else getattr(self.other_stream, side)
+
     @property
     def values_move(self) -> bool:
         """False if keys and values are of another stream: an output follows its own token alone."""
+        return self.fixed("v") is None
+
+    def _stream(self, side: Side) -> "Attention | OtherStream":
+        """What queries, or keys and values, are of."""
         other = self.other_stream
-        return other is None or other.v is None
+        return self if other is None or self.fixed(side) is None else other
 
     @property
     def rows(self) -> int:
         """Number of queries, and of outputs of a head: N, but for the memory of cross-attention."""
-        other = self.other_stream
-        return self.tokens if other is None or other.q is None else other.tokens
+        return self._stream("q").tokens
 
     @property
     def keys(self) -> int:
         """Number of keys: N, but for the queries of cross-attention."""
-        other = self.other_stream
-        return self.tokens if other is None or other.k is None else other.tokens
+        return self._stream("k").tokens
 
     @property
     def valid_rows(self) -> Tensor | None:
         """Queries that are not padding, (samples, rows) bool, or None for all."""
-        other = self.other_stream
-        return self.valid if other is None or other.q is None else other.valid
+        return self._stream("q").valid
 
     @property
     def valid_keys(self) -> Tensor | None:
         """Keys that are not padding, (samples, keys) bool, or None for all."""
-        other = self.other_stream
-        return self.valid if other is None or other.k is None else other.valid
+        return self._stream("k").valid
 
     @property
     def samples(self) -> int:
@@ -383,9 +297,8 @@ class Attention:
         """Return sizes by name, the names of optional parts, and the dtype."""
         sizes = {"samples": self.samples, "heads": self.heads, "N": self.tokens}
         sizes |= {"D": self.x.shape[2], "d": self.d, "d_v": self.d_v}
-        optional = ("b_q", "b_k", "b_v", "w_o", "mask", "valid")
+        optional = [name for name in (*AXES, "cap") if name not in ("x", "w_q", "w_k", "w_v")]
         extra = [name for name in optional if getattr(self, name) is not None]
-        extra += [part for step in self.scoring.listed() for part in step.parts]
         return sizes, ", ".join(extra), str(self.dtype).removeprefix("torch.")
 
     def _repr_html_(self) -> str:
@@ -400,7 +313,7 @@ class Attention:
         said = ", ".join(f"{name}={size}" for name, size in sizes.items())
         return f"Attention({said}, {dtype}{f', with {extra}' if extra else ''})"
 
-    # -- derived tensors ---------------------------------------------------------------------------
+    # -- queries, keys and values ------------------------------------------------------------------
 
     @derived
     def lengths(self) -> Tensor:
@@ -412,24 +325,66 @@ class Attention:
     @memoised
     def projected(self, side: Side) -> Tensor:
         """Return queries, keys or values before any variant, (samples, heads, N, d), float64."""
-        return projected(self.x, *self.projections.of(side))
+        return projected(self.x, *self.projection(side))
 
-    def passages(self, dtype: torch.dtype | None = None) -> dict[str, TokenMap]:
-        """Return the derivatives of what happens to projected queries, keys and values.
+    def steps(self, side: Side) -> list[QKNorm | Rotation]:
+        """Return what happens to projected queries, keys or values, in order."""
+        norm: QKNorm | None = getattr(self, f"norm_{side}")
+        turn = None if side == "v" else self.rotation
+        steps = (turn, norm) if self.norm_late else (norm, turn)
+        return [step for step in steps if step is not None]
+
+    def plain(self, side: Side) -> bool:
+        """Return whether queries, keys or values are projections of the inputs.
+
+        Biases of keys then shift every row of scores by a constant, and those of values outputs.
+        """
+        return not self.steps(side) and self.fixed(side) is None
+
+    @property
+    def spans(self) -> list[Tensor]:
+        """Projections (D, n) besides the heads' own through which inputs are felt."""
+        norms = [norm for norm in (self.norm_q, self.norm_k, self.norm_v) if norm is not None]
+        return [norm.over[0] for norm in norms if norm.over is not None]
+
+    def token_map(self, side: Side, dtype: torch.dtype | None = None) -> TokenMap:
+        """Return the derivative of what happens to projected queries, keys or values.
 
         Of every head of every sample, with products in ``dtype``, by default the layer's own.
         """
-        work = self.dtype if dtype is None else dtype
+        dtype, fixed = self.dtype if dtype is None else dtype, self.fixed(side)
+        if fixed is not None:
+            still = FixedStep(self.tokens, fixed.shape[2])
+            return TokenMap([still], self.tokens, dtype, self.device)
+        found: list[TokenStep] = []
+        for step in self.steps(side):
+            if isinstance(step, QKNorm):
+                y = self.projected(side)
+                for before in found:  # a rotation
+                    y = before.push(y)
+                found.append(NormStep.of(step, self.x, y, dtype))
+            else:
+                found.append(step)
+        return TokenMap(found, self.tokens, dtype, self.device)
 
-        def of(side: Side) -> TokenMap:
-            return self.scoring.token_map(side, self.x, lambda: self.projected(side), work)
+    def passages(self, dtype: torch.dtype | None = None) -> dict[str, TokenMap]:
+        """Return `token_map` of queries, keys and values."""
+        return {side: self.token_map(side, dtype) for side in SIDES}
 
-        return {side: of(side) for side in SIDES}
+    def _entered(self, side: Side) -> Tensor:
+        """Queries, keys or values as they are used, in float64."""
+        fixed = self.fixed(side)
+        if fixed is not None:
+            return fixed.double().transpose(0, 1)
+        y = self.projected(side)
+        for step in self.steps(side):
+            y = step.enter(self.x, y, self.valid)
+        return y
 
     @derived
     def wide_q(self) -> Tensor:
         """Queries as they enter the scores, in float64, (samples, heads, N, d)."""
-        return self.scoring.enter("q", self.x, self.projected("q"), self.valid)
+        return self._entered("q")
 
     @derived
     def q(self) -> Tensor:
@@ -439,7 +394,7 @@ class Attention:
     @derived
     def wide_k(self) -> Tensor:
         """Keys as they enter the scores, in float64, (samples, heads, N, d)."""
-        return self.scoring.enter("k", self.x, self.projected("k"), self.valid)
+        return self._entered("k")
 
     @derived
     def k(self) -> Tensor:
@@ -454,66 +409,93 @@ class Attention:
     @property
     def wide_v(self) -> Tensor:
         """Values in float64, (samples, heads, N, d_v)."""
-        return self.scoring.enter("v", self.x, self.projected("v"), self.valid)
+        return self._entered("v")
+
+    @property
+    def shift_invariant(self) -> bool:
+        """True if a vector added to all keys changes nothing."""
+        return self.cap is None and self.sinks is None
 
     @derived
     def centred_k(self) -> Tensor:
         """Keys without their mean over tokens, float64: Lemma 2 (docs/theory/jacobian.md).
 
-        Attention, and its Jacobian, see only differences of keys, unless a variant of scores or
-        softmax sees more: they are then left as they are.
+        Attention, and its Jacobian, see only differences of keys, unless scores are capped or sinks
+        take part: they are then left as they are.
         """
-        if not self.scoring.shift_invariant:
-            return self.wide_k
-        if not self.scoring.plain("k"):
-            return centred(self.wide_k, self.valid_keys)
-        return self.centred(projected(self.centred(self.x.double()), self.w_k))
+        return self._differences("k") if self.shift_invariant else self.wide_k
 
     @derived
     def centred_v(self) -> Tensor:
         """Values without bias and mean over tokens, float64: Lemma 2 (docs/theory/jacobian.md).
 
-        The Jacobian sees only differences of values, unless something of value zero takes part in
-        the softmax: they are then left as they are.
+        The Jacobian sees only differences of values, unless sinks, whose value is zero, take part:
+        they are then left as they are.
         """
-        if self.scoring.extra_scores is not None:
-            return self.wide_v
-        if not self.scoring.plain("v"):
-            return centred(self.wide_v, self.valid_keys)
-        return self.centred(projected(self.centred(self.x.double()), self.w_v))
+        return self._differences("v") if self.sinks is None else self.wide_v
 
-    def centred(self, x: Tensor) -> Tensor:
-        """Return vectors (samples, ..., N, n) of tokens without their mean, padding left out.
+    def _differences(self, side: Side) -> Tensor:
+        if not self.plain(side):
+            return centred(getattr(self, f"wide_{side}"), self.valid_keys)
+        x = centred(self.x.double(), self.valid)
+        return centred(projected(x, self.projection(side)[0]), self.valid)
 
-        What tokens have in common would cost digits.
+    # -- scores and probabilities ------------------------------------------------------------------
+
+    def capped(self, z: Tensor) -> Tensor:
+        """Return scaled scores z, in any shape, as they are before the mask."""
+        return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
+
+    def slopes(self, z: Tensor) -> Tensor | None:
+        """Return the derivative of `capped` entry by entry; None where it is one."""
+        return None if self.cap is None else scoring.cap_slope(z / self.cap)
+
+    @derived
+    def level_mask(self) -> Tensor | None:
+        """The mask as it is added to scores: without what each row has in common.
+
+        Whole where constants take part in the softmax beside it.
         """
-        return centred(x, self.valid)
+        return scoring.level(self.mask) if self.mask is not None and self._levelled else self.mask
+
+    @property
+    def _levelled(self) -> bool:
+        mask = self.mask
+        return mask is not None and not (
+            mask.requires_grad or self.sinks is not None or mask.shape[-1] == 1
+        )
+
+    def mask_part(self, sample: int, head: int, rows: slice, keys: slice = EVERY) -> Tensor | None:
+        """Return some rows and columns of `level_mask` of one head, without forming the rest.
+
+        (rows or 1, keys or 1), or None where there is no mask; ``keys`` are to hold all that
+        ``rows`` may attend to.
+        """
+        if self.mask is None:
+            return None
+        mask = scoring.four_axes(self.mask)
+        mask = mask[min(sample, mask.shape[0] - 1), min(head, mask.shape[1] - 1)]
+        mask = mask[rows] if mask.shape[0] > 1 else mask
+        mask = mask[:, keys] if mask.shape[1] > 1 else mask
+        return scoring.level(mask) if self._levelled else mask
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the scores of queries and keys as the softmax sees them, (samples, heads, N, N).
 
         They are -inf where mask or padding forbid attention.
         """
-        return self.forbid(self.scoring.transformed(self.scale * (q @ k.mT)))
-
-    @derived
-    def weights(self) -> Tensor:
-        """Weights of changes of q k^T, (samples, heads, N, N).
-
-        P, times the slopes of the scores where they are not one.
-        """
-        if not self.scoring.sloped:
-            return self.p
-        slopes = self.scoring.slopes(self.scale * (self.wide_q @ self.centred_k.mT))
-        return self.p if slopes is None else (self.p.double() * slopes).to(self.dtype)
+        return self.forbid(self.capped(self.scale * (q @ k.mT)))
 
     def forbid(self, scores: Tensor) -> Tensor:
         """Return ``scores`` plus the mask, -inf where attention is forbidden."""
-        return self.scoring.forbid(scores, self.valid_keys)
+        keys = self.valid_keys
+        if self.level_mask is not None:
+            scores = scoring.add_mask(scores, self.level_mask)
+        return scores if keys is None else scores.masked_fill(~keys[:, None, None, :], -torch.inf)
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Return the softmax over keys (and sinks), with the rows of padded queries zero."""
-        return self.scoring.probabilities(scores, self.valid_rows)
+        return scoring.softmax(scores, self.sinks, self.valid_rows)
 
     @derived
     def p(self) -> Tensor:
@@ -524,6 +506,17 @@ class Attention:
         """
         return self.probabilities(self.scores(self.wide_q, self.centred_k)).to(self.dtype)
 
+    @derived
+    def weights(self) -> Tensor:
+        """Weights of changes of q k^T, (samples, heads, N, N).
+
+        P, times the slopes of the scores where they are not one.
+        """
+        slopes = None
+        if self.cap is not None:
+            slopes = self.slopes(self.scale * (self.wide_q @ self.centred_k.mT))
+        return self.p if slopes is None else (self.p.double() * slopes).to(self.dtype)
+
     @property
     def ungated(self) -> Tensor:
         """Averages P v of values, before a gate, (samples, heads, N, d_v)."""
@@ -532,37 +525,52 @@ class Attention:
     @derived
     def out(self) -> Tensor:
         """Head outputs before the output projection, (samples, heads, N, d_v)."""
-        gate = self.scoring.find(Gate)
-        return self.ungated if gate is None else gate.apply(self.x, self.ungated)
+        return self.ungated if self.gate is None else self.gate.apply(self.x, self.ungated)
+
+    @in_own_modes
+    @torch.no_grad()
+    def statistics(self) -> dict[str, Tensor]:
+        """Return what is watched in training beside norms, by the names in `STATISTICS`.
+
+        ``largest_logit`` is the largest score of a query and a key that may attend to each other,
+        scaled and capped, before masks and position biases are added and before the softmax; it
+        grows without limit where training diverges (Dehghani et al. 2023, on scaling vision
+        transformers). ``entropy`` is that of the attention of a query over keys, in nats, mean over
+        queries (Zhai et al. 2023, on entropy collapse). ``first_token`` is the attention on the
+        first key, mean over queries (Xiao et al. 2024, on attention sinks). Padding does not count.
+
+        Returns:
+            (samples, heads) each, float64.
+        """
+        p, rows, keys = self.p.double(), self.valid_rows, self.valid_keys
+        logits = self.capped(self.scale * (self.wide_q @ self.wide_k.mT))
+        hidden = torch.isneginf(self.forbid(torch.zeros_like(logits)))
+        if rows is not None:
+            hidden = hidden | ~rows[:, None, :, None]
+        logit = logits.double().masked_fill(hidden, -torch.inf).amax((-1, -2))
+        first = p[..., 0]
+        if keys is not None:
+            place = keys.int().argmax(-1)  # the first that is no padding
+            first = p.gather(-1, place.view(-1, 1, 1, 1).expand(*p.shape[:3], 1))[..., 0]
+        shares = torch.ones_like(first[:, :1]) if rows is None else rows[:, None].double()
+        entropy, first = (  # means over queries; rows of padding are zero
+            (t * shares).sum(-1) / shares.sum(-1) for t in (torch.special.entr(p).sum(-1), first)
+        )
+        return dict(zip(STATISTICS, (logit, entropy, first), strict=True))
 
     # -- copies, each a layer of its own with a cache of its own -----------------------------------
 
-    def with_parts(
-        self,
-        *,
-        x: Tensor | None = None,
-        projections: Projections | None = None,
-        scoring: Scoring | None = None,
-        valid: Tensor | Literal["same"] | None = "same",
-        surroundings: ResidualContext | Literal["same"] | None = "same",
-        check: bool = True,
-    ) -> Self:
-        """Return a layer with other parts; what is not named stays.
+    def with_parts(self, *, check: bool = True, **parts: Any) -> Self:
+        """Return a layer with other parts, named as in the constructor; what is not named stays."""
+        own = {name: getattr(self, name) for name in (*AXES, *NUMBERS)}
+        return type(self)(**own | parts, check=check)
 
-        Inputs and mask that stay are not looked at again.
-        """
-        own = self.projections if projections is None else projections
-        if check and x is None and scoring is None and isinstance(valid, str):
-            validate(self.x, own, replace(self.scoring, mask=None), self.valid)
-            check = False
-        return type(self).of(
-            self.x if x is None else x,
-            own,
-            self.scoring if scoring is None else scoring,
-            valid=self.valid if isinstance(valid, str) else valid,
-            surroundings=self.surroundings if isinstance(surroundings, str) else surroundings,
-            check=check,
-        )
+    def _changed(
+        self, change: Callable[[Tensor, str], Tensor], *, check: bool = False, **others: Any
+    ) -> Self:
+        axes = {name: at for name, at in AXES.items() if name not in others}
+        own = {name: changed(getattr(self, name), at, change) for name, at in axes.items()}
+        return self.with_parts(**own, **others, check=check)
 
     def double(self) -> Self:
         """Return the same layer in float64 (itself when it already is), made once.
@@ -573,47 +581,41 @@ class Attention:
 
     @memoised
     def _in_float64(self) -> Self:
-        return self._map(in_float64, check=False, mask=False)
+        return self._map(lambda t: t.double() if t.is_floating_point() else t, mask=self.mask)
 
     def to(self, other: str | torch.device | torch.dtype) -> Self:
         """Return the same layer on another device, or in another floating-point dtype."""
-        if isinstance(other, torch.dtype):
-            return self._map(lambda t: t.to(other) if t.is_floating_point() else t)
-        return self._map(lambda t: t.to(other))
+        numbers = isinstance(other, torch.dtype)
+        return self._map(
+            lambda t: t if numbers and not t.is_floating_point() else t.to(other), check=True
+        )
 
     def detached(self) -> Self:
         """Return the same layer without derivatives, of copies of its tensors.
 
         This works for tensors that were made in inference mode, too.
         """
-        return self._map(lambda t: t.detach().clone(), check=False)
+        return self._map(lambda t: t.detach().clone())
 
     def _map(
-        self, change: Callable[[Tensor], Tensor], *, check: bool = True, mask: bool = True
+        self, change: Callable[[Tensor], Tensor], *, check: bool = False, **others: Any
     ) -> Self:
         around = self.surroundings
-        return self.with_parts(
-            x=change(self.x),
-            projections=self.projections.map(change),
-            scoring=self.scoring.map(change, mask=mask),
-            valid=None if self.valid is None else change(self.valid),
-            surroundings=None if around is None else around.map(lambda norm: norm.map(change)),
-            check=check,
-        )
+        around = None if around is None else around.map(lambda norm: norm.map(change))
+        return self._changed(lambda t, _: change(t), check=check, surroundings=around, **others)
 
-    def select(self, samples: slice = slice(None), heads: slice = slice(None)) -> Self:
-        """Return some samples and heads of the layer, one of each at least."""
-        x, projections, around = self.x[samples], self.projections.of_heads(heads), None
-        if self.surroundings is not None:
-            around = self.surroundings.map(lambda norm: norm.select(samples))
-        return self.with_parts(
-            x=x,
-            projections=projections,
-            scoring=self.scoring.select(samples, heads),
-            valid=None if self.valid is None else self.valid[samples],
-            surroundings=around,
-            check=0 in (len(x), len(projections.w_q)),
-        )
+    def select(self, samples: slice = EVERY, heads: slice = EVERY) -> Self:
+        """Return some samples and heads of the layer.
+
+        Raises:
+            AttentionError: there is none of these.
+        """
+        for what, chosen, count in (("sample", samples, self.samples), ("head", heads, self.heads)):
+            if not range(count)[chosen]:
+                raise AttentionError(f"{chosen} selects no {what} of {count}; select at least one")
+        around = self.surroundings
+        around = None if around is None else around.map(lambda norm: norm.select(samples))
+        return self._changed(partial(cut, s=samples, h=heads), surroundings=around)
 
     def of_samples(self, samples: slice) -> Self:
         """Return the layer at some of its inputs, with what has been derived at all of them."""
@@ -623,17 +625,22 @@ class Attention:
 
     def unpadded(self, sample: int) -> Self:
         """Return one sample without its padding tokens: samples = 1 and no ``valid``."""
-        one = slice(sample, sample + 1)
-        x, scoring = self.x[one], self.scoring.select(one, slice(None))
-        marks = self.valid, self.valid_rows, self.valid_keys
-        if all(valid is None for valid in marks):
-            return self.with_parts(x=x, scoring=scoring, surroundings=None, check=False)
+        one = self.with_parts(surroundings=None, check=False).select(slice(sample, sample + 1))
+        if one.valid_rows is None and one.valid_keys is None:
+            return one
         keep, rows, keys = (
-            torch.ones(n, dtype=torch.bool, device=self.device) if valid is None else valid[sample]
-            for valid, n in zip(marks, (self.tokens, self.rows, self.keys), strict=True)
+            torch.arange(n, device=self.device) if valid is None else valid[0].nonzero()[:, 0]
+            for valid, n in (
+                (one.valid, one.tokens),
+                (one.valid_rows, one.rows),
+                (one.valid_keys, one.keys),
+            )
         )
-        scoring = scoring.of_tokens(keep, rows, keys)
-        return self.with_parts(x=x[:, keep], scoring=scoring, valid=None, surroundings=None)
+        mask, other = one.mask, one.other_stream
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:-2], one.rows, one.keys)[..., rows, :][..., keys]
+        other = None if other is None else other.unpadded()
+        return one._changed(partial(cut, n=keep), mask=mask, other_stream=other, valid=None)
 
     def at(
         self,
@@ -653,36 +660,44 @@ class Attention:
             mask, valid: of these inputs, as in the constructor; the layer's own by default, which
                 must then fit x.
         """
-        scoring = self.scoring if isinstance(mask, str) else replace(self.scoring, mask=mask)
-        scoring = scoring.repeated(len(x))
-        return self.with_parts(x=x, scoring=scoring, valid=valid, surroundings=None)
+        other = None if self.other_stream is None else self.other_stream.repeated(len(x))
+        return self.with_parts(
+            x=x,
+            mask=self.mask if isinstance(mask, str) else mask,
+            valid=self.valid if isinstance(valid, str) else valid,
+            other_stream=other,
+            surroundings=None,
+        )
 
     def without_biases(self) -> Self:
         """Return the same layer without the biases of its projections.
 
         The shift of a normalisation of queries or keys, which is none of these, stays.
         """
-        projections, scoring = self.projections.without_biases(), self.scoring.without_biases()
-        return self.with_parts(projections=projections, scoring=scoring)
+        own: dict[str, Any] = {"b_q": None, "b_k": None, "b_v": None}
+        for name in ("norm_q", "norm_k", "norm_v"):
+            norm = getattr(self, name)
+            if norm is not None and norm.over is not None:
+                own[name] = replace(norm, over=(norm.over[0], None))
+        gate = None if self.gate is None else replace(self.gate, b=None)
+        return self.with_parts(**own, gate=gate, check=False)
 
-    def with_values(
-        self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None, *, check: bool = True
-    ) -> Self:
+    def with_values(self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None) -> Self:
         """Return the same attention pattern over other values and output projection.
 
-        Queries, keys and probabilities already computed are shared. ``check``: whether to look at
-        the numbers.
+        Queries, keys and probabilities already computed are shared.
         """
-        projections = replace(self.projections, w_v=w_v, b_v=b_v, w_o=w_o)
-        other = self.with_parts(projections=projections, check=check)
-        other.cache.share(self.cache, *PATTERN)
-        return other
+        parts = {"w_v": w_v, "b_v": b_v, "w_o": w_o}
+        return self.over_values(parts, look_at=parts)
 
-    def _with_step(self, step: Variant) -> Self:
-        """Return the same attention pattern over values that another step makes."""
-        projections, scoring = replace(self.projections, w_o=None), self.scoring.replaced(step)
-        other = self.with_parts(projections=projections, scoring=scoring, check=False)
-        other.cache.share(self.cache, *PATTERN)
+    def over_values(self, parts: dict[str, Any], *, look_at: Collection[str] = ()) -> Self:
+        """Return the same attention pattern with other parts, by name, of what makes values.
+
+        ``look_at``: names of tensors whose numbers are checked.
+        """
+        other = self.with_parts(**parts, check=False)
+        check_values(other, look_at)
+        other.cache.share(self.cache, *PATTERN, "level_mask")
         return other
 
     def fold_output(self) -> tuple[Self, Tensor]:
@@ -696,23 +711,107 @@ class Attention:
             That layer, and E as a tensor (heads, D_out, r), r = min(d_v, D_out).
 
         Raises:
-            AttentionError: when ``w_o`` is not known, or narrower than normalised values.
+            AttentionError: when ``w_o`` is not known, or narrower than values that are not
+                projections, or gated.
         """
-        own = self.projections
-        if own.w_o is None:
+        if self.w_o is None:
             raise AttentionError(
                 "map 'head_out' needs the output projection w_o, which this layer does not have; "
                 "use map='head'"
             )
-        e = torch.linalg.qr(own.w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
-        inner = own.w_o @ e
-        step = self.scoring.find(Gate) or self.scoring.values_step
-        if step is not None:
-            if inner.shape[2] < self.d_v:
-                raise AttentionError(
-                    f"map 'head_out' of a layer with {step.title} needs an output at least "
-                    f"{self.d_v} wide; it is {own.w_o.shape[2]} wide; use map='head'"
-                )
-            return self._with_step(step.followed_by(inner)), e
-        b_v = None if own.b_v is None else (own.b_v[:, None] @ inner)[:, 0]
-        return self.with_values(own.w_v @ inner, b_v), e
+        e = torch.linalg.qr(self.w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
+        inner = self.w_o @ e
+        if self.gate is None and self.plain("v"):
+            b_v = None if self.b_v is None else (self.b_v[:, None] @ inner)[:, 0]
+            return self.with_values(self.w_v @ inner, b_v), e
+        if inner.shape[2] < self.d_v:
+            named = self.variants & {"gate", "value_norm", "cross"}
+            raise AttentionError(
+                f"map 'head_out' of a layer with {titles(named)} needs an output at least "
+                f"{self.d_v} wide; it is {self.w_o.shape[2]} wide; use map='head'"
+            )
+        parts: dict[str, Any] = {"w_o": None}
+        if self.other_stream is not None and (v := self.other_stream.v) is not None:
+            parts["other_stream"] = replace(self.other_stream, v=v @ inner[:, None])
+        else:
+            name = "norm_v" if self.gate is None else "gate"
+            step = getattr(self, name)
+            after = inner if step.after is None else step.after @ inner
+            parts[name] = replace(step, after=after)
+        return self.over_values(parts), e
+
+
+def cross_attention(
+    x: Tensor,
+    memory: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    *,
+    stream: str,
+    b_q: Tensor | None = None,
+    b_k: Tensor | None = None,
+    b_v: Tensor | None = None,
+    w_o: Tensor | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    valid: Tensor | None = None,
+    valid_memory: Tensor | None = None,
+) -> Attention:
+    r"""Return cross-attention as a function of one of its two streams of tokens.
+
+    Queries are ``x @ w_q + b_q``, keys and values ``memory @ w_k + b_k`` and ``memory @ w_v +
+    b_v``. The other stream is held: Lemma 17 (docs/theory/bounds.md).
+
+    Args:
+        x: tokens that queries are made of, (samples, N, D_x).
+        memory: tokens that keys and values are made of, (samples, M, D_y).
+        w_q: (heads, D_x, d).
+        w_k: (heads, D_y, d).
+        w_v: (heads, D_y, d_v).
+        stream: which tokens move, "queries" or "memory"; the others are held.
+        b_q, b_k, b_v: biases, (heads, d), (heads, d), (heads, d_v), or None.
+        w_o: each head's slice of the output projection, (heads, d_v, D_out), or None.
+        scale: factor of the scores; ``d ** -0.5`` when None.
+        mask: additive, broadcastable to (samples, heads, N, M), as of `Attention`.
+        valid: which tokens of x are not padding, (samples, N) bool, or None.
+        valid_memory: the same of the memory, (samples, M) bool, or None.
+
+    Returns:
+        A layer whose inputs are that stream, in its dtype, float32 or float64.
+
+    Raises:
+        LipboundError: an unknown stream.
+        AttentionError: tensors that do not fit, as of `Attention`.
+
+    >>> import torch
+    >>> g = torch.Generator().manual_seed(0)
+    >>> shapes = [(1, 3, 8), (1, 5, 6), (2, 8, 4), (2, 6, 4), (2, 6, 4)]
+    >>> layer = cross_attention(*(torch.randn(s, generator=g) for s in shapes), stream="memory")
+    >>> layer.p.shape, layer.perturbed
+    (torch.Size([1, 2, 3, 5]), 'memory')
+    """
+    choice("stream", stream, (QUERIES, MEMORY))
+    for name, t in (("x", x), ("memory", memory), ("w_q", w_q), ("w_k", w_k)):
+        if not isinstance(t, Tensor) or t.ndim != 3:
+            raise AttentionError(f"{name} must be a tensor with 3 axes")
+    if w_q.shape[1] != x.shape[2] or w_k.shape[1] != memory.shape[2]:
+        raise AttentionError(
+            f"w_q {tuple(w_q.shape)} and w_k {tuple(w_k.shape)} do not fit x {tuple(x.shape)} and "
+            f"memory {tuple(memory.shape)}; they must be (heads, D_x, d) and (heads, D_y, d)"
+        )
+
+    def made(tokens: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return projected(tokens, w, b).to(tokens.dtype).transpose(0, 1)
+
+    if stream == MEMORY:
+        other = OtherStream(q=made(x, w_q, b_q), valid=valid)
+        own = {"w_q": torch.zeros_like(w_k), "w_k": w_k, "w_v": w_v, "b_k": b_k, "b_v": b_v}
+        moving, real = memory, valid_memory
+    else:
+        other = OtherStream(k=made(memory, w_k, b_k), v=made(memory, w_v, b_v), valid=valid_memory)
+        no_v = w_q.new_zeros(*w_q.shape[:2], w_v.shape[2])
+        own = {"w_q": w_q, "w_k": torch.zeros_like(w_q), "w_v": no_v, "b_q": b_q}
+        moving, real = x, valid
+    own |= {"w_o": w_o, "mask": mask, "valid": real}
+    return Attention(moving, scale=scale, other_stream=other, **own)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
-from lipbound.schema import AUTOMATIC, CLOSED_FORM, INPUT
+from lipbound.schema import AUTOMATIC, CLOSED_FORM, INPUT, STATISTICS
 
 MAPS = ("head", "head_out", "heads", "layer")
 """Maps of heads that are measured through their module."""
@@ -103,6 +103,10 @@ class ModuleAttention:
     def variants(self) -> frozenset[str]:
         """Nothing: variants are steps of a closed form."""
         return frozenset()
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return NaN for those of `Attention.statistics`: probabilities are not known."""
+        return {name: torch.full((self.samples, self.heads), torch.nan) for name in STATISTICS}
 
     def select(self, samples: slice = slice(None), heads: slice = slice(None)) -> Self:
         """Return some of its samples and heads; the module still runs on all of them."""

@@ -3,12 +3,13 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.cache import memoised
-from lipbound.attention.layer import PATTERN, Attention
+from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 
 LARGEST = 1e60
@@ -23,11 +24,10 @@ FIXED = {"qk_norm", "cross"}
 @memoised
 def sizes(att: Attention) -> dict[str, list[float]]:
     """Return largest entries of a layer's tensors by name: those of weights head by head."""
-    given = {"x": att.x[None], **att.projections.tensors()}
-    for step in att.scoring.steps:
-        own = [t for t in step.inputs() if t.is_floating_point() and t.numel()]
-        given |= {f"{step.title} ({i})": t.reshape(1, -1) for i, t in enumerate(own)}
-    largest = [t.detach().flatten(1).abs().amax(1).to(att.dtype) for t in given.values()]
+    given = {name: t for name, t in att.tensors().items() if t.is_floating_point() and t.numel()}
+    given.pop("mask", None)
+    by_head = [t if name[:2] in ("w_", "b_") else t.reshape(1, -1) for name, t in given.items()]
+    largest = [t.detach().flatten(1).abs().amax(1).to(att.dtype) for t in by_head]
     values = torch.cat(largest).tolist()
     ends = itertools.accumulate(map(len, largest))
     parts = zip(given, largest, ends, strict=True)
@@ -65,37 +65,26 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
     Returns:
         The layer with these values, and the powers of two, (heads,) float64.
     """
-    given = _linear(att)
-    first = next(iter(given.values()))
-    size = first.detach().abs().flatten(1).amax(-1).double()
+    linear: tuple[str, ...] = ("w_v", "b_v")  # the tensors that values, and J, are linear in
+    if att.fixed("v") is not None:
+        linear = ("other_stream.v",)
+    elif att.norm_v is not None:
+        own = att.norm_v.after is None
+        linear = ("norm_v.gain", "norm_v.bias") if own else ("norm_v.after",)
+    given = {name: t for name, t in att.tensors().items() if name in linear}
+    size = given[linear[0]].detach().abs().flatten(1).amax(-1).double()
     if together:
         size = size.amax().expand(len(size))
     unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
-    tensors = {
-        name: (t.double() / unit.view(-1, *[1] * (t.ndim - 1))).to(t.dtype)
-        for name, t in given.items()
-    }
-    finite = all(bool(torch.isfinite(t).all()) for t in list(tensors.values())[1:])
-    other = _with_linear(att, tensors, check=not finite)
-    other.cache.share(att.cache, *PATTERN)
+    parts: dict[str, Any] = {}
+    for name, t in given.items():
+        part, _, field = name.partition(".")
+        scaled = (t.double() / unit.view(-1, *[1] * (t.ndim - 1))).to(t.dtype)
+        whole = parts.get(part, getattr(att, part))
+        parts[part] = replace(whole, **{field: scaled}) if field else scaled
+    other = att.over_values(parts, look_at=linear[1:])
     other.cache.keep("centred_v", att.centred_v / unit[:, None, None])
     return other, unit
-
-
-def _linear(att: Attention) -> dict[str, Tensor]:
-    """Return the tensors that values, and J, are linear in, (heads, ...) each, by name."""
-    if (step := att.scoring.values_step) is not None:
-        return step.linear()
-    found = {"w_v": att.w_v, "b_v": att.b_v}
-    return {name: t for name, t in found.items() if t is not None}
-
-
-def _with_linear(att: Attention, tensors: dict[str, Tensor], *, check: bool) -> Attention:
-    """Return the layer with other tensors of `_linear`."""
-    if (step := att.scoring.values_step) is not None:
-        scoring = att.scoring.replaced(step.with_linear(tensors))
-        return att.with_parts(scoring=scoring, check=check)
-    return att.with_parts(projections=replace(att.projections, **tensors), check=check)
 
 
 def ordinary(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
@@ -111,25 +100,31 @@ def ordinary(att: Attention, *, together: bool = False) -> tuple[Attention, Tens
     Returns:
         The layer, and exponents of the powers of two that its J is to be multiplied with, (heads,).
     """
-    att, own, invariant = att.double(), att.projections, not FIXED & att.scoring.names
-    if att.scoring.plain("k") and att.scoring.shift_invariant:
-        own = replace(own, b_k=None)  # J does not see it
-    names = {"x", "scale", *own.tensors()} - {"w_o"}
+    att, invariant = att.double(), not FIXED & att.variants
+    names = {"x", "scale", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v"} & {*sizes(att)}
+    blind = att.plain("k") and att.shift_invariant  # J does not see the bias of keys
+    names -= {"b_k"} if blind else set()
     logs = {name: [math.frexp(t)[1] for t in sizes(att)[name]] for name in names}
     if all(abs(one) <= ORDINARY for several in logs.values() for one in several):
         return att, torch.zeros(att.heads, dtype=torch.long, device=att.device)
     e = {name: torch.tensor(several, device=att.device) for name, several in logs.items()}
-    e_x, e_c = e["x"], e["scale"] * invariant
+    e_x, e_c = logs["x"][0], logs["scale"][0] * invariant
     q, k = (torch.maximum(e["w_" + t] + e_x, e.get("b_" + t, e["w_" + t])) for t in "qk")
     turn = (k + e_c - q) // 2 * invariant  # as queries and keys are multiplied
     by = {"w_q": e_x + turn, "b_q": turn, "w_k": e_x + e_c - turn, "b_k": e_c - turn}
-    by["w_v"] = e_x.expand(att.heads)
-    tensors = {name: _times(t, by[name]) for name, t in own.tensors().items() if name in by}
-    steps = tuple(step.of_scaled_inputs(-int(e_x)) for step in att.scoring.steps)
-    scoring = replace(att.scoring, scale=math.ldexp(att.scale, -int(e_c)), steps=steps)
-    x, own = _times(att.x[None], -e_x)[0], replace(own, **tensors)
-    other = att.with_parts(x=x, projections=own, scoring=scoring, check=False)
-    other, unit = unit_values(other, together=together)
+    by["w_v"] = torch.full_like(turn, e_x)
+    parts: dict[str, Any] = {name: _times(getattr(att, name), by[name]) for name in by if name in e}
+    parts |= {"x": _times(att.x, -e["x"]), "scale": math.ldexp(att.scale, -e_c)}
+    parts |= {"b_k": None} if blind else {}
+    # other maps of what is multiplied make up for it: two factors, each in range
+    first, second = 2.0 ** (e_x // 2), 2.0 ** ((e_x + 1) // 2)
+    for name in ("norm_q", "norm_k", "norm_v"):
+        norm = getattr(att, name)
+        if norm is not None and norm.over is not None:
+            parts[name] = replace(norm, over=(norm.over[0] * first * second, norm.over[1]))
+    if att.gate is not None:
+        parts["gate"] = replace(att.gate, w=att.gate.w * first * second)
+    other, unit = unit_values(att.with_parts(**parts, check=False), together=together)
     return other, unit.log2().round().long() - e_x
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.cache import memoised
-from lipbound.attention.layer import Attention
+from lipbound.attention.layer import Attention, centred
 from lipbound.attention.scoring import BLOCKED, four_axes
-from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side, Variant
+from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side
 
 MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that
@@ -71,36 +71,37 @@ def tensor_errors(att: Attention) -> TensorErrors:
 
 @torch.no_grad()
 def _tensor_errors(att: Attention) -> TensorErrors:
-    n = att.keys
-    around = torch.linalg.vector_norm(att.centred(att.x), dim=-1)
-    size = torch.linalg.vector_norm(att.x, dim=-1)
-    found = [_entered(att, side, size, around) for side in SIDES]
+    sizes = [torch.linalg.vector_norm(x, dim=-1) for x in (att.x, centred(att.x, att.valid))]
+    found = []
     vectors = (att.wide_q, att.centred_k, att.centred_v)
-    lengths = [torch.linalg.vector_norm(t, dim=-1) for t in vectors]
-    errors = [one.error for one in found]
-    errors[2] = errors[2] + 2 * UNIT * lengths[2]
-    slope_errors = [one.slope_error for one in found]
-    if att.scoring.shift_invariant:
-        errors[1] = errors[1] + 2 * UNIT * lengths[1]
-    every = [*lengths, *errors, *(one.slope for one in found), *slope_errors]
-    sides = dict(zip(SIDES, ((att.rows, att.valid_rows), *[(n, att.valid_keys)] * 2), strict=True))
-    every = [
-        _upper(t.expand(att.samples, att.heads, sides[side][0]), sides[side][1])
-        for t, side in zip(every, SIDES * 4, strict=True)
-    ]
-    score, reach = _scores(att, *every[:2], *every[3:5])
+    free = (False, att.shift_invariant, att.sinks is None)
+    for side, t, differences in zip(SIDES, vectors, free, strict=True):
+        error, *slopes = _entered(att, side, *sizes, differences=differences)
+        lengths = torch.linalg.vector_norm(t, dim=-1)
+        if differences or side == "v":  # centring
+            error = error + 2 * UNIT * lengths
+        valid = att.valid_rows if side == "q" else att.valid_keys
+        each = (lengths, error, *slopes)
+        found.append([_upper(t.expand(lengths.shape), valid) for t in each])
+    (q, q_error, *_), (k, k_error, *_), _ = found
+    # of scale q k^T in every row, and how large its entries can be
+    longest, furthest, c = k.amax(-1, keepdim=True), k_error.amax(-1, keepdim=True), abs(att.scale)
+    rounding = 2 * (att.d + 4) * UNIT * q * longest
+    score = c * (q_error * longest + (q + q_error) * furthest + rounding)
+    reach = c * q * longest
     slope: Tensor | float = 0.0
-    for step in att.scoring.steps:
-        score, own_slope = step.rounded_scores(score, reach)
-        slope = slope + own_slope
     constant = _constants(att, reach)
-    moved = any(type(step).scores is not Variant.scores for step in att.scoring.steps)
-    spread = VANISHED if moved else (reach + constant).clamp_max(VANISHED)
+    spread = (reach + constant).clamp_max(VANISHED) if att.cap is None else VANISHED
+    if att.cap is not None:
+        # tanh has slope at most 1, and the logarithm of its derivative slope at most 2;
+        # exponentials and tanh are off by a few units
+        slope = torch.expm1(2 * score / att.cap) * (1 + 64 * UNIT) + 64 * UNIT
+        score = score + 16 * UNIT * reach.clamp_max(att.cap)
     # adding the mask, where there is one, and taking differences from the largest
     score = score + 2 * UNIT * (constant + reach) * (constant > 0) + 4 * UNIT * spread
-    p = torch.expm1(2 * score) + (2 * n + 64) * UNIT
+    p = torch.expm1(2 * score) + (2 * att.keys + 64) * UNIT
     rest = (_upper(t, att.valid_rows) for t in (score, p, (1 + p) * (1 + slope) - 1))
-    return TensorErrors(*every, *rest)
+    return TensorErrors(*(t for each in zip(*found, strict=True) for t in each), *rest)
 
 
 def _upper(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -112,54 +113,33 @@ def _upper(x: Tensor, valid: Tensor | None) -> Tensor:
     return x if valid is None else x.masked_fill(~valid[:, None], 0.0)
 
 
-def _projected(size: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """Return the distance of computed projections from exact ones, (samples, heads, N).
-
-    Of tokens of lengths ``size`` (samples, N).
-    """
-    reach = size[:, None] * torch.linalg.matrix_norm(w)[:, None]
-    reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)[:, None]
-    return 2 * (w.shape[1] + 8) * UNIT * reach
-
-
 def length(w: Tensor) -> Tensor:
     """Return upper values of the Frobenius norms of matrices (heads, D, m), (heads,), float64."""
     return torch.linalg.matrix_norm(w.double()) * MARGIN
 
 
-def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passing:
+def _entered(
+    att: Attention, side: Side, size: Tensor, around: Tensor, *, differences: bool
+) -> Passing:
     """Return what is known of queries, keys or values as they are used.
 
-    Of tokens of lengths ``size``, and ``around`` their mean, (samples, N) each.
+    Of tokens of lengths ``size``, and ``around`` their mean, (samples, N) each. ``differences``:
+    whether those between tokens alone count.
     """
-    w, b = att.projections.of(side)
-    centred = {
-        "q": False,
-        "k": att.scoring.shift_invariant,
-        "v": att.scoring.extra_scores is None,
-    }
-    differences = centred[side] and att.scoring.plain(side)
-    error = _projected(around, w, None) if differences else _projected(size, w, b)
-    slope = length(w)
+    if att.fixed(side) is not None:
+        return Passing(*[torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)] * 3)
+    (w, b), steps = att.projection(side), att.steps(side)
+    if differences and not steps:
+        size, b = around, None
+    reach = size[:, None] * torch.linalg.matrix_norm(w)[:, None]
+    reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)[:, None]
+    error, slope = 2 * (w.shape[1] + 8) * UNIT * reach, length(w)
     passing = Passing(error, slope[:, None].expand_as(error), torch.zeros_like(error))
-    steps = [step for step in att.scoring.steps if step.acts_on(side)]
-    if not steps:
-        return passing
-    y = att.projected(side)
+    y = att.projected(side) if steps else error
     for step in steps:
-        passing = step.rounded(side, att.x, y, passing)
-        y = step.enter(side, att.x, y, att.valid)
+        passing = step.rounded(att.x, y, passing)
+        y = step.enter(att.x, y, att.valid)
     return passing
-
-
-def _scores(
-    att: Attention, q: Tensor, k: Tensor, q_error: Tensor, k_error: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the error of scale q k^T in every row, and a bound on the size of its entries."""
-    longest, furthest = k.amax(-1, keepdim=True), k_error.amax(-1, keepdim=True)
-    c = abs(att.scale)
-    rounding = 2 * (att.d + 4) * UNIT * q * longest
-    return c * (q_error * longest + (q + q_error) * furthest + rounding), c * q * longest
 
 
 def _constants(att: Attention, reach: Tensor) -> Tensor:
@@ -168,9 +148,8 @@ def _constants(att: Attention, reach: Tensor) -> Tensor:
     Only where its probability does not vanish; broadcasts to rows.
     """
     largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
-    if (mask := att.scoring.level_mask) is not None:
+    if (mask := att.level_mask) is not None:
         mask = four_axes(mask).double()
         alive = mask >= mask.amax(-1, keepdim=True) - VANISHED - 2 * reach.amax()
         largest = mask.abs().masked_fill(~alive | (mask <= BLOCKED), 0.0).amax(-1)
-    extra = att.scoring.extra_scores
-    return largest if extra is None else largest + extra.double().abs().amax(-1)[:, None]
+    return largest if att.sinks is None else largest + att.sinks.double().abs()[:, None]

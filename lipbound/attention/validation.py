@@ -1,73 +1,70 @@
-"""Checks of the tensors of an attention layer."""
+"""Checks of the parts of an attention layer."""
 
 import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.projections import Projections
-from lipbound.attention.scoring import BLOCKED, Scoring
-from lipbound.attention.variants.base import Shapes
+from lipbound.attention.scoring import BLOCKED, zero_one
+from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
-from lipbound.errors import AttentionError, shown
+from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.rotary import Rotation
+from lipbound.errors import AttentionError, is_number, shown, tell
+
+if TYPE_CHECKING:
+    from lipbound.attention.layer import Attention
+
+KINDS: dict[str, type] = {
+    **dict.fromkeys(("norm_q", "norm_k", "norm_v"), QKNorm),
+    "rotation": Rotation,
+    "gate": Gate,
+    "other_stream": OtherStream,
+}
+"""What parts of a layer that are no tensors must be."""
+NEEDED = ("x", "w_q", "w_k", "w_v")
+OWN_DTYPE = ("mask", "norm_", "rotation")
+"""How names of tensors begin that need not be of the layer's dtype."""
 
 
-def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None) -> None:
-    """Check that tensors of a layer fit together and are numbers of one dtype.
+def validate(att: "Attention", scale: object) -> None:
+    """Check that the parts of a layer fit together, and that tensors are numbers of one dtype.
 
     Raises:
-        AttentionError: they do not and are not, or a query may attend to no key.
+        AttentionError: they do not or are not, or a query may attend to no key.
     """
-    needed = {"x": x, "w_q": projections.w_q, "w_k": projections.w_k, "w_v": projections.w_v}
-    variants = {name: t for step in scoring.steps for name, t in step.tensors().items()}
-    optional = projections.tensors() | {"mask": scoring.mask, "valid": valid} | variants
-    for name, tensor in (optional | needed).items():
-        if tensor is not None or name in needed:
-            _check_tensor(name, tensor)
-    given = {"x": x} | projections.tensors()
-    for name in needed:
+    for name, number in (("scale", scale), ("cap", att.cap)):
+        if number is not None and (isinstance(number, bool) or not is_number(number)):
+            raise AttentionError(f"{name} is {shown(number)}; it must be a finite number")
+    if att.cap is not None and att.cap <= 0:
+        raise AttentionError(f"cap is {att.cap}; it must be a positive number")
+    for name, kind in KINDS.items():
+        part = getattr(att, name)
+        if part is not None and not isinstance(part, kind):
+            what = f"{kind.__name__} of {kind.__module__}"
+            raise AttentionError(f"{name} is {shown(part)}; it must be a {what}")
+    for name in (*NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks"):
+        _check_tensor(name, getattr(att, name), needed=name in NEEDED)
+    for name in NEEDED:
         axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
-        shape = tuple(given[name].shape)
+        shape = tuple(getattr(att, name).shape)
         if len(shape) != 3 or 0 in shape:
             raise AttentionError(f"{name} has shape {shape}; it must be {axes} with no empty axis")
-    heads, _, d = given["w_q"].shape
-    samples, tokens, model = x.shape
-    d_v = given["w_v"].shape[2]
-    expected: dict[str, tuple[int | None, ...]] = {
-        "w_q": (heads, model, d),
-        "w_k": (heads, model, d),
-        "w_v": (heads, model, d_v),
-        "b_q": (heads, d),
-        "b_k": (heads, d),
-        "b_v": (heads, d_v),
-        "w_o": (heads, d_v, None),
-        "valid": (samples, tokens),
-    }
-    for name, tensor in (given | ({} if valid is None else {"valid": valid})).items():
-        if name in expected:
-            _check_shape(name, tensor, expected[name], given)
-    if valid is not None and valid.dtype != torch.bool:
-        raise AttentionError(f"valid has dtype {valid.dtype}; it must be torch.bool")
-    masks = {} if scoring.mask is None else {"mask": scoring.mask}
-    _check_values(given | variants | masks, valid)
-    shapes = Shapes(*(tuple(given[name].shape) for name in ("x", "w_q", "w_v")))
-    for step in scoring.steps:
-        step.check(shapes)
-    rows, keys, marks = tokens, tokens, (valid, valid)
-    if (other := scoring.find(OtherStream)) is not None:
-        if other.q is not None:
-            rows, marks = other.tokens, (other.valid, valid)
-        else:
-            keys, marks = other.tokens, (valid, other.valid)
-    _check_mask(scoring.mask, (samples, heads, rows, keys), *marks)
+    _check_shapes(att)
+    check_values(att)
+    _check_mask(att)
 
 
-def _check_tensor(name: str, tensor: object) -> None:
-    """Check that it is a tensor with numbers in it, one after the other.
+def _check_tensor(name: str, tensor: object, *, needed: bool) -> None:
+    """Check that it is a tensor with numbers in it, one after the other, or None.
 
     Raises:
         AttentionError: it is not.
     """
+    if tensor is None and not needed:
+        return
     if not isinstance(tensor, Tensor):
         raise AttentionError(f"{name} is {shown(tensor)}; it must be a torch tensor")
     if tensor.is_meta:
@@ -78,75 +75,119 @@ def _check_tensor(name: str, tensor: object) -> None:
         raise AttentionError(f"{name} is sparse; give {name}.to_dense()")
 
 
-def _check_shape(
-    name: str, tensor: Tensor, wanted: tuple[int | None, ...], given: dict[str, Tensor]
-) -> None:
-    got = tuple(tensor.shape)
-    fits = len(got) == len(wanted) and all(b in (None, a) for a, b in zip(got, wanted, strict=True))
-    if not fits:
-        shape = tuple("any" if s is None else s for s in wanted)
+def _check_shapes(att: "Attention") -> None:
+    """Check that tensors have the shapes that those of x, w_q and w_v ask for.
+
+    Raises:
+        AttentionError: they have not.
+    """
+    (samples, tokens, model), (heads, _, d), d_v = att.x.shape, att.w_q.shape, att.w_v.shape[2]
+    expected: dict[str, tuple[int | None, ...]] = {
+        "w_q": (heads, model, d),
+        "w_k": (heads, model, d),
+        "w_v": (heads, model, d_v),
+        "b_q": (heads, d),
+        "b_k": (heads, d),
+        "b_v": (heads, d_v),
+        "w_o": (heads, d_v, None),
+        "valid": (samples, tokens),
+        "norm_q.gain": (heads, d),
+        "norm_k.gain": (heads, d),
+        "norm_v.gain": (heads, d_v),
+        **{f"norm_{side}.over.0": (model, None) for side in "qkv"},
+        "sinks": (heads,),
+        "gate.w": (heads, model, d_v),
+        "gate.b": (heads, d_v),
+    }
+    if (other := att.other_stream) is not None:
+        if (other.q is None) == (other.k is None) or (other.k is None) != (other.v is None):
+            raise AttentionError("the other stream gives queries alone, or keys and values")
+        if att.gate is not None:
+            raise AttentionError("gated outputs of cross-attention have no closed form here")
+        for side, width in (("q", d), ("k", d), ("v", d_v)):
+            expected[f"other_stream.{side}"] = heads, samples, other.tokens, width
+        expected["other_stream.valid"] = samples, other.tokens
+    given = att.tensors()
+    for name, wanted in expected.items():
+        got = tuple(given[name].shape) if name in given else wanted
+        pairs = zip(got, wanted, strict=False)
+        if len(got) != len(wanted) or not all(b in (None, a) for a, b in pairs):
+            shape = tuple("any" if s is None else s for s in wanted)
+            raise AttentionError(
+                f"{name} has shape {got}; with x {tuple(att.x.shape)} and w_q "
+                f"{tuple(att.w_q.shape)} it must be {shape}"
+            )
+        if name.endswith("valid") and name in given and given[name].dtype != torch.bool:
+            raise AttentionError(f"{name} has dtype {given[name].dtype}; it must be torch.bool")
+    turn = att.rotation
+    if turn is not None and (turn.tokens != tokens or turn.width > d):
         raise AttentionError(
-            f"{name} has shape {got}; with x {tuple(given['x'].shape)} and w_q "
-            f"{tuple(given['w_q'].shape)} it must be {shape}"
+            f"rotation is of {turn.tokens} tokens and turns {turn.width} coordinates; with x "
+            f"{tuple(att.x.shape)} and w_q {tuple(att.w_q.shape)} it must be of {tokens} tokens "
+            f"and turn at most {d}"
         )
 
 
-def _check_values(given: dict[str, Tensor], valid: Tensor | None) -> None:
-    for name, tensor in given.items():
-        if tensor.dtype not in (torch.float32, torch.float64):
+def check_values(att: "Attention", names: Collection[str] | None = None) -> None:
+    """Check that tensors of a layer, by default all, hold numbers of a dtype that is computed with.
+
+    Raises:
+        AttentionError: they do not.
+    """
+    for name, t in att.tensors().items():
+        if name.endswith(("valid", "part")) or (names is not None and name not in names):
+            continue
+        if t.dtype not in (torch.float32, torch.float64):
             raise AttentionError(
-                f"{name} has dtype {tensor.dtype}; attention is computed in torch.float32 or "
+                f"{name} has dtype {t.dtype}; attention is computed in torch.float32 or "
                 "torch.float64"
             )
-        if tensor.dtype != given["x"].dtype and name != "mask":
+        if t.dtype != att.x.dtype and not name.startswith(OWN_DTYPE):
             raise AttentionError(
-                f"{name} has dtype {tensor.dtype} but x has {given['x'].dtype}; give all tensors "
-                "one dtype"
+                f"{name} has dtype {t.dtype} but x has {att.x.dtype}; give all tensors one dtype"
             )
         if name == "mask":
-            if bool(torch.isnan(tensor).any()) or bool((tensor == math.inf).any()):
+            if bool(torch.isnan(t).any()) or bool((t == math.inf).any()):
                 raise AttentionError(
                     "mask has NaN or +inf entries; it must be finite, or -inf where attention is "
                     "forbidden"
                 )
             continue
-        counted = tensor[valid] if name == "x" and valid is not None else tensor
+        counted = t[att.valid] if name == "x" and att.valid is not None else t
         if not bool(torch.isfinite(counted).all()):
             raise AttentionError(
                 f"{name} has NaN or infinite entries; the Jacobian is not defined there"
             )
 
 
-def _check_mask(
-    mask: Tensor | None, full: tuple[int, ...], rows: Tensor | None, valid: Tensor | None
-) -> None:
+def _check_mask(att: "Attention") -> None:
     """Check that a mask has the scores' shape, and that every query that counts sees some key.
-
-    ``rows`` and ``valid``: which queries, and which keys, are not padding.
 
     Raises:
         AttentionError: it has not, or a query sees none.
     """
+    mask, valid = att.mask, att.valid_keys
+    full = att.samples, att.heads, att.rows, att.keys
     if mask is not None:
-        if not mask.ndim:
-            raise AttentionError(
-                f"mask is one number, {shown(mask.item())}; it must have an axis of keys and "
-                f"broadcast to (samples, heads, N, N) = {full}"
-            )
+        given = f"has shape {tuple(mask.shape)}" if mask.ndim else f"is one number, {mask.item()}"
         try:
-            fits = torch.broadcast_shapes(mask.shape, full) == full
+            fits = mask.ndim > 0 and torch.broadcast_shapes(mask.shape, full) == full
         except RuntimeError:
             fits = False
         if not fits:
             raise AttentionError(
-                f"mask has shape {tuple(mask.shape)}; it must be broadcastable to (samples, "
-                f"heads, N, N) = {full}"
+                f"mask {given}; it must be broadcastable to (samples, heads, N, N) = {full}"
+            )
+        if zero_one(mask):
+            tell(
+                "mask holds 0 and 1, which are added to the scores and forbid nothing; a mask "
+                "has 0 where attention is allowed and -inf elsewhere"
             )
     if valid is not None and not bool(valid.any(-1).all()):
         raise AttentionError(
             "valid marks every token of a sample as padding; each sample needs at least one token"
         )
-    if mask is not None and not sees_some_key(mask, full[-1], valid, rows):
+    if mask is not None and not sees_some_key(mask, full[-1], valid, att.valid_rows):
         raise AttentionError(
             "mask forbids some query every key, so its softmax is undefined; mark such tokens "
             "with valid=False"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import check_sizes
+from lipbound.attention.scoring import cap_slope
 from lipbound.attention.variants.base import Side
-from lipbound.attention.variants.cap import cap_slope
 from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import factors
 from lipbound.bounds.registry import get
@@ -234,7 +234,7 @@ class Errors(NamedTuple):
         att: Attention, x: Tensor, side: Side, turn: float, own: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Largest length of these vectors and of their errors, and the size of their map."""
-        w, b = att.projections.of(side)
+        w, b = att.projection(side)
         size = turn * torch.linalg.matrix_norm(w)
         reach = size * att.x.norm(dim=-1).amax()
         reach = reach if b is None else reach + turn * b.norm(dim=-1)

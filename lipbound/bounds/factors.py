@@ -279,7 +279,7 @@ def entering(att: Attention) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     real = None if att.valid is None else att.valid[:, None, :, None]
     if real is not None:
         q, k = q * real, k * real
-    if att.scoring.shift_invariant:
+    if att.shift_invariant:
         k = k - k.sum(-2, keepdim=True) / att.lengths[:, None, None, None]
         k = k if real is None else k * real
     r = radius(att).detach()

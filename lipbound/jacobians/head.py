@@ -12,8 +12,8 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.gate import Gate, GateStep
-from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.attention.variants.base import TokenMap
+from lipbound.attention.variants.gate import GateStep
 from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, narrow
 from lipbound.jacobians.products.row_blocks import (
@@ -47,7 +47,7 @@ class HeadOperator(TensorOperator):
 
     That is Lemma 1 (docs/theory/jacobian.md). A rotation or normalisation of queries, keys and
     values changes dq, dk and dv on their way, token by token
-    (`lipbound.attention.variants.token_maps`); a cap multiplies dS by its slope. Where they are
+    (`lipbound.attention.variants.base`); a cap multiplies dS by its slope. Where they are
     normalised by the size of a vector other than their own, that size is one more coordinate of dX,
     different for each token. Values and keys enter only through differences and are centred first,
     which removes the cancellation that large biases would cause.
@@ -99,7 +99,7 @@ class HeadOperator(TensorOperator):
         self.batch = att.samples * att.heads
         self.dtype, self.device = att.dtype, att.device
         self.out_shape = (att.rows, att.d_v)
-        gate = att.scoring.find(Gate)
+        gate = att.gate
         weights = [att.scale * att.w_q, att.scale * att.w_k, att.w_v]
         self.w = torch.cat([*weights, *([] if gate is None else [gate.w])], -1)
         self.gate = self.cross = self.own = None
@@ -108,7 +108,7 @@ class HeadOperator(TensorOperator):
         self.to_q, self.to_k, self.to_v = att.passages().values()
         of_gate = 0 if gate is None else att.d_v
         self.sizes = [att.d, att.d, att.d_v, of_gate, *(to.extra for to in self._passages)]
-        spans = distinct([span for step in att.scoring.steps for span in step.spans()])
+        spans = distinct(att.spans)
         self.rows = RowSpace(self.w, spans, att.dtype)
         width = self.w.shape[2] + sum(w.shape[1] for w in spans)
         width = self.w.shape[1] if self.rows.everything else min(self.w.shape[1], width)
@@ -128,7 +128,7 @@ class HeadOperator(TensorOperator):
 
     def _set_gate(self, att: Attention) -> None:
         """Set the gate, once outputs are known: less what centring took from all of them."""
-        gate = att.scoring.find(Gate)
+        gate = att.gate
         if gate is not None:
             shift = att.wide_v[:, :, :1] - att.centred_v[:, :, :1]
             outputs = self.o.view(att.samples, att.heads, *self.o.shape[1:]).double() + shift

@@ -1,5 +1,9 @@
-"""Jacobians of heads as functions of their queries, keys or values alone."""
+"""Jacobians of heads as functions of their queries, keys or values alone.
 
+And norms of those in which every output follows its own token alone, such as those by queries.
+"""
+
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,12 +12,16 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, length, tensor_errors
-from lipbound.attention.variants.base import SIDES, UNIT, Side
+from lipbound.attention.variants.base import SIDES, UNIT, Side, TokenMap
 from lipbound.attention.variants.gate import GateStep
 from lipbound.attention.variants.other_stream import FixedStep
-from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.row_space import RowSpace
+from lipbound.linalg.operators import Roundoff
+from lipbound.linalg.solution import Norm, solved, widened
+
+BLOCK_BYTES = 2**28
+"""Bytes of the blocks that are formed at a time, of one entry of the batch at least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,20 +82,13 @@ class OneSide:
         changes |= {"sizes": [*sizes, 0, 0, 0], "in_shape": (own, w.shape[1])}
         return op._with(rows=RowSpace(w, [], op.dtype, everything=True), **changes)
 
-    def norms(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return norms of what moves are multiplied by, (heads,) for each of `SIDES`."""
-        own = length(self.through)
-        q, k, v = (own if side == self.side else torch.zeros_like(own) for side in SIDES)
-        return q, k, v
-
     def errors(self, att: Attention) -> TensorErrors:
         """Return errors of the layer's tensors, of which the side alone moves."""
-        e, norms = tensor_errors(att), dict(zip(SIDES, self.norms(), strict=True))
-        slopes = {}
-        for side, size in norms.items():
-            like = getattr(e, f"{side}_slope")
-            slopes[f"{side}_slope"] = size[:, None].expand_as(like)
-            slopes[f"{side}_slope_error"] = torch.zeros_like(like)
+        e, size, slopes = tensor_errors(att), length(self.through), {}
+        for side in SIDES:
+            none = torch.zeros_like(getattr(e, f"{side}_slope"))
+            slopes[f"{side}_slope"] = size[:, None].expand_as(none) if side == self.side else none
+            slopes[f"{side}_slope_error"] = none
         if self.pair is not None:  # the norm of W is from a singular value decomposition
             per = 16 * sum(t.shape[-1] for t in self.pair) * UNIT
             slopes["v_slope_error"] = per * slopes["v_slope"]
@@ -99,3 +100,36 @@ class OneSide:
             return left, right
         u, v = self.pair
         return left * v[:, None], right * u[:, None]
+
+
+def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors: bool) -> Norm:
+    """Return the norms of block diagonal Jacobians, both ends proved, (batch,).
+
+    Each is the largest norm of its blocks, d_v x D for every token, which are decomposed one by
+    one: deterministic, and no search. Lemma 17 (docs/theory/bounds.md).
+
+    Args:
+        op: float64, of heads whose keys and values do not follow the inputs.
+        roundoff: of its tensors and products.
+        tol: relative width of the enclosures.
+        vectors: whether singular vectors are wanted.
+    """
+    step = max(1, BLOCK_BYTES // (8 * math.prod(op.out_shape) * op.in_shape[1]))
+    if step < op.batch:
+        parts = [torch.arange(op.batch)[i : i + step] for i in range(0, op.batch, step)]
+        pieces = [(op.select(part.to(op.device)), roundoff.select(part)) for part in parts]
+        return Norm.cat([own_block_norms(*one, tol=tol, vectors=vectors) for one in pieces])
+    n, d_v = op.out_shape
+    eye = torch.eye(d_v, dtype=op.dtype, device=op.device)
+    # one row of every token's block from one product
+    rows = [op.vjp(e.expand(op.batch, n, d_v).contiguous()) for e in eye]
+    blocks = torch.stack(rows, 2)  # (batch, N, d_v, m)
+    top, place = torch.linalg.matrix_norm(blocks, 2).max(-1)
+    left = None
+    if vectors:
+        at = torch.arange(op.batch, device=op.device), place
+        left = torch.zeros(op.batch, n, d_v, dtype=op.dtype, device=op.device)
+        left[at] = torch.linalg.svd(blocks[at], full_matrices=False).U[..., 0]
+    value, rounding = top.cpu(), 8 * (d_v + blocks.shape[-1]) * torch.finfo(op.dtype).eps
+    norm = solved(op, value * (1 - rounding), value * (1 + rounding), steps=d_v, left=left)
+    return widened(norm, roundoff.tensors + d_v**0.5 * roundoff.products, tol)

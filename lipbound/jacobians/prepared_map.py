@@ -6,13 +6,11 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import check_sizes, ordinary, unit_values
 from lipbound.attention.variants.base import Side
-from lipbound.attention.variants.gate import Gate
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.maps import BLOCKS, WHOLE
+from lipbound.jacobians.maps import BLOCKS, WHOLE, BlockJacobian, LayerJacobian
 from lipbound.jacobians.one_side import OneSide
 from lipbound.jacobians.rounding import folding_loss, layer_roundoff, roundoff
 from lipbound.jacobians.streaming import head_jacobian
-from lipbound.jacobians.whole_layer import BlockJacobian, LayerJacobian
 from lipbound.linalg.matrix_norms import UNIT, times_power
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
@@ -98,7 +96,7 @@ class PreparedMap:
         if side != "v":
             return plain
         self.exponents = torch.zeros_like(self.exponents)
-        if given.scoring.find(Gate) is not None:
+        if given.gate is not None:
             return plain
         if self.basis is None or given.w_o is None:
             return OneSide.of_values(plain.through)

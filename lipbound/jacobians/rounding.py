@@ -180,7 +180,7 @@ def roundoff(
     if not op.turned_alone:
         steps += 2 * (att.d + att.d_v + op.in_shape[1]) + 48
     found = Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, steps * UNIT * size, size)))
-    gate = att.scoring.find(Gate)
+    gate = att.gate
     return found if gate is None else gated(att, gate, op, e, found, alone=alone is not None)
 
 

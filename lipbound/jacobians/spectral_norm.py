@@ -16,7 +16,7 @@ from lipbound.jacobians.automatic import automatic_norm
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import MAPS, WHOLE, check_wrt
-from lipbound.jacobians.own_blocks import own_block_norms
+from lipbound.jacobians.one_side import own_block_norms
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.enclose import Problem, enclose, estimate
 from lipbound.linalg.matrix_norms import times_power, times_power_up

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.scoring import Scoring, add_mask
+from lipbound.attention.scoring import add_mask
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products.row_blocks import ROWS, Group, RowBlock, RowBlocks
 from lipbound.linalg.operators import PerEntry
@@ -93,7 +93,7 @@ class StreamedHeadJacobian(HeadOperator):
     """
 
     scale: float
-    scoring: Scoring
+    layer: Attention
     valid: Tensor | None
     heads: int
     sloped: bool
@@ -113,13 +113,8 @@ class StreamedHeadJacobian(HeadOperator):
     def __init__(self, att: Attention):
         self._set(att)
         self.wide_q, self.wide_k = (t.flatten(0, 1) for t in (att.wide_q, att.centred_k))
-        self.scale, self.scoring, self.valid, self.heads = (
-            att.scale,
-            att.scoring,
-            att.valid,
-            att.heads,
-        )
-        self.sloped = att.scoring.sloped
+        self.layer, self.scale, self.valid, self.heads = att, att.scale, att.valid, att.heads
+        self.sloped = att.cap is not None
         self.entry = torch.arange(self.batch, device=self.device)
         self.top = torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device)
         self.total = torch.ones_like(self.top)
@@ -133,7 +128,7 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _first_pass(self, b: int, keep: bool) -> list[RowBlock]:
         """Largest score, sum and output of each row of an entry; its blocks, if they are kept."""
-        extra, found = self.scoring.extra_scores, []
+        extra, found = self.layer.sinks, []
         extra = None if extra is None else extra.double()[b % self.heads]
         for rows, keys in self.blocks.of(b):
             scores = self._scores(b, rows, keys)
@@ -163,8 +158,8 @@ class StreamedHeadJacobian(HeadOperator):
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
         s, h = self._place(b)
-        scores = self.scoring.transformed(self._scaled(b, rows, keys))
-        mask = self.scoring.mask_part(s, h, rows, keys)
+        scores = self.layer.capped(self._scaled(b, rows, keys))
+        mask = self.layer.mask_part(s, h, rows, keys)
         if mask is not None:
             scores = add_mask(scores, mask)
         if self.valid is not None:
@@ -180,7 +175,7 @@ class StreamedHeadJacobian(HeadOperator):
         """Weights of changes of q k^T in a block of P."""
         if not self.sloped:
             return p
-        slopes = self.scoring.slopes(self._scaled(b, rows, keys))
+        slopes = self.layer.slopes(self._scaled(b, rows, keys))
         return p if slopes is None else p * slopes.to(self.dtype)
 
     def _read(self, b: int) -> Iterator[RowBlock]:

@@ -1,16 +1,12 @@
 """Maps from perturbations of one token to its query, key and value, for heads with variants."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.base import SIDES
-from lipbound.attention.variants.gate import Gate
+from lipbound.attention.variants.base import SIDES, TokenMap
 from lipbound.attention.variants.rotary import turned
-from lipbound.attention.variants.token_maps import TokenMap
 
 
 @memoised
@@ -27,16 +23,16 @@ class Tangents:
 
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`,
     normalised ones the derivative of the normalisation between
-    (`lipbound.attention.variants.token_maps`): :math:`D = L^T [W\,g]^T` with a direction g of the
+    (`lipbound.attention.variants.base`): :math:`D = L^T [W\,g]^T` with a direction g of the
     token where they are divided by the size of another vector than their own. They make the blocks
     of J in Lemma 6 (docs/theory/jacobian.md).
     """
 
     def __init__(self, att: Attention, sample: int, head: int):
-        self._w: dict[str, Tensor] = {a: att.projections.of(a)[0][head].double() for a in SIDES}
+        self._w: dict[str, Tensor] = {a: att.projection(a)[0][head].double() for a in SIDES}
         self._passages = _passages(att)
-        if (gate := att.scoring.find(Gate)) is not None:
-            self._w["gate"] = gate.w[head].double()
+        if att.gate is not None:
+            self._w["gate"] = att.gate.w[head].double()
             none = TokenMap([], att.tokens, torch.float64, att.device)
             self._passages = {**self._passages, "gate": none}
         self._entry, self._sample = sample * att.heads + head, sample
@@ -100,11 +96,6 @@ class Tangents:
     def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         return self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
 
-    def _once(self, key: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:
-        if key not in self._same:
-            self._same[key] = make()
-        return self._same[key]
-
     def _direction(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         direction = self._passages[a].direction
         return None if direction is None else direction[self._sample, tokens]
@@ -113,7 +104,9 @@ class Tangents:
         """Products of projections, with their extra columns, (n or 1, d_a + extra, d_b + extra)."""
         w_a, w_b = self._w[a], self._w[b]
         g_a, g_b = self._direction(a, tokens), self._direction(b, tokens)
-        out = self._once((a, b), lambda: (w_a.mT @ w_b)[None])
+        if (a, b) not in self._same:
+            self._same[a, b] = (w_a.mT @ w_b)[None]
+        out = self._same[a, b]
         if g_a is not None:
             out = torch.cat([out.expand(len(g_a), -1, -1), (g_a @ w_b)[:, None]], 1)
         if g_b is not None:

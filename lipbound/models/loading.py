@@ -59,10 +59,7 @@ class GivenLayers(nn.Module):
 def _tensors(layer: Attention | ModuleAttention) -> dict[str, Tensor]:
     if isinstance(layer, ModuleAttention):
         return {"stream": layer.stream}
-    steps = [t for step in layer.scoring.steps for t in step.inputs()]
-    found = {"x": layer.x, **layer.projections.tensors(), "mask": layer.mask, "valid": layer.valid}
-    named = {name: t for name, t in found.items() if t is not None}
-    return named | {f"step_{i}": t for i, t in enumerate(steps)}
+    return {name.replace(".", "_"): t for name, t in layer.tensors().items()}
 
 
 def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.module_attention import ModuleAttention, described
-from lipbound.attention.statistics import attention_statistics
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import resolve_device, side_by_side
@@ -285,7 +284,7 @@ def _measure(
             holds = get(name).sound(att)
             values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
             values[sound(name)] = holds.all(-1) if whole else holds
-    for name, value in attention_statistics(att).items() if spec.statistics else ():
+    for name, value in att.statistics().items() if spec.statistics else ():
         over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
         values[name] = over_heads if whole else value
     exact_count = min(exact_count, att.samples)

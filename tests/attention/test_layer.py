@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from support.layers import causal, random_attention
+from support.layers import causal, changed, random_attention
 from support.reference import head_function
 
 import lipbound as lb
@@ -29,34 +29,14 @@ def test_rows_of_p_sum_to_one_and_padding_takes_no_part() -> None:
     torch.testing.assert_close(att.p.sum(-1), real.expand(2, 3, 6))
     assert not att.p[1, :, :, 4:].any()
     assert not att.out[1, :, 4:].any()
-    changed = att.x.clone()
-    changed[1, 4:] = math.nan  # not even the values of padded tokens matter
-    again = Attention(
-        changed,
-        att.w_q,
-        att.w_k,
-        att.w_v,
-        b_q=att.b_q,
-        b_k=att.b_k,
-        b_v=att.b_v,
-        mask=att.mask,
-        valid=att.valid,
-    )
-    assert torch.equal(again.out, att.out)
+    x = att.x.clone()
+    x[1, 4:] = math.nan  # not even the values of padded tokens matter
+    assert torch.equal(changed(att, x=x).out, att.out)
 
 
 def test_padding_equals_leaving_tokens_out() -> None:
     att = random_attention("padded")
-    short = Attention(
-        att.x[1:, :4],
-        att.w_q,
-        att.w_k,
-        att.w_v,
-        b_q=att.b_q,
-        b_k=att.b_k,
-        b_v=att.b_v,
-        mask=causal(4),
-    )
+    short = changed(att, x=att.x[1:, :4], mask=causal(4), valid=None)
     torch.testing.assert_close(att.out[1:, :, :4], short.out)
 
 
@@ -78,8 +58,7 @@ def test_scale_default_is_that_of_the_head_width() -> None:
 def test_large_negative_finite_masks_forbid_like_minus_infinity() -> None:
     att = random_attention("causal")
     finite = torch.where(att.mask == -math.inf, torch.finfo(torch.float32).min, att.mask)
-    again = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=finite)
-    torch.testing.assert_close(again.p, att.p)
+    torch.testing.assert_close(changed(att, mask=finite).p, att.p)
 
 
 GOOD = {"x": (2, 5, 8), "w_q": (3, 8, 4), "w_k": (3, 8, 4), "w_v": (3, 8, 6)}
@@ -140,15 +119,12 @@ def test_the_mask_may_have_a_dtype_of_its_own() -> None:
     att = random_attention("offsets", dtype=torch.float32)
     assert att.mask is not None
     assert att.double().mask is att.mask
-    wide = att.double().with_parts(scoring=att.scoring.map(torch.Tensor.double))
+    wide = att.double().with_parts(mask=att.mask.double())
     assert torch.equal(att.double().p, wide.p)
     assert torch.equal(
         lb.spectral_norm(att.double(), delta=1e-6).upper, lb.spectral_norm(wide, delta=1e-6).upper
     )
-    again = Attention(
-        att.x.double(), att.w_q.double(), att.w_k.double(), att.w_v.double(), mask=att.mask
-    )
-    torch.testing.assert_close(again.p, wide.p)
+    torch.testing.assert_close(changed(att.double()).p, wide.p)
 
 
 def test_values_without_derivatives_do_not_serve_where_these_are_wanted() -> None:
@@ -162,9 +138,8 @@ def test_values_without_derivatives_do_not_serve_where_these_are_wanted() -> Non
     ):  # our bounds have float32 products where no derivatives are wanted
         assert (old.requires_grad, new.requires_grad) == (False, True)
         torch.testing.assert_close(old, new.detach(), rtol=rtol, atol=0)
-        assert bool(
-            torch.isfinite(torch.autograd.grad(new.sum(), att.x, retain_graph=True)[0]).all()
-        )
+        (gradient,) = torch.autograd.grad(new.sum(), att.x, retain_graph=True)
+        assert bool(torch.isfinite(gradient).all())
 
 
 @pytest.mark.parametrize("part", ["mask", "norm_q"])
@@ -172,14 +147,7 @@ def test_so_do_values_of_other_parts_with_derivatives(part: str) -> None:
     own = random_attention("plain")
     norm = QKNorm(torch.ones(own.heads, own.d, dtype=torch.float64, requires_grad=True), eps=1e-6)
     mask = torch.zeros(own.tokens, own.tokens, dtype=torch.float64, requires_grad=True)
-    att = Attention(
-        own.x,
-        own.w_q,
-        own.w_k,
-        own.w_v,
-        mask=mask if part == "mask" else None,
-        norm_q=norm if part == "norm_q" else None,
-    )
+    att = changed(own, **{part: {"mask": mask, "norm_q": norm}[part]})
     with torch.no_grad():
         assert not att.p.requires_grad
     assert att.p.requires_grad
@@ -189,7 +157,5 @@ def test_a_bias_of_keys_costs_no_digits_where_only_queries_are_normalised() -> N
     own = random_attention("plain")
     norm = QKNorm(torch.ones(own.heads, own.d, dtype=torch.float64), eps=1e-6)
     bias = torch.full((own.heads, own.d), 1e8, dtype=torch.float64)
-    without, with_bias = (
-        Attention(own.x, own.w_q, own.w_k, own.w_v, b_k=b, norm_q=norm) for b in (None, bias)
-    )
+    without, with_bias = (changed(own, b_k=b, norm_q=norm) for b in (None, bias))
     assert torch.equal(without.p, with_bias.p)

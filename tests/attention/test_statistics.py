@@ -7,7 +7,6 @@ import torch
 from support.layers import random_attention
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.statistics import attention_statistics
 from lipbound.schema import STATISTICS
 
 
@@ -38,7 +37,7 @@ def test_statistics_are_those_of_loops(side: str | None, causal: bool) -> None:
     mask = torch.full((n, n), -math.inf).triu(1).double() if causal else None
     weights = (plain.w_q, plain.w_k, plain.w_v)
     att = Attention(plain.x, *weights, b_q=torch.ones_like(plain.w_q[:, 0]), mask=mask, valid=valid)
-    found = attention_statistics(att)
+    found = att.statistics()
     for sample in range(att.samples):
         for head in range(att.heads):
             mine = [float(found[name][sample, head]) for name in STATISTICS]
@@ -48,13 +47,13 @@ def test_statistics_are_those_of_loops(side: str | None, causal: bool) -> None:
 def test_statistics_of_uniform_attention() -> None:
     x = torch.randn(1, 8, 3, generator=torch.Generator().manual_seed(0)).double()
     zero, w_v = torch.zeros(2, 3, 3).double(), torch.ones(2, 3, 3).double()
-    found = attention_statistics(Attention(x, zero, zero, w_v))
+    found = Attention(x, zero, zero, w_v).statistics()
     assert found["largest_logit"].tolist() == [[0.0, 0.0]]
     assert found["entropy"][0].tolist() == pytest.approx([math.log(8)] * 2)
     assert found["first_token"][0].tolist() == pytest.approx([1 / 8] * 2)
 
 
 def test_every_kind_of_layer_has_statistics(att: Attention) -> None:
-    for value in attention_statistics(att).values():
+    for value in att.statistics().values():
         assert value.shape == (att.samples, att.heads)
         assert bool(torch.isfinite(value).all())

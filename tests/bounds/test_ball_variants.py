@@ -2,7 +2,6 @@
 all over the ball."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -191,7 +190,7 @@ def test_gradients_of_saturated_caps_are_numbers() -> None:
     z = torch.linspace(-5, 5, 11, dtype=torch.float64)
     far = layer(0, frozenset({"cap"}))
     torch.testing.assert_close(
-        far.scoring.slopes(3 * z[:, None] * far.scale)[:, 0],
+        far.slopes(3 * z[:, None] * far.scale)[:, 0],
         (3 * z * far.scale / far.cap).cosh() ** -2,
     )
 
@@ -245,12 +244,7 @@ def test_norms_of_turned_products() -> None:
         att = layer(3, frozenset(), n=7)
         turn = Rotation.of_angles(positions[:, None] * torch.tensor([1.0, 0.1]))
         turn = Rotation((1.2 * turn.cos).float(), (1.2 * turn.sin).float())
-        att = att.with_parts(
-            scoring=replace(
-                att.scoring,
-                steps=(*(step for step in att.scoring.steps if step.name != "rotation"), turn),
-            )
-        )
+        att = att.with_parts(rotation=turn)
         turned = att.rotation.turn(
             torch.eye(4, dtype=torch.float64)[:, None].expand(-1, 7, -1)
         ).permute(1, 2, 0)  # R_i, (7, 4, 4)

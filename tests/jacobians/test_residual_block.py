@@ -15,10 +15,9 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ResidualContext, ellipsoid_radius
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import AttentionError
-from lipbound.jacobians.maps import BLOCKS, block_bound
+from lipbound.jacobians.maps import BLOCKS, BlockJacobian, block_bound
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.jacobians.whole_layer import BlockJacobian
 from lipbound.models.capture.capture import Capturer, capture
 
 PRE = ("gpt2", "opt", "vit", "clip text", "siglip vision")

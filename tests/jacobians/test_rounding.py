@@ -71,7 +71,7 @@ def test_products_are_no_further_off_than_is_said(has: tuple[str, ...], mask: st
     att = layer(2, frozenset(has), mask=mask, n=6, d=4, d_v=5, samples=1)
     op = HeadJacobian(att)
     found = rounding.roundoff(att, op)
-    turn = next((step for step in att.scoring.steps if isinstance(step, Rotation)), None)
+    turn = att.rotation
     g, worst = torch.Generator().manual_seed(0), torch.zeros(op.batch, dtype=torch.float64)
     for shape, name in ((op.in_shape, "jvp"), (op.out_shape, "vjp")):
         for _ in range(4):

@@ -344,7 +344,7 @@ def test_the_same_twice_and_in_float32() -> None:
     first, second = token_norm(att), token_norm(att)
     assert torch.equal(first.lower, second.lower)
     assert torch.equal(first.upper, second.upper)
-    single = att._map(lambda t: t.float() if t.is_floating_point() else t)
+    single = att.to(torch.float32)
     assert torch.equal(token_norm(single).lower, token_norm(single.double()).lower)
 
 

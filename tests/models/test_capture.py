@@ -281,7 +281,7 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(
     capturer = Capturer(model)
     layers = capturer.run(inputs_for(model))
     assert len(fitted) == 1
-    assert len({id(layer.attention.scoring.find(Rotation)) for layer in layers}) == 1
+    assert len({id(layer.attention.rotation) for layer in layers}) == 1
     capturer.run(inputs_for(model, length=7))  # other positions
     assert len(fitted) == 2
     apply = modeling_llama.apply_rotary_pos_emb
@@ -305,8 +305,7 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(
     monkeypatch.setattr(rerun, "plain_copy", lambda module: module)
     try:
         first, other = (
-            layer.attention.scoring.find(Rotation)
-            for layer in Capturer(model.double()).run(inputs_for(model))
+            layer.attention.rotation for layer in Capturer(model.double()).run(inputs_for(model))
         )
     finally:
         for hook in hooks:

@@ -15,6 +15,7 @@ from support.layers import causal, window
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.base import NamedAxes
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.attention.variants.qk_norm import QKNorm
@@ -79,10 +80,9 @@ class Draft:
 
         self.more.setdefault("w_o", self.normal(self.heads, self.w_v.shape[2], 3))
         more = {
-            name: value.map(cast) if isinstance(value, QKNorm | Rotation) else cast(value)
+            name: value.map(cast) if isinstance(value, NamedAxes) else cast(value)
             for name, value in self.more.items()
         }
-        more["steps"] = [step.map(cast) for step in more.get("steps", [])]
         return Attention(*map(cast, (self.x, self.w_q, self.w_k, self.w_v)), **more)
 
 
@@ -509,7 +509,7 @@ def gate(draft: Draft, most: float) -> None:
     heads, width, d_v = draft.w_v.shape
     size = draft.powers(-3, 0, heads) * most
     b = size[:, 0] * draft.normal(heads, d_v) if draft.chance() else None
-    draft.more["steps"] = [Gate(size * draft.normal(heads, width, d_v), b)]
+    draft.more["gate"] = Gate(size * draft.normal(heads, width, d_v), b)
     draft.more["w_o"] = draft.normal(heads, d_v, d_v + 1)
 
 
@@ -572,7 +572,7 @@ def memory(draft: Draft) -> None:
     shape = draft.heads, SAMPLES, count, draft.w_q.shape[2]
     q = 10 ** draft.uniform(-2, 3, *shape[:3], 1) * draft.normal(*shape)
     draft.more = {name: t for name, t in draft.more.items() if name != "mask"}
-    draft.more["steps"] = [OtherStream(q=q, valid=valid)]
+    draft.more["other_stream"] = OtherStream(q=q, valid=valid)
     draft.x += draft.powers(0, 4, SAMPLES) * draft.normal(SAMPLES, 1, draft.x.shape[2])
 
 
@@ -587,7 +587,7 @@ def asking(draft: Draft) -> None:
         for width in (d, d_v)
     )
     draft.more = {name: t for name, t in draft.more.items() if name != "mask"}
-    draft.more["steps"] = [OtherStream(k=k, v=v, valid=valid)]
+    draft.more["other_stream"] = OtherStream(k=k, v=v, valid=valid)
     draft.more["w_o"] = draft.normal(draft.heads, d_v, d_v + 1)
     draft.w_q *= draft.powers(-1, 3, draft.heads)
 

@@ -81,27 +81,7 @@ def random_attention(
     return Attention(x, w_q, w_k, w_v, **extra)
 
 
-GIVEN = (
-    "x",
-    "w_q",
-    "w_k",
-    "w_v",
-    "b_q",
-    "b_k",
-    "b_v",
-    "w_o",
-    "scale",
-    "mask",
-    "valid",
-    "rotation",
-    "norm_q",
-    "norm_k",
-    "norm_v",
-    "cap",
-    "sinks",
-)
-
-
 def changed(att: Attention, **parts: object) -> Attention:
-    """The layer built anew with other arguments; what is not named stays."""
-    return Attention(**({name: getattr(att, name) for name in GIVEN} | parts))
+    """The layer built anew with other arguments; what is not named stays, but for what is around
+    it."""
+    return att.with_parts(**{"surroundings": None} | parts)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
-from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
+from lipbound.attention.variants.qk_norm import QKNorm
 
 Exact = npt.NDArray[np.object_]
 """Arrays of `Decimal`."""
@@ -254,8 +254,7 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None)
         w_v = scale * (w_q @ (w_q.T @ w_v))
     q, v = _projected(x, w_q, b_q), _projected(x, w_v, b_v)
     k = q if l2 else _projected(x, exact(att.w_k[head]), b_k)
-    norms = att.scoring.find(QKNormalised)
-    assert norms is None or not norms.late, "the oracle turns what is normalised"
+    assert not att.norm_late, "the oracle turns what is normalised"
     q, k = (
         side if norm is None else _normalised(x, side, norm, head)
         for side, norm in ((q, att.norm_q), (k, att.norm_k))
@@ -306,7 +305,7 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None)
     n = max(n, att.rows, att.keys)
     if sink is not None:
         score += abs(sink)
-    gate = att.scoring.find(Gate)
+    gate = att.gate
     if gate is not None:
         jacobian, more = _gated(x, gate, head, jacobian, outputs, held=side is not None)
         v = replace(v, slope=v.slope + more * v.size, size=v.size * (1 + more))

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.gate import Gate
-from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
-from lipbound.attention.variants.value_norm import ValueNorm
+from lipbound.attention.variants.qk_norm import QKNorm
 
 
 def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tensor]:
@@ -38,10 +36,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[..., Tenso
     sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(rows.sum()), 1)
     if att.rotation is not None:
         angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
-    step, gate = att.scoring.find(ValueNorm), att.scoring.find(Gate)
-    norms = att.scoring.find(QKNormalised)
-    late = norms is not None and norms.late
-    after = None if step is None else step.after
+    gate, late = att.gate, att.norm_late
+    after = None if att.norm_v is None else att.norm_v.after
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.rows, att.keys)[sample, head]
         mask = full[rows][:, keys]

@@ -71,10 +71,9 @@ def layer(
         w_v = latent[0] @ draw(heads, 4, d_v)
         shift = draw(heads, d_v) if seed % 2 else None
         extra["norm_v"] = QKNorm(1 + draw(heads, d_v), shift, 1e-6, latent)
-    extra["steps"] = []
     if "gate" in has:
         b_gate = draw(heads, d_v) if biases else None
-        extra["steps"] += [Gate(draw(heads, 7, d_v), b_gate)]
+        extra["gate"] = Gate(draw(heads, 7, d_v), b_gate)
     if "cap" in has:
         extra["cap"] = 1.5
     if "sinks" in has:
@@ -131,4 +130,4 @@ def cross(
     other = OtherStream(**given, valid=marks[1] if padded else None)
     if padded:
         extra["valid"] = marks[0]
-    return Attention(x, w_q, w_k, w_v, w_o=draw(3, 3, 5), steps=[other], **extra)
+    return Attention(x, w_q, w_k, w_v, w_o=draw(3, 3, 5), other_stream=other, **extra)

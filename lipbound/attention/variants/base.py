@@ -1,33 +1,91 @@
-"""The protocol of a variant of attention."""
+"""What the steps between projections and scores share: named axes, and derivatives of one token."""
 
-import math
-from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple, Self
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
-
-from lipbound.attention.variants.named_axes import NamedAxes
-from lipbound.attention.variants.token_maps import TokenStep
 
 Side = Literal["q", "k", "v"]
 """Queries, keys or values."""
 SIDES: tuple[Side, ...] = ("q", "k", "v")
 UNIT = 2.0**-53
 """The unit of rounding of float64."""
-REGISTERED: list[type["Variant"]] = []
-"""Every variant there is, in the order in which their modules were imported."""
 
 
-class Shapes(NamedTuple):
-    """Shapes of the layer that a variant is part of.
+class NamedAxes:
+    """A dataclass of tensors that says which axes they have, for copies of some of their entries.
 
-    x (samples, N, D), w_q (heads, D, d), w_v (heads, D, d_v).
+    Attributes:
+        axes: for each field that holds tensors, the letters of their last axes: h for heads, s for
+            samples, n for tokens, m for those of another stream, b for a batch of heads of samples,
+            any other for axes that stay. An axis of heads or samples may have length 1 for all.
+            Fields may be None, or tuples.
     """
 
-    x: tuple[int, ...]
-    w_q: tuple[int, ...]
-    w_v: tuple[int, ...]
+    axes: ClassVar[dict[str, str]] = {}
+
+    def _changed(self, change: Callable[[Tensor, str], Tensor]) -> Self:
+        fields = {name: changed(getattr(self, name), at, change) for name, at in self.axes.items()}
+        if all(value is getattr(self, name) for name, value in fields.items()):
+            return self
+        return replace(self, **fields)  # type: ignore[type-var]
+
+    def of_heads(self, heads: slice) -> Self:
+        """Return that for some of the heads."""
+        return self._changed(partial(cut, h=heads))
+
+    def of_tokens(self, tokens: Tensor | slice) -> Self:
+        """Return that for some of the tokens."""
+        return self._changed(partial(cut, n=tokens))
+
+    def select(self, index: Tensor | slice) -> Self:
+        """Return that for some entries of the batch."""
+        return self._changed(partial(cut, b=index))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same with changed tensors."""
+        return self._changed(lambda t, _: change(t))
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """Return the same in another dtype."""
+        return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    def double(self) -> Self:
+        """Return the same in float64."""
+        return self.to(torch.float64)
+
+
+def changed(value: Any, letters: str, change: Callable[[Tensor, str], Tensor]) -> Any:
+    """Return what a field holds with changed tensors, whose last axes have these letters."""
+    if isinstance(value, NamedAxes):
+        return value._changed(change)
+    if isinstance(value, tuple):
+        return tuple(changed(one, letters, change) for one in value)
+    return change(value, letters) if isinstance(value, Tensor) else value
+
+
+def cut(t: Tensor, letters: str, **index: Tensor | slice) -> Tensor:
+    """Return some entries of the axes with these letters."""
+    for axis, letter in enumerate(letters[-t.ndim :], max(0, t.ndim - len(letters))):
+        if letter in index and (letter in "bmn" or t.shape[axis] > 1):
+            t = t[(slice(None),) * axis + (index[letter],)]
+    return t
+
+
+def tensors(name: str, value: Any) -> dict[str, Tensor]:
+    """Return the tensors that a field holds by name, as "norm_q.gain"."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    parts: dict[str, Any] = {}
+    if isinstance(value, NamedAxes):
+        parts = {f"{name}.{field}": getattr(value, field) for field in value.axes}
+    elif isinstance(value, tuple):
+        parts = {f"{name}.{i}": one for i, one in enumerate(value)}
+    return {key: t for part, one in parts.items() for key, t in tensors(part, one).items()}
 
 
 class Passing(NamedTuple):
@@ -47,133 +105,103 @@ class Passing(NamedTuple):
     slope_error: Tensor
 
 
-class Variant(NamedAxes):
-    """One step between the projections of a layer and its output.
+class TokenStep(NamedAxes, ABC):
+    """Derivative of one step: a linear map for each token of each entry of a batch of heads.
 
-    Each method does nothing unless a variant says otherwise; copies are made by what `axes` says.
-
-    Attributes:
-        name: what runs and bounds call it.
-        title: what sentences call it.
-        stage: variants act in the order of their stages: on projected vectors (0, 1), on scores
-            (2), in the softmax (3).
-        place: where it stands in lists.
-        shift_invariant: whether a vector added to all keys still changes nothing. Keys are then
-            centred before use.
+    Copies at some tokens keep ``direction``.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    stage: ClassVar[int]
-    place: ClassVar[int]
-    shift_invariant: ClassVar[bool] = True
-
-    def __init_subclass__(cls) -> None:
-        REGISTERED.append(cls)
-
     @property
-    def order(self) -> float:
-        """Place among the steps: variants of one stage may act one after the other."""
-        return self.stage
+    def direction(self) -> Tensor | None:
+        r"""Direction (samples, N, D) of the extra coordinate :math:`\tau` of a change, or None."""
+        return None
 
-    @property
-    def parts(self) -> list[str]:
-        """Arguments of `Attention` that give it, for ``repr``."""
-        return [self.name]
+    @abstractmethod
+    def push(self, z: Tensor, extra: Tensor | None = None) -> Tensor:
+        r"""Return perturbations (batch, N, d) as they go on.
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return those that must be finite and of the layer's dtype, by names that errors use."""
-        return {}
-
-    def check(self, shapes: Shapes) -> None:
-        """Raise AttentionError where it does not fit a layer of these shapes."""
-
-    # -- queries, keys and values ------------------------------------------------------------------
-
-    def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        """Return projected queries, keys or values as they go on.
-
-        Args:
-            side: "q", "k" or "v".
-            x: inputs, (samples, N, D).
-            y: projected vectors, (samples, heads, N, d or d_v), float64.
-            valid: tokens that are not padding, (samples, N) bool, or None.
+        ``extra`` is :math:`\tau`, (batch, N, 1), where the step sees it.
         """
-        return y
 
-    def acts_on(self, side: Side) -> bool:
-        """Return whether `enter` may change vectors of this side."""
-        return type(self).enter is not Variant.enter
+    @abstractmethod
+    def pull(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
+        r"""Return the transposed map of g (batch, N, d), and the cotangent of :math:`\tau`."""
 
-    def step(
-        self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype
-    ) -> TokenStep | None:
-        """Return the derivative of `enter` with respect to y(), token by token.
+    def turns(self) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines (N, r) of a step that turns coordinates i and i + r.
 
-        With products in ``dtype``; None where it leaves vectors as they are.
+        None for steps that do anything else.
         """
         return None
 
-    def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        """Return what `enter` and the derivative in `step` make of ``before``.
 
-        Their own float64 rounding is included; x and y as for `enter`, y computed. Infinite where a
-        variant has an `enter` and does not say.
+@dataclass(frozen=True, eq=False)
+class TokenMap:
+    r"""The steps that follow the projection of queries, keys or values of a batch of heads.
+
+    Attributes:
+        steps: in the order in which they act.
+        tokens: N.
+        dtype, device: of the products.
+    """
+
+    steps: Sequence[TokenStep]
+    tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def direction(self) -> Tensor | None:
+        r"""Direction of the extra coordinate :math:`\tau = direction \cdot dx`, or None.
+
+        (samples, N, D), in the dtype of the products.
         """
-        silent = self.acts_on(side)
-        return before._replace(error=before.error + math.inf) if silent else before
+        return next((step.direction for step in self.steps if step.direction is not None), None)
 
-    def spans(self) -> list[Tensor]:
-        """Return projections (D, n) besides the head's own through which inputs are felt."""
-        return []
+    @property
+    def extra(self) -> int:
+        """Number of coordinates that it sees besides the projected vector, 0 or 1."""
+        return 0 if self.direction is None else 1
 
-    def linear(self) -> dict[str, Tensor]:
-        """Return the tensors that values are linear in where it makes them, (heads, ...) each."""
-        return {}
+    def turns(self) -> tuple[Tensor, Tensor] | None:
+        """Return those of its only step; None where there are others."""
+        return self.steps[0].turns() if len(self.steps) == 1 else None
 
-    def with_linear(self, tensors: dict[str, Tensor]) -> Self:
-        """Return the same with other tensors of `linear`."""
-        return self
+    def push(self, z: Tensor, extra: Tensor | None = None) -> Tensor:
+        r"""Return perturbations of the projected vectors (batch, N, d) as they arrive.
 
-    def followed_by(self, m: Tensor) -> Self:
-        """Return the same with values that it makes multiplied by matrices (heads, d_v, d_v)."""
-        return self
-
-    # -- scores ------------------------------------------------------------------------------------
-
-    def scores(self, z: Tensor) -> Tensor:
-        """Return scores z before the mask as they go on, every entry alike, wherever it stands."""
+        ``extra`` is :math:`\tau`, (batch, N, 1), where there is one.
+        """
+        for step in self.steps:
+            z = step.push(z, extra)
         return z
 
-    def slopes(self, z: Tensor) -> Tensor | None:
-        """Return the derivative of `scores` entry by entry, shaped like z; None where it is one."""
-        return None
+    def pull(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
+        r"""Return the transposed map of g (batch, N, d), and the cotangent of :math:`\tau`."""
+        extra = None
+        for step in reversed(self.steps):
+            g, own = step.pull(g)
+            extra = extra if own is None else own
+        return g, extra
 
-    def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return upper values of the error of `scores`, and of the relative error of `slopes`.
+    def matrices(self, entry: int, tokens: slice | Tensor, d: int) -> Tensor | None:
+        r"""Return the maps of some tokens of one entry of the batch, (n, d + extra, d).
 
-        Float64 rounding is included. Infinite where a variant has `scores` and does not say.
-
-        Args:
-            error: how far the arguments are off, at most.
-            reach: how large they are, at most.
+        From rows :math:`(dy, \tau)` to rows of queries; None where every map is the identity.
         """
-        return (error + math.inf if type(self).scores is not Variant.scores else error), 0.0
+        if not self.steps:
+            return None
+        one = slice(entry, entry + 1)
+        part = replace(self, steps=[step.select(one).of_tokens(tokens) for step in self.steps])
+        n = len(range(self.tokens)[tokens]) if isinstance(tokens, slice) else len(tokens)
+        eye = torch.eye(d + self.extra, dtype=self.dtype, device=self.device)
+        eye = eye[:, None].expand(-1, n, -1)
+        return part.push(eye[..., :d], eye[..., d:] if self.extra else None).transpose(0, 1)
 
-    @property
-    def sloped(self) -> bool:
-        """True if `slopes` may be other than one."""
-        return type(self).slopes is not Variant.slopes
+    def select(self, index: Tensor | slice) -> "TokenMap":
+        """Return some entries of the batch; ``direction``, which has samples instead, stays."""
+        return replace(self, steps=[step.select(index) for step in self.steps])
 
-    # -- copies ------------------------------------------------------------------------------------
-
-    def without_biases(self) -> Self:
-        """Return that for projections without biases."""
-        return self
-
-    def of_scaled_inputs(self, exponent: int) -> Self:
-        """Return that for inputs times 2 to the exponent.
-
-        Projections of queries and keys make up for it: the same map of what is projected.
-        """
-        return self
+    def double(self) -> "TokenMap":
+        """Return the same with products in float64."""
+        return replace(self, steps=[step.double() for step in self.steps], dtype=torch.float64)

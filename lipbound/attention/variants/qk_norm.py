@@ -1,15 +1,12 @@
 """RMS normalisation of queries, of keys or of values."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
-from lipbound.attention.variants.named_axes import NamedAxes
-from lipbound.attention.variants.token_maps import TokenStep
+from lipbound.attention.variants.base import UNIT, NamedAxes, Passing, TokenStep
 from lipbound.errors import AttentionError
 
 
@@ -20,12 +17,13 @@ class QKNorm(NamedAxes):
     It comes before any rotation. With y a head's projected vector and t what is normalised together
     (y itself, the vectors of all heads, or a vector that y is a projection of), n entries long,
 
-    .. math:: y \mapsto gain \circ y / s + bias,\qquad s = (|t|^2 / n + eps)^{1/2}
+    .. math:: y \mapsto (gain \circ y / s + bias)\,M,\qquad s = (|t|^2 / n + eps)^{1/2}
 
     LayerNorm is this map after a projection whose columns have had their mean over the n entries
     taken away. Henry et al. 2020, "Query-Key Normalization for Transformers"; Dehghani et al. 2023
     for the form with gains. In latent attention (DeepSeek-V2 2024, section 2.1) t is the latent
-    vector, y its projection before it is normalised, and of keys only a part is normalised.
+    vector, y its projection before it is normalised, and of keys only a part is normalised. Gemma 4
+    normalises each head's values; J is linear in their M, in which an output projection is folded.
 
     Args:
         gain: (heads, d).
@@ -35,9 +33,10 @@ class QKNorm(NamedAxes):
             head's own vector.
         part: coordinates that are normalised, (d,) bool, where ``over`` is given; None for all. The
             others are multiplied by ``gain`` alone.
+        after: M, (heads, d, d), of values; None for the identity.
 
     Raises:
-        AttentionError: shapes that do not fit, NaN or infinite entries, a negative eps.
+        AttentionError: shapes that do not fit, a negative eps.
     """
 
     gain: Tensor
@@ -45,8 +44,9 @@ class QKNorm(NamedAxes):
     eps: float = 0.0
     over: tuple[Tensor, Tensor | None] | None = None
     part: Tensor | None = None
+    after: Tensor | None = None
 
-    axes: ClassVar = {"gain": "h.", "bias": "h.", "over": "..", "part": "."}
+    axes: ClassVar = {"gain": "h.", "bias": "h.", "over": "..", "part": ".", "after": "h.."}
 
     def __post_init__(self) -> None:
         if self.part is not None and (
@@ -62,9 +62,8 @@ class QKNorm(NamedAxes):
                 f"gain of a normalisation has shape {tuple(self.gain.shape)}; it must be (heads, "
                 "d), and bias the same"
             )
-        finite = all(bool(torch.isfinite(t).all()) for t in self.inputs())
-        if not (finite and 0 <= self.eps < torch.inf):
-            raise AttentionError("a normalisation has NaN or infinite numbers, or a negative eps")
+        if not 0 <= self.eps < torch.inf:
+            raise AttentionError(f"eps of a normalisation is {self.eps}; it must be 0 or more")
 
     def together(self, x: Tensor) -> Tensor | None:
         """Return what is normalised together at inputs x (samples, N, D), (samples, N, n) float64.
@@ -98,182 +97,88 @@ class QKNorm(NamedAxes):
             sizes = torch.where(self.part, sizes, 1.0)
         return y / sizes, sizes
 
-    def undefined(self, x: Tensor, y: Tensor, valid: Tensor | None) -> bool:
-        """Return whether a vector of length zero is to be normalised without eps.
-
-        Tokens that are not ``valid`` (samples, N) are left out.
-        """
-        if self.eps > 0:
-            return False
-        zero = self._whole(x, y).square().sum(-1) == 0
-        return bool((zero if valid is None else zero & valid[:, None]).any())
-
     def enter(self, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        """Return the normalised vectors as `apply` does.
+        """Return projected vectors (samples, heads, N, d) as they go on, float64.
+
+        Args:
+            x: inputs, (samples, N, D).
+            y: the vectors.
+            valid: tokens that are not padding, (samples, N) bool, or None.
 
         Raises:
-            AttentionError: `undefined`.
+            AttentionError: a vector of length zero is normalised without eps.
         """
-        if self.undefined(x, y, valid):
-            raise AttentionError(
-                "a query, key or value of length zero is normalised without eps, which is not "
-                "defined; give an eps"
-            )
-        return self.apply(x, y)
+        if self.eps == 0:
+            zero = self._whole(x, y).square().sum(-1) == 0
+            if bool((zero if valid is None else zero & valid[:, None]).any()):
+                raise AttentionError(
+                    "a query, key or value of length zero is normalised without eps, which is not "
+                    "defined; give an eps"
+                )
+        y = self.shifted(x, y)
+        return y if self.after is None else y @ self.after.double()
 
-    def apply(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the normalised vectors, float64, shaped like y."""
+    def shifted(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the normalised vectors before M, float64, shaped like y."""
         out = self.divided(x, y)[0] * self.gain.double()[:, None]
         return out if self.bias is None else out + self.bias.double()[:, None]
 
     def rounded(self, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        """Return upper values as `Variant.rounded` does: Lemma 69 (docs/theory/rounding.md)."""
+        """Return what this makes of upper values about vectors y, its rounding included.
+
+        Lemma 69 (docs/theory/rounding.md).
+        """
+        if self.after is not None:
+            found = replace(self, after=None).rounded(x, y, before)
+            norm = torch.linalg.matrix_norm(self.after.double())[:, None]
+            own = 2 * (self.after.shape[-1] + 8) * UNIT
+            return Passing(
+                norm * (found.error * (1 + own) + own * _length(self.shifted(x, y))),
+                norm * found.slope,
+                norm * (found.slope_error * (1 + own) + own * found.slope),
+            )
         gain = self.gain.double().abs().amax(-1)[:, None]
-        if self.part is not None:
+        shift: Tensor | float = 0.0
+        if self.bias is not None:
+            shift = self.bias.double().abs().amax(-1)[:, None] * self.bias.shape[1] ** 0.5
+        if self.part is not None:  # a sum of what is normalised and what is not
             whole = replace(self, part=None, bias=None).rounded(x, y, before)
             rest = gain * before.slope
-            error = gain * before.error + 8 * UNIT * (gain * _length(y) + self._shift())
+            error = gain * before.error + 8 * UNIT * (gain * _length(y) + shift)
             return Passing(
                 whole.error + error,
                 whole.slope + rest,
                 whole.slope_error + gain * before.slope_error + 16 * UNIT * rest,
             )
         size, length = self.sizes(x, y)[..., 0], _length(y)
-        alone, zero = self.over is None, torch.zeros(())
-        if self.over is None:
-            n, shared, error, reach = y.shape[-1], length, before.error, zero
-        else:
+        n, error, reach = y.shape[-1], before.error, torch.zeros(())
+        if self.over is not None:
             w, b = self.over[0].double(), self.over[1]
             n, reach = w.shape[1], torch.linalg.matrix_norm(w)
             bias = 0.0 if b is None else torch.linalg.vector_norm(b.double())
-            shared = torch.linalg.vector_norm(self.together(x), dim=-1)[:, None]
-            projected = torch.linalg.vector_norm(x.double(), dim=-1) * reach + bias
-            error = ((2 * (len(w) + 4) * UNIT) * projected)[:, None]
+            error = ((2 * (len(w) + 4) * UNIT) * (_length(x.double()) * reach + bias))[:, None]
         moved = error / (size * n**0.5)
         off = moved + (n + 8) * UNIT  # relative error of the size
         off = torch.where(off < 0.25, off / (1 - off), torch.inf)
         unit = length / size
         unit_error = before.error / size * (1 + off) + unit * off
-        turned = (2 * unit * unit_error + unit_error**2) / n if alone else zero
+        turned = (2 * unit * unit_error + unit_error**2) / n if self.over is None else 0.0
         slope = gain / size * (before.slope + unit * reach / n**0.5)
         rounding = (off + turned + 16 * UNIT) * before.slope
         slope_error = gain / size * ((1 + off) * before.slope_error + rounding)
-        if not alone:
+        if self.over is not None:
             sums = (n + x.shape[-1] + 16) * UNIT
-            own = moved + off * shared / (size * n**0.5) + off + sums
+            own = moved + off * _length(self._whole(x, y)) / (size * n**0.5) + off + sums
             turn = unit_error * (1 + off) + unit * own
             slope_error = slope_error + gain / size * reach / n**0.5 * turn
-        shifted = 8 * UNIT * (gain * unit + self._shift())
-        return Passing(gain * unit_error + shifted, slope, slope_error)
-
-    def _shift(self) -> Tensor | float:
-        if self.bias is None:
-            return 0.0
-        return self.bias.double().abs().amax(-1)[:, None] * self.bias.shape[1] ** 0.5
-
-    def without_biases(self) -> "QKNorm":
-        """Return that for projections without biases; its own shift stays."""
-        return self if self.over is None else replace(self, over=(self.over[0], None))
-
-    def of_scaled_inputs(self, exponent: int) -> "QKNorm":
-        """Return that for inputs times 2 to the exponent."""
-        if self.over is None:
-            return self
-        first, second = 2.0 ** -(exponent // 2), 2.0 ** -((exponent + 1) // 2)
-        return replace(self, over=(self.over[0] * first * second, self.over[1]))
-
-    def check(self, name: str, shapes: Shapes) -> None:
-        """Check that it fits a layer, where it is called norm_q, norm_k or norm_v.
-
-        Raises:
-            AttentionError: it does not.
-        """
-        side, w = ("w_v", shapes.w_v) if name == "norm_v" else ("w_q", shapes.w_q)
-        expected, width = (w[0], w[2]), shapes.x[2]
-        if self.gain.shape != expected:
-            raise AttentionError(
-                f"{name} has gains of shape {tuple(self.gain.shape)}; with {side} {w} it must be "
-                f"{expected}"
-            )
-        if self.over is not None and self.over[0].shape[0] != width:
-            raise AttentionError(
-                f"{name} normalises a projection of shape {tuple(self.over[0].shape)}; with x "
-                f"{shapes.x} it must be ({width}, n)"
-            )
-
-
-@dataclass(frozen=True)
-class QKNormalised(Variant):
-    """Queries normalised by one `QKNorm`, keys by another; either may be None.
-
-    Args:
-        q, k: of queries, and of keys.
-        late: whether that is after the rotation (Hunyuan).
-    """
-
-    q: QKNorm | None
-    k: QKNorm | None
-    late: bool = False
-
-    name = "qk_norm"
-    title = "normalised queries and keys"
-    stage = 0
-    place = 1
-    axes: ClassVar = {"q": "", "k": ""}
-
-    @property
-    def order(self) -> float:
-        return 1.5 if self.late else self.stage
-
-    def _of(self, side: Side) -> QKNorm | None:
-        return {"q": self.q, "k": self.k, "v": None}[side]
-
-    @property
-    def parts(self) -> list[str]:
-        return [name for name, norm in (("norm_q", self.q), ("norm_k", self.k)) if norm is not None]
-
-    def check(self, shapes: Shapes) -> None:
-        for name, norm in (("norm_q", self.q), ("norm_k", self.k)):
-            if norm is not None:
-                norm.check(name, shapes)
-
-    def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        norm = self._of(side)
-        return y if norm is None else norm.enter(x, y, valid)
-
-    def acts_on(self, side: Side) -> bool:
-        return self._of(side) is not None
-
-    def step(
-        self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype
-    ) -> "NormStep | None":
-        norm = self._of(side)
-        return None if norm is None else NormStep.of(norm, x, y(), dtype)
-
-    def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        norm = self._of(side)
-        return before if norm is None else norm.rounded(x, y, before)
-
-    def spans(self) -> list[Tensor]:
-        norms = [norm for norm in (self.q, self.k) if norm is not None]
-        return [norm.over[0] for norm in norms if norm.over is not None]
-
-    def _each(self, change: Callable[[QKNorm], QKNorm]) -> "QKNormalised":
-        q, k = (None if norm is None else change(norm) for norm in (self.q, self.k))
-        return QKNormalised(q, k, self.late)
-
-    def without_biases(self) -> "QKNormalised":
-        return self._each(QKNorm.without_biases)
-
-    def of_scaled_inputs(self, exponent: int) -> "QKNormalised":
-        return self._each(lambda norm: norm.of_scaled_inputs(exponent))
+        return Passing(gain * unit_error + 8 * UNIT * (gain * unit + shift), slope, slope_error)
 
 
 @dataclass(frozen=True, eq=False)
 class NormStep(TokenStep):
     r"""The derivative of `QKNorm`, token by token.
 
-    :math:`dy \mapsto gain \circ (dy - u\,\tau)/s` with u = y / s. Where a head's own vector is
+    :math:`dy \mapsto (gain \circ (dy - u\,\tau)/s)\,M` with u = y / s. Where a head's own vector is
     normalised :math:`\tau = u \cdot dy / d`; where all heads' are together it is a coordinate of
     its own, :math:`\tau = g \cdot dx`, with ``direction`` g = :math:`T (t/s) / n` for the
     projection T of what is normalised together: Lemma 5 (docs/theory/jacobian.md).
@@ -281,12 +186,16 @@ class NormStep(TokenStep):
     Attributes:
         unit: u, (batch, N, d).
         gain: gain / s, (batch, N, d).
+        after: M, (batch, d, d), or None.
         direction: (samples, N, D) in the dtype of the products, or None.
     """
 
     unit: Tensor
     gain: Tensor
+    after: Tensor | None = None
     direction: Tensor | None = None
+
+    axes: ClassVar = {"unit": "bn.", "gain": "bn.", "after": "b..", "direction": "..."}
 
     @staticmethod
     def of(norm: QKNorm, x: Tensor, y: Tensor, dtype: torch.dtype) -> "NormStep":
@@ -294,40 +203,30 @@ class NormStep(TokenStep):
         unit, divisors = norm.divided(x, y)
         if norm.part is not None:
             unit = unit * norm.part
-        unit = unit.flatten(0, 1).to(dtype)
+        unit, after = unit.flatten(0, 1).to(dtype), norm.after
+        if after is not None:
+            after = after.to(dtype).expand(len(x), *after.shape).flatten(0, 1)
         gain = (norm.gain.double()[:, None] / divisors).flatten(0, 1).to(dtype)
         together = norm.together(x)
         if norm.over is None or together is None:
-            return NormStep(unit, gain)
+            return NormStep(unit, gain, after)
         unit_of_all = together / norm.sizes(x, y)[:, 0]
         direction = unit_of_all @ norm.over[0].double().mT / together.shape[-1]
-        return NormStep(unit, gain, direction.to(dtype))
+        return NormStep(unit, gain, after, direction.to(dtype))
 
-    def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
+    def push(self, z: Tensor, extra: Tensor | None = None) -> Tensor:
         """Return perturbations as they go on."""
         share = (self.unit * z).mean(-1, keepdim=True) if extra is None else extra
-        return (z - self.unit * share) * self.gain
+        z = (z - self.unit * share) * self.gain
+        return z if self.after is None else z @ self.after
 
     def pull(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the transposed map of g."""
-        g = g * self.gain
+        g = (g if self.after is None else g @ self.after.mT) * self.gain
         inner = self.unit * g
         if self.direction is None:
             return g - self.unit * inner.mean(-1, keepdim=True), None
         return g, -inner.sum(-1, keepdim=True)
-
-    def select(self, index: Tensor | slice) -> "NormStep":
-        """Return that of some entries of the batch."""
-        return replace(self, unit=self.unit[index], gain=self.gain[index])
-
-    def of_tokens(self, tokens: slice | Tensor) -> "NormStep":
-        """Return that of some tokens; ``direction`` stays."""
-        return replace(self, unit=self.unit[:, tokens], gain=self.gain[:, tokens])
-
-    def double(self) -> "NormStep":
-        """Return the same with products in float64."""
-        direction = None if self.direction is None else self.direction.double()
-        return NormStep(self.unit.double(), self.gain.double(), direction)
 
 
 def _length(y: Tensor) -> Tensor:

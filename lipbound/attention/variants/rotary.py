@@ -1,19 +1,17 @@
 """Rotary position embeddings of queries and keys."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
-from lipbound.attention.variants.token_maps import TokenStep
+from lipbound.attention.variants.base import UNIT, Passing, TokenStep
 from lipbound.errors import AttentionError
 
 
 @dataclass(frozen=True)
-class Rotation(Variant):
+class Rotation(TokenStep):
     r"""A linear map for each token, applied to its query and its key alike.
 
     Coordinates i and i + r are turned by the token's i-th angle. With :math:`c` = ``cos[n, i]``,
@@ -35,10 +33,6 @@ class Rotation(Variant):
         default_factory=dict, init=False, compare=False, repr=False
     )
 
-    name = "rotation"
-    title = "rotary position embeddings"
-    stage = 1
-    place = 0
     axes: ClassVar = {"cos": "n.", "sin": "n."}
 
     def __post_init__(self) -> None:
@@ -71,44 +65,19 @@ class Rotation(Variant):
         squares = self.cos.double() ** 2 + self.sin.double() ** 2
         return max(1.0, float(squares.amax().sqrt())) * (1 + 1e-14)
 
-    def turn(self, x: Tensor) -> Tensor:
-        """Return vectors (..., N, d) turned by their tokens' maps."""
-        return self._apply(x, 1.0)
-
-    def back(self, x: Tensor) -> Tensor:
-        """Return vectors (..., N, d) turned by the transposes of these maps."""
-        return self._apply(x, -1.0)
-
-    def _apply(self, x: Tensor, sign: float) -> Tensor:
+    def turn(self, x: Tensor, sign: float = 1.0) -> Tensor:
+        """Return vectors (..., N, d) turned by their tokens' maps; by the transposes for -1."""
         if x.dtype not in self._cast:
             self._cast[x.dtype] = (self.cos.to(x.dtype), self.sin.to(x.dtype))
         cos, sin = self._cast[x.dtype]
         return turned(x, cos, sign * sin)
 
-    # -- as a variant ------------------------------------------------------------------------------
+    def enter(self, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
+        """Return projected vectors (samples, heads, N, d) as they go on: turned."""
+        return self.turn(y)
 
-    def check(self, shapes: Shapes) -> None:
-        if self.tokens != shapes.x[1] or self.width > shapes.w_q[2]:
-            raise AttentionError(
-                f"rotation is of {self.tokens} tokens and turns {self.width} coordinates; with x "
-                f"{shapes.x} and w_q {shapes.w_q} it must be of {shapes.x[1]} tokens and turn at "
-                f"most {shapes.w_q[2]}"
-            )
-
-    def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        return self.turn(y) if self.acts_on(side) else y
-
-    def acts_on(self, side: Side) -> bool:
-        return side != "v"
-
-    def step(
-        self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype
-    ) -> "RotationStep | None":
-        return RotationStep(self) if self.acts_on(side) else None
-
-    def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        if not self.acts_on(side):
-            return before
+    def rounded(self, x: Tensor, y: Tensor, before: Passing) -> Passing:
+        """Return what turning makes of upper values about vectors y, its rounding included."""
         own = 8 * UNIT * self.norm
         return Passing(
             self.norm * before.error + own * torch.linalg.vector_norm(y, dim=-1),
@@ -116,28 +85,23 @@ class Rotation(Variant):
             self.norm * before.slope_error + own * before.slope,
         )
 
+    # -- as its own derivative, the same for every entry of a batch --------------------------------
 
-@dataclass(frozen=True)
-class RotationStep(TokenStep):
-    """The derivative of a rotation, which is the rotation, the same for every entry of a batch."""
-
-    rotation: Rotation
-
-    def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
+    def push(self, z: Tensor, extra: Tensor | None = None) -> Tensor:
         """Return perturbations as they go on."""
-        return self.rotation.turn(z)
+        return self.turn(z)
 
     def pull(self, g: Tensor) -> tuple[Tensor, None]:
         """Return the transposed map of g."""
-        return self.rotation.back(g), None
-
-    def of_tokens(self, tokens: slice | Tensor) -> "RotationStep":
-        """Return that of some tokens."""
-        return RotationStep(self.rotation.of_tokens(tokens))
+        return self.turn(g, -1.0), None
 
     def turns(self) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of all tokens."""
-        return self.rotation.cos, self.rotation.sin
+        return self.cos, self.sin
+
+    def double(self) -> Self:
+        """Return the same: vectors are turned in their own dtype."""
+        return self
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from lipbound.bounds.ours.token_block_norms import VariantHead
 from lipbound.bounds.registry import bound
 from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.jacobians.head import HeadJacobian
-from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
+from lipbound.jacobians.token_norms.blocks import LayerTensors
 from lipbound.jacobians.token_norms.row_search import bounded
 from lipbound.linalg.matrix_norms import UNIT, gamma
 

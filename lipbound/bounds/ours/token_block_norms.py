@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.gate import Gate, GateStep
+from lipbound.attention.variants.gate import GateStep
 from lipbound.bounds.ours.block_norms import CHUNK, root, seen
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import (
@@ -100,7 +100,7 @@ class VariantHead:
                 self.after = matrix_norm(self.gate.after[0])
         self.scale, self.w_v = att.scale, att.w_v[h]
         self.tangents, self.size = Tangents(att, 0, h), self.q.detach().norm(dim=-1)
-        plain, self.values_move = att.scoring.plain("v"), att.values_move
+        plain, self.values_move = att.plain("v"), att.values_move
         self.own_queries = att.other_stream is None
         n, d, d_v = max(p.shape), att.d + 1, att.d_v if plain else 4 * (att.d_v + 1)
         self.inputs, self.width = att.x.shape[2], max(d, d_v)
@@ -120,7 +120,7 @@ class VariantHead:
 
     def _gate(self, att: Attention, h: int, rows: slice | Tensor) -> GateStep | None:
         """Return what a gate does at the tokens, (1, N, d_v) each; None where there is none."""
-        gate = att.scoring.find(Gate)
+        gate = att.gate
         if gate is None:
             return None
         o = (att.p[0, h] @ att.wide_v[0, h])[rows] / self.unit

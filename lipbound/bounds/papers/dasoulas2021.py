@@ -118,7 +118,7 @@ def _with_variants(att: Attention) -> Tensor:
         through_k = _slope(one, e, "k") * factors.size(q, -1)
         slope = abs(one.scale) * (through_q + through_k)
         reach = factors.norm_v(one) * factors.radius(one)[0]
-        if one.scoring.extra_scores is not None:
+        if one.sinks is not None:
             reach = reach + factors.length_of_bias(one.b_v, one)
         value = factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope
         found.append(times_power_up(value, sample.exponents))
@@ -133,6 +133,6 @@ def _slope(one: Attention, e: TensorErrors, side: Side) -> Tensor:
     """
     slope, norm = getattr(e, f"{side}_slope")[0].amax(-1), getattr(one, f"norm_{side}")
     if norm is None or norm.over is None:
-        w = one.projections.of(side)[0]
+        w = one.projection(side)[0]
         slope = slope * (matrix_norm(w) / torch.linalg.matrix_norm(w).clamp_min(1e-300))
     return slope + getattr(e, f"{side}_slope_error")[0].amax(-1)

@@ -3,36 +3,37 @@
 Found by search, then bounded from above by proof.
 """
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from lipbound.jacobians.token_norms.block_rows import Blocks
+from lipbound.jacobians.token_norms.blocks import Blocks
 from lipbound.linalg.matrix_norms import (
     at_most,
     block_norm,
     decomposed,
+    largest_eigenvalue,
     matrix_norm,
     symmetric_norm,
 )
 from lipbound.linalg.solution import normal_numbers
 
-POWER_STEPS = 12
-LEADERS = 4
-"""Matrices, or rows of blocks, of each map that are looked at closely."""
-FIRST_STEPS, STEPS = 6, 24
-CONVEX_STEPS, ROUNDS = 60, 4
-LAST_STEPS, SETTLED = 500, 1e-10
-"""Steps of the best rows in the end, and the tolerance to which they climb."""
+FIRST_STEPS, STEPS, CONVEX_STEPS, LAST_STEPS = 6, 24, 240, 500
+"""Steps of vectors of all rows, of those that are left open, of matrices, and of the best vector in
+the end."""
+SETTLED = 1e-12
+"""Relative growth of its sum in a step at which it has arrived."""
+LEADERS = 8
+"""Blocks of each map that are looked at first."""
 FLOOR = 1e-6
 """Weights are no smaller than this times the size of their block, which keeps rounding small."""
 FLAT_BYTES = 2**26
 """Bytes of the blocks that are worked on at a time when each row has its own map."""
 
 
-@dataclass(frozen=True, eq=False)
-class BestRows:
+class BestRows(NamedTuple):
     """The best row of each of b maps, and what no row exceeds, float64.
 
     Attributes:
@@ -53,95 +54,68 @@ class BestRows:
     @staticmethod
     def cat(found: "list[BestRows]") -> "BestRows":
         """All the maps of several."""
-        names = [f.name for f in fields(BestRows)]
-        return BestRows(*(torch.cat([getattr(one, name) for one in found]) for name in names))
+        return BestRows(*map(torch.cat, zip(*found, strict=True)))
 
     def joined(self, other: "BestRows") -> "BestRows":
         """The better of two, map by map."""
         first = self.value >= other.value
-
-        def better(name: str) -> Tensor:
-            a, b = getattr(self, name), getattr(other, name)
-            return torch.where(first[:, None] if a.ndim > 1 else first, a, b)
-
-        value, token, source, vector = map(better, ("value", "token", "source", "vector"))
+        chosen = {1: first, 2: first[:, None]}
+        better = (torch.where(chosen[a.ndim], a, b) for a, b in zip(self, other, strict=True))
         upper, steps = torch.maximum(self.upper, other.upper), self.steps + other.steps
-        return BestRows(value, token, source, vector, upper, steps)
+        return BestRows(*better)._replace(upper=upper, steps=steps)
 
 
-def largest(g: Tensor, slack: Tensor, tol: float) -> BestRows:
-    """Roots of the largest eigenvalues over i of positive semi-definite matrices (b, i, n, n).
+def roots(g: Tensor, slack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both ends of roots of the largest eigenvalues of matrices (b, i, n, n), and vectors.
 
-    Their rounding errors are at most ``slack``, (b, i). A matrix that one Cholesky decomposition
-    proves to be below the best by ``tol`` is not looked at again.
+    The matrices are positive semi-definite, and known up to ``slack``, (b, i).
     """
-    b, count, n = g.shape[:3]
-    column = torch.linalg.vector_norm(g, dim=-2).argmax(-1)[..., None, None]
-    x = g.gather(-1, column.expand(-1, -1, n, 1))
-    for _ in range(POWER_STEPS):
-        x = g @ (x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(1e-300))
-    at = torch.arange(b, device=g.device)
-    rayleigh = torch.linalg.vector_norm(x, dim=(-2, -1))
-    leaders = rayleigh.topk(min(LEADERS, count), -1).indices
-    top, vectors = _top(g[at[:, None], leaders])
-    best = top.argmax(-1)
-    value, token, vector = top[at, best], leaders[at, best], vectors[at, best]
-    target = (value * (1 + tol))[:, None]
-    upper = torch.where(at_most(g, target - slack), target, torch.inf)
-    rows, places = (upper == torch.inf).nonzero(as_tuple=True)
-    if len(rows):
-        upper[rows, places] = symmetric_norm(g[rows, places]) + slack[rows, places]
-        for m, i in zip(rows.tolist(), places.tolist(), strict=True):
-            if float(upper[m, i]) > float(value[m]) * (1 + tol):
-                one, its = _top(g[m, i][None])
-                if float(one[0]) > float(value[m]):
-                    value[m], token[m], vector[m] = one[0], i, its[0]
-    value, most = value.clamp_min(0).sqrt(), upper.amax(-1).sqrt()
-    return BestRows(value, token, token, vector, most, torch.full_like(token, POWER_STEPS))
+    lower, upper, vectors = largest_eigenvalue(g)
+    lower = (lower - slack).clamp_min(0).sqrt() * (1 - 1e-15)
+    return lower, (upper + slack).sqrt() * (1 + 1e-15), vectors
 
 
-def _top(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest eigenvalues and their vectors."""
-    values, vectors = decomposed(g)
-    return values[..., -1], vectors[..., -1]
+def largest(g: Tensor, slack: Tensor) -> BestRows:
+    """The largest of `roots` over i."""
+    lower, upper, vectors = roots(g, slack)
+    value, token = lower.max(-1)
+    at = torch.arange(len(g), device=g.device)
+    none = torch.zeros_like(token)
+    return BestRows(value, token, token, vectors[at, token], upper.amax(-1), none)
 
 
 def largest_block(blocks: Blocks, tol: float) -> BestRows:
     """The largest norm of a block of every map; vectors are of the output.
 
-    Lemma 92 (docs/theory/token_norms.md).
+    Blocks are taken in the order of bounds on them, until what is left lies below the best: Lemma
+    92 (docs/theory/token_norms.md).
     """
-    b = blocks.rows[0]
-    bounds = blocks.norm_bounds()
-    n, flat = bounds.shape[-1], bounds.flatten(1)
-    line = torch.arange(b, device=flat.device)
-    order = flat.topk(min(2 * LEADERS, flat.shape[1]), -1).indices
-    chosen = torch.stack([line[:, None].expand_as(order), order // n, order % n], -1)
-    parts = blocks.single(chosen.flatten(0, 1))[0]
-    top, vectors = _top((parts.mT @ parts).unflatten(0, (b, -1)))
-    best = top.argmax(-1)
-    value, place = top[line, best].clamp_min(0).sqrt(), order[line, best]
-    vector = vectors[line, best]
-    open_ = flat > (value * (1 + tol / 2))[:, None]
-    upper, left = torch.where(open_, 0.0, flat).amax(-1).clamp_min(0), open_.nonzero()
+    every, n, found = blocks.norm_bounds(), blocks.p.shape[-1], []
     size = 32 * blocks.to_v.shape[3] * blocks.width * max(1, blocks.p.shape[2])
     step = max(1, int(FLAT_BYTES // size))
-    for k in range(0, len(left), step):
-        maps, places = left[k : k + step].unbind(-1)
-        parts, slack = blocks.single(torch.stack([maps, places // n, places % n], -1))
-        norms = block_norm(parts) + slack
-        near = (norms > value[maps] * (1 + tol / 2)).nonzero()[:, 0]
-        if len(near):
-            norms[near] = matrix_norm(parts[near]) + slack[near]
-        for i in near.tolist():
-            m = int(maps[i])
-            if float(norms[i]) > float(value[m]) * (1 + tol / 2):
-                found, its = _top((parts[i].mT @ parts[i])[None])
-                if float(found[0]) > float(value[m]) ** 2:
-                    value[m], place[m], vector[m] = found[0].sqrt(), int(places[i]), its[0]
-        upper = upper.scatter_reduce(0, maps, norms, "amax")
-    token = blocks.token[line, place // n]
-    return BestRows(value, token, place % n, vector, upper, torch.zeros_like(token))
+    for m, bounds in enumerate(every.flatten(1)):
+        bounds, order = bounds.sort(descending=True)
+        best, upper, place = torch.zeros_like(bounds[0]), torch.zeros_like(bounds[0]), order[0]
+        vector, first, together = bounds.new_zeros(blocks.width), 0, LEADERS
+        while (left := int((bounds > best * (1 + tol / 2)).sum())) > first:
+            part = order[first : min(first + together, left)]
+            first, together = first + len(part), step
+            chosen = torch.stack([torch.full_like(part, m), part // n, part % n], -1)
+            parts, slack = blocks.single(chosen)
+            norms = block_norm(parts) + slack
+            near = (norms > best * (1 + tol / 2)).nonzero()[:, 0]
+            if len(near):
+                norms[near] = matrix_norm(parts[near]) + slack[near]
+                k = near[norms[near].argmax()]
+                values, vectors = decomposed(parts[k].mT @ parts[k])
+                if bool(values[-1] > best**2):
+                    best, place, vector = values[-1].sqrt(), part[k], vectors[:, -1]
+            upper = upper.maximum(norms.amax())
+        upper = upper.maximum(bounds[first]) if first < len(order) else upper
+        token = blocks.token[m, place // n]
+        each = (best, token, place % n, vector, upper, torch.zeros_like(token))
+        found.append(BestRows(*(t[None] for t in each)))
+    return BestRows.cat(found)
 
 
 def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRows:
@@ -151,50 +125,46 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
     below the best, or below what is ``known`` (b,) of others, are not looked at again; the others
     stay as wide as the weights leave them.
     """
-    b = blocks.rows[0]
-    at, (h, n, d_v) = torch.arange(b, device=blocks.p.device), blocks.v.shape[1:]
-    y, lengths, total = _best(*_climb(blocks, starts(blocks), FIRST_STEPS, tol))
+    at, (h, n, d_v) = torch.arange(len(blocks.p), device=blocks.p.device), blocks.v.shape[1:]
+    y, lengths, total = _climb(blocks, starts(blocks), FIRST_STEPS, tol / 500)
     best = total.amax(-1) if known is None else torch.maximum(total.amax(-1), known)
     target = (best * (1 + 0.9 * tol))[:, None].expand_as(total)
     w, weight = weights_of(blocks, lengths, tol)
     g, slack = blocks.matrix(w)
     square = (target * (1 - 1e-14)) ** 2 / weight.clamp_min(1e-300)
-    upper = torch.where(at_most(g, square - slack) | (weight == 0), target, torch.inf)
+    shown = at_most(g, square - slack) | (weight == 0)
     del g
-    rows, steps = (upper == torch.inf).nonzero(), torch.full_like(at, FIRST_STEPS)
+    upper, steps = torch.where(shown, target, torch.inf), torch.full_like(at, FIRST_STEPS)
     each = h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * blocks.width**2
-    for part in rows.split(max(1, int(FLAT_BYTES // (8 * each)))):
+    for part in (~shown).nonzero().split(max(1, int(FLAT_BYTES // (8 * each)))):
         m, i = part.unbind(-1)
-        found, its, most = _closed(blocks.select(part), y[m, i], lengths[m, i], target[m, i], tol)
-        better = its > total[m, i]
-        y[m[better], i[better]], total[m[better], i[better]] = found[better], its[better]
-        upper[m, i] = most
-    steps[rows[:, 0].unique()] += CONVEX_STEPS
-    leaders = total.topk(min(LEADERS, total.shape[1]), -1).indices
-    chosen = torch.stack([at[:, None].expand_as(leaders), leaders], -1).flatten(0, 1)
-    y = y[chosen[:, 0], chosen[:, 1]][:, None]
-    y, _, total = _best(*_climb(blocks.select(chosen), y, LAST_STEPS, SETTLED))
-    value, best = total.view_as(leaders).max(-1)
-    token, vector = blocks.token[at, leaders[at, best]], y.view(*leaders.shape, -1)[at, best]
-    return BestRows(value, token, token, vector, upper.amax(-1), steps)
+        y[m, i], total[m, i], upper[m, i] = _closed(
+            blocks.select(part), y[m, i], lengths[m, i], tol
+        )
+        steps[m] = FIRST_STEPS + CONVEX_STEPS
+    row = total.argmax(-1)
+    last = blocks.select(torch.stack([at, row], -1)), y[at, row][:, None, None]
+    y, _, value = _climb(*last, LAST_STEPS, SETTLED)
+    token = blocks.token[at, row]
+    return BestRows(value[:, 0], token, token, y[:, 0], upper.amax(-1), steps)
 
 
-def _closed(
-    part: Blocks, y: Tensor, lengths: Tensor, target: Tensor, tol: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Better vectors (k, 1, r), their sums and upper values (k,) of rows that are left open.
+def _closed(blocks: Blocks, y: Tensor, lengths: Tensor, tol: float) -> tuple[Tensor, ...]:
+    """Better vectors (k, r), their sums and upper values (k,) of rows that are left open.
 
     The bound is minimised over weights, through its dual: matrices of several columns climb
-    together from vectors y (k, 1, r) and others, and their columns are starts once more.
+    together from vectors y (k, r), eigenvectors at their weights and a fixed direction without
+    preference; then their columns climb by themselves.
     """
-    many = more_starts(part, y[:, None], lengths[:, None, None])
-    many, upper = many / many.shape[2] ** 0.5, torch.full_like(target, torch.inf)
-    for _ in range(ROUNDS):
-        many, lengths, total = _climb(part, many, CONVEX_STEPS, tol / 100, together=True)
-        upper = upper.minimum(bounded(part, lengths[:, :, 0], tol)[:, 0])
-        if bool((upper <= (total[:, 0, 0] * (1 + tol / 8)).maximum(target)).all()):
-            break
-    y, _, total = _best(*_climb(part, _unit(many), STEPS, tol))
+    w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
+    vectors = decomposed(blocks.matrix(w[:, None])[0])[1].mT.flip(-2)[..., :3, :]
+    drawn = _unit(normal_numbers(y.shape[-1], "one more start")[None].to(y.device))
+    many = torch.cat([y[:, None, None], vectors, drawn.expand(len(y), 1, -1, -1)], 2)
+    many = many / many.shape[2] ** 0.5
+    many, lengths, _ = _climb(blocks, many, CONVEX_STEPS, tol / 50_000, together=True)
+    upper = bounded(blocks, lengths[:, :, 0], tol)[:, 0]
+    many = torch.cat([y[:, None, None], _unit(many)], 2)
+    y, _, total = _climb(blocks, many, STEPS, tol / 500)
     return y[:, 0], total[:, 0], upper
 
 
@@ -209,50 +179,34 @@ def starts(blocks: Blocks) -> Tensor:
     index = weight.argmax(-1)[..., None, None].expand(*weight.shape[:-1], 1, blocks.v.shape[-1])
     second = blocks.a.gather(-2, index)[..., 0, :].flatten(2)
     both = torch.stack([first, second], 2)
-    if blocks.w_o is not None:
-        both = both @ blocks.w_o.flatten(0, 1)
-    return _unit(both)
+    return _unit(both if blocks.w_o is None else both @ blocks.w_o.flatten(0, 1))
 
 
 def _unit(y: Tensor) -> Tensor:
     """Vectors (..., r) divided by their length; where that is zero, one of equal entries."""
-    size = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-    return torch.where(size > 0, y / size.clamp_min(1e-300), y.shape[-1] ** -0.5)
-
-
-def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
-    """Vectors to climb from once more, (k, 1, s, r).
-
-    Those that were found, y (k, 1, 1, r), the first eigenvectors at their weights, and a fixed
-    direction without preference.
-    """
-    w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
-    vectors = decomposed(blocks.matrix(w[:, :, 0])[0])[1].mT.flip(-2)[..., :3, :]
-    drawn = normal_numbers(y.shape[-1], "one more start")[None].to(y.device)
-    return torch.cat([y, vectors, _unit(drawn).expand(len(y), 1, -1, -1)], 2)
+    zero = (y == 0).all(-1, keepdim=True)
+    return normalize(torch.where(zero, 1.0, y), dim=-1, eps=1e-300)
 
 
 def _climb(
     blocks: Blocks, y: Tensor, steps: int, tol: float, *, together: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Vectors, their lengths and sums after so many steps from y, fewer where sums have settled."""
+    """Vectors, their lengths and sums after so many steps from y (b, i, s, r).
+
+    Fewer where no sum grows by ``tol`` any more. Of the best of several, (b, i, r), (b, i, n) and
+    (b, i); or of the matrix that they are ``together``.
+    """
     following, lengths, total = blocks.ascend(y, together=together)
     for _ in range(steps):
         before, y = total, following
         following, lengths, total = blocks.ascend(y, together=together)
-        if bool((total <= before * (1 + tol / 500)).all()):
+        if bool((total <= before * (1 + tol)).all()):
             break
-    return y, lengths, total
-
-
-def _best(y: Tensor, lengths: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best of several starts: (b, i, 1, r), (b, i, n), (b, i)."""
+    if together:
+        return y, lengths, total
     best = total.argmax(-1)[..., None]
-
-    def chosen(t: Tensor) -> Tensor:
-        return t.gather(2, best[..., None].expand(*best.shape, t.shape[-1]))
-
-    return chosen(y), chosen(lengths)[:, :, 0], total.gather(2, best)[..., 0]
+    y, lengths = (t.take_along_dim(best[..., None], 2)[:, :, 0] for t in (y, lengths))
+    return y, lengths, total.gather(2, best)[..., 0]
 
 
 def weights_of(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Every token moves a little, or one token a lot, and the worst output token count
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -19,9 +19,15 @@ from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap, heads_of
 from lipbound.jacobians.spectral_norm import shaped
-from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
-from lipbound.jacobians.token_norms.row_search import BestRows, largest, largest_block, steepest
-from lipbound.linalg.matrix_norms import UNIT, largest_eigenvalue, times_power, times_power_up
+from lipbound.jacobians.token_norms.blocks import LayerTensors
+from lipbound.jacobians.token_norms.row_search import (
+    BestRows,
+    largest,
+    largest_block,
+    roots,
+    steepest,
+)
+from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
 from lipbound.linalg.solution import Norm
 
 T = TypeVar("T")
@@ -146,7 +152,7 @@ def _norms(att: Attention, norm: str, map: str, tol: float, vectors: bool) -> No
     measured = PreparedMap(att.double(), map)
     parts = tensors_of(measured)
     every = BestRows.cat([_found(parts.of_maps(m), rows, norm, tol) for m, rows in chunks(parts)])
-    every = replace(every, upper=every.upper + parts.vanished)
+    every = every._replace(upper=every.upper + parts.vanished)
     return shaped(att, _ends(measured, every, norm, tol, vectors), measured)
 
 
@@ -162,8 +168,8 @@ def _found(parts: LayerTensors, chunks: list[slice], norm: str, tol: float) -> B
         elif norm == "token-pair":
             one = largest_block(parts.rows(rows), tol)
         else:
-            one = largest(*matrices(parts, rows, columns=norm == "one-token"), tol / 4)
-            one = replace(one, token=one.token + rows.start)
+            one = largest(*matrices(parts, rows, columns=norm == "one-token"))
+            one = one._replace(token=one.token + rows.start)
         best = one if best is None else best.joined(one)
     assert best is not None
     return best
@@ -185,26 +191,21 @@ def _ends(measured: PreparedMap, found: BestRows, norm: str, tol: float, vectors
     op, batch = measured.op, torch.arange(len(found.token), device=found.token.device)
     roundoff = measured.roundoff
     error, product = (t.to(found.value.device) for t in (roundoff.tensors, roundoff.products))
-    unit = _unit(found.vector, -1)
     root = op.in_shape[0] ** 0.5 if norm == "every-token" else 1.0
     shape = op.in_shape if norm == "one-token" else op.out_shape
-    one = torch.zeros(op.batch, *shape, dtype=torch.float64, device=unit.device)
-    one[batch, found.token] = unit
-    if norm == "one-token":
-        right, left = one, op.jvp(one)
-        reached = torch.linalg.vector_norm(left, dim=(1, 2))
-        left = _unit(left, (1, 2))
+    left = torch.zeros(op.batch, *shape, dtype=torch.float64, device=batch.device)
+    left[batch, found.token] = _unit(found.vector, -1)
+    right = op.jvp(left) if norm == "one-token" else op.vjp(left)
+    if norm == "token-pair":
+        alone = torch.zeros_like(right)
+        alone[batch, found.source] = right[batch, found.source]
+        right = alone
+    lengths = torch.linalg.vector_norm(right, dim=-1)
+    if norm == "every-token":
+        reached, right = lengths.sum(-1), _unit(right, -1)
     else:
-        left, pulled = one, op.vjp(one)
-        lengths = torch.linalg.vector_norm(pulled, dim=-1)
-        if norm == "every-token":
-            reached, right = lengths.sum(-1), _unit(pulled, -1)
-        elif norm == "output-token":
-            reached, right = torch.linalg.vector_norm(lengths, dim=-1), _unit(pulled, (1, 2))
-        else:
-            at = batch, found.source
-            reached, right = lengths[at], torch.zeros_like(pulled)
-            right[at] = _unit(pulled[at], -1)
+        reached, right = torch.linalg.vector_norm(lengths, dim=-1), _unit(right, (1, 2))
+    left, right = (right, left) if norm == "one-token" else (left, right)
     sums = 2 * (sum(op.in_shape) + math.prod(op.out_shape) + 16) * UNIT
     lower = reached * (1 - sums) - root * (product + error) * (1 + 1e-6)
     lower = torch.nan_to_num(lower, nan=0.0, posinf=0.0).clamp_min(0).cpu()
@@ -278,48 +279,33 @@ def token_profile(att: Attention, *, map: str = "head") -> TokenProfile:
     """
     check(att, "token_profile", map)
     found = [_profile(part, map) for part in pieces(att, map)]
-
-    def joined(several: Sequence[Tensor], dim: int) -> Tensor:
-        return torch.cat(list(several), dim)
-
-    lower, upper, output_lower, output_upper = (
-        beside(end, att.samples, map, joined) for end in zip(*found, strict=True)
-    )
+    ends = beside(found, att.samples, map, lambda several, dim: torch.cat(list(several), dim))
+    lower, upper, output_lower, output_upper = ends.unbind(-1)
     return TokenProfile(lower, upper, output_lower, output_upper, map)
 
 
 @torch.no_grad()
-def _profile(att: Attention, map: str) -> list[Tensor]:
-    """Both ends of columns, then of rows, of one of the `pieces` of a layer."""
+def _profile(att: Attention, map: str) -> Tensor:
+    """Both ends of columns, then of rows, of one of the `pieces` of a layer.
+
+    (1, heads, N, 4), or (1, N, 4) for a whole layer.
+    """
     measured = PreparedMap(att.double(), map)
-    parts, shape = tensors_of(measured), (1, att.tokens) if map in WHOLE else (1, -1, att.tokens)
-    exponents = measured.exponents[:, None] if map not in WHOLE else measured.exponents[:1]
+    parts, ends = tensors_of(measured), []
+    exponents = measured.exponents[: len(parts.p), None]
     error = measured.roundoff.tensors.cpu()[:, None] * (1 + 1e-6)
-    nothing = torch.zeros(1, att.tokens) if att.valid is None else ~att.valid.cpu()
-    nothing = nothing.bool().view(1, *(1,) * (len(shape) - 2), -1)
-    ends: list[Tensor] = []
     for columns in (True, False):
-        found = [
-            torch.cat(
-                [_both_ends(*matrices(parts.of_maps(m), r, columns=columns)) for r in rows], -1
-            )
-            for m, rows in chunks(parts)
-        ]
+        found = []
+        for maps, rows in chunks(parts):
+            some = [roots(*matrices(parts.of_maps(maps), r, columns=columns))[:2] for r in rows]
+            found.append(torch.cat([torch.stack(both) for both in some], -1))
         lower, upper = torch.cat(found, 1).cpu()
         lower = torch.nan_to_num(lower - error, nan=0.0, posinf=0.0).clamp_min(0)
         upper = upper + error + parts.vanished.cpu()[:, None]
         upper = torch.nan_to_num(upper, nan=math.inf, posinf=math.inf)
-        lower, upper = times_power(lower, exponents), times_power_up(upper, exponents)
-        lower, upper = torch.where(lower < 1e-300, 0.0, lower).view(shape), upper.view(shape)
-        ends += [end.masked_fill(nothing, 0.0) for end in (lower, upper)]
-    return ends
-
-
-def _both_ends(g: Tensor, slack: Tensor) -> Tensor:
-    """Both ends of roots of the largest eigenvalues of matrices (b, i, n, n), (2, b, i).
-
-    The matrices are positive semi-definite, and known up to ``slack``.
-    """
-    lower, upper, _ = largest_eigenvalue(g)
-    lower = (lower - slack).clamp_min(0).sqrt() * (1 - 1e-15)
-    return torch.stack([lower, (upper + slack).sqrt() * (1 + 1e-15)])
+        lower = times_power(lower, exponents)
+        ends += [torch.where(lower < 1e-300, 0.0, lower), times_power_up(upper, exponents)]
+    every = torch.stack(ends, -1)
+    if att.valid is not None:
+        every = every.masked_fill(~att.valid.cpu()[..., None], 0.0)
+    return every if map in WHOLE else every[None]

@@ -13,15 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.projections import Projections
-from lipbound.attention.scoring import Scoring
 from lipbound.attention.validation import sees_some_key
-from lipbound.attention.variants import Variant
-from lipbound.attention.variants.cap import Cap
 from lipbound.attention.variants.other_stream import OtherStream
-from lipbound.attention.variants.qk_norm import QKNormalised
-from lipbound.attention.variants.sinks import Sinks
-from lipbound.attention.variants.value_norm import ValueNorm
 from lipbound.errors import AttentionError, CaptureError, UnfaithfulPassError
 from lipbound.models.capture.probing import ProbedWeights
 from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, from_heads, relative_error
@@ -48,41 +41,33 @@ def assemble(call: Call, weights: ProbedWeights, *, late: bool = False) -> Atten
     def cast(t: Tensor | None) -> Any:
         return None if t is None else t.to(x.dtype)
 
-    projections = Projections(*map(cast, (*weights.w, *weights.b, weights.w_o)))
     scale = call.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    scoring = Scoring(scale, cast(_simplified(call)), tuple(variants_of(call, weights, late)))
     valid = call.valid_keys if call.sides == "kv" else call.valid_rows
+    w_q, w_k, w_v, b_q, b_k, b_v = map(cast, (*weights.w, *weights.b))
+    own = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "w_o": cast(weights.w_o)}
+    own |= {"scale": scale, "mask": cast(_simplified(call)), "valid": valid}
     try:
-        return Attention.of(x, projections, scoring, valid=valid)
+        return Attention(x, w_q, w_k, w_v, **own, **steps_of(call, weights), norm_late=late)
     except AttentionError as error:
         raise CaptureError(f"layer {call.name}: {error}") from error
 
 
-def variants_of(call: Call, weights: ProbedWeights, late: bool = False) -> list[Variant]:
+def steps_of(call: Call, weights: ProbedWeights) -> dict[str, Any]:
     """Return what a call does to queries, keys and scores beside projecting and scaling.
 
-    A new variant is one more step here, read off the call or off what probing found.
-
-    Args:
-        call: of the layer.
-        weights: what probing found.
-        late: whether queries and keys are normalised after they are turned.
+    As arguments of `Attention`. What else there is, is one more of them: read off the call or off
+    what probing found.
     """
-    dtype = call.x.dtype
-    found: list[Variant | None] = [weights.gate]
-    norm_q, norm_k, norm_v = weights.norms
-    if norm_q is not None or norm_k is not None:
-        found.append(QKNormalised(norm_q, norm_k, late))
-    if norm_v is not None:
-        found.append(ValueNorm(norm_v))
-    if (cap := call.extras.get("softcap")) is not None:
-        found.append(Cap(float(cap)))
+    found: dict[str, Any] = {"gate": weights.gate, "cap": call.extras.get("softcap")}
+    found |= zip(("norm_q", "norm_k", "norm_v"), weights.norms, strict=True)
     if (sinks := call.extras.get("s_aux")) is not None:
-        found.append(Sinks(sinks.detach().flatten()))
-    steps = [step.map(lambda t: t.to(dtype)) for step in found if step is not None]
-    if weights.turns is not None and weights.turns.rotation is not None:
-        steps.append(weights.turns.rotation)  # its angles stay in float64
-    return steps if call.sides == "qkv" else [*steps, _other_stream(call)]
+        found["sinks"] = sinks.detach().flatten().to(call.x.dtype)
+    found = {
+        name: part.to(call.x.dtype) if hasattr(part, "to") else part for name, part in found.items()
+    }
+    if weights.turns is not None:
+        found["rotation"] = weights.turns.rotation  # its angles stay in float64
+    return found if call.sides == "qkv" else found | {"other_stream": _other_stream(call)}
 
 
 def _other_stream(call: Call) -> OtherStream:

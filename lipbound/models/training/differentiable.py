@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.projections import Projections
-from lipbound.attention.scoring import Scoring
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, shown
 from lipbound.models.capture.rerun import relative_error
@@ -194,11 +192,17 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     def each_head(t: Tensor) -> Tensor:
         return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
 
-    biases = (None if b is None else each_head(b) for b in found.b)
-    projections = Projections(*map(each_head, found.w), *biases)
-    scoring = Scoring(float(call.scale), None if mask is None else mask.to(home, dtype))
-    valid = None if valid is None else valid.to(home)
-    att = Attention.of(x.to(home, dtype), projections, scoring, valid=valid)
+    b_q, b_k, b_v = (None if b is None else each_head(b) for b in found.b)
+    att = Attention(
+        x.to(home, dtype),
+        *map(each_head, found.w),
+        b_q=b_q,
+        b_k=b_k,
+        b_v=b_v,
+        scale=float(call.scale),
+        mask=None if mask is None else mask.to(home, dtype),
+        valid=None if valid is None else valid.to(home),
+    )
     _check(att, call, first)
     return att
 
