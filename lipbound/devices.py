@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -52,8 +52,12 @@ def resolve_device(device: str | torch.device) -> str:
 
 def has_float64(device: str | torch.device) -> bool:
     """Return whether a device computes in float64, which Apple's GPUs do not."""
-    if torch.device(device).type in ("cpu", "cuda"):
-        return True
+    kind = torch.device(device).type
+    return kind in ("cpu", "cuda") or _computes_float64(kind)
+
+
+@cache
+def _computes_float64(device: str) -> bool:
     try:
         return bool(torch.ones(1, dtype=torch.float64, device=device).sum() == 1)
     except (TypeError, RuntimeError, NotImplementedError):

@@ -4,7 +4,7 @@ A running error analysis. The numbers a layer is made of are taken as exact. Eve
 them and P is counted: Lemmas 68 and 69 (docs/theory/rounding.md).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -59,6 +59,18 @@ class TensorErrors:
     p: Tensor
     weights: Tensor
 
+    def peaks(self, *others: Tensor) -> tuple["TensorErrors", list[Tensor]]:
+        """Return the largest of all tokens, and others, (samples, heads) each on the CPU."""
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        groups = [
+            [name for name, t in every.items() if t.shape[-1] == n]
+            for n in dict.fromkeys(t.shape[-1] for t in every.values())
+        ]
+        largest = [torch.stack([every[name] for name in group]).amax(-1) for group in groups]
+        found = list(torch.cat([*largest, *(t[None] for t in others)]).cpu())  # in one read
+        names = (name for group in groups for name in group)
+        return TensorErrors(**dict(zip(names, found, strict=False))), found[len(every) :]
+
 
 @memoised
 def tensor_errors(att: Attention) -> TensorErrors:
@@ -81,8 +93,8 @@ def _tensor_errors(att: Attention) -> TensorErrors:
         if differences or side == "v":  # centring
             error = error + 2 * UNIT * lengths
         valid = att.valid_rows if side == "q" else att.valid_keys
-        each = (lengths, error, *slopes)
-        found.append([_upper(t.expand(lengths.shape), valid) for t in each])
+        each = torch.stack([t.expand(lengths.shape) for t in (lengths, error, *slopes)])
+        found.append(list(_upper(each, valid)))
     (q, q_error, *_), (k, k_error, *_), _ = found
     # of scale q k^T in every row, and how large its entries can be
     longest, furthest, c = k.amax(-1, keepdim=True), k_error.amax(-1, keepdim=True), abs(att.scale)

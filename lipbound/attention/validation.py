@@ -134,6 +134,7 @@ def check_values(att: "Attention", names: Collection[str] | None = None) -> None
     Raises:
         AttentionError: they do not.
     """
+    largest: dict[str, Tensor] = {}
     for name, t in att.tensors().items():
         if name.endswith(("valid", "part")) or (names is not None and name not in names):
             continue
@@ -154,7 +155,11 @@ def check_values(att: "Attention", names: Collection[str] | None = None) -> None
                 )
             continue
         counted = t[att.valid] if name == "x" and att.valid is not None else t
-        if not bool(torch.isfinite(counted).all()):
+        if counted.numel():
+            largest[name] = counted.detach().abs().amax().double()
+    sizes = torch.stack(list(largest.values())).tolist() if largest else []  # in one read
+    for name, size in zip(largest, sizes, strict=True):
+        if not math.isfinite(size):
             raise AttentionError(
                 f"{name} has NaN or infinite entries; the Jacobian is not defined there"
             )

@@ -54,16 +54,21 @@ class Mixing(NamedTuple):
     root: float
 
     @staticmethod
-    def of(columns: Tensor, largest: Tensor, real: Tensor | None) -> "Mixing":
+    def of(
+        e: TensorErrors, columns: Tensor, largest: Tensor, real: Tensor | None
+    ) -> tuple[TensorErrors, "Mixing"]:
         """From computed column sums (..., heads, keys) and largest entries (..., heads, rows).
 
         Rows that are padding, where ``real`` (..., 1, rows) is False, do not count.
+
+        Returns:
+            The largest errors of all tokens, and these values, (..., heads) each on the CPU.
         """
         n = max(columns.shape[-1], largest.shape[-1])
-        rest = (1 - largest).clamp_min(0) + (n + 8) * UNIT
-        rest = rest if real is None else rest.masked_fill(~real, 0.0)
-        norm, spread = ((t.amax(-1) * MARGIN).sqrt() for t in (columns, rest))
-        return Mixing(norm, spread, n**0.5)
+        largest = largest if real is None else largest.masked_fill(~real, 1.0)
+        peaks, (column, least) = e.peaks(columns.amax(-1), largest.amin(-1))
+        rest = (1 - least).clamp_min(0) + (n + 8) * UNIT
+        return peaks, Mixing((column * MARGIN).sqrt(), (rest * MARGIN).sqrt(), n**0.5)
 
     @property
     def anything(self) -> "Mixing":
@@ -92,9 +97,9 @@ class Sizes(NamedTuple):
     @staticmethod
     def of(e: TensorErrors, mix: Mixing) -> "Sizes":
         """Sizes of the computed tensors."""
-        value, *rest = (t.amax(-1) for t in (e.v, e.k, e.q, e.q_slope, e.k_slope, e.v_slope))
-        near = torch.minimum(mix.root * mix.spread, mix.norm)
-        return Sizes(2 * value * mix.spread.clamp_max(1), 2 * value * near, *rest)
+        near, slopes = mix.root * mix.spread, (e.q_slope, e.k_slope, e.v_slope)
+        reach = 2 * e.v * torch.minimum(near, mix.norm)
+        return Sizes(2 * e.v * mix.spread.clamp_max(1), reach, e.k, e.q, *slopes)
 
     def through(self, mix: Mixing, scale: float) -> tuple[Tensor, Tensor]:
         """Return what passes through scores, and through values: norms of both parts of J.
@@ -106,10 +111,10 @@ class Sizes(NamedTuple):
 
     def plus(self, e: TensorErrors, mix: Mixing) -> "Sizes":
         """Return sizes of the exact tensors: these, and what rounding may have moved them by."""
-        sums = 2 * (e.k.shape[-1] + 8) * UNIT * e.v.amax(-1)
-        off = 2 * e.v_error.amax(-1) + e.p.amax(-1) * self.off + sums  # of v_j, and of o_i
+        sums = 2 * (mix.root**2 + 8) * UNIT * e.v
+        off = 2 * e.v_error + e.p * self.off + sums  # of v_j, and of o_i
         errors = (e.k_error, e.q_error, e.q_slope_error, e.k_slope_error, e.v_slope_error)
-        more = [off, off * mix.norm, *(t.amax(-1) for t in errors)]
+        more = [off, off * mix.norm, *errors]
         return Sizes(*(size + error for size, error in zip(self, more, strict=True)))
 
 
@@ -121,7 +126,7 @@ def distance(e: TensorErrors, mix: Mixing, scale: float) -> Tensor:
     known, what holds for any P.
 
     Args:
-        e: errors of the tensors, (..., heads, N).
+        e: errors of the tensors, the largest of all tokens, (..., heads).
         mix: about P.
         scale: of the scores.
 
@@ -131,12 +136,12 @@ def distance(e: TensorErrors, mix: Mixing, scale: float) -> Tensor:
     computed = Sizes.of(e, mix)
     exact = computed.plus(e, mix)
     before, after = computed.through(mix, scale), exact.through(mix, scale)
-    weights, p = e.weights.amax(-1), e.p.amax(-1)
+    weights, p = e.weights, e.p
     changed = (1 + weights) * after[0] - before[0] + (1 + p) * after[1] - before[1]
     rounded = 16 * UNIT * ((1 + weights) * after[0] + (1 + p) * after[1])  # of the difference
-    length, most = 2 * (e.v + e.v_error).amax(-1), mix.anything
+    length, most = 2 * (e.v + e.v_error), mix.anything
     whatever = exact._replace(off=length, reach=length * most.norm).through(most, scale)
-    known = torch.isfinite(e.score).all(-1)  # a variant may not say what it does to scores
+    known = torch.isfinite(e.score)  # a variant may not say what it does to scores
     least = torch.minimum(_upper(changed + rounded), _upper(2 * (whatever[0] + whatever[1])))
     return torch.where(known, least, torch.inf)
 
@@ -166,9 +171,10 @@ def roundoff(
     """
     e, n = tensor_errors(att) if alone is None else alone.errors(att), max(att.rows, att.keys)
     e = e if values is None else replace(e, v=values)
-    columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(e.v.shape)
+    shape = e.q.shape
+    columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(*shape[:2], -1)
     real = None if att.valid_rows is None else att.valid_rows[:, None]
-    mix = Mixing.of(columns, op.largest().view(e.q.shape), real)
+    e, mix = Mixing.of(e, columns, op.largest().view(shape), real)
     # products take v_j and o_i one by one, whose difference may be small
     apart = mix._replace(spread=torch.ones_like(mix.spread))
     size = sum(Sizes.of(e, apart).through(mix, att.scale), start=torch.zeros_like(mix.norm))
@@ -179,7 +185,7 @@ def roundoff(
     steps = n + max(2 * att.d, att.d_v) + 2 * att.d + att.d_v + 40
     if not op.turned_alone:
         steps += 2 * (att.d + att.d_v + op.in_shape[1]) + 48
-    found = Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, steps * UNIT * size, size)))
+    found = Roundoff(*(_upper(t).flatten() for t in (tensors, steps * UNIT * size, size)))
     gate = att.gate
     return found if gate is None else gated(att, gate, op, e, found, alone=alone is not None)
 
@@ -195,7 +201,7 @@ def gated(
         att: the layer.
         gate: its gate.
         op: its Jacobian.
-        e: errors of its tensors.
+        e: errors of its tensors, the largest of all tokens, on the CPU.
         before: roundings of the heads before their gates, (samples x heads,).
         alone: whether the gate is held, as where one side moves alone, and scales outputs only.
     """
@@ -209,8 +215,8 @@ def gated(
     logits = 2 * (gate.w.shape[1] + 8) * UNIT * (token * size + bias)
     shift = 0.0 if att.b_v is None else torch.linalg.vector_norm(att.b_v, dim=-1)
     made = token * torch.linalg.matrix_norm(att.w_v) + shift
-    made = 4 * (att.x.shape[2] + att.tokens + 32) * UNIT * made + e.v_error.amax(-1)
-    p = e.p.amax(-1)
+    made = 4 * (att.x.shape[2] + att.tokens + 32) * UNIT * made + e.v_error.to(att.device)
+    p = e.p.to(att.device)
     off = p * longest + (1 + p) * made  # of outputs
     own = torch.zeros_like(longest) if alone else size * longest / 4
     moved = torch.zeros_like(own) if alone else size * (longest * (logits + 16 * UNIT) + off / 2)

@@ -16,13 +16,13 @@ def distinct(spans: list[Tensor]) -> list[Tensor]:
 
 
 TOGETHER = 12
-"""Entries whose lengths are taken at a time."""
+"""Entries whose lengths a CPU takes at a time, in its cache."""
 
 
 def length_by_squares(
     c: Tensor, squares: Tensor, heads: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return lengths of c w^T, and how much too long they may be, (batch,) each.
+    """Return lengths of c w^T, and how much too long they may be, (batch,) each on the CPU.
 
     The end of Lemma 71 (docs/theory/rounding.md).
 
@@ -32,13 +32,14 @@ def length_by_squares(
         heads: of each entry of the batch, (batch,).
         count: rows of w, of which each entry of the products is a sum.
     """
-    parts = zip(c.split(TOGETHER), heads.split(TOGETHER), strict=True)
-    value = torch.cat([(part * (part @ squares[head])).sum(-1).sum(-1) for part, head in parts])
+    together = TOGETHER if c.device.type == "cpu" else len(c)
+    parts = zip(c.split(together), heads.split(together), strict=True)
+    sums = torch.cat([(part * (part @ squares[head])).sum(-1).sum(-1) for part, head in parts])
+    trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[heads]
+    value, lengths, trace = torch.stack([sums, c.square().sum((-1, -2)), trace]).cpu().double()
     (n, m), known = c.shape[1:], torch.finfo(c.dtype)
-    lengths = c.square().sum((-1, -2))
-    size = lengths * squares.diagonal(dim1=-2, dim2=-1).sum(-1)[heads]
     underflow = m * (count + m + 1) * known.tiny * (lengths + n * m)
-    rounding = (count + 2 * m + n + 8) * known.eps * size
+    rounding = (count + 2 * m + n + 8) * known.eps * lengths * trace
     least = (value - rounding - underflow).clamp_min(0).sqrt()
     length = value.clamp_min(0).sqrt()
     return length, length - least

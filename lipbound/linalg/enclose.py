@@ -202,7 +202,7 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     low, size, top, image = _quotients(op, roundoff, left.double(), tol)
     noise = roundoff.tensors + roundoff.products
     if search is not op:
-        noise = noise + _blur(problem, top, image, low, size)
+        noise = noise + _blur(problem, top, image, low)
     high = torch.maximum(found.lower * (1 + found.error), size) + noise
     apart = torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf)
     error = torch.where(high > low, apart, found.error)
@@ -220,30 +220,28 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     return norm, top
 
 
-def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor, length: Tensor) -> Tensor:
+def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor) -> Tensor:
     r"""Return how far products of the search are from those of the operators, (batch,).
 
-    As seen at the vectors ``top``, whose images are ``image``, of these lengths. Where the norm is
-    so much smaller than what is added up in its products that their rounding may hide other
-    vectors, a random direction is looked at, too, in which a difference of one direction alone
-    shows as one part of :math:`n^{1/2}`.
+    As seen at the vectors ``top``, whose images are ``image``. Where the norm is so much smaller
+    than what is added up in its products that their rounding may hide other vectors, a random
+    direction is looked at, too, in which a difference of one direction alone shows as one part of
+    :math:`n^{1/2}`.
     """
 
-    def apart(search: JacobianOperator, y: Tensor, exact: Tensor, length: Tensor) -> Tensor:
+    def apart(search: JacobianOperator, y: Tensor, exact: Tensor) -> Tensor:
         seen = search.image(y.to(search.dtype).view(-1, *search.out_shape))
-        off = search.length((exact - seen.double()).to(search.dtype))[0].double().cpu()
-        found = off + (length - search.length(seen)[0].double().cpu()).abs()
-        return torch.nan_to_num(found, nan=math.inf)
+        off = search.length((exact - seen.double()).to(search.dtype))[0]
+        return torch.nan_to_num(off, nan=math.inf)
 
-    blur, size = apart(problem.search, top, image, length), problem.roundoff.size
+    blur, size = apart(problem.search, top, image), problem.roundoff.size
     unit = torch.finfo(problem.search.dtype).eps
     unsure = (~(ADDED * unit * size <= problem.tol * low) | (size == 0)).nonzero()[:, 0]
     if len(unsure):
         part = problem.select(unsure)
         y = start_vectors(part.op, part.op.out_shape, part.seeds_for("blur"))
         exact = part.op.image(y.view(-1, *part.op.out_shape))
-        off = apart(part.search, y, exact, part.op.length(exact)[0].cpu())
-        seen = HIDDEN * y.shape[1] ** 0.5 * off
+        seen = HIDDEN * y.shape[1] ** 0.5 * apart(part.search, y, exact)
         blur[unsure] = torch.maximum(blur[unsure], seen)
     return torch.where(low < FAINT, math.inf, blur)
 
@@ -268,18 +266,17 @@ def _quotients(
         The bounds and the lengths, (batch,) each, the vectors with length one, and what
         `JacobianOperator.image` gives of these.
     """
-    z = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300)
-    z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
+    z = torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
     z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
     image = op.image(z.view(-1, *op.out_shape))
     size, more = op.length(image)
     rough = (~(more <= ROUGH * tol * size)).nonzero()[:, 0]
     if len(rough):
-        part = op.select(rough)
-        size[rough], more[rough] = JacobianOperator.length(
-            part, part.vjp(z[rough].view(-1, *op.out_shape))
-        )
-    size, more, own = size.cpu(), more.cpu(), (2 * z.shape[1] + 16) * UNIT
+        there = rough.to(op.device)
+        part = op.select(there)
+        inputs = part.vjp(z[there].view(-1, *op.out_shape))
+        size[rough], more[rough] = JacobianOperator.length(part, inputs)
+    own = (2 * z.shape[1] + 16) * UNIT
     low = (size - more) * (1 - own) - roundoff.products * (1 + 1e-6) - roundoff.tensors
     low = torch.where(torch.isfinite(size), low, 0.0).nan_to_num(0.0).clamp_min(0)
     return low, size, z, image

@@ -14,7 +14,7 @@ from lipbound.linalg.operators import JacobianOperator
 Array = np.ndarray
 WORTH_COPYING = 0.8
 """Share of a batch that is still at work below which it is copied to a smaller one."""
-LOOK, FAR_LOOK = 2, 4
+LOOK, FAR_LOOK = 2, 3
 """Steps between two looks at recurrences, whose small eigenvalue problems cost as much as a step:
 on the CPU, and on other devices, which wait for every look."""
 LARGE = 2**14

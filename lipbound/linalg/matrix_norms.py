@@ -11,13 +11,15 @@ from torch import Tensor
 UNIT = 2.0**-53
 SMALLEST = 1e-140
 """Norms below it have no squares in the range of float64."""
+GRAM_RANGE = 1e200
+"""Sums of squares between this and its inverse have lost nothing to the range of float64."""
 LARGEST_DENSE_EIG = 1024
 """Largest matrix handed to a dense eigensolver where an iterative upper bound has not settled."""
 LOOK = 3
 """Steps of power iteration between two looks at what it has shown, which cost as much."""
-SQUARED, SQUARINGS = 16, 6
-"""Largest matrix whose Gram matrix is squared, and how often, before power iteration: for small
-ones that is less work than the steps it saves."""
+SQUARED, FAR_SQUARED = 16, 1024
+"""Largest matrix whose Gram matrix is raised to the power 64 before power iteration: for small ones
+that is less work than the steps it saves, on a CPU and on other devices."""
 VECTOR_STEPS = 20_000
 """Steps of power iteration for a vector whose derivative is wanted, beyond that size."""
 
@@ -84,19 +86,33 @@ def matrix_norm(w: Tensor) -> Tensor:
     the rounding of that matrix: Lemma 75 (docs/theory/upper_values.md). The derivative is that of
     ``|w v|`` at a top singular vector v.
     """
-    fixed, _, size, bad = ordinary(w)
-    tall = fixed if w.shape[-2] >= w.shape[-1] else fixed.mT
-    gram = tall.mT @ tall
+    whole = w.detach().double()
+    gram, size, bad = _gram(whole), None, None
+    traces = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    if not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
+        fixed, _, size, bad = (t.cpu() for t in ordinary(whole))
+        gram = _gram(fixed)
     squares = gram.diagonal(dim1=-2, dim2=-1)
-    rounding = 2 * gamma(2 * sum(tall.shape[-2:]) + 4) * squares.sum(-1)
+    rounding = 2 * gamma(2 * sum(w.shape[-2:]) + 4) * squares.sum(-1)
     top = _enlarged(gram, squares.amax(-1), eigenvalues(gram))
-    norm = (top + rounding).sqrt() * (1 + 4 * UNIT) * size
-    norm = norm.masked_fill(bad, torch.nan)
+    norm = (top + rounding).sqrt() * (1 + 4 * UNIT)
+    if size is not None and bad is not None:
+        norm = (norm * size).masked_fill(bad, torch.nan)
+    norm = norm.to(w.device)
     if not w.requires_grad:
         return norm
-    v = torch.linalg.eigh(gram).eigenvectors[..., -1:]
+    v = torch.linalg.eigh(gram).eigenvectors[..., -1:].to(w.device)
     image = (w if w.shape[-2] >= w.shape[-1] else w.mT).double() @ v
     return with_derivative(norm, (_unit_columns(image.detach()) * image).sum((-1, -2)))
+
+
+def _gram(w: Tensor) -> Tensor:
+    """Return the Gram matrices of the shorter side, on the CPU.
+
+    Decompositions of small matrices take longer on a GPU, where the products are formed.
+    """
+    tall = w if w.shape[-2] >= w.shape[-1] else w.mT
+    return (tall.mT @ tall).cpu()
 
 
 def _unit_columns(u: Tensor) -> Tensor:
@@ -353,12 +369,10 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
     active = torch.arange(len(flat), device=flat.device)
     part, going = flat, torch.ones_like(active, dtype=torch.bool)
     y = torch.ones_like(flat[:, :1])  # rows: products with columns take several times as long
-    if n <= SQUARED:
-        power = flat.mT @ flat
-        for _ in range(SQUARINGS):
-            power = power / power.amax((-1, -2), keepdim=True).clamp_min(1e-300)
-            power = power @ power
-        y = (y @ power).clamp_min(1e-14)
+    if n <= (SQUARED if flat.device.type == "cpu" else FAR_SQUARED):
+        power = torch.linalg.matrix_power(flat.mT @ flat, 8)  # entries are at most n^16
+        power = power / power.amax((-1, -2), keepdim=True).clamp_min(1e-300)
+        y = (y @ torch.linalg.matrix_power(power, 8)).clamp_min(1e-14)
     for step in range(max_steps):
         z = (y @ part.mT) @ part
         if step % LOOK:

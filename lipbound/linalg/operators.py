@@ -83,9 +83,9 @@ class JacobianOperator(ABC):
     def length(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Return the lengths of what `image` gives, and how much too long they may be.
 
-        Upper values of the rounding of these sums alone, (batch,) each.
+        Upper values of the rounding of these sums alone, (batch,) each, float64 on the CPU.
         """
-        size = torch.linalg.vector_norm(image.flatten(1), dim=1)
+        size = torch.linalg.vector_norm(image.flatten(1), dim=1).to("cpu", torch.float64)
         count, known = image[0].numel(), torch.finfo(image.dtype)
         underflow = (count * known.tiny) ** 0.5  # of squares
         return size, (count + 8) * known.eps / 2 * size + underflow

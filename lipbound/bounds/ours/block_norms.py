@@ -101,14 +101,13 @@ class Sample(NamedTuple):
 
     def finished(self, values: Tensor, reach: Tensor) -> Tensor:
         """Bounds on the heads of the layer that was given, (r, heads), from `in_chunks`' values."""
-        one, e = self.layer, _of_sample(self.errors, 0)
+        one = self.layer
         with torch.no_grad():
-            p, gated = one.p[0], "gate" in one.variants
-            mix = Mixing.of(p.sum(-2), p.amax(-1), one.valid_rows)
-            sizes = one.d_v**0.5 * e.v_slope.amax(-1) + lengths(one.centred_v[0]).amax(-1)
-            hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes
-            off = tensor_error(one)[0] if gated else distance(e, mix, one.scale)
-            error = (off + hidden) * (1 + 1e-6) * reach
+            real = None if one.valid_rows is None else one.valid_rows[:, None]
+            e, mix = Mixing.of(self.errors, one.p.sum(-2), one.p.amax(-1), real)
+            off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
+            off = off + TINY * (one.d_v**0.5 * e.v_slope + e.v)
+            error = off[0].to(values.device) * (1 + 1e-6) * reach
         return times_power_up(values + error, self.exponents)
 
 
