@@ -362,9 +362,7 @@ class HeadOperator(TensorOperator):
         return self.push(torch.cat([z, along[..., 0]], -1))
 
     def image(self, y: Tensor) -> Tensor:
-        if self.squared and self.extra is None:
-            return self.pull(y).clone()  # memory of which the next product makes use again
-        return self.vjp(y)
+        return self.pull(y) if self.squared and self.extra is None else self.vjp(y)
 
     def length(self, image: Tensor) -> tuple[Tensor, Tensor]:
         if self.squared and self.extra is None:
@@ -411,24 +409,19 @@ class HeadJacobian(InParts, HeadOperator):
             return None
         return [(slice(None), self.tokens, self._shared)]
 
-    @cached_property
-    def _side(self) -> Tensor:
-        """Memory for what `_beside` gives, which every product uses again."""
-        d, d_v = self.sizes[0], self.sizes[2]
-        shape = self.batch, 2 * d + d_v, self.k.shape[1]
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
     def _beside(self, y: Tensor) -> Tensor:
-        if self._groups() is not None or self.q.shape != self.k.shape:
+        whole = self._groups() is None and self.q.shape == self.k.shape
+        if not whole or torch.is_grad_enabled():
             return super()._beside(y)
         d_v = self.sizes[2]
         shift = torch.bmm(y.reshape(-1, 1, d_v), self.o.reshape(-1, d_v, 1)).view(*y.shape[:2], 1)
         g = torch.baddbmm(shift, y, self.v.mT, beta=-1).mul_(self.t)
-        q, k, v = self._side.split(self.sizes[:3], 1)
+        found = y.new_empty(len(y), sum(self.sizes[:3]), y.shape[1])
+        q, k, v = found.split(self.sizes[:3], 1)
         torch.bmm(self.k.mT, g.mT, out=q)
         torch.bmm(self.q.mT, g, out=k)
         torch.bmm(y.mT, self.p, out=v)
-        return self._side.mT
+        return found.mT
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         if self._groups() is not None:

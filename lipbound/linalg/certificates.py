@@ -7,9 +7,9 @@ eigenvalues of T
 .. math:: x \cdot v_1 = x^T R\,y(\lambda),\qquad y(\lambda) = (\lambda - T)^{-1} e_1 \ge 0,
 
 so that a random :math:`v_1` rules out every :math:`\lambda` with
-:math:`\sum_j y_j |R_j| < \varepsilon`: Lemmas 41 and 65 (docs/theory/certificates.md). Without
-rounding R has one column, and the sum is the inverse of a Lanczos polynomial (Hochstenbach 2013).
-Unlike residuals, it cannot be fooled by clustered eigenvalues.
+:math:`\sum_j y_j |R_j| < \varepsilon`: Lemma 65 (docs/theory/rounding.md). Without rounding
+R has one column, and the sum is the inverse of a Lanczos polynomial: Lemma 42
+(docs/theory/certificates.md). Unlike residuals, it cannot be fooled by clustered eigenvalues.
 
 Arrays are of numpy and float64: the arithmetic is of a few numbers per norm.
 """
@@ -24,10 +24,10 @@ from lipbound.linalg.krylov import Recurrence
 from lipbound.linalg.matrix_norms import UNIT
 
 Array = np.ndarray
-STARTS = (1, 2, 4, 8)
+STARTS = (1, 2, 4, 8, 16)
 """Numbers of independent starts over which a probability is multiplied up, with an epsilon that is
 the larger the more they are: where rounding hides what one sees."""
-SHARES = (0.85, 0.05, 0.05, 0.05)
+SHARES = (0.84, 0.04, 0.04, 0.04, 0.04)
 """Shares of the probability that each of these numbers may fail with, since the first run decides
 which it is."""
 LEAST_EXCESS, MOST_EXCESS = -36.0, 60.0
@@ -50,7 +50,9 @@ def log_inverse_epsilon(n: int, delta: float) -> float:
     """
     if n == 1:
         return 0.0
-    if delta < 1e-100 and n > 2:
+    if n == 2:  # the cosine of a uniform angle
+        return -math.log(math.sin(math.pi / 2 * delta))
+    if delta < 1e-100:
         # beyond the range of the quantile: the density of the squared component is at most
         # x^(-1/2) / B
         return -math.log(delta) - float(betaln(0.5, (n - 1) / 2)) + math.log(2)
@@ -146,7 +148,7 @@ class Certificate:
         with np.errstate(all="ignore"):
             base = found.top if p is None else np.maximum(found.top, p * p)
             x = np.where(goal > base, goal, 2 * base)
-            high = np.log(x / base - 1)
+            high = np.maximum(np.log(x / base - 1), LEAST_EXCESS)
             total = self._missed(everyone, found, x)[0]
             at_once = reached = total < epsilon
             while not (reached | ~(high < MOST_EXCESS)).all():

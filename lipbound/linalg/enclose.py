@@ -2,7 +2,7 @@ r"""Two-sided bounds on the norms of a batch of operators, with every rounding i
 
 A Lanczos run in float64 finds a vector whose quotient bounds from below, and shows from above that
 its random start would have seen every larger eigenvalue of :math:`G = J J^T`: Lemma 65
-(docs/theory/certificates.md). Where rounding hides what one start sees, several are taken, whose
+(docs/theory/rounding.md). Where rounding hides what one start sees, several are taken, whose
 probabilities of failure are multiplied.
 """
 
@@ -117,8 +117,8 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
     upper = torch.minimum(torch.from_numpy(high).sqrt() * (1 + 4 * UNIT), crude)
     upper = torch.where(faint, roundoff.size, upper) + roundoff.tensors
     low, upper = torch.where(faint, 0.0, low), upper * (1 + 2 * UNIT)
-    steps = torch.from_numpy(steps)
-    norm = Norm(low, upper, steps, upper <= low * (1 + tol), width(low, upper))
+    done = torch.from_numpy(steps)
+    norm = Norm(low, upper, done, upper <= low * (1 + tol), width(low, upper))
     return with_vectors(norm, op, top) if vectors else norm
 
 
@@ -266,7 +266,8 @@ def _quotients(
         The bounds and the lengths, (batch,) each, the vectors with length one, and what
         `JacobianOperator.image` gives of these.
     """
-    z = torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
+    z = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300)
+    z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
     z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
     image = op.image(z.view(-1, *op.out_shape))
     size, more = op.length(image)

@@ -1,7 +1,7 @@
 """Lanczos runs of a batch of operators on their device, looked at every few steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class Recurrence:
         lost: what orthogonalisation has taken away beyond the recurrence.
         steps: of each run, (entries,) int64; all numbers are zero beyond.
         top: largest Ritz values, (entries,); NaN where products were not finite.
+        whole: whether Krylov spaces have ended, (entries,).
     """
 
     alpha: Array
@@ -41,6 +42,7 @@ class Recurrence:
     lost: Array
     steps: Array
     top: Array
+    whole: Array
 
     @property
     def last(self) -> Array:
@@ -52,10 +54,6 @@ class Recurrence:
         """All other betas, zero where there is none, (entries, k)."""
         beyond = np.arange(self.beta.shape[1]) >= (self.steps - 1)[:, None]
         return np.where(beyond, 0.0, self.beta)
-
-    def select(self, index: Array) -> "Recurrence":
-        """Return those of some entries."""
-        return Recurrence(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
 Rule = Callable[[Array, Recurrence], Array]
@@ -106,15 +104,17 @@ class Runs:
     """
 
     def __init__(self, op: JacobianOperator, start: Tensor, rule: Rule, *, limit: int):
-        zero = [np.zeros((op.batch, limit)) for _ in range(3)]
-        self.recurrence = Recurrence(*zero, np.zeros(op.batch, dtype=np.int64), np.zeros(op.batch))
+        alpha, beta, lost = np.zeros((3, op.batch, limit))
+        steps, top = np.zeros(op.batch, dtype=np.int64), np.zeros(op.batch)
+        whole = np.zeros(op.batch, dtype=bool)
+        self.recurrence = Recurrence(alpha, beta, lost, steps, top, whole)
         self.vectors, self._rule, self._limit = torch.zeros_like(start), rule, limit
         near = 1 if start.shape[1] >= LARGE or start.dtype == torch.float64 else LOOK
         self._every = near if op.device.type == "cpu" else FAR_LOOK
         self._run(op, start)
         found, most = self.recurrence, int(self.recurrence.steps.max(initial=1))
-        rows = (t[:, :most] for t in (found.alpha, found.beta, found.lost))
-        self.recurrence = Recurrence(*rows, found.steps, found.top)
+        for name in ("alpha", "beta", "lost"):
+            setattr(found, name, getattr(found, name)[:, :most])
 
     def _run(self, op: JacobianOperator, start: Tensor) -> None:
         active, going = np.arange(op.batch), np.ones(op.batch, dtype=bool)
@@ -148,9 +148,10 @@ class Runs:
             first, row, length, rest = np.split(rest, [near, near + j + 1, near + j + 2], 1)
             row[:, j + 1 - near :] += first
             found.alpha[index, j], found.beta[index, j] = np.maximum(row[:, j], 0), length[:, 0]
-            row[:, j] -= found.alpha[index, j]
-            if j:
-                row[:, j - 1] -= found.beta[index, j - 1]
+            with np.errstate(invalid="ignore"):  # of products that are not finite
+                row[:, j] -= found.alpha[index, j]
+                if j:
+                    row[:, j - 1] -= found.beta[index, j - 1]
             found.lost[index, j] = np.abs(row).sum(1)
 
     def _look(self, index: Array, places: Array, basis: Tensor, k: int) -> Array:
@@ -167,19 +168,19 @@ class Runs:
         whole = over.any(1)
         steps = np.where(whole, over.argmax(1) + 1, k)
         live = np.arange(k) < steps[:, None]
-        alpha, beta, lost = (
-            np.where(live, t[index, :k], 0.0) for t in (found.alpha, found.beta, found.lost)
-        )
-        fine = np.isfinite(alpha + beta + lost).all(1)
-        numbers = (np.where(fine[:, None], t, 0.0) for t in (alpha, beta, lost))
-        part = Recurrence(*numbers, steps, np.zeros(len(index)))
+        numbers = np.stack([alpha, beta, found.lost[index, :k]])
+        numbers = np.where(live, numbers, 0.0)
+        fine = np.isfinite(numbers).all((0, 2))
+        alpha, beta, lost = np.where(fine[:, None], numbers, 0.0)
+        part = Recurrence(alpha, beta, lost, steps, np.zeros(len(index)), whole)
         top, turns = top_eigenpairs(part.alpha, part.inside)
         part.top = np.maximum(top, 0)
         ends = self._rule(index, part) | ~fine | whole | (k == self._limit)
         part.top = np.where(fine, part.top, np.nan)
         for name in ("alpha", "beta", "lost"):
             getattr(found, name)[index[ends], :k] = getattr(part, name)[ends]
-        found.steps[index[ends]], found.top[index[ends]] = steps[ends], part.top[ends]
+        for name in ("steps", "top", "whole"):
+            getattr(found, name)[index[ends]] = getattr(part, name)[ends]
         for count in np.unique(steps[ends & fine]):
             here = ends & fine & (steps == count)
             there = torch.from_numpy(places[here]).to(basis.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipbound.devices import has_float64, in_own_modes
-from lipbound.errors import LipboundError, choice, real, whole
+from lipbound.errors import LipboundError, RangeError, choice, real, whole
 from lipbound.linalg.certificates import ESTIMATE_DELTA, ROUNDING, Certificate
 from lipbound.linalg.krylov import Recurrence, Runs
 from lipbound.linalg.matrix_norms import power_of_two
@@ -160,6 +160,10 @@ def lanczos(
     if len(rough) and not isinstance(op, InUnits):
         there = torch.from_numpy(rough).to(op.device)
         image = op.vjp(start.view(-1, *op.out_shape)).flatten(1)[there].abs().amax(1)
+        if bool(((image > 0) & (image < known.tiny)).any()):
+            name = str(op.dtype).removeprefix("torch.")
+            other = "use float64, or " if op.dtype == torch.float32 else ""
+            raise RangeError(f"Jacobian products underflow {name}; {other}rescale the weights")
         unit = torch.where(image.isfinite(), 1 / power_of_two(image), 1.0)
         again, seeds = InUnits(op.select(there), unit), seeds_each(op.batch, seed, "in units")
         part, vectors[there] = lanczos(
@@ -174,7 +178,7 @@ def lanczos(
     check_finite(op, norm.lower)
     # A Krylov space that has ended may have ended on rounding, short of the top: what it shows is
     # in `error`; small cases are settled densely.
-    ended = (found.last <= 4 * known.eps * found.top) | (found.steps == n)
+    ended = found.whole | (found.steps == n)
     early = torch.as_tensor(ended) & ~norm.converged
     if bool(early.any()) and n <= LARGEST_DENSE_SVD:
         dense = dense_svd(op.select(early.nonzero()[:, 0].to(op.device)))
