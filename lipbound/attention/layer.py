@@ -179,6 +179,7 @@ class Attention:
         if check:
             validate(self, scale)
         self.scale = self.d**-0.5 if scale is None else float(scale)
+        self.cap = None if cap is None else float(cap)
         if valid is not None:
             self.x = torch.where(valid[..., None], x, torch.zeros_like(x))
         self.cache = Cache(differentiable=any(t.requires_grad for t in self.tensors().values()))
@@ -565,12 +566,10 @@ class Attention:
         own = {name: getattr(self, name) for name in (*AXES, *NUMBERS)}
         return type(self)(**own | parts, check=check)
 
-    def _changed(
-        self, change: Callable[[Tensor, str], Tensor], *, check: bool = False, **others: Any
-    ) -> Self:
+    def _changed(self, change: Callable[[Tensor, str], Tensor], **others: Any) -> Self:
         axes = {name: at for name, at in AXES.items() if name not in others}
         own = {name: changed(getattr(self, name), at, change) for name, at in axes.items()}
-        return self.with_parts(**own, **others, check=check)
+        return self.with_parts(**own, **others, check=False)
 
     def double(self) -> Self:
         """Return the same layer in float64 (itself when it already is), made once.
@@ -586,9 +585,9 @@ class Attention:
     def to(self, other: str | torch.device | torch.dtype) -> Self:
         """Return the same layer on another device, or in another floating-point dtype."""
         numbers = isinstance(other, torch.dtype)
-        return self._map(
-            lambda t: t if numbers and not t.is_floating_point() else t.to(other), check=True
-        )
+        found = self._map(lambda t: t if numbers and not t.is_floating_point() else t.to(other))
+        check_values(found)
+        return found
 
     def detached(self) -> Self:
         """Return the same layer without derivatives, of copies of its tensors.
@@ -597,12 +596,10 @@ class Attention:
         """
         return self._map(lambda t: t.detach().clone())
 
-    def _map(
-        self, change: Callable[[Tensor], Tensor], *, check: bool = False, **others: Any
-    ) -> Self:
+    def _map(self, change: Callable[[Tensor], Tensor], **others: Any) -> Self:
         around = self.surroundings
         around = None if around is None else around.map(lambda norm: norm.map(change))
-        return self._changed(lambda t, _: change(t), check=check, surroundings=around, **others)
+        return self._changed(lambda t, _: change(t), surroundings=around, **others)
 
     def select(self, samples: slice = EVERY, heads: slice = EVERY) -> Self:
         """Return some samples and heads of the layer.

@@ -29,14 +29,16 @@ OWN_DTYPE = ("mask", "norm_", "rotation")
 """How names of tensors begin that need not be of the layer's dtype."""
 
 
-def validate(att: "Attention", scale: object) -> None:
+def validate(att: "Attention", scale: float | None) -> None:
     """Check that the parts of a layer fit together, and that tensors are numbers of one dtype.
 
     Raises:
         AttentionError: they do not or are not, or a query may attend to no key.
     """
     for name, number in (("scale", scale), ("cap", att.cap)):
-        if number is not None and (isinstance(number, bool) or not is_number(number)):
+        if number is None:
+            continue
+        if isinstance(number, bool) or not is_number(number) or not math.isfinite(number):
             raise AttentionError(f"{name} is {shown(number)}; it must be a finite number")
     if att.cap is not None and att.cap <= 0:
         raise AttentionError(f"cap is {att.cap}; it must be a positive number")

@@ -13,7 +13,6 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, length, tensor_errors
 from lipbound.attention.variants.base import SIDES, UNIT, Side, TokenMap
-from lipbound.attention.variants.gate import GateStep
 from lipbound.attention.variants.other_stream import FixedStep
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.row_space import RowSpace
@@ -65,18 +64,12 @@ class OneSide:
         if self.pair is not None:
             sizes[2], changes["out_shape"] = 1, (att.rows, 1)
             changes |= {name: torch.zeros_like(getattr(op, name)[..., :1]) for name in ("v", "o")}
-        parts = [
-            units[i] * self.through.to(op.dtype)
-            if i == place
-            else self.through.new_zeros(*self.through.shape[:2], size, dtype=op.dtype)
-            for i, size in enumerate(sizes)
-        ]
-        w, counts = torch.cat(parts, -1), (att.rows, att.keys, att.keys)
+        w = self.through.new_zeros(*self.through.shape[:2], sum(sizes), dtype=op.dtype)
+        w.split(sizes, -1)[place].copy_(units[place] * self.through.to(op.dtype))
+        counts = (att.rows, att.keys, att.keys)
         fixed = [[] if n == own else [FixedStep(own, n)] for n in counts]
         to_q, to_k, to_v = (TokenMap(steps, own, op.dtype, op.device) for steps in fixed)
-        gate = op.gate
-        if gate is not None:
-            gate = GateStep(gate.factor, torch.zeros_like(gate.slope), gate.after)
+        gate = op.gate and replace(op.gate, slope=torch.zeros_like(op.gate.slope))
         changes |= {"to_q": to_q, "to_k": to_k, "to_v": to_v, "gate": gate}
         changes |= {"extra": None, "cross": None, "own": None, "w": w}
         changes |= {"sizes": [*sizes, 0, 0, 0], "in_shape": (own, w.shape[1])}

@@ -44,19 +44,18 @@ class Tangents:
 
     def turned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
         """L y for vectors y in rows, (n or 1, r, d_a) -> (n or 1, r, d_a + extra)."""
-        angles = self._turns(a, tokens)
-        if angles is not None:
-            return turned(y, angles[0][:, None], -angles[1][:, None])
-        left = self._matrices(a, tokens)
-        return y if left is None else y @ left.mT
+        return self._through(a, y, tokens, back=False)
 
     def returned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
         """L^T y, (n or 1, r, d_a + extra) -> (n or 1, r, d_a)."""
-        angles = self._turns(a, tokens)
-        if angles is not None:
-            return turned(y, angles[0][:, None], angles[1][:, None])
+        return self._through(a, y, tokens, back=True)
+
+    def _through(self, a: str, y: Tensor, tokens: slice | Tensor, *, back: bool) -> Tensor:
+        if (angles := self._turns(a, tokens)) is not None:
+            cos, sin = angles
+            return turned(y, cos[:, None], (sin if back else -sin)[:, None])
         left = self._matrices(a, tokens)
-        return y if left is None else y @ left
+        return y if left is None else y @ (left if back else left.mT)
 
     def longest(self, a: str, tokens: slice | Tensor) -> Tensor:
         """Upper values of the 2-norms of |L|, (n or 1,).

@@ -1,9 +1,9 @@
 """Norms that tell tokens apart, against dense Jacobians of the definition, ascent from many starts,
 a convex solver, and 80 digits."""
 
+import itertools
 import math
 from decimal import Decimal
-from itertools import cycle
 
 import numpy as np
 import pytest
@@ -48,42 +48,21 @@ def check(
         for h in range(len(blocks)) if heads is None else heads:
             at = (s,) if map in ("heads", "layer") else (s, h)
             # rounding of the oracle's own tensors is of the size of the program's
-            weight = (
-                1.0
-                if att.w_o is None or map in ("head", "heads")
-                else float(torch.linalg.matrix_norm(att.w_o.double()).sum())
-            )
-            loose = (
-                2 * float(error[s].sum() if len(at) == 1 else error[at]) * weight * blocks.shape[1]
-            )
+            loose = 2 * float(error[s].sum() if len(at) == 1 else error[at]) * blocks.shape[1]
+            if att.w_o is not None and map not in ("head", "heads"):
+                loose *= float(torch.linalg.matrix_norm(att.w_o.double()).sum())
             if not math.isfinite(loose):
                 continue
-            for name, truth in truths(blocks[h]).items():
-                lower, upper = float(found[name].lower[at]), float(found[name].upper[at])
-                assert lower <= truth * (1 + ROUNDING) + loose + 1e-90, (name, at)
-                assert (
-                    truth * (1 - ROUNDING) - loose
-                    <= upper
-                    <= truth * (1 + 1e-3 + ROUNDING) + 3 * loose + 1e-90
-                ), (name, at)
-            lower, upper = (
-                float(found["every-token"].lower[at]),
-                float(found["every-token"].upper[at]),
-            )
-            below, above = (
-                float(end)
-                for end in (
-                    token_oracle.every_from_below(blocks[h], starts),
-                    token_oracle.every_from_above(blocks[h]),
-                )
-            )
-            assert (
-                below * (1 - ROUNDING) - loose
-                <= upper
-                <= above * (1 + 1e-3 + 1e-6) + 3 * loose + 1e-90
-            ), at
-            assert below * (1 - 1e-3) - 3 * loose <= lower + 1e-90, at
-            assert lower <= above * (1 + ROUNDING) + loose, at
+            ends = {name: (float(n.lower[at]), float(n.upper[at])) for name, n in found.items()}
+            known = {name: (truth, truth) for name, truth in truths(blocks[h]).items()}
+            below = float(token_oracle.every_from_below(blocks[h], starts))
+            known["every-token"] = below, float(token_oracle.every_from_above(blocks[h]))
+            for name, (below, above) in known.items():
+                lower, upper = ends[name]
+                most = above * (1 + 1e-3 + 1e-6) + 3 * loose + 1e-90
+                assert below * (1 - ROUNDING) - loose <= upper <= most, (name, at)
+                assert below * (1 - 1e-3) - 3 * loose <= lower + 1e-90, (name, at)
+                assert lower <= above * (1 + ROUNDING) + loose + 1e-90, (name, at)
 
 
 @examples(10)
@@ -98,23 +77,17 @@ SETS = [
     ("rotation", "norm", "cap"),
     ("rotation", "together", "sinks"),
 ]
-PAIRED = [
-    (has, map, MASKS[(i + j) % len(MASKS)])
-    for i, has in enumerate(SETS)
-    for j, map in enumerate(MAPS)
-]
+EACH = itertools.product(enumerate(SETS), enumerate(MAPS))
+PAIRED = [(has, map, MASKS[(i + j) % len(MASKS)]) for (i, has), (j, map) in EACH]
 """Every set of variants with every map, and every map with every mask."""
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("has", "map", "mask"), PAIRED)
 def test_variants_masks_and_maps(has: tuple[str, ...], map: str, mask: str) -> None:
-    seed = MASKS.index(mask)
-    check(
-        layer(seed, frozenset(has), mask=mask, d_v=2 + seed % 3, biases=seed % 2 == 0),
-        map,
-        samples=1 + (mask == "padded"),
-    )
+    seed, has = MASKS.index(mask), frozenset(has)
+    att = layer(seed, has, mask=mask, d_v=2 + seed % 3, biases=seed % 2 == 0)
+    check(att, map, samples=1 + (mask == "padded"))
 
 
 @pytest.mark.each_value
@@ -128,9 +101,8 @@ def random_head(seed: int, head: int) -> Attention:
     """One of sixteen heads of seven tokens and four values."""
     g = torch.Generator().manual_seed(seed)
     shapes = [(1, 7, 6), (16, 6, 2), (16, 6, 2), (16, 6, 4)]
-    return Attention(
-        *(torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
-    ).select(heads=slice(head, head + 1))
+    tensors = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    return Attention(*tensors).select(heads=slice(head, head + 1))
 
 
 @pytest.mark.parametrize(("seed", "head"), [(8, 3), (20, 11)])
@@ -139,11 +111,8 @@ def test_what_weights_leave_open_is_told(seed: int, head: int) -> None:
     far they are apart is said."""
     att = random_head(seed, head)
     blocks = token_oracle.blocks(att, 0, "head")[0]
-    norm, below, above = (
-        token_norm(att),
-        float(token_oracle.every_from_below(blocks, 200)),
-        float(token_oracle.every_from_above(blocks)),
-    )
+    norm, below = token_norm(att), float(token_oracle.every_from_below(blocks, 200))
+    above = float(token_oracle.every_from_above(blocks))
     assert above > below * 1.02
     assert not bool(norm.converged.any())
     assert float(norm.error) == pytest.approx(float(norm.upper / norm.lower) - 1, rel=1e-9)
@@ -160,7 +129,7 @@ FAMILIES = [one for one in hard_heads.FAMILIES if one not in OTHERS]
 @pytest.mark.each_value(family=tuple(FAMILIES)[::3])
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    list(zip(FAMILIES, cycle([torch.float32, torch.float64]), strict=False)),
+    list(zip(FAMILIES, itertools.cycle([torch.float32, torch.float64]), strict=False)),
 )
 def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
     """Nothing is allowed for rounding but that of the comparison."""
@@ -169,29 +138,19 @@ def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
     for s in range(att.samples):
         for h in range(att.heads):
             exact = differentiated(att, s, h)
-            ends = {
-                name: (norm.lower[s, h].item(), norm.upper[s, h].item())
-                for name, norm in found.items()
-            }
+            ends = {name: (n.lower[s, h].item(), n.upper[s, h].item()) for name, n in found.items()}
             check_digits(exact, ends)
-            unit = Decimal(1).scaleb(
-                max(*map(abs, exact.jacobian.flat), Decimal("1e-600")).adjusted()
-            )
+            largest = max(*map(abs, exact.jacobian.flat), Decimal("1e-600"))
+            unit = Decimal(1).scaleb(largest.adjusted())
             j = torch.tensor((exact.jacobian / unit).astype(float)).permute(0, 2, 1, 3)
             real = slice(None) if att.valid is None else att.valid[s]
             y = found["every-token"].left
             assert y is not None
-            reached = torch.linalg.vector_norm(
-                torch.einsum("ijvx,iv->jx", j, y[s, h].double()[real]), dim=-1
-            ).sum()
-            lower, upper = (
-                Decimal(end) if math.isfinite(end) else Decimal("Infinity")
-                for end in ends["every-token"]
-            )
+            pulled = torch.einsum("ijvx,iv->jx", j, y[s, h].double()[real])
+            reached = Decimal(float(torch.linalg.vector_norm(pulled, dim=-1).sum())) * unit
+            lower, upper = map(Decimal, ends["every-token"])
             # the vector that is returned has the dtype of the layer
-            assert lower <= Decimal(float(reached)) * unit * (
-                1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3")
-            )
+            assert lower <= reached * (1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3"))
             below = Decimal(float(token_oracle.every_from_below(j, 5))) * unit
             assert below * (1 - Decimal("1e-13")) <= upper
 
@@ -201,9 +160,8 @@ def differentiated(att: Attention, sample: int, head: int) -> Differentiated:
     for digits in mp_oracle.DIGITS:
         with mp_oracle.exactly(digits):
             found = mp_oracle.differentiated(att, sample, head, "head")
-            if found.error <= max(
-                max(map(abs, found.jacobian.flat)) * mp_oracle.ENOUGH, mp_oracle.TINY
-            ):
+            largest = max(map(abs, found.jacobian.flat))
+            if found.error <= max(largest * mp_oracle.ENOUGH, mp_oracle.TINY):
                 break
     return found
 
@@ -236,18 +194,8 @@ def test_norms_compare_as_they_must(att: Attention) -> None:
     e, a, w, r = (token_norm(att, name) for name in NORMS)
     full = lb.spectral_norm(att, delta=1e-9)
     root = att.lengths.sqrt()[:, None] * (1 + 1e-12)
-    pairs = [
-        (w, r, 1),
-        (r, e, 1),
-        (e, r, root),
-        (w, a, 1),
-        (a, full, 1),
-        (full, a, root),
-        (r, full, 1),
-        (full, r, root),
-        (a, w, root),
-        (e, w, root**2),
-    ]
+    pairs = [(w, r, 1), (r, e, 1), (e, r, root), (w, a, 1), (a, full, 1), (full, a, root)]
+    pairs += [(r, full, 1), (full, r, root), (a, w, root), (e, w, root**2)]
     for number, (small, large, factor) in enumerate(pairs):
         assert bool((small.lower <= large.upper * factor).all()), number
 
@@ -298,10 +246,8 @@ def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
                 (profile.lower, profile.upper, columns),
                 (profile.output_lower, profile.output_upper, token_oracle.rows(blocks[h])),
             ):
-                assert bool(
-                    (lower[at][:n] <= truth * (1 + ROUNDING)).all()
-                    and (upper[at][:n] >= truth * (1 - ROUNDING)).all()
-                )
+                assert bool((lower[at][:n] <= truth * (1 + ROUNDING)).all())
+                assert bool((upper[at][:n] >= truth * (1 - ROUNDING)).all())
                 assert torch.allclose(lower[at][:n], upper[at][:n], rtol=1e-7)
                 assert not lower[at][n:].any()
                 assert not upper[at][n:].any()
@@ -331,11 +277,8 @@ def test_chunks_change_nothing_but_rounding(
     monkeypatch.setitem(module.MATRIX_BYTES, "cpu", 1)
     parts = token_norm(att, name, map=map)
     assert whole.lower.shape == parts.lower.shape
-    assert bool(
-        (whole.lower <= parts.upper).all()
-        and (parts.lower <= whole.upper).all()
-        and parts.converged.all()
-    )
+    assert bool((whole.lower <= parts.upper).all() and (parts.lower <= whole.upper).all())
+    assert bool(parts.converged.all())
     assert torch.allclose(whole.lower, parts.lower, rtol=1e-3)
 
 
