@@ -16,10 +16,10 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.scoring import zero_one
 from lipbound.errors import CheckpointError, InputsError
 from lipbound.models.quiet import explained, quiet
-from lipbound.models.weight_files import gguf_read_once, refuse_pointer
+from lipbound.models.weight_files import gguf_read_once
 
 if TYPE_CHECKING:
-    from lipbound.models.sources.folder import Adapter
+    from lipbound.models.adapters import Adapter
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
@@ -193,18 +193,14 @@ class Checkpoint:
         advice = "a directory or a hub id that has one" if given else f"data as {instead}"
         if place is None:
             raise CheckpointError(f"{who} does not say where its {what} is; give {advice}")
-        folder = Path(place).expanduser()
-        here = folder.is_dir()
-        if here and file is None:
-            found = [one for name in files.split() for one in folder.glob(name) if one.is_file()]
-            if not found:  # without them transformers makes up a tokenizer that knows no word
+        folder, (repo, _, revision) = Path(place).expanduser(), place.partition("@")
+        options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+        if folder.is_dir():
+            repo, options = str(folder), {"trust_remote_code": False, "gguf_file": file}
+            if file is None and not any(any(folder.glob(name)) for name in files.split()):
+                # without them transformers makes up a tokenizer that knows no word
                 missing = f"{what} ({files.split()[0]} or the like)"
                 raise CheckpointError(f"{who} has no files of its {missing}; give {advice}")
-            for one in found:
-                refuse_pointer(one)
-        repo, _, revision = (str(folder), "", "") if here else place.partition("@")
-        options = {"revision": revision or "main", "trust_remote_code": False}
-        options |= {"gguf_file": file} if file else {}
         usable = explained(CheckpointError, f"{who} has no usable {what} (", f"); give {advice}")
         with usable, quiet(), gguf_read_once(folder / file if file else None):
             return loader.from_pretrained(repo, **options)

@@ -24,7 +24,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError
 from lipbound.models.quiet import explained
-from lipbound.models.weight_files import TensorRef, contents, renames
+from lipbound.models.weight_files import TensorRef, contents
 
 OTHER_FORM = (
     "its weights are stored in another form than the model computes with (pieces to join or "
@@ -191,9 +191,7 @@ def load_offloaded(
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("its weights are quantized; give the checkpoint that was quantized")
-    tensors = contents(folder)
-    renamed = renames(tensors, config)
-    placeholders = _Placeholders({renamed.get(key, key): ref for key, ref in tensors.items()})
+    placeholders = _Placeholders(contents(folder))
     model, report = _built(config, placeholders)
     model.name_or_path = model.config.name_or_path = str(folder)  # as transformers sets them
     ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()  # not in the report

@@ -31,8 +31,8 @@ from lipbound.models.capture.streams import Padding, of_stream, stream_names
 from lipbound.models.capture.token_steps import Seen, surroundings, watching
 from lipbound.models.capture.verification import OwnOutputs, assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
+from lipbound.models.in_memory import bare_module, measurable, named_inputs
 from lipbound.models.offload import by_layer
-from lipbound.models.sources.loaded_model import bare_module, measurable, named_inputs
 from lipbound.schema import INPUT
 
 ROTATIONS = 4

@@ -13,7 +13,7 @@ from lipbound.attention.scoring import Scoring
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, shown
 from lipbound.models.capture.rerun import relative_error
-from lipbound.models.sources.loaded_model import bare_model
+from lipbound.models.in_memory import bare_model
 from lipbound.models.training.watch import Probabilities, TrainingCall, watching
 
 TRAINING_TOLERANCE = 1e-3

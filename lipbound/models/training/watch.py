@@ -31,8 +31,8 @@ from lipbound.models.capture.seeing.interface import (
     own_names,
 )
 from lipbound.models.capture.seeing.recording import by_name
+from lipbound.models.in_memory import bare_model
 from lipbound.models.quiet import changed
-from lipbound.models.sources.loaded_model import bare_model
 
 TRAINING_ATTENTION = "lipbound-training"
 """Name in the transformers registry of the attention function that can keep its probabilities."""

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import importlib
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -94,7 +95,7 @@ def _described(model: nn.Module, revision: str, **others: Any) -> Checkpoint:
     """Return the checkpoint of a module in memory, which a transformers model says more of."""
     known = isinstance(model, PreTrainedModel)
     source = (str(model.name_or_path) or None) if known else None
-    said = config_sha256(model.config) if known else _sha256(repr(model))
+    said = config_sha256(model.config) if known else _sha256(repr(model).encode())
     name = source or type(model).__name__
     return Checkpoint(model, name, revision, source, loaded=True, configuration=said, **others)
 
@@ -126,7 +127,12 @@ def unwrapped(given: object) -> tuple[object, list[str]]:
             f"the {type(given).__name__} is a traced program (torch.jit, torch.export), in whose "
             "operations no attention can be seen; give the module that it was made of"
         )
-    return given, notes + _adapters(given)
+    parts = given.modules() if isinstance(given, PreTrainedModel) else ()
+    if adapted := [p for p in parts if hasattr(p, "base_layer") and hasattr(p, "active_adapters")]:
+        off = all(getattr(part, "disable_adapters", False) for part in adapted)
+        how = "switched off, and it is measured without" if off else "and it is measured with"
+        notes.append(f"{len(adapted)} layers of the model have adapters in them, {how} them")
+    return given, notes
 
 
 def bare_model(given: object, tells: bool = True) -> PreTrainedModel:
@@ -198,6 +204,7 @@ def _inside(given: Any) -> tuple[object | None, str]:
         The content (None for what is no wrapper), and a sentence on what is lost without the
         wrapper, or "".
     """
+    kind, configs = type(given).__name__, getattr(given, "peft_config", None)
     if isinstance(given, Checkpoint | Pipeline):
         return given.model, ""
     if isinstance(given, type | PreTrainedModel):
@@ -206,34 +213,20 @@ def _inside(given: Any) -> tuple[object | None, str]:
         return inner, ""
     if isinstance(given, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return given.module, ""
-    kind, configs = type(given).__name__, getattr(given, "peft_config", None)
     if hasattr(given, "get_base_model") and isinstance(configs, Mapping):
         prompts = [one for one in configs.values() if getattr(one, "is_prompt_learning", False)]
         learned = ", ".join(str(one.peft_type).rpartition(".")[2] for one in prompts)
         left_out = f"the tokens that {kind} learned in front of its inputs ({learned}) are left out"
         return given.get_base_model(), left_out if learned else ""
-    parts = list(given) if isinstance(given, nn.Sequential) else []
-    inner = getattr(parts[0], "auto_model", None) if parts else None
-    if isinstance(inner, nn.Module):  # SentenceTransformer
-        after = ", ".join(type(part).__name__ for part in parts[1:])
+    first, *others = given if isinstance(given, nn.Sequential) and len(given) else [None]
+    if isinstance(inner := getattr(first, "auto_model", None), nn.Module):  # SentenceTransformer
+        after = ", ".join(type(part).__name__ for part in others)
         left_out = f"what comes after the transformer of the {kind} ({after}) is left out"
         return inner, left_out if after else ""
     if isinstance(inner := getattr(given, "model", None), PreTrainedModel):
         name = type(inner).__name__
         return inner, f"the {name} inside the {kind} is measured, and nothing around it"
     return None, ""
-
-
-def _adapters(model: object) -> list[str]:
-    """Return a sentence where layers of a model have adapters in them."""
-    parts = model.modules() if isinstance(model, PreTrainedModel) else ()
-    both = ("base_layer", "active_adapters")
-    layers = [part for part in parts if all(hasattr(part, name) for name in both)]
-    if not layers:
-        return []
-    off = all(getattr(layer, "disable_adapters", False) for layer in layers)
-    how = "switched off, and it is measured without them" if off else "and it is measured with them"
-    return [f"{len(layers)} layers of the model have adapters in them, {how}"]
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[Any, list[str]]:
@@ -345,15 +338,9 @@ def _packed(key: str, value: object) -> bool:
 
 
 def config_sha256(config: PretrainedConfig) -> str:
-    """Hash what a configuration says beyond the defaults of its class.
+    """Return "sha256:" and the hash of what a configuration says beyond its class's defaults.
 
     That is positions, windows, epsilons and the like, which weights do not tell.
-
-    Args:
-        config: of a model in memory.
-
-    Returns:
-        "sha256:" and the hexadecimal digest.
     """
 
     def kept(said: Any) -> Any:
@@ -365,41 +352,25 @@ def config_sha256(config: PretrainedConfig) -> str:
             if key not in WITHOUT_EFFECT.split() and not str(key).startswith("_")
         }
 
-    return _sha256(json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str))
-
-
-def _sha256(text: str) -> str:
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return _sha256(json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str).encode())
 
 
 def state_sha256(model: nn.Module) -> str:
     """Return "sha256:" and the hash over names and float32 values of a model in memory."""
+    entries = sorted(model.state_dict().items())
+    values = ((key.encode(), t.detach().cpu().contiguous().float().numpy()) for key, t in entries)
+    return _sha256(*itertools.chain.from_iterable(values))
+
+
+def _sha256(*parts: Any) -> str:
     digest = hashlib.sha256()
-    for key, tensor in sorted(model.state_dict().items()):
-        digest.update(key.encode())
-        digest.update(tensor.detach().cpu().contiguous().float().numpy().tobytes())
+    for part in parts:
+        digest.update(part)
     return "sha256:" + digest.hexdigest()
 
 
-Made = tuple[nn.Module, Callable[[Any], Tensor]]
-"""A model, and the transform that makes its tensor of an image."""
-
-
-class TimmModel(nn.Module):
-    """A model of timm that reads images under the name that image models of transformers have."""
-
-    main_input_name = "pixel_values"
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, pixel_values: Tensor) -> Any:
-        return self.inner(pixel_values)
-
-
-class OpenClipModel(nn.Module):
-    """A model of open_clip, of whose towers those run that are given something."""
+class OtherModel(nn.Module):
+    """A model of timm or open_clip, whose inputs have the names that transformers gives them."""
 
     main_input_name = "pixel_values"
 
@@ -408,6 +379,8 @@ class OpenClipModel(nn.Module):
         self.inner = inner
 
     def forward(self, pixel_values: Tensor | None = None, input_ids: Tensor | None = None) -> Any:
+        if not hasattr(self.inner, "encode_image"):
+            return self.inner(pixel_values)
         images = None if pixel_values is None else self.inner.encode_image(pixel_values)
         return images, None if input_ids is None else self.inner.encode_text(input_ids)
 
@@ -429,35 +402,6 @@ class ImageTransform:
         return {"pixel_values": torch.stack([self.transform(image) for image in images])}
 
 
-def _timm(package: Any, name: str, weights: str) -> Made:
-    model = package.create_model(name, pretrained=not weights)
-    if weights:
-        _fill(model, weights)
-    settings = package.data.resolve_model_data_config(model)
-    return TimmModel(model), package.data.create_transform(**settings, is_training=False)
-
-
-def _open_clip(package: Any, name: str, weights: str) -> Made:
-    if not weights:
-        known = [tag for one, tag in package.list_pretrained() if one == name]
-        raise CheckpointError(
-            f"open_clip:{name} has several sets of weights; name one, open_clip:{name}@TAG "
-            f"({', '.join(known) or 'none is published'}), or a file"
-        )
-    local = Path(weights).expanduser().exists()
-    made = package.create_model_and_transforms(name, pretrained=None if local else weights)
-    if local:
-        _fill(made[0], weights)
-    return OpenClipModel(made[0]), made[2]
-
-
-MAKERS: Mapping[str, Callable[[Any, str, str], Made]] = {"timm": _timm, "open_clip": _open_clip}
-"""By package, the function that makes a model of the package itself, a name, and weights.
-
-Weights are "" for the package's own.
-"""
-
-
 def load_other(model: object, options: LoadOptions) -> Checkpoint | None:
     """Load "timm:NAME" or "open_clip:NAME@TAG", with weights from the hub or from a local file.
 
@@ -471,30 +415,39 @@ def load_other(model: object, options: LoadOptions) -> Checkpoint | None:
     Raises:
         CheckpointError: the package is not installed, knows no such model, or cannot load it.
     """
-    kind, colon, rest = str(model).partition(":")
-    if not isinstance(model, str) or not colon or kind not in MAKERS:
+    kind, _, rest = str(model).partition(":") if isinstance(model, str) else ("", "", "")
+    if kind not in ("timm", "open_clip") or not rest:
         return None
     options.refuse_given(f"a model of {kind}")
     name, _, weights = rest.partition("@")
+    file = Path(weights).expanduser() if "." in weights or kind == "timm" else None
+    if weights and file and (file.suffix != ".safetensors" or not file.is_file()):
+        raise CheckpointError(f"{weights} is no .safetensors file; give one, or leave it out")
     try:
-        package = importlib.import_module(kind)
+        package: Any = importlib.import_module(kind)
     except ImportError as error:
         raise CheckpointError(
             f"{model} needs the package {kind}, which cannot be imported ({first_line(error)}); "
             f"install it, with the torchvision that fits torch {torch.__version__}"
         ) from error
     with explained(CheckpointError, f"{model} cannot be loaded: "), quiet():
-        made, transform = MAKERS[kind](package, name, weights)
+        if kind == "timm":
+            made = package.create_model(name, pretrained=not weights)
+            settings = package.data.resolve_model_data_config(made)
+            transform = package.data.create_transform(**settings, is_training=False)
+        elif weights:
+            tag = None if file else weights
+            made, _, transform = package.create_model_and_transforms(name, pretrained=tag)
+        else:
+            known = [tag for one, tag in package.list_pretrained() if one == name]
+            raise CheckpointError(
+                f"open_clip:{name} has several sets of weights; name one, open_clip:{name}@TAG "
+                f"({', '.join(known) or 'none is published'}), or a file"
+            )
+        if weights and file:
+            made.load_state_dict(load_file(file))
     check_floating(made, name)
-    loaded = in_dtype(made, options.dtype)[0].to(device=options.device).eval()
+    loaded = OtherModel(in_dtype(made, options.dtype)[0]).to(device=options.device).eval()
     check_finite(loaded, name)
     processor = ImageTransform(transform, f"{kind}'s transform, {' '.join(str(transform).split())}")
-    return Checkpoint(loaded, model, state_sha256(loaded), None, processor=processor)
-
-
-def _fill(model: nn.Module, weights: str) -> None:
-    """Load weights of a .safetensors file into a model, all of which must fit."""
-    path = Path(weights).expanduser()
-    if path.suffix != ".safetensors" or not path.is_file():
-        raise CheckpointError(f"{weights} is no .safetensors file; give one, or leave it out")
-    model.load_state_dict(load_file(path))
+    return Checkpoint(loaded, str(model), state_sha256(loaded), None, processor=processor)
