@@ -112,8 +112,6 @@ class Checkpoint:
             taken in place of the checkpoint's own, or None.
         configuration: "sha256:..." over the config.json of a directory, or over what the
             configuration of a loaded model says; None where ``revision`` covers it.
-        processor: what makes tensors of images, where it comes with the model rather than from
-            ``source``.
     """
 
     model: Any
@@ -129,7 +127,6 @@ class Checkpoint:
     tokenizer_from: str | None = None
     processor_from: str | None = None
     configuration: str | None = None
-    processor: Any = None
 
     @property
     def accepted(self) -> list[str]:
@@ -182,8 +179,6 @@ class Checkpoint:
         Returns:
             A processor of transformers; CheckpointError is raised where there is none.
         """
-        if self.processor_from is None and self.processor is not None:
-            return self.processor
         return self._companion("image processor", self.processor_from)
 
     def _companion(self, what: str, given: str | None) -> Any:

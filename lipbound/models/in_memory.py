@@ -1,4 +1,4 @@
-"""Models in memory: loaded by the user, or made by other packages by name (timm, open_clip).
+"""Models in memory, as the user has loaded them.
 
 The transformers model is taken out of wrappers: checkpoints of ours, those of torch and PEFT,
 pipelines and sentence encoders. Weights in memory are checked here, wherever they come from, and
@@ -7,17 +7,14 @@ hashes tell them apart.
 
 import copy
 import hashlib
-import importlib
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -26,7 +23,6 @@ from transformers import Pipeline, PretrainedConfig, PreTrainedModel
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
-from lipbound.models.quiet import explained, first_line, quiet
 from lipbound.models.weight_files import finite
 
 DEPTH = 8
@@ -367,87 +363,3 @@ def _sha256(*parts: Any) -> str:
     for part in parts:
         digest.update(part)
     return "sha256:" + digest.hexdigest()
-
-
-class OtherModel(nn.Module):
-    """A model of timm or open_clip, whose inputs have the names that transformers gives them."""
-
-    main_input_name = "pixel_values"
-
-    def __init__(self, inner: Any):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, pixel_values: Tensor | None = None, input_ids: Tensor | None = None) -> Any:
-        if not hasattr(self.inner, "encode_image"):
-            return self.inner(pixel_values)
-        images = None if pixel_values is None else self.inner.encode_image(pixel_values)
-        return images, None if input_ids is None else self.inner.encode_text(input_ids)
-
-
-@dataclass(frozen=True)
-class ImageTransform:
-    """A transform of single images, called as an image processor of transformers is.
-
-    Attributes:
-        transform: makes a tensor (channels, height, width) of an image.
-        described: what it does, in one line.
-    """
-
-    transform: Callable[[Any], Tensor]
-    described: str
-
-    def __call__(self, images: list[Any], return_tensors: str = "pt") -> dict[str, Tensor]:
-        """Return the tensors of images, (samples, channels, height, width)."""
-        return {"pixel_values": torch.stack([self.transform(image) for image in images])}
-
-
-def load_other(model: object, options: LoadOptions) -> Checkpoint | None:
-    """Load "timm:NAME" or "open_clip:NAME@TAG", with weights from the hub or from a local file.
-
-    Args:
-        model: the name; behind an @ a .safetensors file, or of open_clip the tag of weights.
-        options: dtype and device.
-
-    Returns:
-        The checkpoint, with the package's own transform of images; None for other names.
-
-    Raises:
-        CheckpointError: the package is not installed, knows no such model, or cannot load it.
-    """
-    kind, _, rest = str(model).partition(":") if isinstance(model, str) else ("", "", "")
-    if kind not in ("timm", "open_clip") or not rest:
-        return None
-    options.refuse_given(f"a model of {kind}")
-    name, _, weights = rest.partition("@")
-    file = Path(weights).expanduser() if "." in weights or kind == "timm" else None
-    if weights and file and (file.suffix != ".safetensors" or not file.is_file()):
-        raise CheckpointError(f"{weights} is no .safetensors file; give one, or leave it out")
-    try:
-        package: Any = importlib.import_module(kind)
-    except ImportError as error:
-        raise CheckpointError(
-            f"{model} needs the package {kind}, which cannot be imported ({first_line(error)}); "
-            f"install it, with the torchvision that fits torch {torch.__version__}"
-        ) from error
-    with explained(CheckpointError, f"{model} cannot be loaded: "), quiet():
-        if kind == "timm":
-            made = package.create_model(name, pretrained=not weights)
-            settings = package.data.resolve_model_data_config(made)
-            transform = package.data.create_transform(**settings, is_training=False)
-        elif weights:
-            tag = None if file else weights
-            made, _, transform = package.create_model_and_transforms(name, pretrained=tag)
-        else:
-            known = [tag for one, tag in package.list_pretrained() if one == name]
-            raise CheckpointError(
-                f"open_clip:{name} has several sets of weights; name one, open_clip:{name}@TAG "
-                f"({', '.join(known) or 'none is published'}), or a file"
-            )
-        if weights and file:
-            made.load_state_dict(load_file(file))
-    check_floating(made, name)
-    loaded = OtherModel(in_dtype(made, options.dtype)[0]).to(device=options.device).eval()
-    check_finite(loaded, name)
-    processor = ImageTransform(transform, f"{kind}'s transform, {' '.join(str(transform).split())}")
-    return Checkpoint(loaded, str(model), state_sha256(loaded), None, processor=processor)

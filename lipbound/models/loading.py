@@ -44,7 +44,6 @@ from lipbound.models.in_memory import (
     check_finite,
     check_floating,
     load_loaded,
-    load_other,
     state_sha256,
 )
 from lipbound.models.quiet import explained, first_line, quiet
@@ -203,10 +202,8 @@ def load_checkpoint(
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, a
             GGUF file, "builtin:minilm", "builtin:smollm2", "builtin:gpt2", "builtin:llama",
-            "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", a model of
-            another package, "timm:NAME" or "open_clip:NAME@TAG" (behind the @ also a local
-            .safetensors file), or a loaded transformers model or other torch module (used as it
-            is, moved and cast).
+            "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a
+            loaded transformers model or other torch module (used as it is, moved and cast).
         revision: branch, tag or commit of a hub model.
         dtype: "float32" or "float64"; half-precision weights are cast up.
         device: a torch device.
@@ -703,7 +700,7 @@ def _stored(folder: Path) -> dict[str, weight_files.TensorRef]:
         return {}
 
 
-SOURCES = (load_loaded, load_layers, load_builtin, load_other, load_directory, load_hub)
+SOURCES = (load_loaded, load_layers, load_builtin, load_directory, load_hub)
 """Loaders of the kinds of checkpoints, in the order in which they are asked.
 
 Each takes what the user gave and returns None where that is not of its kind, else the model in

@@ -747,8 +747,6 @@ def _processing(processor: Any) -> str:
     >>> _processing(processor).partition(": ")[2].split(", image")[0]
     'size 8 x 8, resample bilinear, rescale factor 0.00392157'
     """
-    if described := getattr(processor, "described", None):
-        return str(described)
     said = [
         f"{name.replace('_', ' ')} {_plain(value, name)}"
         for name, step in PROCESSING.items()
