@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.integrations import peft as integration
 from transformers.models.auto import auto_factory
 
-from lipbound.errors import CheckpointError, tell
+from lipbound.errors import CheckpointError
 from lipbound.models import weight_files
 from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.quiet import changed, explained, quiet
+from lipbound.models.other_libraries import changed, explained, quiet
 
 FILES = WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -204,7 +204,6 @@ def named(checkpoint: Checkpoint, asked: Adapter) -> Checkpoint:
     base, mine = (Path(one.partition("@")[0]).name.lower() for one in (asked.base, checkpoint.name))
     if base and base != mine:
         notes.append(f"the adapter {asked.name}, of {asked.base}, is merged into {checkpoint.name}")
-        tell(notes[-1])
     name = f"{checkpoint.name} with adapter {asked.name}"
     own = weight_files.sha256(asked.folder / name for name in FILES)
     return replace(checkpoint, name=name, revision=f"{checkpoint.revision}+{own}", notes=notes)

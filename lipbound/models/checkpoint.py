@@ -15,7 +15,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.scoring import zero_one
 from lipbound.errors import CheckpointError, InputsError
-from lipbound.models.quiet import explained, quiet
+from lipbound.models.other_libraries import explained, quiet
 from lipbound.models.weight_files import gguf_read_once
 
 if TYPE_CHECKING:

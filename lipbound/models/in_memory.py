@@ -62,7 +62,6 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
-    tell(*notes)
     loaded = loaded.to(options.device)  # some modules take it by position only
     check_finite(loaded, kind)
     if isinstance(model, Checkpoint):

@@ -20,7 +20,7 @@ from lipbound.errors import CheckpointError, InputsError, knows_options, name_or
 from lipbound.models.checkpoint import MASK, POSITIONS, Checkpoint, Inputs, odd_masks, text_part
 from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import GivenLayers, inputs_of
-from lipbound.models.quiet import explained
+from lipbound.models.other_libraries import explained
 from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sentence, there
 from lipbound.models.weight_files import finite
 
@@ -304,7 +304,8 @@ def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
 def _repeated(batch: Mapping[str, Tensor]) -> list[str]:
     """Return a sentence on samples that are the same."""
     rows = zip(*batch.values(), strict=True)
-    each = {tuple(t.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for t in r) for r in rows}
+    plain = ((t.detach().cpu().reshape(-1).view(torch.uint8) for t in row) for row in rows)
+    each = {tuple(t.numpy().tobytes() for t in row) for row in plain}
     count = len(next(iter(batch.values())))
     said = f"only {len(each)} of {count} samples are different, and means count the others again"
     return [said] if len(each) < count else []

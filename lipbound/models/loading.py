@@ -46,8 +46,10 @@ from lipbound.models.in_memory import (
     load_loaded,
     state_sha256,
 )
-from lipbound.models.quiet import explained, first_line, quiet
+from lipbound.models.other_libraries import explained, first_line, quiet
 from lipbound.models.readers import is_path
+
+__all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 SAMPLE = "sample"
 """The one input of given layers: the numbers of samples, which they have inside."""
@@ -133,7 +135,6 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
     if cast := sum(isinstance(one, Attention) and one.dtype != options.dtype for one in model):
         wanted = str(options.dtype).removeprefix("torch.")
         notes = [f"{cast} of {len(model)} layers are measured in {wanted}, not in their own dtype"]
-        tell(*notes)
     brought = (
         layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
         for layer in model
@@ -259,21 +260,15 @@ def load_checkpoint(
             f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
             "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
-    _give(checkpoint, companions)
-    return checkpoint
-
-
-def _give(checkpoint: Checkpoint, companions: dict[str, Any]) -> None:
-    """Have a checkpoint take the tokenizer or processor that was named, and tell of another."""
     checkpoint.tokenizer_from, checkpoint.processor_from = (
         None if value is None else _place(value) for value in companions.values()
     )
     other = {"image": "tokenizer", "text": "processor"}.get(checkpoint.modality, "")
     if companions.get(other) is not None:
-        reads = checkpoint.modality.replace("image", "images")
-        note = f"{other} {companions[other]} is not looked at: {checkpoint.name} reads {reads}"
-        checkpoint.notes.append(note)
-        tell(note)
+        what = f"{other} {companions[other]} is not looked at: {checkpoint.name} reads "
+        checkpoint.notes.append(what + checkpoint.modality.replace("image", "images"))
+    tell(*checkpoint.notes)
+    return checkpoint
 
 
 def _place(given: object) -> str:
@@ -496,7 +491,8 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     if gguf is None and adapters.alone(folder):
         return load_adapted(name, folder, commit, options)
     packed = [file.name for file in folder.glob(f"*{weight_files.GGUF}")]
-    if gguf is not None or (packed and not saved):
+    here = commit is None  # of a hub model, the cache need not have all files
+    if gguf is not None or (packed and here and not saved):
         gguf = weight_files.choose_gguf(packed, gguf, name)
     elif not saved:
         what = "give what save_pretrained writes, or name a GGUF file with gguf_file="
@@ -513,8 +509,6 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)
-    notes += unread
-    tell(*unread)
     layers = file is None and _by_layer(folder, options)
     if layers:
         with _loading(name):
@@ -536,7 +530,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     revision = weight_files.sha256(files) if commit is None or gguf else commit
     config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
     checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
-    checkpoint.notes, checkpoint.configuration = notes, config_sha
+    checkpoint.notes, checkpoint.configuration = notes + unread, config_sha
     checkpoint.gguf_file, checkpoint.quantization = gguf, how
     return checkpoint if merged is None else adapters.named(checkpoint, merged)
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError
-from lipbound.models.quiet import explained
+from lipbound.models.other_libraries import explained
 from lipbound.models.weight_files import TensorRef, contents
 
 OTHER_FORM = (

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lipbound.errors import InputsError, one_line, shown
 from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
-from lipbound.models.quiet import cause, explained, quiet
+from lipbound.models.other_libraries import cause, explained, quiet
 
 BUILTIN = Path(__file__).parent / "builtin"
 DEFAULT_TEXT = BUILTIN / "text.txt"
@@ -476,7 +476,7 @@ def _batch_of(rows: Sequence[Tensor], model: Checkpoint, most: int) -> dict[str,
     config = text_part(model.config)
     pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
     pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
-    ids, kept = zip(*(row[:most].unbind(-1) for row in rows), strict=True)
+    ids, kept = ([row[:most, i] for row in rows] for i in (0, 1))
     return {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
         "attention_mask": pad_sequence(kept, batch_first=True),

@@ -35,7 +35,7 @@ from lipbound.models.capture.seeing.interface import (
 )
 from lipbound.models.capture.seeing.recording import by_name
 from lipbound.models.in_memory import bare_model
-from lipbound.models.quiet import changed
+from lipbound.models.other_libraries import changed
 
 TRAINING_ATTENTION = "lipbound-training"
 """Name in the transformers registry of the attention function that can keep its probabilities."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, nearest
-from lipbound.models.quiet import VERBOSE, changed, explained, first_line
+from lipbound.models.other_libraries import VERBOSE, changed, explained, first_line
 
 FORMATS = ("model.safetensors", "pytorch_model.bin")
 ORDER = tuple(name + end for name in FORMATS for end in ("", ".index.json"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from support.gguf_files import LETTERS, WORDS, Kind, llama, save_gguf
+from support.gguf_files import LETTERS, WORDS, Kind, llama, save_gguf, written
 from support.models import save_bert
 from support.oracles import capture_error
 from support.versions import marked, newer_transformers
@@ -233,9 +233,7 @@ def test_pieces_and_files_without_a_type(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "piece.gguf", "llama")
     writer.add_uint16("split.count", 3)
     writer.add_tensor("token_embd.weight", torch.zeros(2, 32).numpy())
-    for write in ("header", "kv_data", "tensors"):
-        getattr(writer, f"write_{write}_to_file")()
-    writer.close()
+    written(writer)
     with pytest.raises(CheckpointError, match="one of 3 pieces"):
         load_checkpoint(tmp_path / "piece.gguf")
     save_gguf(tmp_path / "untyped.gguf", file_type=False)
