@@ -188,7 +188,7 @@ DATA = {
     "{mess}/numbers.csv --column a": "column 'a' of numbers.csv holds int, but {bert} takes "
     "text; name another with column=",
     "{mess}/numbers.csv --column c": "numbers.csv has no column 'c'; name one of a, b with column=",
-    "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; name one of a, b with column=",
+    "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; name one of 0, 1 with column=",
     "{mess}/two.csv --column ''": "column is ''; give its name, or leave it out",
     "{mess}/two.csv --split test": "split is 'test', but there is none in two.csv, one file; "
     "drop it",

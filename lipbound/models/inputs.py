@@ -64,7 +64,8 @@ def prepare(
             sample, cut at so many tokens, which a `lipbound.errors.Notice` tells. The default is
             what the model has positions for, where that is less, and a notice says so.
         split: split of a hub dataset; its only split, else "test", "validation" or "train".
-        column: column of a table; guessed from its usual names.
+        column: column of a table; guessed from its usual names. A number, from 0, for a .csv file
+            without a line of names.
         shuffle: a seed; samples are then drawn from all of the data, in an order that depends on
             the seed and on how many there are. None for the first ones.
 

@@ -407,9 +407,12 @@ def table_of(data: Any, selection: Selection) -> tuple[Any, str]:
         raise InputsError(f"there is no file or folder {name}")
     if path is not None and path.is_file():
         selection.refuse_table(f"{path.name}, one file", "split")
+        numbered = TABLES[end] == "csv" and (selection.column or "").isdigit()
         options: dict[str, Any] = {"sep": "\t"} if end == ".tsv" else {}
-        options |= {"data_files": str(path), "split": "train"}
-        return datasets.load_dataset(TABLES[end], **options), path.name
+        options |= {"header": None} if numbered else {}
+        table = datasets.load_dataset(TABLES[end], data_files=str(path), split="train", **options)
+        names = {name: str(k) for k, name in enumerate(table.column_names)} if numbered else {}
+        return table.rename_columns(names), path.name
     if path is not None and is_saved(path):
         table, said = table_of(datasets.load_from_disk(str(path)), selection)
         return table, said.replace("a dataset", path.name, 1)
