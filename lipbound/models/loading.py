@@ -16,7 +16,7 @@ from typing import Any, Literal
 import huggingface_hub.errors as hub_errors
 import torch
 import transformers
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
@@ -46,7 +46,7 @@ from lipbound.models.in_memory import (
     load_loaded,
     state_sha256,
 )
-from lipbound.models.other_libraries import explained, first_line, quiet
+from lipbound.models.other_libraries import answers, explained, first_line, quiet
 from lipbound.models.readers import is_path
 
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
@@ -426,6 +426,8 @@ def snapshot(repo: str, revision: str | None, *wanted: str) -> Path:
         with quiet():
             if sys.stderr.isatty():
                 enable_progress_bars()
+            there = answers(HfApi().model_info, repo, revision=revision)
+            options["local_files_only"] = not there
             found = snapshot_download(repo, allow_patterns=list(wanted or FETCHED), **options)
             if not wanted and not any(Path(found).glob("*.safetensors")):
                 snapshot_download(repo, allow_patterns=["pytorch_model*.bin"], **options)

@@ -22,13 +22,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from huggingface_hub import HfApi
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lipbound.errors import InputsError, one_line, shown
 from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
-from lipbound.models.other_libraries import cause, explained, quiet
+from lipbound.models.other_libraries import answers, cause, changed, explained, quiet
 
 BUILTIN = Path(__file__).parent / "builtin"
 DEFAULT_TEXT = BUILTIN / "text.txt"
@@ -417,8 +418,10 @@ def table_of(data: Any, selection: Selection) -> tuple[Any, str]:
         table, said = table_of(datasets.load_from_disk(str(path)), selection)
         return table, said.replace("a dataset", path.name, 1)
     repo, _, config = name.partition(":")
-    chosen = selection.split or _usual(datasets.get_dataset_split_names(repo, config or None))
-    found = datasets.load_dataset(repo, config or None, split=chosen)
+    offline = datasets.config.HF_HUB_OFFLINE or not (path or answers(HfApi().dataset_info, repo))
+    with changed("HF_HUB_OFFLINE", offline, datasets.config):
+        chosen = selection.split or _usual(datasets.get_dataset_split_names(repo, config or None))
+        found = datasets.load_dataset(repo, config or None, split=chosen)
     return found, f"{path.name if path else name}, {chosen} split"
 
 

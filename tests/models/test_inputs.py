@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -84,17 +85,24 @@ def test_hub_datasets_are_named_with_split_and_config(
         return datasets.Dataset.from_dict({"text": TEXTS})
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
-    splits = ["train", "validation"]
+    hub, splits = Mock(), ["train", "validation"]
+    monkeypatch.setattr("lipbound.models.readers.HfApi", hub)
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda repo, config: splits)
     found = prepare(bert, "owner/news:small", max_length=40)
     assert found.description == "owner/news:small, validation split"
     prepare(bert, "news", split="extra", max_length=40)
     assert asked == [("owner/news", "small", "validation"), ("news", None, "extra")]
     monkeypatch.undo()
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    # `datasets` tries for half a minute, unless it is told that there is no hub
+    hub().dataset_info.side_effect = OSError("no connection")
+    monkeypatch.setattr("lipbound.models.readers.HfApi", hub)
+    asked_again = Mock(side_effect=AssertionError("the hub is asked again"))
+    monkeypatch.setattr("datasets.load.HfApi", Mock(return_value=Mock(hf_hub_download=asked_again)))
     for name in ("news", "news!"):
         with pytest.raises(InputsError, match=rf"^data '{name}' could not .*, \['{name}'\], or in"):
             prepare(bert, name, max_length=40)
+    assert not asked_again.called
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_positions(bert: Checkpoint) -> None:
