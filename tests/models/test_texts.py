@@ -236,7 +236,7 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "padding before": (BEGINS, {}, PADDING),
     "one zero before": ({"input_ids": torch.tensor([[7, 8, 9], [0, 5, 6]])}, {}, ""),
     "masked": (ENDS | {"attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}, {}, ""),
-    "0 and 1": (IDS | {"attention_mask": ONES.tril()}, {}, "are added to the scores and mask noth"),
+    "0 and 1": (IDS | {"attention_mask": ONES.tril()}, {}, "are added to the scores and mask"),
     "boolean": (IDS | {"attention_mask": ONES.tril().bool()}, {}, ""),
     "added": (IDS | {"attention_mask": ADDED}, {}, ""),
     "missing": (datasets.Dataset.from_dict(MISSING), {}, "were passed over: 3"),
