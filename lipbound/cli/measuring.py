@@ -113,9 +113,9 @@ def tell_saved(out: Path | None) -> None:
 
 def check_builtin(model: str) -> None:
     """Refuse a mistyped name of a builtin checkpoint, before seconds of imports."""
-    from lipbound.models.catalogue import builtin_name
+    from lipbound.models.catalogue import known_builtin
 
-    builtin_name(model)
+    known_builtin(model)
 
 
 def read(options: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lipbound.models import weight_files
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.other_libraries import changed, explained, quiet
 
-FILES = WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_FILES = PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
 PATH = "base_model.model."
@@ -28,7 +28,7 @@ _FINDER = "find_adapter_config_file"
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """An adapter in a folder.
 
     Attributes:
@@ -55,12 +55,16 @@ class Adapter:
         Raises:
             CheckpointError: the adapter has one of them.
         """
-        if not (self.folder / WEIGHTS).is_file():
+        if not (self.folder / PEFT_WEIGHTS).is_file():
             raise CheckpointError(
-                f"the adapter {self.name} has no {WEIGHTS}, and pickles are not read; save it anew"
+                f"the adapter {self.name} has no {PEFT_WEIGHTS}, and pickles are not read"
             )
-        weight_files.check_file(self.folder / WEIGHTS)
-        allowed = {"peft_type": ("LORA",), "init_lora_weights": STARTS, "megatron_config": (None,)}
+        weight_files.check_file(self.folder / PEFT_WEIGHTS)
+        allowed = {
+            "peft_type": ("LORA",),
+            "init_lora_weights": STARTS,
+            "megatron_config": (None,),
+        }
         for key, values in allowed.items():
             said = self.config.get(key)
             if said not in values or (key == "peft_type" and not said):
@@ -87,7 +91,7 @@ class Adapter:
             raise CheckpointError(
                 f"the adapter {self.name} is merged by peft; pip install 'lipbound[adapters]'"
             ) from error
-        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+        with safe_open(self.folder / PEFT_WEIGHTS, framework="pt") as file:
             whole = _as_trained(model, list(file.keys()))
         refused = explained(CheckpointError, f"PEFT does not merge the adapter {self.name}: ")
         # matrices begin with random numbers, which are not taken from the caller's
@@ -128,7 +132,7 @@ def _as_trained(model: PreTrainedModel, keys: list[str]) -> nn.Module:
     return model
 
 
-def open_adapter(name: str, folder: Path) -> Adapter:
+def open_adapter(name: str, folder: Path) -> LoraAdapter:
     """Open the adapter of a folder.
 
     Args:
@@ -141,11 +145,11 @@ def open_adapter(name: str, folder: Path) -> Adapter:
     Raises:
         CheckpointError: there is none, or one that cannot be read.
     """
-    file = folder / CONFIG
+    file = folder / PEFT_CONFIG
     if not file.is_file():
-        raise CheckpointError(f"adapter is {name!r}, without {CONFIG}; give what PEFT wrote")
+        raise CheckpointError(f"adapter is {name!r}, without {PEFT_CONFIG}; give what PEFT wrote")
     with explained(CheckpointError, f"{file} is no configuration of an adapter: "):
-        return Adapter(name, folder, dict(json.loads(file.read_text(encoding="utf-8"))))
+        return LoraAdapter(name, folder, dict(json.loads(file.read_text(encoding="utf-8"))))
 
 
 def unseen() -> AbstractContextManager[None]:
@@ -160,10 +164,10 @@ def unseen() -> AbstractContextManager[None]:
 def alone(folder: Path) -> bool:
     """Return whether a folder holds an adapter, and no weights of a model."""
     model = (folder / "config.json").exists() and weight_files.candidates(folder)
-    return (folder / CONFIG).is_file() and not model
+    return (folder / PEFT_CONFIG).is_file() and not model
 
 
-def notes_beside(name: str, folder: Path, asked: Adapter | str | None) -> list[str]:
+def notes_beside(name: str, folder: Path, asked: LoraAdapter | str | None) -> list[str]:
     """Refuse an adapter beside the weights if nobody said whether it counts.
 
     Args:
@@ -177,18 +181,18 @@ def notes_beside(name: str, folder: Path, asked: Adapter | str | None) -> list[s
     Raises:
         CheckpointError: there is one, and nothing was said.
     """
-    mine = isinstance(asked, Adapter) and asked.folder.resolve() == folder.resolve()
-    if mine or not (folder / CONFIG).is_file():
+    mine = isinstance(asked, LoraAdapter) and asked.folder.resolve() == folder.resolve()
+    if mine or not (folder / PEFT_CONFIG).is_file():
         return []
     if asked is None:
         raise CheckpointError(
-            f"{name} holds an adapter beside its weights ({CONFIG}); say whether it counts: "
+            f"{name} holds an adapter beside its weights ({PEFT_CONFIG}); say whether it counts: "
             f"adapter={name!r} merges it, adapter='none' leaves it out"
         )
-    return [f"the adapter beside the weights of {name} ({CONFIG}) is left out, as was asked"]
+    return [f"the adapter beside the weights of {name} ({PEFT_CONFIG}) is left out, as was asked"]
 
 
-def named(checkpoint: Checkpoint, asked: Adapter) -> Checkpoint:
+def with_adapter(checkpoint: Checkpoint, asked: LoraAdapter) -> Checkpoint:
     """Name a checkpoint after the adapter, too, that was merged into it.
 
     A notice tells where the adapter names another model, by the last part of their names.
@@ -205,5 +209,5 @@ def named(checkpoint: Checkpoint, asked: Adapter) -> Checkpoint:
     if base and base != mine:
         notes.append(f"the adapter {asked.name}, of {asked.base}, is merged into {checkpoint.name}")
     name = f"{checkpoint.name} with adapter {asked.name}"
-    own = weight_files.sha256(asked.folder / name for name in FILES)
+    own = weight_files.sha256(asked.folder / name for name in PEFT_FILES)
     return replace(checkpoint, name=name, revision=f"{checkpoint.revision}+{own}", notes=notes)

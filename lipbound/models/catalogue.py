@@ -132,7 +132,7 @@ BUILTINS: dict[str, Builtin] = {
 """Builtin checkpoints, by the name behind "builtin:"."""
 
 
-def builtin_name(model: object) -> str | None:
+def known_builtin(model: object) -> str | None:
     """Return the NAME of "builtin:NAME", in letters of any size; None for anything else.
 
     Raises:

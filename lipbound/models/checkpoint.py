@@ -19,11 +19,11 @@ from lipbound.models.other_libraries import explained, quiet
 from lipbound.models.weight_files import gguf_read_once
 
 if TYPE_CHECKING:
-    from lipbound.models.adapters import Adapter
+    from lipbound.models.adapters import LoraAdapter
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
-MASK, POSITIONS = "attention_mask", "position_ids"
+MASK, POSITION_IDS = "attention_mask", "position_ids"
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
 COMPANIONS = {
@@ -40,7 +40,7 @@ COMPANIONS = {
 }
 """Tokenizers and processors, which make inputs of data: class, patterns of files, and what may be
 given instead."""
-ENDS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
+END_TOKENS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
 """Tokens that may begin or end a text."""
 ONLY_FOR = {
     "revision": "revisions are for hub models",
@@ -70,7 +70,7 @@ class LoadOptions:
     device: str | torch.device
     weights: str
     gguf_file: str | None = None
-    adapter: "Adapter | str | None" = None
+    adapter: "LoraAdapter | str | None" = None
 
     def refuse_given(self, what: str, *names: str) -> None:
         """Refuse options that mean nothing for what is loaded.
@@ -283,7 +283,7 @@ class Inputs:
         """Return samples start...stop-1, on a device, and the options."""
         tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
         if self.has_axes:
-            tensors[POSITIONS] = tensors[POSITIONS].transpose(0, 1)
+            tensors[POSITION_IDS] = tensors[POSITION_IDS].transpose(0, 1)
         options = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in self.options.items()}
         return tensors | options
 
@@ -332,7 +332,7 @@ def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
         return []
     is_pad = ids == pad
     trailing, leading = is_pad.flip(-1).cummin(-1).values.sum(-1), is_pad.cummin(-1).values.sum(-1)
-    ends = [getattr(config, name, None) for name in ENDS]
+    ends = [getattr(config, name, None) for name in END_TOKENS]
     also_an_end = any(pad in end if isinstance(end, list | tuple) else pad == end for end in ends)
     found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
     said = (

@@ -57,7 +57,7 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
         return None
     kind = type(inner).__name__
     options.refuse_given("a model in memory")
-    if offload.by_layer(inner):
+    if offload.is_offloaded(inner):
         raise CheckpointError(f"the weights of {kind} are on disk; give its directory or hub id")
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
@@ -313,7 +313,7 @@ def check_floating(model: nn.Module, name: str) -> None:
                 "has no true derivatives; give the model before quantization, or what "
                 "model.dequantize() makes of it"
             )
-        if weight and value.is_meta and not offload.by_layer(model):
+        if weight and value.is_meta and not offload.is_offloaded(model):
             raise CheckpointError(
                 f"the weights of {name} are not in memory ({key} is on the device meta); load them"
             )

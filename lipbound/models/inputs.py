@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import MASK, POSITIONS, Checkpoint, Inputs, odd_masks, text_part
+from lipbound.models.checkpoint import MASK, POSITION_IDS, Checkpoint, Inputs, odd_masks, text_part
 from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.other_libraries import explained
@@ -93,7 +93,12 @@ def prepare(
         raise InputsError(f"checkpoint is {errors.shown(checkpoint)}; give that of load_checkpoint")
     if isinstance(data, str) and not data.strip():
         raise InputsError("data is empty; give a file, a folder, a hub dataset or a text, or none")
-    selection = Selection(count, max_length, split, column, shuffle)
+    return _prepared(checkpoint, data, Selection(count, max_length, split, column, shuffle))
+
+
+def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
+    """Return what `prepare` does, of checked arguments."""
+    count = selection.samples
     if isinstance(checkpoint.model, GivenLayers):
         selection.refuse_table("layers")
         return inputs_of(checkpoint.model, data, count)
@@ -179,9 +184,9 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     samples = next((len(t) for t in given.values() if t.ndim > 1), 0)
     if known and main in given:  # patches of one sample may be packed
         samples = len(given[main]) if given[main].ndim else 0
-    turned = known and given.get(POSITIONS, torch.zeros(0)).shape[1:-1] == (samples,)
+    turned = known and given.get(POSITION_IDS, torch.zeros(0)).shape[1:-1] == (samples,)
     if turned:
-        given[POSITIONS] = given[POSITIONS].transpose(0, 1)
+        given[POSITION_IDS] = given[POSITION_IDS].transpose(0, 1)
     if not known or samples == 1:
         apart = [name for name, t in given.items() if not t.ndim or len(t) > samples > 0]
         shared = {name: given.pop(name) for name in sorted(apart)}

@@ -36,9 +36,9 @@ from lipbound.errors import (
     tell,
 )
 from lipbound.models import adapters, offload, weight_files
-from lipbound.models.adapters import Adapter
+from lipbound.models.adapters import LoraAdapter
 from lipbound.models.capture.capture import Capturer, LayerCapture
-from lipbound.models.catalogue import BUILTINS, PREFIX, builtin_name
+from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
 from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
 from lipbound.models.in_memory import (
     check_finite,
@@ -247,33 +247,33 @@ def load_checkpoint(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
-    companions = {"tokenizer": tokenizer, "processor": processor}
-    for name, value in companions.items():
-        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
-            raise CheckpointError(
-                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
-                "save_pretrained) or a hub id"
-            )
+    places = {"tokenizer": _place("tokenizer", tokenizer)}
+    places |= {"processor": _place("processor", processor)}
     checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
     if checkpoint is None:
         raise CheckpointError(
             f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
             "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
-    checkpoint.tokenizer_from, checkpoint.processor_from = (
-        None if value is None else _place(value) for value in companions.values()
-    )
+    checkpoint.tokenizer_from, checkpoint.processor_from = places.values()
     other = {"image": "tokenizer", "text": "processor"}.get(checkpoint.modality, "")
-    if companions.get(other) is not None:
-        what = f"{other} {companions[other]} is not looked at: {checkpoint.name} reads "
+    if places.get(other) is not None:
+        what = f"{other} {places[other]} is not looked at: {checkpoint.name} reads "
         checkpoint.notes.append(what + checkpoint.modality.replace("image", "images"))
     tell(*checkpoint.notes)
     return checkpoint
 
 
-def _place(given: object) -> str:
-    """Return the directory or hub id that a name of a tokenizer or a processor means."""
-    name = builtin_name(given)
+def _place(what: str, given: object) -> str | None:
+    """Return the directory or hub id of the tokenizer or the processor that was given, if any."""
+    if given is None:
+        return None
+    if not isinstance(given, str | Path) or not str(given).strip():
+        raise CheckpointError(
+            f"{what} is {shown(given)}; give a directory (of a loaded one, that of its "
+            "save_pretrained) or a hub id"
+        )
+    name = known_builtin(given)
     return str(given) if name is None else str(BUILTINS[name].place(name))
 
 
@@ -289,7 +289,7 @@ def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
         The checkpoint; None where the name does not begin so. CheckpointError is raised for names
         that are not there, for other weights than those expected, and for a revision or a file.
     """
-    name = builtin_name(model)
+    name = known_builtin(model)
     if name is None:
         return None
     options.refuse_given(f"the builtin checkpoint {name!r}", "revision", "gguf_file")
@@ -386,7 +386,7 @@ def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> 
     return replace(found, commit=commit)
 
 
-def _adapter(given: object) -> Adapter | str | None:
+def _adapter(given: object) -> LoraAdapter | str | None:
     """Return the adapter that was asked for, fetched from the hub where it is no directory here.
 
     Args:
@@ -402,7 +402,7 @@ def _adapter(given: object) -> Adapter | str | None:
     if not folder.exists() and is_path(name):
         raise CheckpointError(f"there is no directory {name}; give PEFT's, or a hub id")
     repo, _, revision = name.partition("@")
-    there = folder if folder.exists() else snapshot(repo, revision or None, *adapters.FILES)
+    there = folder if folder.exists() else snapshot(repo, revision or None, *adapters.PEFT_FILES)
     return adapters.open_adapter(name, there)
 
 
@@ -500,7 +500,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
         what = "give what save_pretrained writes, or name a GGUF file with gguf_file="
         raise CheckpointError(f"{name} has no config.json; {what}")
     file = None if gguf is None else folder / gguf
-    merged = options.adapter if isinstance(options.adapter, Adapter) else None
+    merged = options.adapter if isinstance(options.adapter, LoraAdapter) else None
     notes = adapters.notes_beside(name, folder, options.adapter)
     how = None
     if file is not None:
@@ -534,7 +534,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
     checkpoint.notes, checkpoint.configuration = notes + unread, config_sha
     checkpoint.gguf_file, checkpoint.quantization = gguf, how
-    return checkpoint if merged is None else adapters.named(checkpoint, merged)
+    return checkpoint if merged is None else adapters.with_adapter(checkpoint, merged)
 
 
 @contextmanager
@@ -551,7 +551,7 @@ def _by_layer(folder: Path, options: LoadOptions) -> bool:
     Raises:
         CheckpointError: it was asked for, and an adapter is to be merged.
     """
-    merged = isinstance(options.adapter, Adapter)
+    merged = isinstance(options.adapter, LoraAdapter)
     if merged and options.weights == "layers":
         raise CheckpointError(
             "an adapter is merged into weights in memory, and weights='layers' leaves them on "
@@ -691,7 +691,7 @@ def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
 def _stored(folder: Path) -> dict[str, weight_files.TensorRef]:
     """Return the tensors of a checkpoint; none where it has no safetensors files."""
     try:
-        return weight_files.contents(folder)
+        return weight_files.stored_tensors(folder)
     except CheckpointError:
         return {}
 

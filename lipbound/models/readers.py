@@ -50,15 +50,15 @@ PROSE = (".txt", ".text")
 """Endings of the files of a folder that are read as texts."""
 ROOTED = re.compile(r"[.~/]|\\\\|[A-Za-z]:[/\\]")
 """Beginnings of names that say where they begin: here, at home, at a root or on a drive."""
-NUMBERS = list, tuple, np.ndarray, Tensor
+ARRAYS = list, tuple, np.ndarray, Tensor
 """What token numbers come in."""
 DEFAULT_LENGTH = 128
 """Tokens per text where nothing else is said; fewer where a model has fewer positions."""
 GENERIC = "TokenizersBackend PythonBackend PreTrainedTokenizerFast PreTrainedTokenizer None"
 """Classes that transformers loads any tokenizer into, and what stands for none."""
-LONGEST = 100
+LONGEST_TOKEN = 100
 """Characters of the longest tokens: of a long text no more are read than windows may need."""
-UNKNOWN = 0.5
+MOSTLY_UNKNOWN = 0.5
 """Share of unknown tokens above which a text is hardly one of the tokenizer's."""
 PROCESSING = {
     "size": "do_resize",
@@ -349,7 +349,7 @@ class Reader:
         given = str(data) if isinstance(data, Path) else data
         before = f"data {shown(given)} could not be read, as a file or a hub dataset: "
         with explained(InputsError, before, advice, why=_why), quiet():
-            table, said = table_of(data, selection)
+            table, said = dataset_of(data, selection)
             names = list(table.column_names or next(iter(table), {}))
         column = selection.column
         usual = column or next((name for name in self.columns if name in names), None)
@@ -381,7 +381,7 @@ def is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def table_of(data: Any, selection: Selection) -> tuple[Any, str]:
+def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
     """Return data as a dataset of `datasets`, and its description.
 
     Raises:
@@ -415,7 +415,7 @@ def table_of(data: Any, selection: Selection) -> tuple[Any, str]:
         names = {name: str(k) for k, name in enumerate(table.column_names)} if numbered else {}
         return table.rename_columns(names), path.name
     if path is not None and is_saved(path):
-        table, said = table_of(datasets.load_from_disk(str(path)), selection)
+        table, said = dataset_of(datasets.load_from_disk(str(path)), selection)
         return table, said.replace("a dataset", path.name, 1)
     repo, _, config = name.partition(":")
     offline = datasets.config.HF_HUB_OFFLINE or not (path or answers(HfApi().dataset_info, repo))
@@ -452,7 +452,7 @@ def tokens_of(value: Any) -> Tensor | None:
     row = value if isinstance(value, Mapping) else {"input_ids": value}
     given, mask = row.get("input_ids"), row.get("attention_mask")
     try:
-        ids = torch.as_tensor(given) if isinstance(given, NUMBERS) else torch.tensor(0.0)
+        ids = torch.as_tensor(given) if isinstance(given, ARRAYS) else torch.tensor(0.0)
     except (TypeError, ValueError, RuntimeError):  # rows of unequal lengths, or odd dtypes
         return None
     if ids.ndim != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
@@ -466,7 +466,7 @@ def tokens_of(value: Any) -> Tensor | None:
 
 def given_tokens(data: Any) -> list[Tensor] | None:
     """Return the tokens of each sample of one row, or several, of token numbers; else None."""
-    if not isinstance(data, NUMBERS) or not len(data) or isinstance(data[0], str):
+    if not isinstance(data, ARRAYS) or not len(data) or isinstance(data[0], str):
         return None
     one = tokens_of(data)
     found = [tokens_of(row) for row in data] if one is None else [one]
@@ -602,7 +602,7 @@ def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Enco
     samples, max_length = selection.samples, selection.max_length
     special = _special(tokenizer, max_length)
     if samples is not None and selection.shuffle is None:
-        text = text[: samples * max_length * LONGEST]
+        text = text[: samples * max_length * LONGEST_TOKEN]
     encoded = _in_windows(tokenizer, text, max_length, special, name)
     windows = encoded["input_ids"]
     full = [k for k, ids in enumerate(windows) if len(ids) == max_length]
@@ -690,7 +690,7 @@ def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
         return []
     special = torch.tensor([i for i in tokenizer.all_special_ids if i != unknown])
     words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown
-    strange = int((lost.sum(-1) > UNKNOWN * words.sum(-1)).sum())
+    strange = int((lost.sum(-1) > MOSTLY_UNKNOWN * words.sum(-1)).sum())
     said = (
         f"most tokens of {strange} of {len(ids)} samples are {tokenizer.unk_token}, which stands "
         "for what the tokenizer does not know; give data in the model's language"

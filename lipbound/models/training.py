@@ -47,11 +47,15 @@ float64."""
 HALF_ROUNDINGS = 4
 """The same in half precision, in roundings: of input, of weights, of their product, and of what is
 added to it."""
-SEPARATE = (("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"))
+SEPARATE = (
+    ("query", "key", "value"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_lin", "k_lin", "v_lin"),
+)
 """Names of three linear maps in one module."""
-FUSED = ("c_attn", "qkv")
+ONE_MAP = ("c_attn", "qkv")
 """Names of one linear map onto queries, keys and values, in this order."""
-HEADS = ("num_attention_heads", "num_heads", "n_heads")
+COUNTS = ("num_attention_heads", "num_heads", "n_heads")
 """Names under which a module keeps its number of heads."""
 
 
@@ -344,7 +348,7 @@ def _side_by_side(
 
 
 @contextmanager
-def watching(
+def watched_attention(
     model: nn.Module, layers: object, inputs_of: Sequence[nn.Module] | None = None
 ) -> Iterator[ProbabilityCollector]:
     """Yield a `ProbabilityCollector` that follows the attention of a model.
@@ -477,7 +481,7 @@ def attention_probabilities(
     >>> [tuple(p.shape) for p in found]
     [(1, 2, 3, 3), (1, 2, 3, 3)]
     """
-    with watching(model, layers) as watch:
+    with watched_attention(model, layers) as watch:
         yield watch.found
 
 
@@ -502,7 +506,7 @@ def attention_layers(
     """
     known = {id(p.module): p for p in projections(bare_model(model, tells=False))}
     result: list[Attention] = []
-    with watching(model, layers, [p.module for p in known.values()]) as watch:
+    with watched_attention(model, layers, [p.module for p in known.values()]) as watch:
         yield result
     result += filter(None, (_layer(call, known.get(id(call.module))) for call in watch.calls))
 
@@ -528,13 +532,13 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
 
     Raises:
         CaptureError: no module, or none is found in it: the model names its projections in another
-            way than `SEPARATE` and `FUSED`.
+            way than `SEPARATE` and `ONE_MAP`.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is {shown(model)}; give a loaded transformers model")
     found = []
     for name, module in model.named_modules():
-        heads = next((n for key in HEADS if isinstance(n := getattr(module, key, None), int)), 0)
+        heads = next((n for key in COUNTS if isinstance(n := getattr(module, key, None), int)), 0)
         if (maps := _maps(module) if heads else None) is not None:
             w, b = zip(*(_per_head(*m, heads) for m in maps), strict=True)
             found.append(ModuleProjections(name, module, w, b))
@@ -542,8 +546,8 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
         known = ", ".join("/".join(names) for names in SEPARATE)
         raise CaptureError(
             f"{type(model).__name__} has no attention modules that say their number of heads "
-            f"({', '.join(HEADS)}), which those with rotary positions or shared keys do not, "
-            f"beside projections called {known} or {', '.join(FUSED)}; JaSMin needs neither"
+            f"({', '.join(COUNTS)}), which those with rotary positions or shared keys do not, "
+            f"beside projections called {known} or {', '.join(ONE_MAP)}; JaSMin needs neither"
         )
     return found
 
@@ -554,7 +558,7 @@ def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
         linear = [m for name in names if isinstance(m := getattr(module, name, None), nn.Linear)]
         if len(linear) == len(names):
             return [(one.weight.mT, one.bias) for one in linear]
-    for name in FUSED:
+    for name in ONE_MAP:
         one = getattr(module, name, None)
         weight, bias = getattr(one, "weight", None), getattr(one, "bias", None)
         if isinstance(one, nn.Module) and isinstance(weight, Tensor):

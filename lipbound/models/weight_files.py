@@ -29,11 +29,11 @@ from lipbound import devices
 from lipbound.errors import CheckpointError, nearest
 from lipbound.models.other_libraries import VERBOSE, changed, explained, first_line
 
-FORMATS = ("model.safetensors", "pytorch_model.bin")
-ORDER = tuple(name + end for name in FORMATS for end in ("", ".index.json"))
+WEIGHT_FORMATS = ("model.safetensors", "pytorch_model.bin")
+ORDER = tuple(name + end for name in WEIGHT_FORMATS for end in ("", ".index.json"))
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
 NO_WEIGHTS = f"has no weights ({' or '.join(ORDER)})"
-NAMED = "transformers_weights"
+WEIGHTS_KEY = "transformers_weights"
 """Key of a configuration for the file of weights, where it has another name than those."""
 DISTRIBUTED = "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors"
 """Files of a distributed checkpoint, which transformers would read in place of the others."""
@@ -161,7 +161,7 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
 
 def candidates(folder: Path) -> list[str]:
     """Return the names of files of weights, in order; the first is what the configuration says."""
-    named = _read_json(folder / "config.json").get(NAMED)
+    named = _read_json(folder / "config.json").get(WEIGHTS_KEY)
     found = [name for name in ORDER if (folder / name).is_file()]
     return found if named is None else list(dict.fromkeys((str(named), *found)))
 
@@ -190,7 +190,7 @@ def check_file(file: Path) -> None:
             safe_open(file, framework="pt")
 
 
-def contents(folder: Path) -> dict[str, TensorRef]:
+def stored_tensors(folder: Path) -> dict[str, TensorRef]:
     """Locate every tensor of a checkpoint.
 
     Args:

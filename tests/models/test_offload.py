@@ -121,8 +121,8 @@ def test_resident_and_plain_copy(tmp_path: Path) -> None:
     assert in_memory(model) == []
     copied = plain_copy(model)
     assert in_memory(model) == []
-    assert offload.by_layer(model)
-    assert not offload.by_layer(copied)
+    assert offload.is_offloaded(model)
+    assert not offload.is_offloaded(copied)
     hooks = [hook for module in copied.modules() for hook in module._forward_hooks.values()]
     assert not any(hasattr(hook, "__self__") for hook in hooks)
     next(tmp_path.glob("*.safetensors")).rename(tmp_path / "elsewhere")
@@ -219,7 +219,7 @@ def test_capture(tmp_path: Path) -> None:
 @newer_torch("2.6", "pickled weights are not read")
 def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("gpt2", tmp_path)
-    size = sum(math.prod(one.shape) for one in weight_files.contents(tmp_path).values())
+    size = sum(math.prod(one.shape) for one in weight_files.stored_tensors(tmp_path).values())
     for free, dtype, expected in ((8.5, "float32", 0), (7.5, "float32", 1), (8.5, "float64", 1)):
         monkeypatch.setattr(devices, "available", lambda device, free=free: free * size)
         assert load_checkpoint(tmp_path, dtype=dtype).by_layer == expected
