@@ -22,7 +22,7 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.weight_files import contents
+from lipbound.models.weight_files import stored_tensors
 from lipbound.runs.compare import compare
 
 TOKENS = 128
@@ -140,7 +140,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         report["write"] = stages(folder, "write")
-        report["parameters"] = sum(prod(one.shape) for one in contents(Path(folder)).values())
+        report["parameters"] = sum(prod(one.shape) for one in stored_tensors(Path(folder)).values())
         report |= {dtype: stages(folder, dtype) for dtype in DTYPES}
     print(json.dumps(report, indent=1))
     Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")

@@ -13,7 +13,7 @@ import numpy as np
 import skimage
 from PIL import Image
 
-from lipbound.models.readers.images import PHOTOGRAPHS
+from lipbound.models.readers import PHOTOGRAPHS
 
 FILES = (
     *("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "rocket.jpg"),

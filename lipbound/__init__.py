@@ -41,12 +41,8 @@ if TYPE_CHECKING:
     from lipbound.models.capture.capture import capture as capture
     from lipbound.models.inputs import prepare as prepare
     from lipbound.models.loading import load_checkpoint as load_checkpoint
-    from lipbound.models.training.differentiable import (
-        attention_layers as attention_layers,
-    )
-    from lipbound.models.training.differentiable import (
-        attention_probabilities as attention_probabilities,
-    )
+    from lipbound.models.training import attention_layers as attention_layers
+    from lipbound.models.training import attention_probabilities as attention_probabilities
     from lipbound.reporting import plots as plots
     from lipbound.reporting import tables as tables
     from lipbound.reporting.citations import cite as cite
@@ -71,8 +67,8 @@ _HOME = {
     "Notice": "errors",
     "TokenProfile": "jacobians.token_norms.token_norm",
     "attack": "analysis.adversarial_inputs",
-    "attention_layers": "models.training.differentiable",
-    "attention_probabilities": "models.training.differentiable",
+    "attention_layers": "models.training",
+    "attention_probabilities": "models.training",
     "cache_bits": "analysis.cache_bits",
     "capture": "models.capture.capture",
     "cite": "reporting.citations",

@@ -57,7 +57,7 @@ MODELS = {
     "its configuration says",
     "compare {mess}/truncated --max-length 12": "/truncated/model.safetensors is cut off, "
     "damaged or no safetensors file (",
-    "compare {mess}/no-bytes --max-length 12": "/no-bytes/model.safetensors is empty",
+    "compare {mess}/no-bytes --max-length 12": "/no-bytes/model.safetensors is cut off",
     "compare {mess}/missing --max-length 12": "do not fill its architecture: "
     "16 tensors are missing or of another shape",
     "compare {mess}/nan-weights --max-length 12": "have NaN or infinite numbers, in "
@@ -174,11 +174,11 @@ DATA = {
     "nowhere.csv": "there is no file or folder nowhere.csv",
     "{mess}/nowhere.safetensors": "there is no file {mess}/nowhere.safetensors",
     "'my letters.txt'": "there is no file or folder my letters.txt",
-    "{mess}/empty.txt": "{mess}/empty.txt is empty",
+    "{mess}/empty.txt": "empty.txt has no text in it",
     "{mess}/latin.txt": "is not a UTF-8 text file",
     "{mess}/binary.bin": "is not a UTF-8 text file",
-    "{mess}/picture.png": "is an image, but {bert} reads text",
-    "{mess}/pictures": "{mess}/pictures is a folder of images, but {bert} takes text",
+    "{mess}/picture.png": "is an image, but {bert} takes text",
+    "{mess}/pictures": "{mess}/pictures holds no texts (.txt, .text), but {bert} takes text",
     "{mess}/empty": "could not be read, as a file or a hub dataset",
     "{mess}/empty.csv": "No columns to parse from file",
     "{mess}/header.csv": "could not be read, as a file or a hub dataset: it is empty",
@@ -316,7 +316,7 @@ RUN_COMMANDS = {
     "verify {mess}/run.zarr --model {mess}/nowhere": "there is no directory or file {mess}/nowhere",
     "verify {mess}/run.zarr --data {mess}/nowhere.txt": "there is no file or folder "
     "{mess}/nowhere.txt",
-    "verify {mess}/run.zarr --data {mess}/picture.png": "is an image, but {bert} reads text",
+    "verify {mess}/run.zarr --data {mess}/picture.png": "is an image, but {bert} takes text",
     "verify {mess}/run.zarr --device gpu": "device 'gpu' cannot be used here",
     "verify {mess}/run.zarr --dtype half": "dtype is 'half'; allowed are",
     "verify {mess}/moved.zarr": "there is no directory or file {mess}/gone",

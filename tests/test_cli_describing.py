@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import lipbound as lb
 from lipbound.cli import app
 from lipbound.formatting import plain_data
-from lipbound.models.sources.catalogue import BUILTINS, Builtin, describe
+from lipbound.models.catalogue import BUILTINS, Builtin, describe
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import ViTForImageClassification
 
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.training.differentiable import attention_layers, attention_probabilities
+from lipbound.models.training import attention_layers, attention_probabilities
 from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
 from lipbound.regularizers.penalties import LayerPenalty
 

@@ -40,7 +40,7 @@ from lipbound.attention import softmax
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.training.differentiable import attention_layers, attention_probabilities
+from lipbound.models.training import attention_layers, attention_probabilities
 from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 import lipbound as lb
 from lipbound.bounds.factors import norm_m
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.training.differentiable import attention_probabilities
+from lipbound.models.training import attention_probabilities
 from lipbound.regularizers.penalties import JaSMin
 
 STRENGTHS = (0.0, 1e-4, 1e-3, 1e-2)

@@ -25,8 +25,8 @@ from lipbound.errors import InputsError, LipboundError, check_made, whole
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.quiet import changed
-from lipbound.models.readers.text import stream
+from lipbound.models.other_libraries import changed
+from lipbound.models.readers import stream
 
 LENGTHS = tuple(range(2, 101, 2))
 SHORTEST = 10

@@ -18,7 +18,7 @@ from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm, sample_seeds
 from lipbound.models.capture.seeing.interface import computing, implementation, taken
-from lipbound.models.sources.loaded_model import bare_model, measurable
+from lipbound.models.in_memory import bare_model, measurable
 
 Inputs = Mapping[str, Tensor]
 FEW = 16

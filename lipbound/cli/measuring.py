@@ -113,10 +113,9 @@ def tell_saved(out: Path | None) -> None:
 
 def check_builtin(model: str) -> None:
     """Refuse a mistyped name of a builtin checkpoint, before seconds of imports."""
-    from lipbound.models.sources.catalogue import PREFIX, builtin
+    from lipbound.models.catalogue import known_builtin
 
-    if model.lower().startswith(PREFIX):
-        builtin(model[len(PREFIX) :])
+    known_builtin(model)
 
 
 def read(options: dict[str, Any]) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def models(*, json: bool = False) -> None:
     Args:
         json: JSON, for programs.
     """
-    from lipbound.models.sources.catalogue import BUILTINS, describe
+    from lipbound.models.catalogue import BUILTINS, describe
 
     found = [describe(name) for name in BUILTINS]
     if json:

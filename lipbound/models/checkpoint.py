@@ -15,15 +15,15 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.scoring import zero_one
 from lipbound.errors import CheckpointError, InputsError
-from lipbound.models.quiet import explained, quiet
-from lipbound.models.weight_files import gguf_read_once, refuse_pointer
+from lipbound.models.other_libraries import explained, quiet
+from lipbound.models.weight_files import gguf_read_once
 
 if TYPE_CHECKING:
-    from lipbound.models.sources.folder import Adapter
+    from lipbound.models.adapters import LoraAdapter
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
-MASK, POSITIONS = "attention_mask", "position_ids"
+MASK, POSITION_IDS = "attention_mask", "position_ids"
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """Kinds of data, by the name of a model's main input."""
 COMPANIONS = {
@@ -40,7 +40,7 @@ COMPANIONS = {
 }
 """Tokenizers and processors, which make inputs of data: class, patterns of files, and what may be
 given instead."""
-ENDS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
+END_TOKENS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
 """Tokens that may begin or end a text."""
 ONLY_FOR = {
     "revision": "revisions are for hub models",
@@ -70,7 +70,7 @@ class LoadOptions:
     device: str | torch.device
     weights: str
     gguf_file: str | None = None
-    adapter: "Adapter | str | None" = None
+    adapter: "LoraAdapter | str | None" = None
 
     def refuse_given(self, what: str, *names: str) -> None:
         """Refuse options that mean nothing for what is loaded.
@@ -112,8 +112,6 @@ class Checkpoint:
             taken in place of the checkpoint's own, or None.
         configuration: "sha256:..." over the config.json of a directory, or over what the
             configuration of a loaded model says; None where ``revision`` covers it.
-        processor: what makes tensors of images, where it comes with the model rather than from
-            ``source``.
     """
 
     model: Any
@@ -129,7 +127,6 @@ class Checkpoint:
     tokenizer_from: str | None = None
     processor_from: str | None = None
     configuration: str | None = None
-    processor: Any = None
 
     @property
     def accepted(self) -> list[str]:
@@ -182,8 +179,6 @@ class Checkpoint:
         Returns:
             A processor of transformers; CheckpointError is raised where there is none.
         """
-        if self.processor_from is None and self.processor is not None:
-            return self.processor
         return self._companion("image processor", self.processor_from)
 
     def _companion(self, what: str, given: str | None) -> Any:
@@ -193,18 +188,14 @@ class Checkpoint:
         advice = "a directory or a hub id that has one" if given else f"data as {instead}"
         if place is None:
             raise CheckpointError(f"{who} does not say where its {what} is; give {advice}")
-        folder = Path(place).expanduser()
-        here = folder.is_dir()
-        if here and file is None:
-            found = [one for name in files.split() for one in folder.glob(name) if one.is_file()]
-            if not found:  # without them transformers makes up a tokenizer that knows no word
+        folder, (repo, _, revision) = Path(place).expanduser(), place.partition("@")
+        options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+        if folder.is_dir():
+            repo, options = str(folder), {"trust_remote_code": False, "gguf_file": file}
+            if file is None and not any(any(folder.glob(name)) for name in files.split()):
+                # without them transformers makes up a tokenizer that knows no word
                 missing = f"{what} ({files.split()[0]} or the like)"
                 raise CheckpointError(f"{who} has no files of its {missing}; give {advice}")
-            for one in found:
-                refuse_pointer(one)
-        repo, _, revision = (str(folder), "", "") if here else place.partition("@")
-        options = {"revision": revision or "main", "trust_remote_code": False}
-        options |= {"gguf_file": file} if file else {}
         usable = explained(CheckpointError, f"{who} has no usable {what} (", f"); give {advice}")
         with usable, quiet(), gguf_read_once(folder / file if file else None):
             return loader.from_pretrained(repo, **options)
@@ -292,7 +283,7 @@ class Inputs:
         """Return samples start...stop-1, on a device, and the options."""
         tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
         if self.has_axes:
-            tensors[POSITIONS] = tensors[POSITIONS].transpose(0, 1)
+            tensors[POSITION_IDS] = tensors[POSITION_IDS].transpose(0, 1)
         options = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in self.options.items()}
         return tensors | options
 
@@ -341,7 +332,7 @@ def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
         return []
     is_pad = ids == pad
     trailing, leading = is_pad.flip(-1).cummin(-1).values.sum(-1), is_pad.cummin(-1).values.sum(-1)
-    ends = [getattr(config, name, None) for name in ENDS]
+    ends = [getattr(config, name, None) for name in END_TOKENS]
     also_an_end = any(pad in end if isinstance(end, list | tuple) else pad == end for end in ends)
     found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
     said = (

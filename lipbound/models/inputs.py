@@ -17,21 +17,14 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import MASK, POSITIONS, Checkpoint, Inputs, odd_masks, text_part
+from lipbound.models.checkpoint import MASK, POSITION_IDS, Checkpoint, Inputs, odd_masks, text_part
+from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import GivenLayers, inputs_of
-from lipbound.models.quiet import explained
-from lipbound.models.readers.files import is_sentence, there
-from lipbound.models.readers.images import ImageReader
-from lipbound.models.readers.reader import DEFAULT_LENGTH, Reader, Selection, of_datasets
-from lipbound.models.readers.text import TextReader
-from lipbound.models.sources.loaded_model import named_inputs
+from lipbound.models.other_libraries import explained
+from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sentence, there
 from lipbound.models.weight_files import finite
 
-__all__ = ["READERS", "Inputs", "prepare", "token_texts"]
-
 DEFAULT_SAMPLES = 8
-READERS: dict[str, Reader] = {reader.modality: reader for reader in (TextReader(), ImageReader())}
-"""The reader of each modality."""
 TEXT_TOWERS = ("text_model", "text_encoder", "language_model", "text_branch")
 """Names of the part of a model of several towers that reads text."""
 FINITE = {"pixel_values", "inputs_embeds", "input_features", "input_values"}
@@ -59,12 +52,10 @@ def prepare(
             files or of images, a .parquet, .csv, .tsv or .json table (text files and tables also
             packed, as .gz), a folder that ``save_to_disk`` wrote, a .safetensors file of ready
             inputs, a ``datasets.Dataset``, a ``pandas.DataFrame`` or Series, a list of strings, of
-            PIL images, of paths or of conversations (each a list of messages
-            ``{"role": ..., "content": ...}``, written out by the tokenizer's chat template), token
-            numbers (a list, a tensor or an array, or a list of them; or a column ``input_ids``), or
-            a dict of ready tensors, with settings that are True or False, such as
-            ``interpolate_pos_encoding``, or `Inputs` as this function returned them. Several words
-            that name no file are themselves the text.
+            PIL images or of paths, token numbers (a list, a tensor or an array, or a list of them;
+            or a column ``input_ids``), or a dict of ready tensors, with settings that are True or
+            False, such as ``interpolate_pos_encoding``, or `Inputs` as this function returned them.
+            Several words that name no file are themselves the text.
         samples: how many, or "all". Where there are fewer, all are used, and a
             `lipbound.errors.Notice` says so (not of data in memory, unless another number than the
             default was asked for).
@@ -102,24 +93,31 @@ def prepare(
         raise InputsError(f"checkpoint is {errors.shown(checkpoint)}; give that of load_checkpoint")
     if isinstance(data, str) and not data.strip():
         raise InputsError("data is empty; give a file, a folder, a hub dataset or a text, or none")
-    selection = Selection(count, max_length, split, column, shuffle)
+    return _prepared(checkpoint, data, Selection(count, max_length, split, column, shuffle))
+
+
+def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
+    """Return what `prepare` does, of checked arguments."""
+    count = selection.samples
     if isinstance(checkpoint.model, GivenLayers):
         selection.refuse_table("layers")
         return inputs_of(checkpoint.model, data, count)
     if isinstance(data, Inputs):
         selection.refuse_table("ready inputs")
         return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))
+    reader = READERS.get(checkpoint.modality)
     if not isinstance(checkpoint.model, PreTrainedModel) and data is not None:
         parts = data if isinstance(data, list | tuple) else [data]
-        tensors = isinstance(data, Mapping) or any(isinstance(one, Tensor) for one in parts)
-        if tensors or checkpoint.modality not in READERS:
+        if reader is None or any(isinstance(one, Mapping | Tensor) for one in parts):
             data = named_inputs(checkpoint.model, data)
-    if is_ready(data):
+    file = isinstance(data, str | Path) and str(data).endswith(".safetensors")
+    splits = hasattr(data, "column_names")  # a DatasetDict, which is a mapping as well
+    if file or (isinstance(data, Mapping) and not splits):
         inputs = ready_inputs(data, checkpoint, selection)
-    elif checkpoint.modality in READERS:
-        inputs = READERS[checkpoint.modality].read(checkpoint, data, selection)
-    else:
+    elif reader is None:
         raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}; give inputs=")
+    else:
+        inputs = reader.read(checkpoint, data, selection)
     add_decoder_inputs(checkpoint, inputs)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
@@ -161,14 +159,6 @@ def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list
     return [str(tokenizer.decode([one])) for one in row.tolist()]
 
 
-def is_ready(data: Any) -> bool:
-    """Return whether data are ready inputs: a mapping, or the name of a .safetensors file."""
-    if isinstance(data, str | Path):
-        return str(data).endswith(".safetensors")
-    held = of_datasets(data, "DatasetDict", "IterableDatasetDict")
-    return isinstance(data, Mapping) and not held
-
-
 def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inputs:
     """Return the tensors that a checkpoint's model takes, and settings of its forward pass.
 
@@ -194,9 +184,9 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     samples = next((len(t) for t in given.values() if t.ndim > 1), 0)
     if known and main in given:  # patches of one sample may be packed
         samples = len(given[main]) if given[main].ndim else 0
-    turned = known and given.get(POSITIONS, torch.zeros(0)).shape[1:-1] == (samples,)
+    turned = known and given.get(POSITION_IDS, torch.zeros(0)).shape[1:-1] == (samples,)
     if turned:
-        given[POSITIONS] = given[POSITIONS].transpose(0, 1)
+        given[POSITION_IDS] = given[POSITION_IDS].transpose(0, 1)
     if not known or samples == 1:
         apart = [name for name, t in given.items() if not t.ndim or len(t) > samples > 0]
         shared = {name: given.pop(name) for name in sorted(apart)}
@@ -319,16 +309,9 @@ def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
 
 def _repeated(batch: Mapping[str, Tensor]) -> list[str]:
     """Return a sentence on samples that are the same."""
-
-    def content(k: int) -> int:
-        each = (t[k].detach().cpu().reshape(-1).view(torch.uint8) for t in batch.values())
-        return hash(tuple(t.numpy().tobytes() for t in each))
-
+    rows = zip(*batch.values(), strict=True)
+    plain = ((t.detach().cpu().reshape(-1).view(torch.uint8) for t in row) for row in rows)
+    each = {tuple(t.numpy().tobytes() for t in row) for row in plain}
     count = len(next(iter(batch.values())))
-    first: dict[int, int] = {}
-    again = [k for k in range(count) if first.setdefault(content(k), k) != k]
-    listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
-    which = f"samples {listed} repeat earlier ones" if again[1:] else f"sample {listed} repeats one"
-    said = f"only {len(first)} of {count} samples are different: {which}, and means count "
-    said += "them again" if again[1:] else "it again"
-    return [said] if again else []
+    said = f"only {len(each)} of {count} samples are different, and means count the others again"
+    return [said] if len(each) < count else []

@@ -1,19 +1,28 @@
-"""Load a model from a hub id, a local directory, a builtin name, a loaded module, or layers."""
+"""Load a model from a hub id, a directory, a builtin name, a loaded module, or layers.
 
+Weights are in memory, or stay in their files and are read layer by layer. Quantised ones are turned
+back into floating-point numbers, or refused by name.
+"""
+
+import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import huggingface_hub.errors as hub_errors
 import torch
+import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from lipbound import errors
+from lipbound import devices, errors
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
@@ -26,17 +35,52 @@ from lipbound.errors import (
     shown,
     tell,
 )
+from lipbound.models import adapters, offload, weight_files
+from lipbound.models.adapters import LoraAdapter
 from lipbound.models.capture.capture import Capturer, LayerCapture
+from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
 from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
-from lipbound.models.quiet import first_line, quiet
-from lipbound.models.readers.files import is_path
-from lipbound.models.sources.catalogue import BUILTINS, PREFIX, builtin_place, load_builtin
-from lipbound.models.sources.folder import FILES, Adapter, alone, load_folder, open_adapter
-from lipbound.models.sources.loaded_model import load_loaded, load_other, state_sha256
-from lipbound.models.weight_files import GGUF, choose_gguf, is_gguf
+from lipbound.models.in_memory import (
+    check_finite,
+    check_floating,
+    load_loaded,
+    state_sha256,
+)
+from lipbound.models.other_libraries import answers, explained, first_line, quiet
+from lipbound.models.readers import is_path
+
+__all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 SAMPLE = "sample"
 """The one input of given layers: the numbers of samples, which they have inside."""
+AFTERWARDS = ("bitsandbytes", "higgs")
+"""Methods whose models transformers turns back once they are loaded (``model.dequantize()``)."""
+INSTEAD = "give the checkpoint that was quantized"
+FETCHED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.safetensors")
+"""Files of a hub model that are fetched: configuration, tokenizer or processor, and weights."""
+REASONS = {
+    hub_errors.GatedRepoError: (
+        "is a gated model",
+        "accept its conditions on the hub, then `hf auth login`",
+    ),
+    hub_errors.RevisionNotFoundError: (
+        "was not found on the hub",
+        "give a branch, a tag or a full commit hash",
+    ),
+    hub_errors.HFValidationError: (
+        "is neither a directory here nor a valid hub id",
+        "hub ids are owner/name",
+    ),
+    hub_errors.RepositoryNotFoundError: (
+        "was not found on the hub, nor is it a directory here",
+        "check the spelling, or log in if it is private",
+    ),
+    hub_errors.LocalEntryNotFoundError: (
+        "is not in the local cache, and {off}",
+        "connect, or give a directory",
+    ),
+}
+"""Why a hub model cannot be had, and what to do, by the first that an error is of."""
 
 
 class GivenLayers(nn.Module):
@@ -88,7 +132,6 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
     if cast := sum(isinstance(one, Attention) and one.dtype != options.dtype for one in model):
         wanted = str(options.dtype).removeprefix("torch.")
         notes = [f"{cast} of {len(model)} layers are measured in {wanted}, not in their own dtype"]
-        tell(*notes)
     brought = (
         layer.to(options.device).to(options.dtype) if isinstance(layer, Attention) else layer
         for layer in model
@@ -139,9 +182,6 @@ class GivenCapturer(Capturer):
         """Tell nothing: samples of a layer do not see each other."""
 
 
-__all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
-
-
 @knows_options
 def load_checkpoint(
     model: AnyModel,
@@ -160,10 +200,8 @@ def load_checkpoint(
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, a
             GGUF file, "builtin:minilm", "builtin:smollm2", "builtin:gpt2", "builtin:llama",
-            "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", a model of
-            another package, "timm:NAME" or "open_clip:NAME@TAG" (behind the @ also a local
-            .safetensors file), or a loaded transformers model or other torch module (used as it
-            is, moved and cast).
+            "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a
+            loaded transformers model or other torch module (used as it is, moved and cast).
         revision: branch, tag or commit of a hub model.
         dtype: "float32" or "float64"; half-precision weights are cast up.
         device: a torch device.
@@ -206,35 +244,57 @@ def load_checkpoint(
             f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
             "dtype='float32', or device='cpu'"
         )
-    companions = {"tokenizer": tokenizer, "processor": processor}
-    for name, value in companions.items():
-        if value is not None and not (isinstance(value, str | Path) and str(value).strip()):
-            raise CheckpointError(
-                f"{name} is {shown(value)}; give a directory (of a loaded one, that of its "
-                "save_pretrained) or a hub id"
-            )
+    places = {"tokenizer": _place("tokenizer", tokenizer)}
+    places |= {"processor": _place("processor", processor)}
     checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
     if checkpoint is None:
         raise CheckpointError(
             f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
             "directory, 'builtin:NAME', a loaded transformers model or another torch module"
         )
-    _give(checkpoint, companions)
+    checkpoint.tokenizer_from, checkpoint.processor_from = places.values()
+    other = {"image": "tokenizer", "text": "processor"}.get(checkpoint.modality, "")
+    if places.get(other) is not None:
+        what = f"{other} {places[other]} is not looked at: {checkpoint.name} reads "
+        checkpoint.notes.append(what + checkpoint.modality.replace("image", "images"))
+    tell(*checkpoint.notes)
     return checkpoint
 
 
-def _give(checkpoint: Checkpoint, companions: dict[str, Any]) -> None:
-    """Have a checkpoint take the tokenizer or processor that was named, and tell of another."""
-    checkpoint.tokenizer_from, checkpoint.processor_from = (
-        None if value is None else str(builtin_place(str(value)) or value)
-        for value in companions.values()
-    )
-    other = {"image": "tokenizer", "text": "processor"}.get(checkpoint.modality, "")
-    if companions.get(other) is not None:
-        reads = checkpoint.modality.replace("image", "images")
-        note = f"{other} {companions[other]} is not looked at: {checkpoint.name} reads {reads}"
-        checkpoint.notes.append(note)
-        tell(note)
+def _place(what: str, given: object) -> str | None:
+    """Return the directory or hub id of the tokenizer or the processor that was given, if any."""
+    if given is None:
+        return None
+    if not isinstance(given, str | Path) or not str(given).strip():
+        raise CheckpointError(
+            f"{what} is {shown(given)}; give a directory (of a loaded one, that of its "
+            "save_pretrained) or a hub id"
+        )
+    name = known_builtin(given)
+    return str(given) if name is None else str(BUILTINS[name].place(name))
+
+
+def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
+    """Load a builtin checkpoint.
+
+    Args:
+        model: a name of `lipbound.models.catalogue.BUILTINS` behind "builtin:", in letters of any
+            size.
+        options: as `load_folder` takes them.
+
+    Returns:
+        The checkpoint; None where the name does not begin so. CheckpointError is raised for names
+        that are not there, for other weights than those expected, and for a revision or a file.
+    """
+    name = known_builtin(model)
+    if name is None:
+        return None
+    options.refuse_given(f"the builtin checkpoint {name!r}", "revision", "gguf_file")
+    found = BUILTINS[name]
+    wanted = replace(options, gguf_file=found.gguf)
+    checkpoint = load_folder(PREFIX + name, found.place(name), None, wanted)
+    found.check(checkpoint.revision.partition("+")[0])
+    return checkpoint
 
 
 def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
@@ -255,25 +315,19 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
         return None
     name, path, wanted = str(model), Path(model).expanduser(), options.gguf_file
     if not path.exists():
-        if not (is_path(name) or name.count("/") > 1 or is_gguf(name)):
+        if not (is_path(name) or name.count("/") > 1 or weight_files.is_gguf(name)):
             return None
         instead = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
         raise CheckpointError(f"there is no directory or file {name}; {suggestion(name, instead)}")
     options.refuse_given(f"the directory {name}", "revision")
-    if path.is_dir() and wanted is None and alone(path):
-        return load_adapted(name, path, None, options)
     if path.is_dir():
-        found = [file.name for file in path.glob(f"*{GGUF}")]
-        # a directory that has a config.json is what save_pretrained wrote, unless a file is wanted
-        saved = wanted is None and ((path / "config.json").exists() or not found)
-        gguf = None if saved else choose_gguf(found, wanted, name)
-        return load_folder(name, path, None, options, gguf)
-    if not is_gguf(name) or wanted not in (None, path.name):
+        return load_folder(name, path, None, options)
+    if not weight_files.is_gguf(name) or wanted not in (None, path.name):
         given = "" if wanted is None else f", and gguf_file is {wanted!r}"
         raise CheckpointError(
             f"{name} is a file{given}; give one GGUF file, or the directory that holds config.json"
         )
-    return load_folder(name, path.parent, None, options, path.name)
+    return load_folder(name, path.parent, None, replace(options, gguf_file=path.name))
 
 
 def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
@@ -296,16 +350,12 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
         raise CheckpointError(
             f"two revisions were given, {suffix!r} in the name and {options.revision!r}; give one"
         )
-    wanted = options.gguf_file
-    folder = snapshot(name, suffix or options.revision, wanted)
-    if wanted is None and alone(folder):
-        return load_adapted(str(model), folder, folder.name, options)
-    if wanted is not None:
-        choose_gguf((file.name for file in folder.glob(f"*{GGUF}")), wanted, f"{model} on the hub")
-    return load_folder(str(model), folder, folder.name, options, wanted)
+    packed = () if options.gguf_file is None else (options.gguf_file,)
+    folder = snapshot(name, suffix or options.revision, *packed)
+    return load_folder(str(model), folder, folder.name, options)
 
 
-def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> Checkpoint | None:
+def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> Checkpoint:
     """Load the model that an adapter was trained on, and merge the adapter into it.
 
     Args:
@@ -320,7 +370,7 @@ def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> 
     Raises:
         CheckpointError: the adapter does not say which model that is, or that is an adapter too.
     """
-    adapter = open_adapter(name, folder)
+    adapter = adapters.open_adapter(name, folder)
     if not adapter.base:
         raise CheckpointError(f"the adapter {name} names no model; give one, with adapter={name!r}")
     if options.adapter is not None:
@@ -329,11 +379,11 @@ def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> 
     revision = None if here else adapter.config.get("revision")
     wanted = replace(options, adapter=adapter, revision=revision)
     sources = (load_builtin, load_directory, load_hub)
-    found = next(filter(None, (source(adapter.base, wanted) for source in sources)), None)
-    return None if found is None else replace(found, commit=commit)
+    found = next(filter(None, (source(adapter.base, wanted) for source in sources)))
+    return replace(found, commit=commit)
 
 
-def _adapter(given: object) -> Adapter | str | None:
+def _adapter(given: object) -> LoraAdapter | str | None:
     """Return the adapter that was asked for, fetched from the hub where it is no directory here.
 
     Args:
@@ -349,20 +399,18 @@ def _adapter(given: object) -> Adapter | str | None:
     if not folder.exists() and is_path(name):
         raise CheckpointError(f"there is no directory {name}; give PEFT's, or a hub id")
     repo, _, revision = name.partition("@")
-    there = folder if folder.exists() else snapshot(repo, revision or None, only=FILES)
-    return open_adapter(name, there)
+    there = folder if folder.exists() else snapshot(repo, revision or None, *adapters.PEFT_FILES)
+    return adapters.open_adapter(name, there)
 
 
-def snapshot(
-    repo: str, revision: str | None, gguf_file: str | None = None, only: Sequence[str] = ()
-) -> Path:
+def snapshot(repo: str, revision: str | None, *wanted: str) -> Path:
     """Fetch a hub model, or find it in the cache when the hub is out of reach.
 
     Args:
         repo: its hub id.
         revision: branch, tag or commit.
-        gguf_file: the one file that is wanted, if it is one.
-        only: the names of an adapter's files, in place of a model's.
+        *wanted: names of the files; without any, configuration, tokenizer or processor, and one
+            format of weights.
 
     Returns:
         The folder in the cache, named by the commit.
@@ -370,74 +418,27 @@ def snapshot(
     Raises:
         CheckpointError: there is no such model, or it is not accessible.
     """
+    options: Any = {"revision": revision, "ignore_patterns": ["*/*", "consolidated*"]}
     try:
         with quiet():
             if sys.stderr.isatty():
                 enable_progress_bars()
-            names = _wanted(repo, revision, gguf_file, only)
-            rest: Any = {"allow_patterns": names, "local_files_only": names is None}
-            return Path(snapshot_download(repo, revision=revision, **rest))
-    except (hub_errors.HFValidationError, OSError) as error:
-        at = f"{repo} at revision {revision!r}" if revision else repo
-        raise CheckpointError(_why_not(error, repo, at)) from error
-
-
-def _why_not(error: Exception, repo: str, at: str) -> str:
-    """Return why a hub model cannot be had, and what to do."""
-    if isinstance(error, hub_errors.GatedRepoError):
-        return f"{repo} is a gated model; accept its conditions on the hub, then `hf auth login`"
-    if isinstance(error, hub_errors.RevisionNotFoundError):
-        return f"{at} was not found on the hub; give a branch, a tag or a full commit hash"
-    if isinstance(error, hub_errors.HFValidationError):
-        why, instead = "is neither a directory here nor a valid hub id", "hub ids are owner/name"
-    elif isinstance(error, hub_errors.RepositoryNotFoundError):
-        why = "was not found on the hub, nor is it a directory here"
-        instead = "check the spelling, or log in if it is private"
-    elif isinstance(error, hub_errors.LocalEntryNotFoundError):
-        off = "HF_HUB_OFFLINE forbids looking on the hub"
-        reason = off if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        why, instead = f"is not in the local cache, and {reason}", "connect, or give a directory"
-    else:
-        return f"{at} could not be fetched from the hub: {first_line(error)}"
-    return f"{at} {why}; {suggestion(repo, instead)}"
-
-
-def _wanted(repo: str, revision: Any, gguf_file: Any, only: Sequence[str]) -> list[str] | None:
-    """List the files of a hub model that are needed; the arguments are those of `snapshot`.
-
-    Returns:
-        Configuration, tokenizer or processor, and one format of weights; or the GGUF file, which
-        has all. None: the hub is out of reach.
-
-    Raises:
-        CheckpointError: the GGUF file is not there, or there are only such files, and none was
-            named.
-        HfHubHTTPError: the hub has no such model.
-        HFValidationError: the name is no hub id.
-    """
-    try:
-        info = HfApi().model_info(repo, revision=revision, timeout=15)
+            there = answers(HfApi().model_info, repo, revision=revision)
+            options["local_files_only"] = not there
+            found = snapshot_download(repo, allow_patterns=list(wanted or FETCHED), **options)
+            if not wanted and not any(Path(found).glob("*.safetensors")):
+                snapshot_download(repo, allow_patterns=["pytorch_model*.bin"], **options)
+            return Path(found)
     except Exception as error:  # no connection, in whatever type the HTTP client reports it
-        status = getattr(getattr(error, "response", None), "status_code", 500)
-        named = isinstance(error, hub_errors.HfHubHTTPError) and status < 500
-        if named or isinstance(error, hub_errors.HFValidationError):
-            raise
-        return None
-    if only:
-        return list(only)
-    names = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
-    packed = [name for name in names if name.endswith(GGUF)]
-    weights = [n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]
-    weights = weights or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
-    if gguf_file is not None:
-        return [choose_gguf(packed, gguf_file, f"{repo} on the hub")]
-    if packed and not weights:
-        raise CheckpointError(
-            f"{repo} on the hub has GGUF files only; name one with gguf_file=, "
-            f"{' or '.join(map(repr, packed[:6]))}"
-        )
-    others = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-    return weights + [name for name in names if name.endswith(others)]
+        offline = "HF_HUB_OFFLINE forbids looking on the hub"
+        off = offline if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        other = f"could not be fetched from the hub: {first_line(error)}", "try again"
+        kinds = (said for kind, said in REASONS.items() if isinstance(error, kind))
+        why, instead = next(kinds, other)
+        if not isinstance(error, hub_errors.GatedRepoError | hub_errors.RevisionNotFoundError):
+            instead = suggestion(repo, instead)
+        at = f"{repo} at revision {revision!r}" if revision else repo
+        raise CheckpointError(f"{at} {why.format(off=off)}; {instead}") from error
 
 
 def suggestion(name: str, otherwise: str) -> str:
@@ -466,7 +467,233 @@ def suggestion(name: str, otherwise: str) -> str:
     return f"did you mean {' or '.join(map(repr, found))}?" if found else otherwise
 
 
-SOURCES = (load_loaded, load_layers, load_builtin, load_other, load_directory, load_hub)
+def load_folder(name: str, folder: Path, commit: str | None, options: LoadOptions) -> Checkpoint:
+    """Load the model of a folder, its weights in memory or left on disk.
+
+    Args:
+        name: what the user called it, for messages.
+        folder: where config.json, weights and tokenizer or processor are, or a GGUF file that has
+            all of them, or an adapter that names its model.
+        commit: the hub commit; without one a hash over the files of weights is the revision.
+        options: dtype, device and residence of the weights, and which GGUF file.
+
+    Returns:
+        The model in evaluation mode, with the adapter that was asked for.
+
+    Raises:
+        CheckpointError: files that transformers cannot load, weights that do not fill the
+            architecture or are not finite. LipboundError for a GGUF file larger than the memory.
+    """
+    if sys.flags.optimize > 1:
+        raise CheckpointError("transformers needs its docstrings; run python without -OO")
+    gguf, saved = options.gguf_file, (folder / "config.json").is_file()
+    if gguf is None and adapters.alone(folder):
+        return load_adapted(name, folder, commit, options)
+    packed = [file.name for file in folder.glob(f"*{weight_files.GGUF}")]
+    here = commit is None  # of a hub model, the cache need not have all files
+    if gguf is not None or (packed and here and not saved):
+        gguf = weight_files.choose_gguf(packed, gguf, name)
+    elif not saved:
+        what = "give what save_pretrained writes, or name a GGUF file with gguf_file="
+        raise CheckpointError(f"{name} has no config.json; {what}")
+    file = None if gguf is None else folder / gguf
+    merged = options.adapter if isinstance(options.adapter, LoraAdapter) else None
+    notes = adapters.notes_beside(name, folder, options.adapter)
+    how = None
+    if file is not None:
+        options.refuse_given(f"the GGUF file {file}", "weights")
+        with _loading(name):
+            how = weight_files.check_gguf(name, file)
+    with _loading(name, file):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    check_rotary(config, name)
+    files, unread = ([file], []) if file else weight_files.files(folder)
+    layers = file is None and _by_layer(folder, options)
+    if layers:
+        with _loading(name):
+            model, report = offload.load_offloaded(
+                folder, config, dtype=options.dtype, device=torch.device(options.device)
+            )
+        check_filled(report, name)
+    else:
+        how = how or ask_for_floats(config, name, folder)
+        model = _load_whole(name, folder, config, how, gguf)
+        check_floating(model, name)
+        if how is None:
+            check_stored(folder, model, name)
+        model = model.to(dtype=options.dtype)
+        if merged is not None:
+            merged.merge(model)
+        model = model.to(device=options.device)
+    check_finite(model, name)
+    revision = weight_files.sha256(files) if commit is None or gguf else commit
+    config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
+    checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
+    checkpoint.notes, checkpoint.configuration = notes + unread, config_sha
+    checkpoint.gguf_file, checkpoint.quantization = gguf, how
+    return checkpoint if merged is None else adapters.with_adapter(checkpoint, merged)
+
+
+@contextmanager
+def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
+    """Silence transformers, and raise CheckpointError in place of whatever it raises."""
+    before, why = f"{name} could not be loaded: ", weight_files.unreadable
+    with explained(CheckpointError, before, why=why), quiet(), weight_files.gguf_read_once(gguf):
+        yield
+
+
+def _by_layer(folder: Path, options: LoadOptions) -> bool:
+    """Return whether weights stay on disk: where it was asked for, or they fill half the memory.
+
+    Raises:
+        CheckpointError: it was asked for, and an adapter is to be merged.
+    """
+    merged = isinstance(options.adapter, LoraAdapter)
+    if merged and options.weights == "layers":
+        raise CheckpointError(
+            "an adapter is merged into weights in memory, and weights='layers' leaves them on "
+            "disk; use weights='whole', or merge it with PEFT and save the model"
+        )
+    if merged or options.weights != "auto":
+        return options.weights == "layers"
+    needed = sum(prod(t.shape) for t in _stored(folder).values()) * options.dtype.itemsize
+    return needed > devices.available(torch.device(options.device)) / 2
+
+
+def _load_whole(
+    name: str, folder: Path, config: PretrainedConfig, how: str | None, gguf: str | None
+) -> PreTrainedModel:
+    """Return the model with its weights in memory; ``how``: what quantised them."""
+    with _loading(name, folder / gguf if gguf else None), adapters.unseen():
+        wanted: dict[str, Any] = {"config": config, "gguf_file": gguf, "dtype": torch.float32}
+        wanted |= {"attn_implementation": "eager", "trust_remote_code": False}
+        model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **wanted)
+        model = model.dequantize() if how in AFTERWARDS else model
+    check_filled(report, name)
+    unused = sorted(filter(weight_files.matters, report["unexpected_keys"]))
+    if how is not None and gguf is None and unused:
+        raise CheckpointError(
+            f"transformers left {len(unused)} tensors of {name} unused when it turned back what "
+            f"{how} quantized, {unused[0]} among them; {INSTEAD}"
+        )
+    return model
+
+
+def check_rotary(config: PretrainedConfig, name: str) -> None:
+    """Refuse rotary embeddings that transformers before 5 would pass over without a word.
+
+    Args:
+        config: of the checkpoint, as the transformers that is installed reads it.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: transformers 5 saved it, and an older one reads other angles.
+    """
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        said, scaling = (getattr(part, f"rope_{key}", None) for key in ("parameters", "scaling"))
+        read = {"rope_theta": getattr(part, "rope_theta", None), "rope_type": "default"}
+        if said and said != read | (scaling or {}) and transformers.__version__ < "5":
+            raise CheckpointError(
+                f"{name} was saved by transformers {config.transformers_version}, and "
+                f"{transformers.__version__} reads other rotary embeddings than it says "
+                "(rope_parameters); install transformers>=5"
+            )
+
+
+def check_filled(report: dict[str, Any], name: str) -> None:
+    """Refuse weights that leave tensors of the model random.
+
+    Args:
+        report: of transformers, on loading: missing, mismatched and unexpected tensors.
+        name: what the user called the checkpoint.
+
+    Raises:
+        CheckpointError: tensors that attention may depend on are missing or of another shape.
+    """
+    missing = [key for key in report["missing_keys"] if weight_files.matters(key)]
+    other = report["mismatched_keys"]
+    wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in other]
+    if wrong:
+        others = sorted(str(key) for key in report["unexpected_keys"])
+        instead = f"; what is there instead is {', '.join(others[:2])}" if others else ""
+        raise CheckpointError(
+            f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are "
+            f"missing or of another shape, {sorted(wrong)[0]} among them, and would be random "
+            f"numbers{instead}"
+        )
+
+
+def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | None:
+    """Have transformers turn weights back while it loads them, where it can.
+
+    Args:
+        config: of the checkpoint; what it says of quantisation is changed.
+        name: what the user called the checkpoint, for messages.
+        folder: with its files of weights.
+
+    Returns:
+        What quantised the weights, as the configuration calls it; None where nothing did.
+
+    Raises:
+        CheckpointError: weights that transformers does not turn back, or misreads.
+    """
+    said: Any = getattr(config, "quantization_config", None)
+    if said is None:
+        return None
+    said = dict(said if isinstance(said, Mapping) else said.to_dict())
+    method = said.get("quant_method")
+    how = str(getattr(method, "value", method) or "an unnamed method")
+    if how not in AFTERWARDS:
+        kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(how)
+        if kind is None or "dequantize" not in inspect.signature(kind.__init__).parameters:
+            raise CheckpointError(
+                f"the weights of {name} were quantized with {how}, which transformers does not "
+                f"turn back into floating-point numbers; {INSTEAD}"
+            )
+        config.quantization_config = said | {"dequantize": True}
+    block = said.get("weight_block_size")
+    stored = _stored(folder)
+    for key, tensor in stored.items() if block else ():
+        # of such blocks transformers would take the scales of others
+        if f"{key}_scale_inv" in stored and any(
+            size % part for size, part in zip(tensor.shape[-2:], block, strict=True)
+        ):
+            raise CheckpointError(
+                f"{key} of {name} is no whole number of quantized blocks of {block[0]} x "
+                f"{block[1]}, and transformers misreads such; {INSTEAD}"
+            )
+    return how
+
+
+def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
+    """Refuse safetensors files that hold whole numbers in the place of weights.
+
+    Args:
+        folder: of the checkpoint.
+        model: as it was loaded from there.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: there is such a tensor.
+    """
+    floating = {key for key, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    for key, tensor in _stored(folder).items():
+        bare = key.partition(".")[2]  # without the prefix of the task's model
+        if not tensor.floating and (key in floating or bare in floating):
+            raise CheckpointError(
+                f"weights of {name} are not all floating-point numbers, {key} for one; {INSTEAD}"
+            )
+
+
+def _stored(folder: Path) -> dict[str, weight_files.TensorRef]:
+    """Return the tensors of a checkpoint; none where it has no safetensors files."""
+    try:
+        return weight_files.stored_tensors(folder)
+    except CheckpointError:
+        return {}
+
+
+SOURCES = (load_loaded, load_layers, load_builtin, load_directory, load_hub)
 """Loaders of the kinds of checkpoints, in the order in which they are asked.
 
 Each takes what the user gave and returns None where that is not of its kind, else the model in

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError
-from lipbound.models.quiet import explained
-from lipbound.models.weight_files import TensorRef, contents, renames
+from lipbound.models.other_libraries import explained
+from lipbound.models.weight_files import TensorRef, stored_tensors
 
 OTHER_FORM = (
     "its weights are stored in another form than the model computes with (pieces to join or "
@@ -100,7 +100,7 @@ def _kept(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
     return [(name, part, keeper) for name, part, keeper in parts if keeper is not None]
 
 
-def by_layer(module: nn.Module) -> bool:
+def is_offloaded(module: nn.Module) -> bool:
     """Return whether any of a module's parameters stay on disk."""
     return bool(_kept(module))
 
@@ -191,9 +191,7 @@ def load_offloaded(
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("its weights are quantized; give the checkpoint that was quantized")
-    tensors = contents(folder)
-    renamed = renames(tensors, config)
-    placeholders = _Placeholders({renamed.get(key, key): ref for key, ref in tensors.items()})
+    placeholders = _Placeholders(stored_tensors(folder))
     model, report = _built(config, placeholders)
     model.name_or_path = model.config.name_or_path = str(folder)  # as transformers sets them
     ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()  # not in the report

@@ -22,30 +22,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from lipbound import devices
-from lipbound.errors import CheckpointError, nearest, shown
-from lipbound.models.quiet import VERBOSE, changed, explained, first_line
+from lipbound.errors import CheckpointError, nearest
+from lipbound.models.other_libraries import VERBOSE, changed, explained, first_line
 
-FORMATS = ("model.safetensors", "pytorch_model.bin")
-ORDER = tuple(name + end for name in FORMATS for end in ("", ".index.json"))
+WEIGHT_FORMATS = ("model.safetensors", "pytorch_model.bin")
+ORDER = tuple(name + end for name in WEIGHT_FORMATS for end in ("", ".index.json"))
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
 NO_WEIGHTS = f"has no weights ({' or '.join(ORDER)})"
-NAMED = "transformers_weights"
+WEIGHTS_KEY = "transformers_weights"
 """Key of a configuration for the file of weights, where it has another name than those."""
 DISTRIBUTED = "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors"
 """Files of a distributed checkpoint, which transformers would read in place of the others."""
-POINTER = b"version https://git-lfs.github.com/spec/"
-"""First bytes of a file that Git LFS left in the place of a large one."""
-WRAPPERS = re.compile(r"((_orig_mod|module)\.)+")
-"""Prefixes that torch.compile and DataParallel give the names of a state dict."""
-TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
-HEADS = [getattr(transformers, f"MODEL_FOR_{task}_MAPPING") for task in TASKS]
-"""Models with a head whose weights may be those of the table of embeddings, by configuration."""
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
 GGUF = ".gguf"
@@ -109,25 +100,22 @@ def matters(key: str) -> bool:
     return not any(part in key for part in HEADS_ONLY)
 
 
-def unreadable(error: Exception) -> str:
+def unreadable(error: BaseException) -> str:
     """Return why weights cannot be loaded, without advice on the arguments of other libraries."""
-    said = str(error)
+    said, kind = first_line(error), type(error).__name__
     if "upgrade torch" in said:
         return "pickled weights are read with torch 2.6 or newer; save them as safetensors"
     damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
-    if damaged or "weights_only" in said or "Weights only load failed" in said:
+    if damaged or "weights_only" in str(error) or "Weights only load failed" in str(error):
         return (
             "its file of weights is damaged or holds other things than weights, none of which were "
             "run; save the model again with save_pretrained"
         )
     if re.search("ignore_mismatched_sizes|cannot reshape array|Storage size .* overflowed", said):
         return "its weights have other shapes than its configuration says"
-    if isinstance(error, ZeroDivisionError):
-        return "its configuration says 0 of what there must be at least one of, such as heads"
-    if isinstance(error, LookupError | AttributeError | TypeError):
-        said = f"{type(error).__name__}: {first_line(error)}"
-        return f"transformers fails on it ({said}); is its configuration whole, and of its version?"
-    return first_line(error)
+    if isinstance(error, LookupError | AttributeError | TypeError | ZeroDivisionError):
+        return f"transformers fails on it ({kind}: {said}); is its configuration whole, and sound?"
+    return said
 
 
 def sha256(paths: Iterable[Path]) -> str:
@@ -157,16 +145,23 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
         problem = f"holds a distributed checkpoint ({shards[0]})" if shards else NO_WEIGHTS
         raise CheckpointError(f"{folder} {problem}; save the model again with save_pretrained")
     first, *others = named
-    found = [folder / first] if not first.endswith(".json") else _shards(folder / first)
-    for file in found:
-        check_file(file)
+    found = [first]
+    if first.endswith(".json"):
+        index = _read_json(folder / first)
+        held = index.get("weight_map") if isinstance(index.get("metadata"), dict) else None
+        found = sorted({str(name) for name in held.values()}) if isinstance(held, dict) else []
+        if not found or any(".." in name or Path(name).is_absolute() for name in found):
+            what = f"{folder / first} is no index of weights, or an empty one, or leads elsewhere"
+            raise CheckpointError(f"{what}; fetch it again")
+    for name in found:
+        check_file(folder / name)
     note = f"the weights are read from {first}; {' and '.join(others)} beside it is not read"
-    return found, [note] if others else []
+    return [folder / name for name in found], [note] if others else []
 
 
 def candidates(folder: Path) -> list[str]:
     """Return the names of files of weights, in order; the first is what the configuration says."""
-    named = _read_json(folder / "config.json").get(NAMED)
+    named = _read_json(folder / "config.json").get(WEIGHTS_KEY)
     found = [name for name in ORDER if (folder / name).is_file()]
     return found if named is None else list(dict.fromkeys((str(named), *found)))
 
@@ -180,51 +175,22 @@ def _read_json(file: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names; none of them is outside of its folder."""
-    check_file(index)
-    said = _read_json(index)
-    named = said.get("weight_map") if isinstance(said.get("metadata"), dict) else None
-    if not named or not isinstance(named, dict):
-        raise CheckpointError(f"{index} is no index of weights, or an empty one; fetch it again")
-    files = sorted(map(Path, {str(name) for name in named.values()}))
-    if out := [file for file in files if file.is_absolute() or ".." in file.parts]:
-        what = f"{index} leads out of its folder, to {shown(str(out[0]))}, which is not read"
-        raise CheckpointError(f"{what}; put the weights beside it, or save the model again")
-    return [index.parent / file for file in files]
-
-
 def check_file(file: Path) -> None:
-    """Refuse a file that was not fetched whole.
-
-    Args:
-        file: of any kind; of safetensors files the header is read.
+    """Refuse a file of weights that is missing, or whose header is not that of a whole file.
 
     Raises:
-        CheckpointError: it is missing or empty, what Git LFS leaves in the place of a file, or a
-            safetensors file that is damaged or cut off.
+        CheckpointError: it is one of these.
     """
     if not os.path.isfile(file):  # a name that no system takes is that of no file
         raise CheckpointError(f"{file} is named by the checkpoint and not there; fetch it again")
-    refuse_pointer(file)
-    if not file.stat().st_size:
-        raise CheckpointError(f"{file} is empty; fetch it again")
-    if file.suffix == ".safetensors":
-        before = f"{file} is cut off, damaged or no safetensors file ("
-        with explained(CheckpointError, before, "); fetch it again"):
+    before = f"{file} is cut off, damaged or no safetensors file ("
+    after = "); fetch it again (of Git LFS: `git lfs pull`)"
+    with explained(CheckpointError, before, after):
+        if file.suffix == ".safetensors":
             safe_open(file, framework="pt")
 
 
-def refuse_pointer(file: Path) -> None:
-    """Raise CheckpointError where a file is what Git LFS leaves in the place of one."""
-    with file.open("rb") as stream:
-        if stream.read(len(POINTER)) == POINTER:
-            raise CheckpointError(
-                f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
-            )
-
-
-def contents(folder: Path) -> dict[str, TensorRef]:
+def stored_tensors(folder: Path) -> dict[str, TensorRef]:
     """Locate every tensor of a checkpoint.
 
     Args:
@@ -254,39 +220,7 @@ def contents(folder: Path) -> dict[str, TensorRef]:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    status = os.stat(file)
-    return status.st_size, status.st_mtime_ns
-
-
-def renames(stored: Iterable[str], config: PretrainedConfig) -> dict[str, str]:
-    """Find the stored names that the model does not know though the tensors are its own.
-
-    Prefixes of wrappers go, where all names have them. A table of embeddings that is stored under
-    the name of the head that it is tied to, and under that alone, as
-    ``safetensors.torch.save_model`` does, gets its own name.
-
-    Args:
-        stored: the names in the files.
-        config: of the model.
-
-    Returns:
-        The model's names by the stored ones, of those that differ.
-    """
-    new = {name: name for name in stored}
-    if all(map(WRAPPERS.match, new)):
-        new = {name: WRAPPERS.sub("", name, count=1) for name in new}
-    for head, table in _tied(config) if getattr(config, "tie_word_embeddings", False) else ():
-        inside = table.partition(".")[2] or table  # as the model without its head calls it
-        if not any(now == inside or now.endswith(f".{inside}") for now in new.values()):
-            new = {name: table if now == head else now for name, now in new.items()}
-    return {name: now for name, now in new.items() if now != name}
-
-
-def _tied(config: PretrainedConfig) -> Iterator[tuple[str, str]]:
-    """Yield the weights of models with a head, and those that they are the same as."""
-    for mapping in HEADS:
-        tied = getattr(mapping.get(type(config), None), "_tied_weights_keys", None)
-        yield from tied.items() if isinstance(tied, dict) else ()
+    return (status := os.stat(file)).st_size, status.st_mtime_ns
 
 
 def is_gguf(name: str) -> bool:

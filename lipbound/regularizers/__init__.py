@@ -1,6 +1,6 @@
 """Penalties that make attention smoother, for use in any training loop.
 
-In two lines of a training step (`lipbound.models.training.differentiable`)::
+In two lines of a training step (`lipbound.models.training`)::
 
     with attention_probabilities(model) as attentions:
         loss = model(**batch).loss

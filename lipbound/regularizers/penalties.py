@@ -16,7 +16,7 @@ from lipbound.errors import LipboundError, check_layer, choice, real, shown, who
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.matrix_norms import with_derivative
-from lipbound.models.training.differentiable import projections
+from lipbound.models.training import projections
 
 SMALL = 1e-6
 """Added to g_k of equation (9), which has no such term: ours, so that the logarithm is finite."""
@@ -189,7 +189,7 @@ class Specformer(nn.Module):
 
         Args:
             model: whose projections have known names
-                (`lipbound.models.training.differentiable.projections`).
+                (`lipbound.models.training.projections`).
 
         Raises:
             LipboundError: all three weights are 0.
@@ -255,7 +255,7 @@ class SoundPenalty(LayerPenalty):
     r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, with L a sound bound.
 
     Far tighter than what `JaSMin` is built on, at a far higher price. To be called with the list of
-    `lipbound.models.training.differentiable.attention_layers`, whose layers know their padding.
+    `lipbound.models.training.attention_layers`, whose layers know their padding.
 
     Args:
         name: of a registered bound that has derivatives: "lipbound" or "lipbound_block".
@@ -282,7 +282,7 @@ class ExactNorm(LayerPenalty):
     (Watson 1992), and of a multiple one a subgradient of the norm. The search starts anew in every
     step: other inputs have another J, and the vectors of the step before say nothing of it.
 
-    To be called with the list of `lipbound.models.training.differentiable.attention_layers`; also
+    To be called with the list of `lipbound.models.training.attention_layers`; also
     with layers of any other kind that have a closed form (rotary, grouped, capped and so on).
 
     Args:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, real, shown, tell
-from lipbound.models.training.differentiable import attention_layers, attention_probabilities
+from lipbound.models.training import attention_layers, attention_probabilities
 from lipbound.regularizers.penalties import LayerPenalty, Specformer
 
 

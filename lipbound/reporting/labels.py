@@ -153,7 +153,7 @@ def of_each(ds: xr.Dataset, name: str) -> list[str]:
 
 def _builtin_title(name: str) -> str:
     """Title of the model card of a ``builtin:...`` checkpoint; empty where there is none."""
-    from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
+    from lipbound.models.catalogue import BUILTINS, PREFIX, describe
 
     short = name.removeprefix(PREFIX)
     known = name.startswith(PREFIX) and short in BUILTINS

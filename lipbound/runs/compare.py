@@ -91,9 +91,8 @@ def compare(
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file,
             "builtin:NAME" (minilm, smollm2, gpt2, llama, vit, ...; see
-            `lipbound.models.loading.load_checkpoint`), "timm:NAME", "open_clip:NAME@TAG", a loaded
-            transformers model, any torch module, or a list of `lipbound.Attention`, which bring
-            their inputs.
+            `lipbound.models.loading.load_checkpoint`), a loaded transformers model, any torch
+            module, or a list of `lipbound.Attention`, which bring their inputs.
         data: None for a default of the model's modality, or anything
             `lipbound.models.inputs.prepare` takes.
         inputs: ready inputs of the model's forward, in place of ``data``: a tensor, several, or a

@@ -57,8 +57,7 @@ class RunConfig:
 
     Attributes:
         model: Hub id (owner/name or owner/name@revision), checkpoint directory, GGUF file, a
-            builtin such as builtin:minilm (see `lipbound models`), timm:NAME or
-            open_clip:NAME@TAG.
+            builtin such as builtin:minilm (see `lipbound models`).
         data: Hub dataset (id or id:config), text file, folder of texts or images,
             parquet/csv/tsv/json, safetensors of inputs, or a text.
         split: Split of a hub dataset.

@@ -34,9 +34,9 @@ from lipbound.errors import (
     whole,
 )
 from lipbound.formatting import counted
+from lipbound.models.in_memory import bare_module, in_dtype, in_training
 from lipbound.models.inputs import prepare
-from lipbound.models.sources.loaded_model import bare_module, in_dtype, in_training
-from lipbound.models.training.watch import uncompiled
+from lipbound.models.training import uncompiled
 from lipbound.runs.checksums import sealed
 from lipbound.runs.compare import dataset, fill, run_info
 from lipbound.runs.config import READING, RunConfig

@@ -16,7 +16,7 @@ from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.readers.text import stream
+from lipbound.models.readers import stream
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from yudin2025 import consequences
 
 from lipbound.errors import InputsError, UnknownNameError
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.readers.text import stream
+from lipbound.models.readers import stream
 from lipbound.runs import store
 
 GROWTH = ("castin-1", "castin-6")

@@ -2,6 +2,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -20,27 +21,21 @@ from lipbound.models.loading import load_checkpoint
 from lipbound.runs.sweep import planned_runs
 
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
-FORMS: dict[
-    str, tuple[Callable[[], tf.PreTrainedModel], dict[str, object], dict[str, tuple[int, int]]]
-] = {
-    "llama": (
-        lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)),
-        {"r": 3, "lora_alpha": 8},
-        {
-            "model.layers.0.self_attn.q_proj": (24, 24),
-            "model.layers.1.self_attn.v_proj": (24, 12),
-            "lm_head": (24, 60),
-        },
-    ),
+TWO = {"model.layers.0.self_attn.q_proj": (24, 24), "model.layers.1.self_attn.v_proj": (24, 12)}
+ALPHAS = {"layers.1.self_attn.v_proj": 5, "q_proj": 2}
+Make = Callable[[], tf.PreTrainedModel]
+
+
+def llama_head() -> tf.PreTrainedModel:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+
+
+FORMS: dict[str, tuple[Make, dict[str, Any], dict[str, tuple[int, int]]]] = {
+    "llama": (llama_head, {"r": 3, "lora_alpha": 8}, {**TWO, "lm_head": (24, 60)}),
     "ranks and scales by name": (
-        lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)),
-        {
-            "r": 3,
-            "lora_alpha": 8,
-            "alpha_pattern": {"layers.1.self_attn.v_proj": 5, "q_proj": 2},
-            "use_rslora": True,
-        },
-        {"model.layers.0.self_attn.q_proj": (24, 24), "model.layers.1.self_attn.v_proj": (24, 12)},
+        llama_head,
+        {"r": 3, "lora_alpha": 8, "alpha_pattern": ALPHAS, "use_rslora": True},
+        TWO,
     ),
     "gpt2, whose weights are transposed": (
         lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2)),
@@ -51,42 +46,29 @@ FORMS: dict[
 
 
 def save(
-    folder: Path,
-    make: Callable[[], tf.PreTrainedModel],
-    config: dict[str, object],
-    shapes: dict[str, tuple[int, int]],
+    folder: Path, make: Make, config: dict[str, Any], shapes: dict[str, tuple[int, int]]
 ) -> dict[str, Tensor]:
     """A checkpoint, and beside it in ``adapter`` random matrices of the shapes (in, out); returns
     the sum by the formula, per weight."""
-    model = build(make)
+    model, rank, alphas = build(make), config["r"], config.get("alpha_pattern", {})
     model.save_pretrained(folder)
     g = torch.Generator().manual_seed(7)
     stored: dict[str, Tensor] = {}
-    added: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
     for path, (wide, tall) in shapes.items():
-        a, b = (
-            torch.randn(int(str(config["r"])), wide, generator=g),
-            torch.randn(tall, int(str(config["r"])), generator=g),
-        )
-        stored |= {
-            f"base_model.model.{path}.lora_A.weight": a,
-            f"base_model.model.{path}.lora_B.weight": b,
-        }
-        alphas: dict[str, float] = config.get("alpha_pattern", {})  # type: ignore[assignment]
-        alpha = next(
-            (value for name, value in alphas.items() if path.endswith(name)), config["lora_alpha"]
-        )
-        rank = float(str(config["r"])) ** (0.5 if config.get("use_rslora") else 1)
-        product = float(str(alpha)) / rank * b.double() @ a.double()
-        added[path] = product.T if "transformer" in path or "embed" in path else product
+        a, b = torch.randn(rank, wide, generator=g), torch.randn(tall, rank, generator=g)
+        before = f"base_model.model.{path}.lora_"
+        stored |= {f"{before}A.weight": a, f"{before}B.weight": b}
+        ends = (value for name, value in alphas.items() if path.endswith(name))
+        alpha = next(ends, config["lora_alpha"])
+        product = alpha / rank ** (0.5 if config.get("use_rslora") else 1) * b.double() @ a.double()
+        weight = model.get_submodule(path).weight.detach().double()
+        expected[path] = weight + (product.T if "transformer" in path else product)
     write(folder / "adapter", {**config, "target_modules": list(shapes)}, stored)
-    return {
-        path: model.get_submodule(path).weight.detach().double() + product
-        for path, product in added.items()
-    }
+    return expected
 
 
-def write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(
@@ -116,18 +98,14 @@ def test_merged_weights_are_the_formula(form: str, tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
     plain = dict(build(FORMS[form][0]).double().base_model.named_parameters())
     found = {name: part.detach() for name, part in checkpoint.model.named_parameters()}
-    inside = {
-        path.partition(".")[2] + ".weight": weight
-        for path, weight in expected.items()
-        if path != "lm_head"
-    }
+    inside = {f"{path.partition('.')[2]}.weight": weight for path, weight in expected.items()}
     assert found.keys() == plain.keys()
     for name, weight in found.items():
         assert torch.allclose(weight, inside.get(name, plain[name]), rtol=1e-14, atol=1e-14)
         assert (name in inside) == bool((weight - plain[name]).abs().max() > 0.1)
 
 
-def trained(make: Callable[[], tf.PreTrainedModel], folder: Path, **config: object) -> nn.Module:
+def trained(make: Make, folder: Path, **config: object) -> nn.Module:
     """A checkpoint with an adapter by PEFT, all numbers of which are random, in ``adapter``;
     returns the model as PEFT loads it, not merged."""
     build(make).save_pretrained(folder)
@@ -141,16 +119,12 @@ def trained(make: Callable[[], tf.PreTrainedModel], folder: Path, **config: obje
     return peft.PeftModel.from_pretrained(build(make), folder / "adapter")
 
 
-def llama_head() -> tf.PreTrainedModel:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
-
-
 def llama_classes() -> tf.PreTrainedModel:
     return tf.LlamaForSequenceClassification(tf.LlamaConfig(**LLAMA, pad_token_id=0))
 
 
 ALL = ["q_proj", "v_proj", "down_proj"]
-KINDS: dict[str, tuple[Callable[[], tf.PreTrainedModel], dict[str, object]]] = {
+KINDS: dict[str, tuple[Make, dict[str, object]]] = {
     "DoRA": (llama_head, {"target_modules": ALL, "use_dora": True}),
     "embeddings, norms and a head": (
         llama_head,
@@ -196,38 +170,27 @@ def test_what_peft_trained_is_what_is_measured(kind: str, tmp_path: Path) -> Non
         assert not torch.allclose(plain(given).last_hidden_state, expected, atol=1e-2)
 
 
-def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["whole", "layers"])
+def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
+    weights: str, tmp_path: Path
+) -> None:
+    """Where it is left out, transformers does not merge it either."""
     folder = str(beside(tmp_path))
-    with pytest.raises(
-        CheckpointError,
-        match=rf"holds an adapter beside its weights .*adapter='{folder}' merges it, "
-        r"adapter='none' leaves it out",
-    ):
-        load_checkpoint(folder)
+    words = rf"holds an adapter beside .*adapter='{folder}' merges it, adapter='none' leaves it out"
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint(folder, weights=weights)
     without, merged = (
-        load_checkpoint(folder, adapter=False),
+        load_checkpoint(folder, adapter=False, weights=weights),
         load_checkpoint(folder, adapter=folder),
     )
     assert without.revision == merged.revision.partition("+")[0]
-    assert without.notes == [
-        f"the adapter beside the weights of {folder} (adapter_config.json) is left out, as was "
-        "asked"
-    ]
+    left = f"the adapter beside the weights of {folder} (adapter_config.json) is left out, as was"
+    assert without.notes == [f"{left} asked"]
     with torch.no_grad():
-        assert not torch.allclose(
-            without.model(IDS).last_hidden_state, merged.model(IDS).last_hidden_state, rtol=1e-2
-        )
-
-
-@pytest.mark.parametrize("weights", ["whole", "layers"])
-def test_an_adapter_that_is_left_out_is_not_merged_by_transformers(
-    weights: str, tmp_path: Path
-) -> None:
-    folder = beside(tmp_path)
-    with torch.no_grad():
-        found = load_checkpoint(folder, weights=weights, adapter="none").model(IDS)
-        plain = build(FORMS["llama"][0]).base_model(IDS)
-    assert torch.allclose(found.last_hidden_state, plain.last_hidden_state, atol=1e-6)
+        plain = build(llama_head).base_model(IDS).last_hidden_state
+        found, other = (one.model(IDS).last_hidden_state for one in (without, merged))
+    assert torch.allclose(found, plain, atol=1e-6)
+    assert not torch.allclose(other, plain, rtol=1e-2)
 
 
 def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None:
@@ -242,9 +205,8 @@ def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None
     assert run.attrs["source"]["adapter"] == str(adapter)
     assert lb.verify(run, data=inputs, places=2).ok
     stored = load_file(adapter / "adapter_model.safetensors")
-    save_file(
-        {name: 2 * tensor for name, tensor in stored.items()}, adapter / "adapter_model.safetensors"
-    )
+    doubled = {name: 2 * tensor for name, tensor in stored.items()}
+    save_file(doubled, adapter / "adapter_model.safetensors")
     again = lb.verify(run, data=inputs, places=2)
     assert any("not the recorded weights" in problem for problem in again.problems)
 
@@ -259,18 +221,8 @@ def test_command_line_and_sweeps_take_adapters(
     status, _, said = call(capsys, monkeypatch, "compare", folder, "--data", "the ferry")
     assert status == 2
     assert f"adapter='{folder}'" in said
-    status, _, said = call(
-        capsys,
-        monkeypatch,
-        "compare",
-        folder,
-        "--adapter",
-        "none",
-        "--data",
-        "the ferry",
-        "--max-length",
-        8,
-    )
+    line = ["compare", folder, "--adapter", "none", "--data", "the ferry", "--max-length", 8]
+    status, _, said = call(capsys, monkeypatch, *line)
     assert status == 2
     assert "has no files of its tokenizer" in said
 
@@ -287,15 +239,18 @@ def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert 'says peft_type: "IA3", which is not merged here' in says(peft_type="IA3")
-    assert "says peft_type: null" in says(peft_type=None)
-    assert 'init_lora_weights: "pissa"' in says(init_lora_weights="pissa")
-    # PEFT would import the module that is named beside it
-    assert "says megatron_config: {" in says(megatron_config={"a": 1}, megatron_core="evil")
-    assert "does not know something_new" in says(something_new=3)
-    assert "PEFT does not merge the adapter" in says(target_modules=["nowhere"])
-    assert "PEFT does not merge the adapter" in says(target_modules=["lm_head"])
-    assert "weights='layers' leaves them on disk; use weights='whole'" in says(weights="layers")
+    for words, changes in (
+        ('says peft_type: "IA3", which is not merged here', {"peft_type": "IA3"}),
+        ("says peft_type: null", {"peft_type": None}),
+        ('init_lora_weights: "pissa"', {"init_lora_weights": "pissa"}),
+        # PEFT would import the module that is named beside it
+        ("says megatron_config: {", {"megatron_config": {"a": 1}, "megatron_core": "evil"}),
+        ("does not know something_new", {"something_new": 3}),
+        ("PEFT does not merge the adapter", {"target_modules": ["nowhere"]}),
+        ("PEFT does not merge the adapter", {"target_modules": ["lm_head"]}),
+        ("weights='layers' leaves them on disk; use weights='whole'", {"weights": "layers"}),
+    ):
+        assert words in says(**changes)
     stored = load_file(adapter / "adapter_model.safetensors")
     stored = {name: tensor.clone() for name, tensor in stored.items()}
     parts = {name: tensor for name, tensor in stored.items() if "layers.1" not in name}
@@ -305,17 +260,12 @@ def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write(adapter, config, moved)
     assert "changes base_model.model.model.layers.9.self_attn.v_proj.lora_A" in says()
     assert "which LlamaModel does not have" in says()
-    short = {
-        name: tensor[:, :-1].contiguous() if "A.weight" in name else tensor
-        for name, tensor in stored.items()
-    }
+    short = {name: t[:, :-1].contiguous() if "A." in name else t for name, t in stored.items()}
     write(adapter, config, short)
     assert "PEFT does not merge the adapter" in says()
     assert "size mismatch" in says()
-    (adapter / "adapter_model.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    )
-    assert "adapter_model.safetensors is a pointer of Git LFS" in says()
+    (adapter / "adapter_model.safetensors").write_text("version https://git-lfs")
+    assert "adapter_model.safetensors is cut off, damaged or no safetensors file" in says()
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(stored, adapter / "adapter_model.bin")
     assert "has no adapter_model.safetensors, and pickles are not read" in says()
@@ -342,17 +292,9 @@ def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
     said = f"names no model; give one, with adapter='{adapter}'"
     with pytest.raises(CheckpointError, match=said):
         load_checkpoint(adapter)
-    write(
-        adapter,
-        {
-            "r": 3,
-            "lora_alpha": 8,
-            "target_modules": list(FORMS["llama"][2]),
-            "base_model_name_or_path": str(folder),
-            "revision": "main",
-        },
-        stored,
-    )
+    places = {"base_model_name_or_path": str(folder), "revision": "main"}
+    config = {"r": 3, "lora_alpha": 8, "target_modules": list(FORMS["llama"][2])}
+    write(adapter, config | places, stored)
     both, one = load_checkpoint(folder, adapter=adapter), load_checkpoint(adapter)
     assert (one.name, one.revision, one.source) == (both.name, both.revision, both.source)
     with torch.no_grad():
@@ -367,25 +309,16 @@ def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
         load_checkpoint(other)
 
 
-def test_an_adapter_of_another_model_is_told(tmp_path: Path) -> None:
-    folder = llama(tmp_path)
-    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
-    (folder / "adapter" / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": "owner/base"})
-    )
+def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path: Path) -> None:
+    adapter = llama(tmp_path) / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config |= {"base_model_name_or_path": "owner/base"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     with pytest.warns(Notice, match="of owner/base, is merged into"):
-        checkpoint = load_checkpoint(folder, adapter=folder / "adapter")
+        checkpoint = load_checkpoint(tmp_path, adapter=adapter)
     assert len(checkpoint.notes) == 1
-
-
-def test_a_model_in_memory_takes_no_adapter(tmp_path: Path) -> None:
-    folder = llama(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"adapter .* was given for a model in memory; merge it"
-    ):
-        load_checkpoint(
-            build(lambda: tf.BertModel(tf.BertConfig(**TEXT))), adapter=folder / "adapter"
-        )
+    with pytest.raises(CheckpointError, match=r"adapter .* was given for a model in memory; merge"):
+        load_checkpoint(build(llama_head), adapter=adapter)
 
 
 def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path: Path) -> None:

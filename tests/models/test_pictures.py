@@ -3,6 +3,7 @@
 import io
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -10,15 +11,17 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 import lipbound as lb
 from lipbound.errors import InputsError, Notice
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
-from lipbound.models.readers.images import rgb
+from lipbound.models.readers import rgb
 
 RAMP = np.linspace(0, 255, 400).reshape(20, 20).round()
 """Grey levels of 8 bits."""
+RANDOM = np.random.default_rng(0).integers(0, 255, (3, 12, 20, 3), dtype=np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -26,30 +29,30 @@ def checkpoint(vit: Path) -> Checkpoint:
     return load_checkpoint(vit)
 
 
-def grey(values: np.ndarray, dtype: type) -> Image.Image:
+def grey(values: np.ndarray, dtype: type = np.uint8) -> Image.Image:
     return Image.fromarray(values.astype(dtype))
 
 
+def pixels(checkpoint: Checkpoint, data: Any, **options: Any) -> Tensor:
+    return prepare(checkpoint, data, **options).batch["pixel_values"]
+
+
 @pytest.mark.parametrize(
-    ("picture", "said"),
+    ("picture", "most"),
     [
-        (grey(RAMP * 257, np.uint16), "16 bits"),
-        (grey(RAMP * 257, np.int32), "taken for those of 16 bits"),
-        (grey(RAMP, np.int32), "taken for those of 8 bits"),
-        (grey(RAMP / 255, np.float32), "floating-point numbers from 0 to 1"),
-        (grey(RAMP, np.float32), "floating-point numbers below 256"),
+        (grey(RAMP * 257, np.uint16), 65535),
+        (grey(RAMP * 257, np.int32), 65535),
+        (grey(RAMP, np.int32), 255),
+        (grey(RAMP / 255, np.float32), 1),
+        (grey(RAMP, np.float32), 255),
     ],
 )
 def test_any_depth_is_the_picture_of_8_bits(
-    checkpoint: Checkpoint, picture: Image.Image, said: str
+    checkpoint: Checkpoint, picture: Image.Image, most: int
 ) -> None:
-    with pytest.warns(Notice, match=f"1 of 1 images .*{said}"):
-        inputs = prepare(checkpoint, [picture])
-    assert torch.equal(
-        inputs.batch["pixel_values"],
-        prepare(checkpoint, [grey(RAMP, np.uint8)]).batch["pixel_values"],
-    )
-    assert said in inputs.notes[0]
+    with pytest.warns(Notice, match=f"1 of 1 images hold values .* of 0 to {most}, and brought"):
+        found = pixels(checkpoint, [picture])
+    assert torch.equal(found, pixels(checkpoint, [grey(RAMP)]))
 
 
 @pytest.mark.parametrize("ending", ["png", "tif"])
@@ -60,20 +63,21 @@ def test_files_of_16_bits(ending: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("picture", "message"),
+    ("picture", "words"),
     [
         (grey(RAMP - 5, np.float32), "values from -5 to 250"),
-        (grey(RAMP * 1000, np.int32), "values from 0 to 255000 .mode I., whose range is not known"),
+        (
+            grey(RAMP * 1000, np.int32),
+            "to 255000 .mode I., .* scale them to 0 to 255 or 0 to 65535",
+        ),
         (grey(RAMP / 0.5, np.float32), "range is not known; scale them to 0 to 1 or 0 to 255"),
         (grey(np.full((4, 4), np.nan), np.float32), "nan"),
     ],
 )
 def test_ranges_that_are_not_known_are_refused(
-    checkpoint: Checkpoint, picture: Image.Image, message: str
+    checkpoint: Checkpoint, picture: Image.Image, words: str
 ) -> None:
-    with pytest.raises(
-        InputsError, match=f"image 0 of 1 given image is not a readable image: it has .*{message}"
-    ):
+    with pytest.raises(InputsError, match=f"image 0 .* is not a readable image: it has .*{words}"):
         prepare(checkpoint, [picture])
 
 
@@ -95,91 +99,72 @@ def test_transparent_parts_are_laid_on_white(mode: str) -> None:
     assert "laid on white" in next(iter(told))
 
 
-def test_half_transparent_grey() -> None:
+def test_half_transparent_grey_and_opaque_colours() -> None:
     values = np.stack([np.zeros((4, 4)), np.full((4, 4), 128)], -1).astype(np.uint8)
-    made = np.asarray(rgb(Image.fromarray(values), Counter()))
-    assert set(made.ravel().tolist()) == {127}
-
-
-def test_an_opaque_picture_is_told_nothing_of() -> None:
-    told = Counter[str]()
-    assert np.array_equal(
-        np.asarray(rgb(with_alpha(255), told)), np.asarray(with_alpha(255).convert("RGB"))
-    )
+    assert set(np.asarray(rgb(Image.fromarray(values), Counter())).ravel().tolist()) == {127}
+    opaque, told = with_alpha(255), Counter[str]()
+    assert np.array_equal(np.asarray(rgb(opaque, told)), np.asarray(opaque.convert("RGB")))
     assert not told
 
 
 def test_the_camera_was_held_upright(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    values = np.random.default_rng(0).integers(0, 255, (12, 20, 3), dtype=np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter, clockwise
-    Image.fromarray(values).save(tmp_path / "turned.png", exif=exif)
-    upright = Image.fromarray(np.ascontiguousarray(np.rot90(values, -1)))
-    assert torch.equal(
-        prepare(checkpoint, tmp_path / "turned.png", samples=1).batch["pixel_values"],
-        prepare(checkpoint, upright).batch["pixel_values"],
-    )
+    Image.fromarray(RANDOM[0]).save(tmp_path / "turned.png", exif=exif)
+    upright = Image.fromarray(np.ascontiguousarray(np.rot90(RANDOM[0], -1)))
+    found = pixels(checkpoint, tmp_path / "turned.png", samples=1)
+    assert torch.equal(found, pixels(checkpoint, upright))
 
 
 @pytest.mark.parametrize("ending", ["gif", "tif"])
 def test_later_frames_are_told(checkpoint: Checkpoint, ending: str, tmp_path: Path) -> None:
-    frames = [grey(RAMP, np.uint8), grey(255 - RAMP, np.uint8)]
-    frames[0].save(tmp_path / f"moving.{ending}", save_all=True, append_images=frames[1:])
+    file, frames = tmp_path / f"moving.{ending}", [grey(RAMP), grey(255 - RAMP)]
+    frames[0].save(file, save_all=True, append_images=frames[1:])
     with pytest.warns(Notice, match="1 of 1 images have further frames, which were left out"):
-        pixels = prepare(checkpoint, tmp_path / f"moving.{ending}", samples=1).batch["pixel_values"]
-    assert torch.allclose(pixels, prepare(checkpoint, frames[0]).batch["pixel_values"], atol=0.02)
+        found = pixels(checkpoint, file, samples=1)
+    assert torch.allclose(found, pixels(checkpoint, frames[0]), atol=0.02)
 
 
 def test_notes_are_in_the_run(vit: Path) -> None:
-    with pytest.warns(Notice, match="16 bits"):
-        ds = lb.compare(
-            vit,
-            [grey(RAMP * 257, np.uint16)],
-            bounds=["castin"],
-            delta=None,
-            layers=0,
-            progress=False,
-        )
-    assert any("16 bits" in note for note in ds.attrs["notes"])
+    options = {"bounds": ["castin"], "delta": None, "layers": 0, "progress": False}
+    with pytest.warns(Notice, match="0 to 65535"):
+        ds = lb.compare(vit, [grey(RAMP * 257, np.uint16)], **options)
+    assert any("0 to 65535" in note for note in ds.attrs["notes"])
     assert ds.attrs["preprocessing"].endswith(
         ": size 16 x 16, resample bilinear, rescale factor 0.00392157, image mean (0.5, 0.5, "
         "0.5), image std (0.5, 0.5, 0.5)"
     )
 
 
-def test_arrays_are_pictures(checkpoint: Checkpoint) -> None:
-    colours = np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
-    expected = prepare(checkpoint, [Image.fromarray(colours), grey(RAMP, np.uint8)]).batch[
-        "pixel_values"
-    ]
-    assert torch.equal(
-        prepare(checkpoint, [colours, RAMP.astype(np.uint8)]).batch["pixel_values"], expected
-    )
-    with pytest.raises(InputsError, match=r"holds items of type ndarray, but .* takes images"):
-        prepare(checkpoint, [colours.astype(np.float64)])
-
-
-def test_paths_of_images(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    pictures = [grey(np.roll(RAMP, k), np.uint8) for k in range(3)]
-    for k, picture in enumerate(pictures):
-        picture.save(tmp_path / f"{k}.png")
-    expected = prepare(checkpoint, pictures).batch["pixel_values"]
-    names = [str(tmp_path / f"{k}.png") for k in range(3)]
-    assert torch.equal(prepare(checkpoint, names).batch["pixel_values"], expected)
-    assert torch.equal(
-        prepare(checkpoint, [Path(name) for name in names]).batch["pixel_values"], expected
-    )
-    with pytest.raises(InputsError, match=r"data holds .*9\.png, which is no such file"):
-        prepare(checkpoint, [tmp_path / "0.png", tmp_path / "9.png"])
-    with pytest.raises(InputsError, match=r"data holds 9\.png, which is no such file"):
-        prepare(checkpoint, ["9.png"])
-    frame = pd.DataFrame({"image": names})
-    assert torch.equal(prepare(checkpoint, frame).batch["pixel_values"], expected)
+def test_pictures_wherever_they_are(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    pictures = [Image.fromarray(values) for values in RANDOM]
+    names = [tmp_path / f"{k}.png" for k in range(3)]
+    for name, picture in zip(names, pictures, strict=True):
+        picture.save(name)
+    expected = pixels(checkpoint, pictures)
+    assert expected.shape == (3, 3, 16, 16)
+    table = datasets.Dataset.from_dict({"img": pictures, "label": [0, 1, 2]})
+    table = table.cast_column("img", datasets.Image())
+    frame = pd.DataFrame({"image": list(map(str, names))})
+    everywhere = [tmp_path, names, frame["image"].tolist(), list(RANDOM), table, frame]
+    for data in everywhere:
+        assert torch.equal(pixels(checkpoint, data), expected)
+    for data in (names[0], pictures[0]):
+        assert torch.equal(pixels(checkpoint, data), expected[:1])
+    table.to_parquet(tmp_path / "t.parquet")
+    assert torch.equal(pixels(checkpoint, tmp_path / "t.parquet", samples=2), expected[:2])
+    for data, words in (
+        ([names[0], tmp_path / "9.png"], r"data holds .*9\.png, which is no such file"),
+        (["9.png"], r"data holds 9\.png, which is no such file"),
+        ([RANDOM[0].astype(np.float64)], r"holds items of type ndarray, but .* takes images"),
+    ):
+        with pytest.raises(InputsError, match=words):
+            prepare(checkpoint, data)
 
 
 def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
     good = io.BytesIO()
-    grey(RAMP, np.uint8).save(good, "png")
+    grey(RAMP).save(good, "png")
     rows = [{"bytes": good.getvalue(), "path": None}, {"bytes": b"garbage", "path": None}]
     table = datasets.Dataset.from_dict({"image": rows}).cast_column("image", datasets.Image())
     assert prepare(checkpoint, table, samples=1).samples == 1
@@ -190,36 +175,26 @@ def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
 
 
 def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
     for name in ("cat", "dog", "owl"):
         (tmp_path / name).mkdir()
         for k in range(6):
-            grey(
-                np.random.default_rng(10 * ord(name[0]) + k).integers(0, 255, (16, 16)), np.uint8
-            ).save(tmp_path / name / f"{k}.png")
+            grey(rng.integers(0, 255, (16, 16))).save(tmp_path / name / f"{k}.png")
     with pytest.warns(
-        Notice,
-        match=r"are sorted by folder, and the first 4 are of 1 of 3 folders \(cat\); shuffle=0, "
-        r"or another seed, draws from all",
+        Notice, match=r"the first 4 images .* are all of one folder \(cat\); shuffle"
     ):
-        first = prepare(checkpoint, tmp_path, samples=4)
-    every = prepare(checkpoint, tmp_path, samples="all")
-    assert every.samples == 18
-    assert not every.notes
-    assert torch.equal(every.batch["pixel_values"][:4], first.batch["pixel_values"])
+        first = pixels(checkpoint, tmp_path, samples=4)
+    whole = prepare(checkpoint, tmp_path, samples="all")
+    every = whole.batch["pixel_values"]
+    assert (whole.samples, whole.notes) == (18, [])
+    assert torch.equal(every[:4], first)
     drawn = prepare(checkpoint, tmp_path, samples=6, shuffle=3)
     assert drawn.description.endswith(", shuffled with seed 3")
     assert not drawn.notes
-    found = [
-        next(k for k in range(18) if torch.equal(every.batch["pixel_values"][k], one))
-        for one in drawn.batch["pixel_values"]
-    ]
+    mine = drawn.batch["pixel_values"]
+    found = [next(k for k in range(18) if torch.equal(every[k], one)) for one in mine]
     assert len(set(found)) == 6
     assert len({k // 6 for k in found}) > 1
-    assert torch.equal(
-        prepare(checkpoint, tmp_path, samples=6, shuffle=3).batch["pixel_values"],
-        drawn.batch["pixel_values"],
-    )
-    assert not torch.equal(
-        prepare(checkpoint, tmp_path, samples=6, shuffle=4).batch["pixel_values"],
-        drawn.batch["pixel_values"],
-    )
+    for seed, same in ((3, True), (4, False)):
+        again = pixels(checkpoint, tmp_path, samples=6, shuffle=seed)
+        assert torch.equal(again, mine) == same

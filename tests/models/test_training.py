@@ -13,8 +13,8 @@ from support.models import AFFINE, LLAMA, MODERN, build, inputs_for
 from support.versions import newer_torch, newer_transformers
 from torch import Tensor, nn
 
-from lipbound.errors import CaptureError
-from lipbound.models.training.differentiable import attention_layers, attention_probabilities
+from lipbound.errors import CaptureError, Notice
+from lipbound.models.training import Probabilities, attention_layers, attention_probabilities
 from lipbound.regularizers.penalties import JaSMin
 
 DOCUMENTS = torch.block_diag(torch.ones(5, 5), torch.ones(4, 4)).bool()[None, None]
@@ -33,6 +33,16 @@ def added(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
+def watched(model: tf.PreTrainedModel, mask: Tensor | None) -> Probabilities:
+    """Probabilities of a batch, whose outputs are those of the model outside."""
+    ids = inputs_for(bert())["input_ids"]
+    outside = model(ids, attention_mask=mask).last_hidden_state
+    with attention_probabilities(model) as found:
+        inside = model(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
+    return found
+
+
 @pytest.mark.parametrize("make", [bert, llama])
 @pytest.mark.parametrize(
     "mask",
@@ -49,39 +59,19 @@ def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(
 ) -> None:
     """True is where attention is allowed; the outputs are those of the model outside, also of
     tokens that see nothing ("blind")."""
-    model, ids = make(), inputs_for(bert())["input_ids"]
-    outside = model(ids, attention_mask=mask).last_hidden_state
-    with attention_probabilities(model) as found:
-        inside = model(ids, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
+    model = make()
+    found = watched(model, mask)
     assert all(float(p.masked_fill(mask, 0).detach().max()) == 0 for p in found)
     for other in (added(mask), torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
-        outside = model(ids, attention_mask=other).last_hidden_state
-        with attention_probabilities(model) as same:
-            inside = model(ids, attention_mask=other).last_hidden_state
-        torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
-        rows = mask.any(-1).expand(len(ids), 4, -1)
+        same = watched(model, other)
+        rows = mask.any(-1).expand(len(found[0]), 4, -1)
         torch.testing.assert_close(found[0][rows], same[0][rows], rtol=1e-4, atol=1e-6)
-
-
-def test_masks_of_whole_numbers_are_refused() -> None:
-    model = llama()
-    with (
-        pytest.raises(CaptureError, match="mask of int64 numbers; give True where"),
-        attention_probabilities(model),
-    ):
-        model(torch.ones(1, 9, dtype=torch.long), attention_mask=DOCUMENTS.long())
 
 
 @newer_transformers("T5 calls no attention function")
 @pytest.mark.parametrize("mask", [None, DOCUMENTS, added(DOCUMENTS)], ids=["none", "bool", "added"])
 def test_biases_of_relative_positions(mask: Tensor | None) -> None:
-    model, ids = build(MODERN["T5 encoder"]), inputs_for(bert())["input_ids"]
-    outside = model(ids, attention_mask=mask).last_hidden_state
-    with attention_probabilities(model) as found:
-        inside = model(ids, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
-    assert len(found) == 2
+    assert len(watched(build(MODERN["T5 encoder"]), mask)) == 2
 
 
 LEFT = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
@@ -93,48 +83,25 @@ RIGHT = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 def test_padding_is_known_for_every_layer(name: str, mask: Tensor) -> None:
     model = llama() if name == "llama" else build(AFFINE[name])
     ids = inputs_for(bert())["input_ids"]
+    pairs = (mask != 0)[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril()
     with attention_probabilities(model) as found:
-        model(ids, attention_mask=mask)
-        model(
-            ids,
-            attention_mask=added(
-                (mask != 0)[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril()
-            ),
-        )
-        model(ids)
+        for given in (mask, added(pairs), None):
+            model(ids, attention_mask=given)
     assert all(v is not None and torch.equal(v, mask != 0) for v in found.valid[:4])
     assert found.valid[4:] == [None, None]
     assert found[1:3].valid == found.valid[1:3]
 
 
+SIZES = {"vocab_size": 60, "d_model": 24, "max_position_embeddings": 40}
+SIZES |= {
+    f"{half}_{name}": size
+    for half in ("encoder", "decoder")
+    for name, size in {"layers": 1, "attention_heads": 4, "ffn_dim": 32}.items()
+}
 SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
-    "bart": lambda: tf.BartModel(
-        tf.BartConfig(
-            vocab_size=60,
-            d_model=24,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_position_embeddings=40,
-        )
-    ),
+    "bart": lambda: tf.BartModel(tf.BartConfig(**SIZES)),
     "marian": lambda: tf.MarianModel(
-        tf.MarianConfig(
-            vocab_size=60,
-            d_model=24,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_position_embeddings=40,
-            pad_token_id=0,
-            decoder_start_token_id=0,
-        )
+        tf.MarianConfig(**SIZES, pad_token_id=0, decoder_start_token_id=0)
     ),
 }
 
@@ -147,11 +114,10 @@ def test_padding_belongs_to_a_stream_of_tokens(name: str, length: int) -> None:
     model, ids = build(SEQ2SEQ[name]), inputs_for(bert())["input_ids"]
     own = torch.ones(2, length, dtype=torch.long)
     own[0, -2:] = 0
+    given = {"attention_mask": RIGHT, "decoder_input_ids": ids[:, :length]}
     with attention_probabilities(model) as found:
-        model(ids, attention_mask=RIGHT, decoder_input_ids=ids[:, :length])
-        model(
-            ids, attention_mask=RIGHT, decoder_input_ids=ids[:, :length], decoder_attention_mask=own
-        )
+        model(ids, **given)
+        model(ids, **given, decoder_attention_mask=own)
     seen = [None if v is None else v.long().tolist() for v in found.valid]
     assert seen == [RIGHT.tolist(), None, None, RIGHT.tolist(), own.tolist(), own.tolist()]
 
@@ -208,11 +174,7 @@ def of_pictures(sizes: tuple[int, ...], is_causal: bool) -> tf.PreTrainedModel:
 
 
 def test_no_mask_at_all_is_causal_where_fused_attention_makes_it_so() -> None:
-    model, ids = of_pictures((9,), is_causal=True), inputs_for(bert())["input_ids"]
-    outside = model(ids).last_hidden_state
-    with attention_probabilities(model) as found:
-        inside = model(ids).last_hidden_state
-    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
+    found = watched(of_pictures((9,), is_causal=True), None)
     assert all(float(p.triu(1).detach().max()) == 0 for p in found)
 
 
@@ -232,9 +194,11 @@ def gradients(model: nn.Module, penalty: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("chosen", [None, [1]])
 @pytest.mark.parametrize("context", [attention_probabilities, attention_layers])
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_have_the_same_gradients(
-    context: Any, chosen: list[int] | None
+    reentrant: bool, context: Any, chosen: list[int] | None
 ) -> None:
+    """Nothing is computed again, which is told."""
     model = bert().train()
     batch = inputs_for(model, padded=True)
 
@@ -245,32 +209,24 @@ def test_checkpointed_layers_have_the_same_gradients(
         return loss + sum((t if isinstance(t, Tensor) else t.p).square().mean() for t in found)
 
     plain = gradients(model, penalty())
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    before = model.encoder.layer[0]._gradient_checkpointing_func
-    for mine, exact in zip(gradients(model, penalty()), plain, strict=True):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with pytest.warns(Notice, match="gradient checkpointing is off while attention is watched"):
+        value = penalty()
+    for mine, exact in zip(gradients(model, value), plain, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-6)
-    value = penalty()
-    value.backward(retain_graph=True)
-    value.backward()
-    assert model.encoder.layer[0]._gradient_checkpointing_func is before
+    assert model.is_gradient_checkpointing
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_reentrant_checkpoints_are_refused() -> None:
-    model = bert().train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(CaptureError, match="use_reentrant"), attention_probabilities(model):
-        model(**inputs_for(model))
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_a_model_is_left_as_it_was(kind: str) -> None:
     model = bert().train()
     model.set_attn_implementation(kind)
-    hooks = {
-        name: (len(m._forward_hooks), len(m._forward_pre_hooks))
-        for name, m in model.named_modules()
-    }
+
+    def hooks() -> list[tuple[int, int]]:
+        return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+
+    before = hooks()
     with attention_layers(model), attention_probabilities(model):
         model(**inputs_for(model))
     with pytest.raises(IndexError), attention_layers(model):
@@ -278,10 +234,7 @@ def test_a_model_is_left_as_it_was(kind: str) -> None:
     with pytest.raises(CaptureError), attention_layers(model):
         model(**inputs_for(model), attention_mask=DOCUMENTS.expand(2, 1, -1, -1).long())
     assert model.config._attn_implementation == kind
-    assert {
-        name: (len(m._forward_hooks), len(m._forward_pre_hooks))
-        for name, m in model.named_modules()
-    } == hooks
+    assert hooks() == before
     assert model.training
 
 
@@ -388,11 +341,7 @@ def test_copies_of_data_parallel_are_refused() -> None:
         copied(x)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [nn.Linear(2, 2), "bert", None, nn.DataParallel(nn.Linear(2, 2))],
-    ids=["module", "name", "none", "wrapped"],
-)
+@pytest.mark.parametrize("bad", [nn.Linear(2, 2), "bert", None, nn.DataParallel(nn.Linear(2, 2))])
 @pytest.mark.parametrize("context", [attention_probabilities, attention_layers])
 def test_what_is_no_transformers_model_is_refused(context: Any, bad: Any) -> None:
     with pytest.raises(CaptureError, match="give a loaded transformers model"), context(bad):
@@ -400,17 +349,21 @@ def test_what_is_no_transformers_model_is_refused(context: Any, bad: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"),
+    ("layers", "mask", "words"),
     [
-        ([7], "layers \\[7\\] do not exist"),
-        ([-1], "count from 0"),
-        ("x", "give numbers from 0"),
+        ([7], None, "layers \\[7\\] do not exist"),
+        ([-1], None, "count from 0"),
+        ("x", None, "give numbers from 0"),
+        (None, DOCUMENTS.long(), "mask of int64 numbers; give True where"),
     ],
 )
-def test_layers_that_do_not_exist(layers: Any, message: str) -> None:
-    model = bert()
-    with pytest.raises(ValueError, match=message), attention_probabilities(model, layers):
-        model(**inputs_for(model))
+def test_layers_that_do_not_exist_and_masks_that_are_none(
+    layers: Any, mask: Tensor | None, words: str
+) -> None:
+    model, ids = bert(), inputs_for(bert())["input_ids"]
+    mask = None if mask is None else mask.expand(len(ids), -1, -1, -1)
+    with pytest.raises(ValueError, match=words), attention_probabilities(model, layers):
+        model(ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("mode", ["autocast", "bfloat16", "float64"])

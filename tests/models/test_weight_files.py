@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import load_file, save_file, save_model
+from safetensors.torch import save_file
 from support.models import LLAMA, build
 from support.versions import newer_torch, newer_transformers
 
@@ -16,7 +16,7 @@ import lipbound as lb
 from lipbound.errors import CheckpointError, Notice
 from lipbound.models.loading import load_checkpoint
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
 IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22]])
 PICKLED = newer_torch("2.6", "pickled weights that transformers reads")
 BOTH = pytest.mark.parametrize("weights", ["whole", "layers"])
@@ -24,12 +24,6 @@ BOTH = pytest.mark.parametrize("weights", ["whole", "layers"])
 
 def llama(seed: int = 0) -> tf.PreTrainedModel:
     return build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)), seed)
-
-
-def renamed_in(index: Path, name: str) -> None:
-    """Give every tensor of an index another file."""
-    said = json.loads(index.read_text())
-    index.write_text(json.dumps(said | {"weight_map": dict.fromkeys(said["weight_map"], name)}))
 
 
 def says(folder: Path, **entries: object) -> None:
@@ -51,55 +45,20 @@ def expected(model: tf.PreTrainedModel) -> torch.Tensor:
 
 SHARD = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
-HARM: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a shard cut off": (
-        SHARD,
-        lambda f: f.write_bytes(f.read_bytes()[:-200]),
-        r"is cut off, damaged or no safetensors file \(.*(not fully covered|IncompleteBuffer)",
-    ),
-    "a header cut off": (SHARD, lambda f: f.write_bytes(f.read_bytes()[:50]), "is cut off"),
-    "a pointer": (
-        SHARD,
-        lambda f: f.write_text(POINTER),
-        "is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`",
-    ),
-    "no bytes": (SHARD, lambda f: f.write_bytes(b""), "is empty"),
-    "text": (
-        SHARD,
-        lambda f: f.write_text("<!doctype html> not found"),
-        "is cut off, damaged or no safetensors file",
-    ),
-    "an index without bytes": (INDEX, lambda f: f.write_text(""), "is empty"),
-    "an index of nothing": (
-        INDEX,
-        lambda f: f.write_text('{"metadata": {}, "weight_map": {}}'),
-        "is no index of weights, or an empty one",
-    ),
-    "an index of another kind": (
-        INDEX,
-        lambda f: f.write_text('{"weight_map": 3}'),
-        "is no index of weights, or an empty one",
-    ),
-    "an index that leads to a folder beside": (
-        INDEX,
-        lambda f: renamed_in(f, "../other/model.safetensors"),
-        r"leads out of its folder, to '\.\./other/model\.safetensors', which is not read",
-    ),
-    "an index that leads anywhere": (
-        INDEX,
-        lambda f: renamed_in(f, str(f.resolve().parent / "w.safetensors")),
-        "leads out of its folder, to '.*', which is not read",
-    ),
-    "an index without sizes": (
-        INDEX,
-        lambda f: f.write_text('{"weight_map": {"norm.weight": "w.safetensors"}}'),
-        "is no index of weights, or an empty one",
-    ),
-    "a pointer for a configuration": (
-        "config.json",
-        lambda f: f.write_text(POINTER),
-        "is a pointer of Git LFS",
-    ),
+BROKEN = r"is cut off, damaged or no safetensors file \(.*\); fetch it again \(of Git LFS: `git lfs"
+NO_INDEX = "is no index of weights, or an empty one, or leads elsewhere"
+HARM: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "a shard cut off": (SHARD, lambda whole: whole[:-200], BROKEN),
+    "a header cut off": (SHARD, lambda whole: whole[:50], BROKEN),
+    "a pointer": (SHARD, lambda whole: POINTER, BROKEN),
+    "no bytes": (SHARD, lambda whole: b"", BROKEN),
+    "text": (SHARD, lambda whole: b"<!doctype html> not found", BROKEN),
+    "an index without bytes": (INDEX, lambda whole: b"", NO_INDEX),
+    "an index of nothing": (INDEX, lambda w: b'{"metadata": {}, "weight_map": {}}', NO_INDEX),
+    "an index of another kind": (INDEX, lambda whole: b'{"weight_map": 3}', NO_INDEX),
+    "an index without sizes": (INDEX, lambda w: b'{"weight_map": {"a": "b"}}', NO_INDEX),
+    "an index that leads beside": (INDEX, lambda w: w.replace(b"model-0", b"../m-0"), NO_INDEX),
+    "an index that leads away": (INDEX, lambda w: w.replace(b"model-0", b"/m-0"), NO_INDEX),
 }
 
 
@@ -107,9 +66,9 @@ HARM: dict[str, tuple[str, Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("harm", HARM)
 def test_the_file_that_is_wrong_is_named(harm: str, weights: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
-    name, do, sentence = HARM[harm]
-    do(tmp_path / name)
-    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tmp_path / name))} {sentence}"):
+    name, change, words = HARM[harm]
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tmp_path / name))} {words}"):
         load_checkpoint(tmp_path, weights=weights)
 
 
@@ -123,50 +82,32 @@ def test_a_shard_that_is_not_there_is_named(weights: str, tmp_path: Path) -> Non
         load_checkpoint(tmp_path, weights=weights)
 
 
+def written(model: tf.PreTrainedModel, file: Path) -> None:
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 @BOTH
-def test_one_file_beside_shards_is_told_and_alone_makes_the_revision(
+def test_the_file_that_is_read_is_told_and_alone_makes_the_revision(
     weights: str, tmp_path: Path
 ) -> None:
-    other = llama(seed=3)
+    other, options = llama(seed=3), {"weights": weights, "bounds": "none", "progress": False}
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
-    save_file(
-        {name: tensor.clone() for name, tensor in other.state_dict().items()},
-        tmp_path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    with pytest.warns(Notice, match=f"read from model.safetensors; {INDEX} beside it is not read"):
-        ds = lb.compare(
-            tmp_path, {"input_ids": IDS}, bounds=["lipbound"], weights=weights, progress=False
-        )
-    assert (
-        f"the weights are read from model.safetensors; {INDEX} beside it is not read"
-        in ds.attrs["notes"]
-    )
-    for shard in tmp_path.glob("model-*"):
-        shard.unlink()
-    (tmp_path / INDEX).unlink()
+    written(other, tmp_path / "model.safetensors")
+    note = f"the weights are read from model.safetensors; {INDEX} beside it is not read"
+    with pytest.warns(Notice, match=note):
+        ds = lb.compare(tmp_path, {"input_ids": IDS}, **options)
+    assert note in ds.attrs["notes"]
+    for file in (*tmp_path.glob("model-*"), tmp_path / INDEX):
+        file.unlink()
     assert load_checkpoint(tmp_path, weights=weights).revision == ds.attrs["revision"]
     assert torch.equal(outputs(tmp_path, weights), expected(other))
-
-
-@BOTH
-def test_the_file_that_the_configuration_names_is_read(weights: str, tmp_path: Path) -> None:
-    other = llama(seed=3)
-    llama().save_pretrained(tmp_path)
-    save_file(
-        {name: tensor.clone() for name, tensor in other.state_dict().items()},
-        tmp_path / "other.safetensors",
-        metadata={"format": "pt"},
-    )
+    written(llama(seed=4), tmp_path / "other.safetensors")
     says(tmp_path, transformers_weights="other.safetensors")
-    with pytest.warns(
-        Notice, match=r"read from other\.safetensors; model\.safetensors beside it is not read"
-    ):
-        assert torch.equal(outputs(tmp_path, weights), expected(other))
+    with pytest.warns(Notice, match=r"read from other\.safetensors; model\.safetensors beside"):
+        assert torch.equal(outputs(tmp_path, weights), expected(llama(seed=4)))
     says(tmp_path, transformers_weights="nowhere.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"nowhere\.safetensors is named by the checkpoint and not there"
-    ):
+    with pytest.raises(CheckpointError, match=r"nowhere\.safetensors is named .* and not there"):
         load_checkpoint(tmp_path, weights=weights)
 
 
@@ -174,22 +115,18 @@ def test_the_file_that_the_configuration_names_is_read(weights: str, tmp_path: P
 @pytest.mark.parametrize(
     ("entries", "sentence"),
     [
-        ({"num_attention_heads": 0}, "its configuration says 0 of what there must be at least one"),
-        ({"head_dim": 0}, "its configuration says 0 of what there must be at least one"),
+        ({"num_attention_heads": 0}, r"transformers fails on it \(ZeroDivisionError"),
+        ({"head_dim": 0}, "transformers fails on it|have other shapes|do not fill"),
         pytest.param(
             {"hidden_size": 2**31},
             "its weights (have other shapes|do not fill its architecture)",
             marks=newer_transformers("models are made in memory before their weights are read"),
         ),
         (
-            {"num_hidden_layers": 2**31},
-            "says 2147483648 layers, and its weights are [0-9]+ tensors",
-        ),
-        (
             {"num_attention_heads": "4"},
             r"field 'num_attention_heads': TypeError: .* got str|fails on it \(TypeError",
         ),
-        ({"hidden_act": "nothing"}, r"transformers fails on it \(KeyError: 'nothing'\)"),
+        ({"hidden_act": "nothing"}, r"transformers fails on it \(KeyError: .*nothing"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused_in_a_sentence(
@@ -225,38 +162,16 @@ def test_attention_that_the_configuration_asks_for_does_not_matter(
 
 
 @BOTH
-@pytest.mark.parametrize("architectures", [None, ["LlamaForCausalLM"]])
-def test_tied_weights_under_the_name_of_the_head(
-    architectures: list[str] | None, weights: str, tmp_path: Path
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_names_that_wrappers_gave_are_not_the_models(
+    prefix: str, weights: str, tmp_path: Path
 ) -> None:
-    model = build(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA, tie_word_embeddings=True)))
-    model.config.save_pretrained(tmp_path)
-    says(tmp_path, architectures=architectures)
-    save_model(model, str(tmp_path / "model.safetensors"))
-    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
-    assert torch.equal(outputs(tmp_path, weights), expected(model))
-    says(tmp_path, tie_word_embeddings=False)
-    with pytest.raises(
-        CheckpointError,
-        match=r"embed_tokens\.weight among them, .* what is there instead is lm_head\.weight",
-    ):
-        load_checkpoint(tmp_path, weights=weights)
-
-
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
-@pytest.mark.parametrize(
-    "form", ["model.safetensors", pytest.param("pytorch_model.bin", marks=PICKLED)]
-)
-def test_names_that_wrappers_gave(form: str, prefix: str, tmp_path: Path) -> None:
     model = llama()
     model.config.save_pretrained(tmp_path)
     state = {prefix + name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if form.endswith(".bin"):
-        torch.save(state, tmp_path / form)
-    else:
-        save_file(state, tmp_path / form)
-        assert torch.equal(outputs(tmp_path, "layers"), expected(model))
-    assert torch.equal(outputs(tmp_path, "whole"), expected(model))
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"what is there instead is {prefix}embed_tokens"):
+        load_checkpoint(tmp_path, weights=weights)
 
 
 @PICKLED
@@ -278,34 +193,22 @@ def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_pa
         load_checkpoint(tmp_path)
 
 
-def test_a_changed_configuration_is_told(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    inputs = {"input_ids": IDS}
-    ds = lb.compare(
-        tmp_path, inputs, bounds=["lipbound"], progress=False, out=tmp_path / "run.zarr"
-    )
-    says(tmp_path, rms_norm_eps=0.5)
-    now = lb.verify(ds, data=inputs, places=1)
-    assert any("not the recorded configuration" in fault for fault in now.faults)
-    with pytest.raises(lb.LipboundError, match="configuration was sha256:"):
-        lb.compare(
-            tmp_path,
-            inputs,
-            bounds=["lipbound"],
-            progress=False,
-            out=tmp_path / "run.zarr",
-            resume=True,
-        )
-
-
 def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    model, other = (
+    folder, inputs = tmp_path / "model", {"input_ids": IDS}
+    llama().save_pretrained(folder)
+    options = {"bounds": "none", "progress": False}
+    ds = lb.compare(folder, inputs, **options, out=tmp_path / "a.zarr")
+    says(folder, rms_norm_eps=0.5)
+    found = lb.verify(ds, data=inputs, places=1)
+    assert any("not the recorded configuration" in fault for fault in found.faults)
+    models = [
         build(lambda eps=eps: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rms_norm_eps=eps)))
         for eps in (1e-6, 0.5)
-    )
-    arguments = {"bounds": ["lipbound"], "progress": False, "out": tmp_path / "run.zarr"}
-    ds = lb.compare(model, {"input_ids": IDS}, **arguments)
-    model.config.use_cache = False  # what no number depends on
-    assert lb.compare(model, {"input_ids": IDS}, **arguments, resume=True).identical(ds)
-    with pytest.raises(lb.LipboundError, match="configuration was sha256:"):
-        lb.compare(other, {"input_ids": IDS}, **arguments, resume=True)
+    ]
+    ds = lb.compare(models[0], inputs, **options, out=tmp_path / "b.zarr")
+    models[0].config.use_cache = False  # what no number depends on
+    again = {**options, "out": tmp_path / "b.zarr", "resume": True}
+    assert lb.compare(models[0], inputs, **again).identical(ds)
+    for model, run in ((folder, "a.zarr"), (models[1], "b.zarr")):
+        with pytest.raises(lb.LipboundError, match="configuration was sha256:"):
+            lb.compare(model, inputs, **again | {"out": tmp_path / run})

@@ -11,7 +11,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.models.capture.capture import capture
-from lipbound.models.training.differentiable import attention_layers
+from lipbound.models.training import attention_layers
 from lipbound.regularizers import ExactNorm
 
 PARTS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")

@@ -18,7 +18,7 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import get
 from lipbound.errors import CaptureError, LipboundError, UnknownNameError
 from lipbound.models.capture.capture import capture
-from lipbound.models.training.differentiable import (
+from lipbound.models.training import (
     attention_layers,
     attention_probabilities,
     projections,

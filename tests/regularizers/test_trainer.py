@@ -14,7 +14,7 @@ from support.versions import marked
 from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, Notice
-from lipbound.models.training.differentiable import attention_layers, attention_probabilities
+from lipbound.models.training import attention_layers, attention_probabilities
 from lipbound.regularizers.penalties import (
     ExactNorm,
     JaSMin,

@@ -33,7 +33,7 @@ from lipbound.jacobians import streaming
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.linalg.solution import Norm
-from lipbound.models.training.differentiable import attention_layers
+from lipbound.models.training import attention_layers
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
 
 Pairs = dict[str, tuple[list[Any], list[Any], float]]

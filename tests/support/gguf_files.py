@@ -40,17 +40,9 @@ Kind = gguf.GGMLQuantizationType
 
 def llama() -> tf.LlamaModel:
     """A random one."""
-    return build(
-        lambda: tf.LlamaModel(
-            tf.LlamaConfig(
-                **SIZES,
-                max_position_embeddings=64,
-                rms_norm_eps=1e-5,
-                bos_token_id=0,
-                eos_token_id=1,
-            )
-        )
-    )
+    others = {"max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    others |= {"bos_token_id": 0, "eos_token_id": 1}
+    return build(lambda: tf.LlamaModel(tf.LlamaConfig(**SIZES, **others)))
 
 
 def save_gguf(
@@ -70,15 +62,18 @@ def save_gguf(
     model = llama()
     config = model.config
     writer = gguf.GGUFWriter(file, arch)
-    writer.add_context_length(64)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(WORDS))
+    for name, value in {
+        "context_length": 64,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 1e4,
+        "vocab_size": len(WORDS),
+    }.items():
+        getattr(writer, f"add_{name}")(value)
     if file_type:
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}"])
     if tokenizer:
@@ -88,36 +83,33 @@ def save_gguf(
         middle = name.removesuffix(".weight")
         _, block, part = middle.split(".", 2) if middle.startswith("layers") else ("", "", middle)
         prefix = f"blk.{block}." if block else ""
-        groups = {
-            "self_attn.q_proj": config.num_attention_heads,
-            "self_attn.k_proj": config.num_key_value_heads,
-        }.get(part)
+        rotated = {"self_attn.q_proj": "attention", "self_attn.k_proj": "key_value"}.get(part)
+        groups = rotated and SIZES[f"num_{rotated}_heads"]
         how = Kind.F32 if weight.ndim == 1 else Kind.Q8_0 if part == "embed_tokens" else kind
-        packed = gguf.quantize(
-            (weight if groups is None else _permuted(weight, groups)).numpy(), how
-        )
+        packed = gguf.quantize((_permuted(weight, groups) if groups else weight).numpy(), how)
         writer.add_tensor(f"{prefix}{NAMES[part]}.weight", packed, raw_dtype=how)
         value = torch.from_numpy(np.array(gguf.dequantize(packed, how)))
-        stood_for[name] = value if groups is None else _permuted(value, groups, back=True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        stood_for[name] = _permuted(value, groups, back=True) if groups else value
+    written(writer)
     return stood_for
+
+
+def written(writer: gguf.GGUFWriter) -> None:
+    """Write a file whole."""
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
+    writer.close()
 
 
 def _tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(WORDS)
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(WORDS) - 2)
-    )
+    kinds = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_token_types([kinds[k > 1] for k in range(len(WORDS))])
     writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(1)
+    for name, token in {"bos": 0, "eos": 1, "unk": 0, "pad": 1}.items():
+        getattr(writer, f"add_{name}_token_id")(token)
 
 
 def _permuted(weight: Tensor, heads: int, back: bool = False) -> Tensor:

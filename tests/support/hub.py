@@ -22,13 +22,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         body = json.dumps({"error": message}).encode()
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", message)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
+        self._send(body, {"X-Error-Code": code, "X-Error-Message": message}, status)
 
     def _reply(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -65,12 +59,10 @@ class _Handler(BaseHTTPRequestHandler):
             {"type": "file", "path": f.name, "oid": "0" * 40, "size": f.stat().st_size}
             for f in sorted(folder.iterdir())
         ]
-        answer = (
-            files
-            if rest and rest[0] == "tree"
-            else {"id": repo, "sha": commit, "siblings": [{"rfilename": f["path"]} for f in files]}
-        )
-        self._send(json.dumps(answer).encode(), {"Content-Type": "application/json"})
+        siblings = [{"rfilename": f["path"]} for f in files]
+        whole = {"id": repo, "sha": commit, "siblings": siblings}
+        answer = json.dumps(files if rest[:1] == ["tree"] else whole)
+        self._send(answer.encode(), {"Content-Type": "application/json"})
 
     def _file(self, repo: str, revision: str, name: str) -> None:
         found = self._folder(repo, revision)
@@ -85,17 +77,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound", "Entry not found")
             return
         body = file.read_bytes()
-        self._send(
-            body,
-            {
-                "X-Repo-Commit": commit,
-                "ETag": f'"{hashlib.sha1(body).hexdigest()}"',
-                "Content-Type": "application/octet-stream",
-            },
-        )
+        headers = {"X-Repo-Commit": commit, "Content-Type": "application/octet-stream"}
+        self._send(body, headers | {"ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
 
-    def _send(self, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(200)
+    def _send(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
@@ -143,16 +129,8 @@ class Asking:
     cache."""
 
     def __init__(self, cache: Path, endpoint: str, **env: str):
-        environment = (
-            os.environ
-            | {
-                "HF_ENDPOINT": endpoint,
-                "HF_HOME": str(cache),
-                "HF_HUB_DISABLE_TELEMETRY": "1",
-                "HF_HUB_DISABLE_XET": "1",
-            }
-            | env
-        )
+        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
+        environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", **env}
         words = [sys.executable, "-c", SCRIPT]
         self._process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -172,9 +150,8 @@ class Asking:
         name may come with a GGUF file's."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(
-            json.dumps([(name, None) if isinstance(name, str) else name for name in names]) + "\n"
-        )
+        asked = [(name, None) if isinstance(name, str) else name for name in names]
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("ANSWERS "):

@@ -31,8 +31,8 @@ from lipbound.models.capture.streams import Padding, of_stream, stream_names
 from lipbound.models.capture.token_steps import Seen, surroundings, watching
 from lipbound.models.capture.verification import OwnOutputs, assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
-from lipbound.models.offload import by_layer
-from lipbound.models.sources.loaded_model import bare_module, measurable, named_inputs
+from lipbound.models.in_memory import bare_module, measurable, named_inputs
+from lipbound.models.offload import is_offloaded
 from lipbound.schema import INPUT
 
 ROTATIONS = 4
@@ -298,7 +298,7 @@ class Capturer:
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]
-            if not by_layer(self.model):  # its weights are many
+            if not is_offloaded(self.model):  # its weights are many
                 self._weights[row] = weights
         return weights
 

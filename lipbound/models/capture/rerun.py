@@ -30,7 +30,7 @@ from lipbound.models.capture.seeing.call import (
 from lipbound.models.capture.seeing.follower import Follower, Form, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import RAISED, copied_state, unmoved
 from lipbound.models.offload import plain_copy
-from lipbound.models.quiet import first_line
+from lipbound.models.other_libraries import first_line
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.

@@ -20,7 +20,7 @@ from lipbound.errors import CaptureError
 from lipbound.models.capture.rerun import relative_error
 from lipbound.models.capture.seeing.call import Call, samples_first
 from lipbound.models.offload import resident
-from lipbound.models.quiet import changed
+from lipbound.models.other_libraries import changed
 
 RESIDUAL_TOLERANCE = 1e-4
 """Largest relative difference between what passes through the model and what is rebuilt."""

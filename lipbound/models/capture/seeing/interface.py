@@ -31,8 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.checkpoint import MASK
-from lipbound.models.quiet import changed, first_line, quiet
-from lipbound.models.sources.loaded_model import named_inputs
+from lipbound.models.in_memory import named_inputs
+from lipbound.models.other_libraries import changed, first_line, quiet
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""

@@ -3,19 +3,13 @@
 Where they are and what they are is known without importing torch.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lipbound.errors import CheckpointError, nearest
-
-if TYPE_CHECKING:
-    from lipbound.models.checkpoint import Checkpoint, LoadOptions
 
 PREFIX = "builtin:"
 
@@ -95,7 +89,7 @@ class Builtin:
             CheckpointError: the package is not installed, or has no such file.
         """
         if not self.package:
-            return Path(__file__).parent.parent / "builtin" / name
+            return Path(__file__).parent / "builtin" / name
         try:
             files = importlib.metadata.files(self.package) or []
         except importlib.metadata.PackageNotFoundError as error:
@@ -109,28 +103,20 @@ class Builtin:
                 return found.parent
         raise CheckpointError(f"{self.package} has no {self.weights}; reinstall {self.version}")
 
-    def folder(self, name: str) -> Path:
-        """Return the folder of its weights, which are checked where they are in another package.
+    def check(self, digest: str) -> None:
+        """Refuse weights of another package's version.
 
         Args:
-            name: in `BUILTINS`.
-
-        Returns:
-            The folder.
+            digest: "sha256:" and the hash of its weights.
 
         Raises:
-            CheckpointError: as `place` does, and for other weights.
+            CheckpointError: they are not those that are expected.
         """
-        from lipbound.models.weight_files import sha256  # it needs torch
-
-        folder = self.place(name)
-        digest = sha256([folder / self.weights]).removeprefix("sha256:") if self.sha256 else ""
-        if digest != self.sha256:
+        if self.sha256 and digest != f"sha256:{self.sha256}":
             raise CheckpointError(
-                f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected "
+                f"the weights of {self.package} have {digest[:19]}..., not the expected "
                 f"{self.sha256[:12]}...; reinstall version {self.version}"
             )
-        return folder
 
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -146,31 +132,18 @@ BUILTINS: dict[str, Builtin] = {
 """Builtin checkpoints, by the name behind "builtin:"."""
 
 
-def builtin(name: str) -> Builtin:
-    """Return the builtin checkpoint of that name.
-
-    Args:
-        name: in `BUILTINS`.
-
-    Returns:
-        Its entry there.
+def known_builtin(model: object) -> str | None:
+    """Return the NAME of "builtin:NAME", in letters of any size; None for anything else.
 
     Raises:
-        CheckpointError: there is none of that name.
+        CheckpointError: there is no builtin checkpoint of that name.
     """
+    if not isinstance(model, str | Path) or not str(model).lower().startswith(PREFIX):
+        return None
+    name = str(model)[len(PREFIX) :]
     if name not in BUILTINS:
         raise CheckpointError(f"unknown builtin checkpoint {name!r}; {nearest(name, BUILTINS)}")
-    return BUILTINS[name]
-
-
-def builtin_place(name: str) -> Path | None:
-    """Return the folder of "builtin:NAME", in letters of any size; None for another name.
-
-    Raises:
-        CheckpointError: it is not there, or there is none of that name.
-    """
-    found = name[len(PREFIX) :] if name.lower().startswith(PREFIX) else None
-    return None if found is None else builtin(found).place(found)
+    return name
 
 
 def describe(name: str) -> Description:
@@ -203,24 +176,3 @@ def _description(folder: Path) -> Description:
         reads="images" if "image_size" in config else "text",
         license=terms[1] if terms else "not stated",
     )
-
-
-def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
-    """Load a builtin checkpoint.
-
-    Args:
-        model: a name of `BUILTINS` behind "builtin:", in letters of any size.
-        options: dtype, device and residence of the weights.
-
-    Returns:
-        The checkpoint; None where the name does not begin so. CheckpointError is raised for names
-        that are not in `BUILTINS`, and for a revision or a file.
-    """
-    if not isinstance(model, str | Path) or not str(model).lower().startswith(PREFIX):
-        return None
-    from lipbound.models.sources.folder import load_folder  # it needs torch
-
-    name = str(model)[len(PREFIX) :]
-    options.refuse_given(f"the builtin checkpoint {name!r}", "revision", "gguf_file")
-    found = builtin(name)
-    return load_folder(PREFIX + name, found.folder(name), None, options, found.gguf)

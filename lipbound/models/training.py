@@ -1,26 +1,28 @@
-"""Following the attention of a model in training: which calls it makes, with masks and padding.
+"""Attention of a model in training, with gradients: what penalties are computed from.
 
-Gradient checkpointing computes layers again in the backward pass, when the context that changed the
-model may have ended: the recomputation does what the first pass did.
+An attention function of ours takes the place of the model's, and hooks tell which token stream is
+computed, so that calls are known with their masks and padding. Gradient checkpointing is off while
+attention is watched: a recomputation in the backward pass would not find that function.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, __version__
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from lipbound.attention.scoring import BLOCKED
-from lipbound.errors import CaptureError, indices, shown
+from lipbound.attention.layer import Attention
+from lipbound.attention.scoring import BLOCKED, Scoring
+from lipbound.devices import in_own_modes, measuring_device
+from lipbound.errors import CaptureError, indices, shown, tell
+from lipbound.models.capture.rerun import relative_error
 from lipbound.models.capture.seeing.follower import Follower, Heads
 from lipbound.models.capture.seeing.interface import (
     ATTRIBUTE,
@@ -31,23 +33,29 @@ from lipbound.models.capture.seeing.interface import (
     own_names,
 )
 from lipbound.models.capture.seeing.recording import by_name
-from lipbound.models.quiet import changed
-from lipbound.models.sources.loaded_model import bare_model
+from lipbound.models.in_memory import bare_model
+from lipbound.models.other_libraries import changed
 
 TRAINING_ATTENTION = "lipbound-training"
 """Name in the transformers registry of the attention function that can keep its probabilities."""
-CHECKPOINTING = "_gradient_checkpointing_func"
-"""Where a module of transformers keeps the function that checkpoints it."""
-
-
-class RecomputationNotes(threading.local):
-    """Notes on the attention calls of checkpointed layers, which their recomputation follows."""
-
-    notes: list[bool] | None = None
-    script: Iterator[bool] | None = None
-
-
-replay = RecomputationNotes()
+CHECKPOINTING = "gradient_checkpointing"
+"""Attribute of modules of transformers that are computed again in the backward pass."""
+TRAINING_TOLERANCE = 1e-3
+"""Largest relative difference between the model's q, k, v and projected inputs, in float32 and
+float64."""
+HALF_ROUNDINGS = 4
+"""The same in half precision, in roundings: of input, of weights, of their product, and of what is
+added to it."""
+SEPARATE = (
+    ("query", "key", "value"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_lin", "k_lin", "v_lin"),
+)
+"""Names of three linear maps in one module."""
+ONE_MAP = ("c_attn", "qkv")
+"""Names of one linear map onto queries, keys and values, in this order."""
+COUNTS = ("num_attention_heads", "num_heads", "n_heads")
+"""Names under which a module keeps its number of heads."""
 
 
 class Probabilities(list[Tensor]):
@@ -187,8 +195,6 @@ def _attention(
                 f"{type(module).__name__}: penalties do not support {', '.join(extras)}"
             )
         explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
-    if replay.script is not None:
-        return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
         raise CaptureError(
             "DataParallel runs copies of the model in threads of their own, which penalties cannot "
@@ -197,8 +203,6 @@ def _attention(
     watches = [watch for watch in list(_watches) if id(module) in watch.modules]
     numbers = [(watch, watch.layer(module)) for watch in watches]
     layers = [(w, layer) for w, layer in numbers if w.chosen is None or layer in w.chosen]
-    if replay.notes is not None:
-        replay.notes.append(bool(layers))
     if not layers:
         return fused()
     out, p, call, wide = explicit()
@@ -343,7 +347,7 @@ def _side_by_side(
 
 
 @contextmanager
-def watching(
+def watched_attention(
     model: nn.Module, layers: object, inputs_of: Sequence[nn.Module] | None = None
 ) -> Iterator[ProbabilityCollector]:
     """Yield a `ProbabilityCollector` that follows the attention of a model.
@@ -421,77 +425,226 @@ def _hooked(
 
 @contextmanager
 def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Yield while a model, all of whose ``modules`` are given, runs our attention function.
-
-    Checkpointed layers that run then are recomputed with it.
-    """
+    """Yield while a model, all of whose ``modules`` are given, runs our attention function."""
     found = (c for module in modules for c in attention_configs(vars(module).get("config")))
     configs = list({id(config): config for config in found}.values())
-    with ExitStack() as stack:
-        kept = own_names(configs)
-        stack.enter_context(own_functions(_attention))
+    again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
+    if again and model.training:
+        tell("gradient checkpointing is off while attention is watched, which takes memory")
+    kept = own_names(configs)
+    with ExitStack() as stack, changed(CHECKPOINTING, False, *again), own_functions(_attention):
         for config in configs:
             stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
         for config, own in kept:
             setattr(config, ATTRIBUTE, own)
-        ours = [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION]
-        ours += [config for config, _ in kept]
-        for module in modules:
-            func: Any = vars(module).get(CHECKPOINTING)
-            if getattr(func, "func", None) is checkpoint:
-                noting = partial(_checkpoint, ours, func)
-                stack.enter_context(changed(CHECKPOINTING, noting, module))
         yield
-
-
-def _checkpoint(configs: Sequence[Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what torch's checkpointing does, made to remember which attention was watched.
-
-    Args:
-        configs: of the model, that name our attention function.
-        func: torch's checkpointing with its options.
-        *args: of the layer.
-        **kwargs: of the layer and of checkpointing.
-
-    Raises:
-        CaptureError: checkpointing is reentrant.
-    """
-    keywords = {**getattr(func, "keywords", {}), **kwargs}
-    if keywords.get("use_reentrant"):
-        raise CaptureError(
-            "a penalty would have no gradient where checkpointing is reentrant; pass "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}"
-        )
-    own = keywords.get("context_fn")
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        notes: list[bool] = []
-        first, second = (nullcontext(), nullcontext()) if own is None else own()
-        return _noting(first, notes), _Recomputing(second, notes, configs)
-
-    return func(*args, **kwargs | {"context_fn": contexts})
 
 
 @contextmanager
-def _noting(own: AbstractContextManager[Any], notes: list[bool]) -> Iterator[None]:
-    with own, changed("notes", notes, replay):
-        yield
+def attention_probabilities(
+    model: nn.Module, layers: Sequence[int] | int | str | None = None
+) -> Iterator[Probabilities]:
+    """Yield a list to which every forward pass of a model adds its attention probabilities.
+
+    Each is that of a layer, (samples, heads, N, N), with gradients, before dropout, in float32 at
+    least, also where the model or autocast uses less. Masks count as fused attention takes them:
+    True where attention is allowed, or numbers to be added. A layer that calls attention several
+    times in a pass has one entry: its probabilities, where all calls share them, else those of all
+    calls as samples. Afterwards the model's attention is what it was before.
+
+    A function of the user's own, registered with ``AttentionInterface``, computes as it does
+    outside. Gradient checkpointing is off inside, which a notice tells.
+
+    CaptureError is raised for what is no transformers model; capped scores or sinks; functions of
+    the user's own in which no softmax of scores is seen; masks of whole numbers; layers that do not
+    exist; DataParallel on several devices.
+
+    Args:
+        model: a transformers model whose attention goes through ``AttentionInterface``, also inside
+            DistributedDataParallel, ``torch.compile`` (it runs uncompiled in the context) or PEFT.
+        layers: numbers of attention layers, in the order of the forward pass, counted over all
+            forward passes in the context; all by default.
+
+    Yields:
+        `lipbound.models.training.Probabilities`: a list whose ``valid`` says which tokens are
+        not padding; `JaSMin` looks at it.
+
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(vocab_size=9, num_hidden_layers=2, **sizes))
+    >>> with attention_probabilities(model) as found:
+    ...     _ = model(torch.tensor([[1, 2, 3]]))
+    >>> [tuple(p.shape) for p in found]
+    [(1, 2, 3, 3), (1, 2, 3, 3)]
+    """
+    with watched_attention(model, layers) as watch:
+        yield watch.found
 
 
-class _Recomputing(ExitStack):
-    """Context of a recomputation, which torch may enter again for another backward pass."""
+@contextmanager
+def attention_layers(
+    model: nn.Module, layers: Sequence[int] | int | str | None = None
+) -> Iterator[list[Attention]]:
+    """Yield a list of `Attention` layers, differentiable in the model's weights and inputs.
 
-    def __init__(self, own: AbstractContextManager[Any], notes: list[bool], configs: Sequence[Any]):
-        super().__init__()
-        self._own, self._notes, self._configs = own, notes, configs
+    Bounds are computed from them. The list is filled when the context ends, without samples that
+    are all padding; of a model in half precision the layers are in float32. Weights are found by
+    their names (`projections`).
 
-    def __enter__(self) -> Self:
-        own = {id(config) for config, _ in own_names(self._configs)}
-        others = [config for config in self._configs if id(config) not in own]
-        self.enter_context(self._own)
-        self.enter_context(own_functions(_attention))
-        self.enter_context(changed(ATTRIBUTE, TRAINING_ATTENTION, *others))
-        self.enter_context(changed("script", iter(self._notes), replay))
-        return self
+    CaptureError is raised as by `attention_probabilities`, and for biases of relative positions; a
+    model whose projections are not found, whose attention modules are not given one tensor of token
+    vectors, or whose queries, keys or values are not these projections of it (rotations,
+    cross-attention).
+
+    Args:
+        model: as of `attention_probabilities`.
+        layers: as of `attention_probabilities`.
+    """
+    known = {id(p.module): p for p in projections(bare_model(model, tells=False))}
+    result: list[Attention] = []
+    with watched_attention(model, layers, [p.module for p in known.values()]) as watch:
+        yield result
+    result += filter(None, (_layer(call, known.get(id(call.module))) for call in watch.calls))
+
+
+class ModuleProjections(NamedTuple):
+    """Views of the parameters of one attention module, which gradients reach.
+
+    Attributes:
+        name: of the module in the model.
+        module: itself.
+        w: of queries, keys, values, each (heads, D, d); fewer heads where they share keys.
+        b: biases of the same, each (heads, d) or None.
+    """
+
+    name: str
+    module: nn.Module
+    w: tuple[Tensor, ...]
+    b: tuple[Tensor | None, ...]
+
+
+def projections(model: nn.Module) -> list[ModuleProjections]:
+    """Return the projections of every attention module of a model, in the order of its modules.
+
+    Raises:
+        CaptureError: no module, or none is found in it: the model names its projections in another
+            way than `SEPARATE` and `ONE_MAP`.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"model is {shown(model)}; give a loaded transformers model")
+    found = []
+    for name, module in model.named_modules():
+        heads = next((n for key in COUNTS if isinstance(n := getattr(module, key, None), int)), 0)
+        if (maps := _maps(module) if heads else None) is not None:
+            w, b = zip(*(_per_head(*m, heads) for m in maps), strict=True)
+            found.append(ModuleProjections(name, module, w, b))
+    if not found:
+        known = ", ".join("/".join(names) for names in SEPARATE)
+        raise CaptureError(
+            f"{type(model).__name__} has no attention modules that say their number of heads "
+            f"({', '.join(COUNTS)}), which those with rotary positions or shared keys do not, "
+            f"beside projections called {known} or {', '.join(ONE_MAP)}; JaSMin needs neither"
+        )
+    return found
+
+
+def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
+    """Return three maps as (weight (D, heads d), bias or None), or None."""
+    for names in SEPARATE:
+        linear = [m for name in names if isinstance(m := getattr(module, name, None), nn.Linear)]
+        if len(linear) == len(names):
+            return [(one.weight.mT, one.bias) for one in linear]
+    for name in ONE_MAP:
+        one = getattr(module, name, None)
+        weight, bias = getattr(one, "weight", None), getattr(one, "bias", None)
+        if isinstance(one, nn.Module) and isinstance(weight, Tensor):
+            # transformers' Conv1D stores (in, out)
+            weight = weight.mT if isinstance(one, nn.Linear) else weight
+            if weight.shape[1] % 3 == 0:
+                biases = bias.chunk(3) if isinstance(bias, Tensor) else (None, None, None)
+                return list(zip(weight.chunk(3, 1), biases, strict=True))
+    return None
+
+
+def _per_head(weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
+    w = weight.unflatten(1, (heads, -1)).transpose(0, 1)
+    return w, None if bias is None else bias.unflatten(0, (heads, -1))
+
+
+@in_own_modes
+def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | None:
+    """Return the layer of a call, without samples that are all padding; None where none remains.
+
+    Raises:
+        CaptureError: see `attention_layers`.
+    """
+    name, x, valid, mask = type(call.module).__name__, call.x, call.valid, call.mask
+    if found is None or x is None:
+        raise CaptureError(f"projections of {name} are not found by name: no gradient")
+    (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
+    for fault, what in (
+        (call.biased, "uses position_bias in its attention"),
+        (call.own, "calls an attention function of the user's own"),
+        (call.repeated, "calls attention several times in one forward pass"),
+        (keys != queries, f"has {queries} queries and {keys} keys, and no self-attention"),
+        (x.shape[:-1] != (samples, queries), f"is given token vectors of shape {tuple(x.shape)}"),
+    ):
+        if fault:
+            raise CaptureError(f"{name} {what}, which bounds with gradients do not support")
+    first = 0
+    if valid is not None and not bool((keep := valid.any(-1)).all()):
+        if not bool(keep.any()):
+            return None
+        x, valid, first = x[keep], valid[keep], int(keep.nonzero()[0])
+        mask = mask[keep] if mask is not None and len(mask) > 1 else mask
+    home, dtype = measuring_device(x.device), torch.promote_types(x.dtype, torch.float32)
+
+    def each_head(t: Tensor) -> Tensor:
+        return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
+
+    b_q, b_k, b_v = (None if b is None else each_head(b) for b in found.b)
+    att = Attention(
+        x.to(home, dtype),
+        *map(each_head, found.w),
+        b_q=b_q,
+        b_k=b_k,
+        b_v=b_v,
+        scale=float(call.scale),
+        mask=None if mask is None else mask.to(home, dtype),
+        valid=None if valid is None else valid.to(home),
+    )
+    _check(att, call, first)
+    return att
+
+
+@torch.no_grad()
+def _check(att: Attention, call: TrainingCall, sample: int) -> None:
+    """Check that the model's queries, keys and values are the layer's at its first sample.
+
+    Args:
+        att: the layer.
+        call: its call.
+        sample: number in the call of the layer's first sample.
+
+    Raises:
+        CaptureError: they are not.
+    """
+    first = att.select(slice(0, 1))
+    real = slice(None) if first.valid is None else first.valid[0]
+    limit = max(TRAINING_TOLERANCE, torch.finfo(call.query.dtype).eps * HALF_ROUNDINGS)
+    for name, mine, own in (
+        ("queries", first.q, call.query),
+        ("keys", first.k, call.key),
+        ("values", first.v, call.value),
+    ):
+        mine, own = mine[0][:, real], own[sample].to(mine)[:, real]
+        own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
+        off = relative_error(mine, own) if mine.shape == own.shape else torch.inf
+        if not off <= limit:
+            raise CaptureError(
+                f"{type(call.module).__name__} does more to its {name} than project its input (off "
+                f"by {off:.1e}), or is cross-attention, so its bound has no gradient"
+            )

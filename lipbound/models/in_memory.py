@@ -1,4 +1,4 @@
-"""Models in memory: loaded by the user, or made by other packages by name (timm, open_clip).
+"""Models in memory, as the user has loaded them.
 
 The transformers model is taken out of wrappers: checkpoints of ours, those of torch and PEFT,
 pipelines and sentence encoders. Weights in memory are checked here, wherever they come from, and
@@ -7,16 +7,14 @@ hashes tell them apart.
 
 import copy
 import hashlib
-import importlib
 import inspect
+import itertools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -25,7 +23,6 @@ from transformers import Pipeline, PretrainedConfig, PreTrainedModel
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
-from lipbound.models.quiet import explained, first_line, quiet
 from lipbound.models.weight_files import finite
 
 DEPTH = 8
@@ -60,12 +57,11 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
         return None
     kind = type(inner).__name__
     options.refuse_given("a model in memory")
-    if offload.by_layer(inner):
+    if offload.is_offloaded(inner):
         raise CheckpointError(f"the weights of {kind} are on disk; give its directory or hub id")
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
-    tell(*notes)
     loaded = loaded.to(options.device)  # some modules take it by position only
     check_finite(loaded, kind)
     if isinstance(model, Checkpoint):
@@ -94,7 +90,7 @@ def _described(model: nn.Module, revision: str, **others: Any) -> Checkpoint:
     """Return the checkpoint of a module in memory, which a transformers model says more of."""
     known = isinstance(model, PreTrainedModel)
     source = (str(model.name_or_path) or None) if known else None
-    said = config_sha256(model.config) if known else _sha256(repr(model))
+    said = config_sha256(model.config) if known else _sha256(repr(model).encode())
     name = source or type(model).__name__
     return Checkpoint(model, name, revision, source, loaded=True, configuration=said, **others)
 
@@ -126,7 +122,12 @@ def unwrapped(given: object) -> tuple[object, list[str]]:
             f"the {type(given).__name__} is a traced program (torch.jit, torch.export), in whose "
             "operations no attention can be seen; give the module that it was made of"
         )
-    return given, notes + _adapters(given)
+    parts = given.modules() if isinstance(given, PreTrainedModel) else ()
+    if adapted := [p for p in parts if hasattr(p, "base_layer") and hasattr(p, "active_adapters")]:
+        off = all(getattr(part, "disable_adapters", False) for part in adapted)
+        how = "switched off, and it is measured without" if off else "and it is measured with"
+        notes.append(f"{len(adapted)} layers of the model have adapters in them, {how} them")
+    return given, notes
 
 
 def bare_model(given: object, tells: bool = True) -> PreTrainedModel:
@@ -198,6 +199,7 @@ def _inside(given: Any) -> tuple[object | None, str]:
         The content (None for what is no wrapper), and a sentence on what is lost without the
         wrapper, or "".
     """
+    kind, configs = type(given).__name__, getattr(given, "peft_config", None)
     if isinstance(given, Checkpoint | Pipeline):
         return given.model, ""
     if isinstance(given, type | PreTrainedModel):
@@ -206,34 +208,20 @@ def _inside(given: Any) -> tuple[object | None, str]:
         return inner, ""
     if isinstance(given, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return given.module, ""
-    kind, configs = type(given).__name__, getattr(given, "peft_config", None)
     if hasattr(given, "get_base_model") and isinstance(configs, Mapping):
         prompts = [one for one in configs.values() if getattr(one, "is_prompt_learning", False)]
         learned = ", ".join(str(one.peft_type).rpartition(".")[2] for one in prompts)
         left_out = f"the tokens that {kind} learned in front of its inputs ({learned}) are left out"
         return given.get_base_model(), left_out if learned else ""
-    parts = list(given) if isinstance(given, nn.Sequential) else []
-    inner = getattr(parts[0], "auto_model", None) if parts else None
-    if isinstance(inner, nn.Module):  # SentenceTransformer
-        after = ", ".join(type(part).__name__ for part in parts[1:])
+    first, *others = given if isinstance(given, nn.Sequential) and len(given) else [None]
+    if isinstance(inner := getattr(first, "auto_model", None), nn.Module):  # SentenceTransformer
+        after = ", ".join(type(part).__name__ for part in others)
         left_out = f"what comes after the transformer of the {kind} ({after}) is left out"
         return inner, left_out if after else ""
     if isinstance(inner := getattr(given, "model", None), PreTrainedModel):
         name = type(inner).__name__
         return inner, f"the {name} inside the {kind} is measured, and nothing around it"
     return None, ""
-
-
-def _adapters(model: object) -> list[str]:
-    """Return a sentence where layers of a model have adapters in them."""
-    parts = model.modules() if isinstance(model, PreTrainedModel) else ()
-    both = ("base_layer", "active_adapters")
-    layers = [part for part in parts if all(hasattr(part, name) for name in both)]
-    if not layers:
-        return []
-    off = all(getattr(layer, "disable_adapters", False) for layer in layers)
-    how = "switched off, and it is measured without them" if off else "and it is measured with them"
-    return [f"{len(layers)} layers of the model have adapters in them, {how}"]
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[Any, list[str]]:
@@ -325,7 +313,7 @@ def check_floating(model: nn.Module, name: str) -> None:
                 "has no true derivatives; give the model before quantization, or what "
                 "model.dequantize() makes of it"
             )
-        if weight and value.is_meta and not offload.by_layer(model):
+        if weight and value.is_meta and not offload.is_offloaded(model):
             raise CheckpointError(
                 f"the weights of {name} are not in memory ({key} is on the device meta); load them"
             )
@@ -345,15 +333,9 @@ def _packed(key: str, value: object) -> bool:
 
 
 def config_sha256(config: PretrainedConfig) -> str:
-    """Hash what a configuration says beyond the defaults of its class.
+    """Return "sha256:" and the hash of what a configuration says beyond its class's defaults.
 
     That is positions, windows, epsilons and the like, which weights do not tell.
-
-    Args:
-        config: of a model in memory.
-
-    Returns:
-        "sha256:" and the hexadecimal digest.
     """
 
     def kept(said: Any) -> Any:
@@ -365,136 +347,18 @@ def config_sha256(config: PretrainedConfig) -> str:
             if key not in WITHOUT_EFFECT.split() and not str(key).startswith("_")
         }
 
-    return _sha256(json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str))
-
-
-def _sha256(text: str) -> str:
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return _sha256(json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str).encode())
 
 
 def state_sha256(model: nn.Module) -> str:
     """Return "sha256:" and the hash over names and float32 values of a model in memory."""
+    entries = sorted(model.state_dict().items())
+    values = ((key.encode(), t.detach().cpu().contiguous().float().numpy()) for key, t in entries)
+    return _sha256(*itertools.chain.from_iterable(values))
+
+
+def _sha256(*parts: Any) -> str:
     digest = hashlib.sha256()
-    for key, tensor in sorted(model.state_dict().items()):
-        digest.update(key.encode())
-        digest.update(tensor.detach().cpu().contiguous().float().numpy().tobytes())
+    for part in parts:
+        digest.update(part)
     return "sha256:" + digest.hexdigest()
-
-
-Made = tuple[nn.Module, Callable[[Any], Tensor]]
-"""A model, and the transform that makes its tensor of an image."""
-
-
-class TimmModel(nn.Module):
-    """A model of timm that reads images under the name that image models of transformers have."""
-
-    main_input_name = "pixel_values"
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, pixel_values: Tensor) -> Any:
-        return self.inner(pixel_values)
-
-
-class OpenClipModel(nn.Module):
-    """A model of open_clip, of whose towers those run that are given something."""
-
-    main_input_name = "pixel_values"
-
-    def __init__(self, inner: Any):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, pixel_values: Tensor | None = None, input_ids: Tensor | None = None) -> Any:
-        images = None if pixel_values is None else self.inner.encode_image(pixel_values)
-        return images, None if input_ids is None else self.inner.encode_text(input_ids)
-
-
-@dataclass(frozen=True)
-class ImageTransform:
-    """A transform of single images, called as an image processor of transformers is.
-
-    Attributes:
-        transform: makes a tensor (channels, height, width) of an image.
-        described: what it does, in one line.
-    """
-
-    transform: Callable[[Any], Tensor]
-    described: str
-
-    def __call__(self, images: list[Any], return_tensors: str = "pt") -> dict[str, Tensor]:
-        """Return the tensors of images, (samples, channels, height, width)."""
-        return {"pixel_values": torch.stack([self.transform(image) for image in images])}
-
-
-def _timm(package: Any, name: str, weights: str) -> Made:
-    model = package.create_model(name, pretrained=not weights)
-    if weights:
-        _fill(model, weights)
-    settings = package.data.resolve_model_data_config(model)
-    return TimmModel(model), package.data.create_transform(**settings, is_training=False)
-
-
-def _open_clip(package: Any, name: str, weights: str) -> Made:
-    if not weights:
-        known = [tag for one, tag in package.list_pretrained() if one == name]
-        raise CheckpointError(
-            f"open_clip:{name} has several sets of weights; name one, open_clip:{name}@TAG "
-            f"({', '.join(known) or 'none is published'}), or a file"
-        )
-    local = Path(weights).expanduser().exists()
-    made = package.create_model_and_transforms(name, pretrained=None if local else weights)
-    if local:
-        _fill(made[0], weights)
-    return OpenClipModel(made[0]), made[2]
-
-
-MAKERS: Mapping[str, Callable[[Any, str, str], Made]] = {"timm": _timm, "open_clip": _open_clip}
-"""By package, the function that makes a model of the package itself, a name, and weights.
-
-Weights are "" for the package's own.
-"""
-
-
-def load_other(model: object, options: LoadOptions) -> Checkpoint | None:
-    """Load "timm:NAME" or "open_clip:NAME@TAG", with weights from the hub or from a local file.
-
-    Args:
-        model: the name; behind an @ a .safetensors file, or of open_clip the tag of weights.
-        options: dtype and device.
-
-    Returns:
-        The checkpoint, with the package's own transform of images; None for other names.
-
-    Raises:
-        CheckpointError: the package is not installed, knows no such model, or cannot load it.
-    """
-    kind, colon, rest = str(model).partition(":")
-    if not isinstance(model, str) or not colon or kind not in MAKERS:
-        return None
-    options.refuse_given(f"a model of {kind}")
-    name, _, weights = rest.partition("@")
-    try:
-        package = importlib.import_module(kind)
-    except ImportError as error:
-        raise CheckpointError(
-            f"{model} needs the package {kind}, which cannot be imported ({first_line(error)}); "
-            f"install it, with the torchvision that fits torch {torch.__version__}"
-        ) from error
-    with explained(CheckpointError, f"{model} cannot be loaded: "), quiet():
-        made, transform = MAKERS[kind](package, name, weights)
-    check_floating(made, name)
-    loaded = in_dtype(made, options.dtype)[0].to(device=options.device).eval()
-    check_finite(loaded, name)
-    processor = ImageTransform(transform, f"{kind}'s transform, {' '.join(str(transform).split())}")
-    return Checkpoint(loaded, model, state_sha256(loaded), None, processor=processor)
-
-
-def _fill(model: nn.Module, weights: str) -> None:
-    """Load weights of a .safetensors file into a model, all of which must fit."""
-    path = Path(weights).expanduser()
-    if path.suffix != ".safetensors" or not path.is_file():
-        raise CheckpointError(f"{weights} is no .safetensors file; give one, or leave it out")
-    model.load_state_dict(load_file(path))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers.utils import logging as transformers_logging
 
 from lipbound.errors import LipboundError
@@ -54,6 +55,23 @@ def changed(name: str, value: Any, *objects: Any) -> Iterator[None]:
     finally:
         for one, old in before:
             setattr(one, name, old)
+
+
+def answers(ask: Callable[..., Any], name: str, **options: Any) -> bool:
+    """Return whether the hub says something of a name; its own clients may wait for minutes.
+
+    Args:
+        ask: ``model_info`` or ``dataset_info`` of ``huggingface_hub.HfApi``.
+        name: a hub id.
+        **options: of ``ask``.
+    """
+    try:
+        ask(name, timeout=15, **options)
+    except (HfHubHTTPError, HFValidationError):
+        return True
+    except Exception:  # no connection, in whatever type the HTTP client reports it
+        return False
+    return True
 
 
 def first_line(error: BaseException) -> str:

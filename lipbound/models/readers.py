@@ -1,0 +1,816 @@
+"""Data as model inputs: texts and images from files, folders, lists, tables, datasets, or our own.
+
+A reader lists the items of some data, takes those that are wanted, and has the checkpoint's
+tokenizer or image processor make tensors of them. Tables and datasets are read by `datasets`.
+
+One rule holds wherever text comes from. One text (a file, a string, a list, a folder or a table
+with nothing else in it) is read in consecutive windows of ``max_length`` tokens, each a sample. Of
+several texts (a list, the rows of a table, the files of a folder) each is one sample: its first
+``max_length`` tokens. The first window of a text is its first ``max_length`` tokens, so the same
+text begins with the same sample.
+"""
+
+import gzip
+import itertools
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from huggingface_hub import HfApi
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lipbound.errors import InputsError, one_line, shown
+from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
+from lipbound.models.other_libraries import answers, cause, changed, explained, quiet
+
+BUILTIN = Path(__file__).parent / "builtin"
+DEFAULT_TEXT = BUILTIN / "text.txt"
+"""The text that comes with lipbound."""
+PHOTOGRAPHS = BUILTIN / "photographs"
+"""Folder of the default images, reduced from those of scikit-image (benchmarks/photographs.py)."""
+TABLES = {
+    ".parquet": "parquet",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+}
+"""Endings of tables, and the loader of `datasets` that reads them."""
+IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Endings of images."""
+TEXT_FILES = (".txt", ".md", ".text", ".tex", ".html", ".rst", ".log", ".safetensors", ".zarr")
+"""Endings of names that are meant as files, whatever blanks are in them."""
+PROSE = (".txt", ".text")
+"""Endings of the files of a folder that are read as texts."""
+ROOTED = re.compile(r"[.~/]|\\\\|[A-Za-z]:[/\\]")
+"""Beginnings of names that say where they begin: here, at home, at a root or on a drive."""
+ARRAYS = list, tuple, np.ndarray, Tensor
+"""What token numbers come in."""
+DEFAULT_LENGTH = 128
+"""Tokens per text where nothing else is said; fewer where a model has fewer positions."""
+GENERIC = "TokenizersBackend PythonBackend PreTrainedTokenizerFast PreTrainedTokenizer None"
+"""Classes that transformers loads any tokenizer into, and what stands for none."""
+LONGEST_TOKEN = 100
+"""Characters of the longest tokens: of a long text no more are read than windows may need."""
+MOSTLY_UNKNOWN = 0.5
+"""Share of unknown tokens above which a text is hardly one of the tokenizer's."""
+PROCESSING = {
+    "size": "do_resize",
+    "resample": "do_resize",
+    "crop_size": "do_center_crop",
+    "rescale_factor": "do_rescale",
+    "image_mean": "do_normalize",
+    "image_std": "do_normalize",
+}
+"""Settings of image processors that go into a run's provenance, and the step that each is of."""
+
+Encoded = tuple[dict[str, Tensor], list[str]]
+"""A batch of token numbers and masks, each (samples, N), and notes on it."""
+
+
+def there(data: Any) -> Path | None:
+    """Return the path of the file or folder that something names, or None where there is none."""
+    try:
+        path = Path(data).expanduser() if isinstance(data, str | Path) else None
+        return path if path is not None and path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, or not a path at all
+        return None
+
+
+def ending(name: str | Path) -> str:
+    """Return the ending of a name in small letters; of a packed file, that of its contents.
+
+    >>> ending("A.TXT"), ending("b.csv.gz")
+    ('.txt', '.csv')
+    """
+    return Path(str(name).lower().removesuffix(".gz")).suffix
+
+
+def is_path(name: str) -> bool:
+    r"""Return whether a name can only be that of a file or folder, on any system, and no hub id.
+
+    >>> is_path("./bert"), is_path(r"C:\models\bert"), is_path("owner/bert"), is_path("news:raw")
+    (True, True, False, False)
+    """
+    return ROOTED.match(name) is not None or "\\" in name
+
+
+def is_sentence(data: Any) -> bool:
+    """Return whether something is itself a text: several words not meant as a file's name.
+
+    >>> is_sentence("how smooth is attention?"), is_sentence("my file.txt"), is_sentence("ag_news")
+    (True, False, False)
+    """
+    if not isinstance(data, str) or len(data.split()) < 2 or there(data) or ROOTED.match(data):
+        return False
+    if "\n" in data or len(data) > 200:
+        return True
+    named = ending(data) in (*TABLES, *IMAGE_FILES, *TEXT_FILES)
+    return not named and ("/" not in data or there(Path(data).parent) is None)
+
+
+def visible(folder: Path) -> list[Path]:
+    """Return the files in a folder and its subfolders, sorted, but for hidden ones."""
+    files = ((f, f"/{f.relative_to(folder).as_posix()}") for f in folder.rglob("*") if f.is_file())
+    return sorted(file for file, place in files if "/." not in place)
+
+
+def read_text(path: Path) -> str:
+    """Return the whole of a UTF-8 file, unpacked where it is packed with gzip.
+
+    Raises:
+        InputsError: the file cannot be read, or is not such a file.
+    """
+    try:
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+            return file.read().decode()
+    except UnicodeDecodeError as error:
+        raise InputsError(f"{path} is not a UTF-8 text file") from error
+    except (OSError, EOFError) as error:
+        raise InputsError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The part of some data that is wanted.
+
+    Arguments are those of `lipbound.models.inputs.prepare`, but ``samples`` is None for all.
+    """
+
+    samples: int | None
+    max_length: int
+    split: str | None = None
+    column: str | None = None
+    shuffle: int | None = None
+
+    def described(self, description: str) -> str:
+        """Return the description of what was chosen from some data.
+
+        >>> Selection(8, 128, shuffle=3).described("news.csv")
+        'news.csv, shuffled with seed 3'
+        """
+        shuffled = "" if self.shuffle is None else f", shuffled with seed {self.shuffle}"
+        return description + shuffled
+
+    def refuse_table(self, what: str, *names: str) -> None:
+        """Refuse a split or a column of something that has none.
+
+        Args:
+            what: the thing.
+            names: "split" or "column"; both by default.
+
+        Raises:
+            InputsError: one was named.
+        """
+        for name in names or ("split", "column"):
+            if (value := getattr(self, name)) is not None:
+                raise InputsError(f"{name} is {shown(value)}, but there is none in {what}; drop it")
+
+    def drawn(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the first samples of a batch, or random ones; all where no number is given."""
+        chosen: Any = slice(self.samples)
+        if self.shuffle is not None:
+            chosen = order(len(next(iter(batch.values()))), self.shuffle)[: self.samples]
+        return {name: tensor[chosen] for name, tensor in batch.items()}
+
+
+def order(count: int, seed: int) -> list[int]:
+    """Return 0...count-1 in an order that depends on the seed alone, not on any version."""
+    return [int(i) for i in np.argsort(np.random.Philox(seed).random_raw(count), kind="stable")]
+
+
+@dataclass
+class DataItems:
+    """The items of some data.
+
+    Attributes:
+        given: a sequence, or an iterator where their number is not known before the end.
+        description: of the data, for captions.
+        made: from one of ``given``, the item; None for a row without one.
+        classes: the folder of each item, which often is its class.
+    """
+
+    given: Iterable[Any]
+    description: str
+    made: Callable[[Any], Any] = lambda item: item
+    classes: Sequence[str] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        rows, end, said = iter(self.given), object(), self.description
+        for done in itertools.count():
+            with explained(InputsError, f"{said} breaks off after {done} rows: ", why=cause):
+                row = next(rows, end)
+            if row is end:
+                return
+            at = row if isinstance(row, int) else done
+            # what a row holds is decoded now, by whatever its format needs
+            with explained(InputsError, f"row {at} of {said} cannot be read: ", why=cause):
+                item = self.made(row)
+            yield item
+
+    def take(self, selection: Selection, many: str) -> tuple[list[Any], list[str]]:
+        """Return the items that are wanted, and notes on blank ones and on items of one folder.
+
+        Args:
+            selection: how many, and in which order.
+            many: several items, in messages.
+
+        Raises:
+            InputsError: items of a stream are to be shuffled.
+        """
+        count, chosen = selection.samples, self
+        if selection.shuffle is not None:
+            if not isinstance(self.given, Sequence):
+                raise InputsError(f"{self.description} is read as a stream; drop shuffle")
+            drawn = order(len(self.given), selection.shuffle)
+            chosen = replace(self, given=[self.given[i] for i in drawn])
+        taken: list[Any] = []
+        blank = 0
+        for item in chosen:
+            empty = isinstance(item, Tensor) and not len(item)
+            if item is None or empty or (isinstance(item, str) and not item.strip()):
+                blank += 1
+                continue
+            taken.append(item)
+            if len(taken) == count:
+                break
+        notes = [f"blank {many} of {self.description} were passed over: {blank}"] if blank else []
+        first, every = set(self.classes[:count]), set(self.classes)
+        if selection.shuffle is None and count != 1 and len(first) == 1 < len(every):
+            notes.append(
+                f"the first {count} {many} of {self.description} are all of one folder "
+                f"({first.pop()}); shuffle=0, or another seed, draws from all"
+            )
+        return taken, notes
+
+
+class Reader:
+    """One modality.
+
+    Attributes:
+        many: several items, in descriptions.
+        takes: what models of the modality take, in messages.
+        columns: usual names of the column of a table that has items, the likeliest first.
+        files: endings of the files of a folder that are items.
+        default: the files that are read where the user gives no data, and what they are.
+    """
+
+    many: ClassVar[str]
+    takes: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
+    files: ClassVar[tuple[str, ...]]
+    default: ClassVar[tuple[list[Path], str]]
+
+    def item(self, value: Any) -> Any:
+        """Return the item that a value is or stands for, such as the path of a file, or None."""
+        raise NotImplementedError
+
+    def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
+        """Return the first items of some data as tensors; raise InputsError if there are none."""
+        raise NotImplementedError
+
+    def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
+        """Return the items of some data one by one.
+
+        A table is read row by row, so some of its errors come later.
+
+        Raises:
+            InputsError: no such data, items of another modality, or a split or a column of what has
+                none.
+        """
+        if getattr(getattr(data, "dtype", None), "kind", "none") in "UO" and data.ndim == 1:
+            data = data.tolist()  # of strings, or of whatever objects: numpy's or pandas'
+        path, takes = there(data), f"but {checkpoint.name} takes {self.takes}"
+        found = None
+        if data is None:
+            found = DataItems(*self.default, self.item)
+        elif path is not None and path.is_file() and ending(path) not in TABLES:
+            if (item := self.item(path)) is None:
+                what = "an image" if ending(path) in IMAGE_FILES else "not an image file"
+                raise InputsError(f"{path} is {what}, {takes}")
+            found = DataItems([item], path.name)
+        elif path is not None and path.is_dir():
+            found = self._folder(path, takes)
+        elif is_sentence(data):
+            start = f"the text {shown(data[:40] + '...' if len(data) > 40 else data)}"
+            if self.item(data) is None:
+                raise InputsError(f"data is {start}, {takes}")
+            found = DataItems([data], start)
+        elif isinstance(data, Image.Image):
+            found = self._listed([data], takes)
+        elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
+            found = self._listed(data, takes)
+        if found is None:
+            return self._rows(data, selection, takes)
+        selection.refuse_table(found.description)
+        return found
+
+    def _folder(self, folder: Path, takes: str) -> DataItems | None:
+        """Return the items of a folder and its subfolders; None where `datasets` is to read it."""
+        files = visible(folder)
+        mine = [file for file in files if ending(file) in self.files]
+        ends = {ending(file) for file in files}
+        # labels of images are often in such a table beside them
+        if is_saved(folder) or ends & TABLES.keys() - ({".tsv"} if mine else set()):
+            return None
+        if not mine and (ends & {*IMAGE_FILES, *PROSE} or self.files == IMAGE_FILES):
+            raise InputsError(f"{folder} holds no {self.many} ({', '.join(self.files)}), {takes}")
+        classes = [str(file.parent.relative_to(folder)) for file in mine]
+        return DataItems(mine, folder.name, self.item, classes) if mine else None
+
+    def _listed(self, data: Sequence[Any], takes: str) -> DataItems:
+        """Return the items of a list; where all of it names text files, their contents."""
+        if not len(data):
+            raise InputsError("data is an empty list; give at least one sample")
+        ends = [ending(one[-20:]) if isinstance(one, str) else "" for one in data]
+        if all(one in TEXT_FILES for one in ends) and (
+            any(map(there, data)) or not any(len(one.split()) > 1 for one in data)
+        ):
+            data = [Path(one) for one in data]
+        found = [self.item(one) for one in data]
+        for other, end, item in zip(data, ends, found, strict=True):
+            if item is None and (isinstance(other, Path) or end in IMAGE_FILES):
+                raise InputsError(f"data holds {other}, which is no such file, {takes}")
+            if item is None:
+                raise InputsError(f"data holds items of type {type(other).__name__}, {takes}")
+        several = self.many if len(data) > 1 else self.many.removesuffix("s")
+        return DataItems(found, f"{len(data)} given {several}")
+
+    def _rows(self, data: Any, selection: Selection, takes: str) -> DataItems:
+        """Return the items of a dataset, data frame, table file or hub dataset as they come."""
+        word = isinstance(data, str) and there(data) is None and self.item(data) is not None
+        advice = f"; a text itself is given in a list, [{data!r}], or in a file" if word else ""
+        given = str(data) if isinstance(data, Path) else data
+        before = f"data {shown(given)} could not be read, as a file or a hub dataset: "
+        with explained(InputsError, before, advice, why=_why), quiet():
+            table, said = dataset_of(data, selection)
+            names = list(table.column_names or next(iter(table), {}))
+        column = selection.column
+        usual = column or next((name for name in self.columns if name in names), None)
+        if usual is None or usual not in names:
+            if not names:
+                raise InputsError(f"{said} is empty")
+            lacks = f"{column!r}" if column else f"of a usual name for {self.takes}"
+            quoted = ", ".join(map(shlex.quote, names))  # sentences, without a header
+            raise InputsError(f"{said} has no column {lacks}; name one of {quoted} with column=")
+        kept = {usual, "attention_mask"} if usual == "input_ids" else {usual}
+        rows = table.select_columns([name for name in names if name in kept])
+
+        def item(row: Any) -> Any:
+            row = rows[row] if isinstance(row, int) else row
+            if (value := row[usual]) is None:
+                return None
+            if (made := self.item(row if usual == "input_ids" else value)) is None:
+                raise InputsError(
+                    f"column {usual!r} of {said} holds {type(value).__name__}, {takes}; name "
+                    "another with column="
+                )
+            return made
+
+        return DataItems(range(len(table)) if hasattr(table, "__len__") else rows, said, item)
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether a folder is one that ``save_to_disk`` of a dataset wrote."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
+    """Return data as a dataset of `datasets`, and its description.
+
+    Raises:
+        InputsError: it is no such data, or has no such split. `datasets` raises others.
+    """
+    import datasets  # takes long, and few runs need it
+
+    if isinstance(data, datasets.DatasetDict | datasets.IterableDatasetDict):
+        if (chosen := selection.split or _usual(list(data))) not in data:
+            raise InputsError(f"split is {shown(chosen)}; the given dataset has {', '.join(data)}")
+        return data[chosen], f"a dataset, {chosen} split"
+    if type(data).__name__ == "DataFrame":
+        data = datasets.Dataset.from_pandas(data, preserve_index=False)
+    if isinstance(data, datasets.Dataset | datasets.IterableDataset):
+        selection.refuse_table("a dataset in memory", "split")
+        return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
+    if not isinstance(data, str | Path):
+        raise InputsError(
+            f"data is {shown(data)}; give a path, a hub dataset id, a datasets.Dataset, a data "
+            "frame, a list, token numbers (whole, one at least) or a dict of ready inputs"
+        )
+    path, name, end = there(data), str(data), ending(data)
+    if path is None and (is_path(name) or end in (*TABLES, *TEXT_FILES, *IMAGE_FILES)):
+        raise InputsError(f"there is no file or folder {name}")
+    if path is not None and path.is_file():
+        selection.refuse_table(f"{path.name}, one file", "split")
+        numbered = TABLES[end] == "csv" and (selection.column or "").isdigit()
+        options: dict[str, Any] = {"sep": "\t"} if end == ".tsv" else {}
+        options |= {"header": None} if numbered else {}
+        table = datasets.load_dataset(TABLES[end], data_files=str(path), split="train", **options)
+        names = {name: str(k) for k, name in enumerate(table.column_names)} if numbered else {}
+        return table.rename_columns(names), path.name
+    if path is not None and is_saved(path):
+        table, said = dataset_of(datasets.load_from_disk(str(path)), selection)
+        return table, said.replace("a dataset", path.name, 1)
+    repo, _, config = name.partition(":")
+    offline = datasets.config.HF_HUB_OFFLINE or not (path or answers(HfApi().dataset_info, repo))
+    with changed("HF_HUB_OFFLINE", offline, datasets.config):
+        chosen = selection.split or _usual(datasets.get_dataset_split_names(repo, config or None))
+        found = datasets.load_dataset(repo, config or None, split=chosen)
+    return found, f"{path.name if path else name}, {chosen} split"
+
+
+def _usual(names: list[str]) -> str:
+    """Return the split that is read unless another is named."""
+    return next((n for n in ("test", "validation", "train") if n in names), names[0])
+
+
+def _why(error: BaseException) -> str:
+    """Return why `datasets` cannot read a table."""
+    said = cause(error)
+    empty = isinstance(error, StopIteration) or re.search("no data|at least one example", said)
+    return "it is empty" if empty else said
+
+
+def tokens_of(value: Any) -> Tensor | None:
+    """Return the tokens that something stands for, without the padding at its ends, or None.
+
+    Args:
+        value: a list, a tensor or an array of whole numbers, or a row of a tokenised dataset.
+
+    Returns:
+        Numbers and mask of every token, int64 (tokens, 2).
+
+    Raises:
+        InputsError: a mask of another length.
+    """
+    row = value if isinstance(value, Mapping) else {"input_ids": value}
+    given, mask = row.get("input_ids"), row.get("attention_mask")
+    try:
+        ids = torch.as_tensor(given) if isinstance(given, ARRAYS) else torch.tensor(0.0)
+    except (TypeError, ValueError, RuntimeError):  # rows of unequal lengths, or odd dtypes
+        return None
+    if ids.ndim != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        return None
+    kept = torch.ones(len(ids)) if mask is None else torch.as_tensor(mask)
+    if len(kept) != len(ids):
+        raise InputsError(f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}")
+    seen = kept.nonzero().flatten().tolist() or [0, -1]
+    return torch.stack([ids.cpu().long(), (kept != 0).cpu().long()], -1)[seen[0] : seen[-1] + 1]
+
+
+def given_tokens(data: Any) -> list[Tensor] | None:
+    """Return the tokens of each sample of one row, or several, of token numbers; else None."""
+    if not isinstance(data, ARRAYS) or not len(data) or isinstance(data[0], str):
+        return None
+    one = tokens_of(data)
+    found = [tokens_of(row) for row in data] if one is None else [one]
+    rows = [row for row in found if row is not None]
+    return rows if len(rows) == len(found) and any(map(len, rows)) else None
+
+
+def _batch_of(rows: Sequence[Tensor], model: Checkpoint, most: int) -> dict[str, Tensor]:
+    """Return ``input_ids``, cut and padded on the right, and the ``attention_mask`` that says so.
+
+    Both are int64, (samples, N) with N at most ``most``.
+    """
+    config = text_part(model.config)
+    pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
+    pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
+    ids, kept = ([row[:most, i] for row in rows] for i in (0, 1))
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence(kept, batch_first=True),
+    }
+
+
+class TextReader(Reader):
+    """Text through the checkpoint's tokenizer: one sample a text, or a window of the only one."""
+
+    many, takes, files = "texts", "text", PROSE
+    default = [DEFAULT_TEXT], "the story of a lighthouse clock that comes with lipbound"
+    columns = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
+
+    def item(self, value: Any) -> str | Tensor | None:
+        """Return a text, that of a file, or the tokens that a value stands for."""
+        if not isinstance(value, Path):
+            return value if isinstance(value, str) else tokens_of(value)
+        is_text = there(value) is not None and ending(value) not in IMAGE_FILES
+        return read_text(value.expanduser()) if is_text else None
+
+    def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
+        """Return the items of some data as `Reader.items` does, or tokens."""
+        given = given_tokens(data)
+        if given is None:
+            return super().items(checkpoint, data, selection)
+        selection.refuse_table("token numbers in memory")
+        many = "texts" if len(given) > 1 else "text"
+        return DataItems(given, f"{len(given)} given {many} of token numbers")
+
+    def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
+        """Return the first windows of a text, or the first of several texts.
+
+        Raises:
+            InputsError: there is no text, or samples are longer than the model allows.
+        """
+        limit, most, name = checkpoint.positions, selection.max_length, checkpoint.name
+        found = self.items(checkpoint, data, selection)
+        texts, notes = found.take(selection, self.many)
+        if not texts:
+            raise InputsError(f"{found.description} has no text in it")
+        if len({type(text) for text in texts}) > 1:
+            raise InputsError(f"{found.description} holds texts and token numbers; give one kind")
+        description = selection.described(found.description)
+        if isinstance(texts[0], Tensor):
+            most = min(most, limit or most)
+            notes += _cut([len(text) for text in texts], most)
+            made = f"token numbers as given, each text cut at {most}"
+            return Inputs(_batch_of(texts, checkpoint, most), description, made, notes)
+        if limit is not None and most == DEFAULT_LENGTH > limit:
+            most = limit
+            notes.append(f"texts are cut at {limit} tokens, the positions of {name}")
+        checkpoint.check_length(most)
+        tokenizer = checkpoint.tokenizer()
+        made = _kind(tokenizer, checkpoint)
+        alone = isinstance(found.given, Sequence) and len(found.given) == 1
+        if len(texts) == 1 and (selection.samples != 1 or alone):
+            batch, said = _windows(tokenizer, texts[0], replace(selection, max_length=most), name)
+            made += f", consecutive windows of {most} tokens"
+        else:
+            batch, said = _tokens(tokenizer, texts, most, name)
+            made += f", each text cut at {most} tokens"
+        return Inputs(batch, description, made, notes + said + _unknown(tokenizer, batch))
+
+
+def stream(
+    checkpoint: Checkpoint,
+    data: Any,
+    count: int,
+    *,
+    split: str | None = None,
+    column: str | None = None,
+) -> tuple[Tensor, str]:
+    """Return the first tokens of a text in one row, without special tokens, and a description.
+
+    Rows of a table are tokenised one by one and follow each other.
+
+    Args:
+        checkpoint: whose tokenizer is taken.
+        data: as for `lipbound.models.inputs.prepare`.
+        count: how many tokens.
+        split: as for `lipbound.models.inputs.prepare`.
+        column: as for `lipbound.models.inputs.prepare`.
+
+    Returns:
+        Token numbers, int64 (count,), and a phrase for captions.
+
+    Raises:
+        InputsError: no text, or less of it.
+    """
+    if checkpoint.modality != "text":
+        takes = "images" if checkpoint.modality == "image" else checkpoint.modality
+        raise InputsError(f"{checkpoint.name} takes {takes}, not text")
+    found = TextReader().items(checkpoint, data, Selection(None, count, split, column))
+    tokenizer: Any = None
+    ids: list[int] = []
+    for text in found:
+        if isinstance(text, Tensor):
+            ids += text[:, 0].tolist()
+        elif text is not None:
+            tokenizer = tokenizer or checkpoint.tokenizer()
+            ids += _encoded(tokenizer, text, checkpoint.name, add_special_tokens=False)["input_ids"]
+        if len(ids) >= count:
+            return torch.tensor(ids[:count]), found.description
+    raise InputsError(f"{found.description} has {len(ids)} tokens of {count}; give more text")
+
+
+def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
+    """Return the class of a tokenizer, loaded or named in its files, or else whose it is."""
+    named = type(tokenizer).__name__, str(tokenizer.init_kwargs.get("tokenizer_class"))
+    other = checkpoint.tokenizer_from
+    whose = f"the tokenizer of {Path(other).name}" if other else "the model's tokenizer"
+    return next((name for name in named if name not in GENERIC.split()), whose)
+
+
+def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Encoded:
+    """Return consecutive windows of ``max_length`` tokens, or one that is shorter where all is."""
+    samples, max_length = selection.samples, selection.max_length
+    special = _special(tokenizer, max_length)
+    if samples is not None and selection.shuffle is None:
+        text = text[: samples * max_length * LONGEST_TOKEN]
+    encoded = _in_windows(tokenizer, text, max_length, special, name)
+    windows = encoded["input_ids"]
+    full = [k for k, ids in enumerate(windows) if len(ids) == max_length]
+    if not windows[0]:
+        raise InputsError(f"the text has no token for the tokenizer of {name}")
+    notes = []
+    if samples is None and full and len(full) < len(windows):
+        notes.append(
+            f"the last {len(windows[-1]) - special} tokens of the text do not fill a window of "
+            f"{max_length} and were left out"
+        )
+    if selection.shuffle is not None:
+        full = [full[k] for k in order(len(full), selection.shuffle)]
+    keys = [key for key in tokenizer.model_input_names if key in encoded]
+    keep = full[:samples] or [0]
+    return {key: torch.tensor([encoded[key][k] for k in keep]) for key in keys}, notes
+
+
+def _special(tokenizer: Any, max_length: int) -> int:
+    """Return how many special tokens a text gets, beside which others must fit."""
+    special = int(tokenizer.num_special_tokens_to_add())
+    if special >= max_length:
+        raise InputsError(f"max_length {max_length} leaves no room beside {special} special tokens")
+    return special
+
+
+def _in_windows(
+    tokenizer: Any, text: str, max_length: int, special: int, name: str
+) -> Mapping[str, list[Any]]:
+    if getattr(tokenizer, "is_fast", False):
+        options = {"max_length": max_length, "return_overflowing_tokens": True}
+        return _encoded(tokenizer, text, name, truncation=True, **options)
+    # tokenizers written in Python return no windows
+    ids = _encoded(tokenizer, text, name, add_special_tokens=False)["input_ids"]
+    room = max_length - special
+    starts = range(0, max(1, len(ids)), room)
+    with quiet():
+        windows = [tokenizer.prepare_for_model(ids[start : start + room]) for start in starts]
+    return {key: [window[key] for window in windows] for key in windows[0]}
+
+
+def _encoded(tokenizer: Any, text: str | list[str], name: str, **options: Any) -> Any:
+    # characters that are none, among others
+    with explained(InputsError, f"the tokenizer of {name} does not take the text: "), quiet():
+        return tokenizer(text, **options)
+
+
+def _tokens(tokenizer: Any, texts: Sequence[str], max_length: int, name: str) -> Encoded:
+    """Return the beginnings of texts, padded on the right."""
+    _special(tokenizer, max_length)
+    every = _encoded(tokenizer, list(texts), name)["input_ids"]
+    lengths = [len(ids) for ids in every]
+    texts = [text for text, length in zip(texts, lengths, strict=True) if length]
+    if not texts:
+        raise InputsError(f"the texts have no token for the tokenizer of {name}")
+    none = lengths.count(0)
+    notes = [f"{none} of {len(lengths)} texts have no token and were passed over"] if none else []
+    if tokenizer.pad_token is None:  # padded positions are masked, so any token serves
+        known = tokenizer.eos_token or tokenizer.unk_token
+        tokenizer.pad_token = known or tokenizer.convert_ids_to_tokens(0)
+    tokenizer.padding_side = "right"
+    options: dict[str, Any] = {"max_length": max_length, "return_tensors": "pt"}
+    if len(set(lengths)) > 1:  # the mask alone tells padding from text, for any tokenizer
+        options["return_attention_mask"] = True
+    batch = _encoded(tokenizer, texts, name, truncation=True, padding=True, **options)
+    tensors = {key: tensor for key, tensor in batch.items() if isinstance(tensor, Tensor)}
+    return tensors, notes + _cut(lengths, max_length)
+
+
+def _cut(lengths: Sequence[int], max_length: int) -> list[str]:
+    """Return a note on texts that are longer than a sample."""
+    longer = sum(length > max_length for length in lengths)
+    said = (
+        f"{longer} of {len(lengths)} texts: only the first {max_length} tokens were taken "
+        f"(max_length) of up to {max(lengths)}"
+    )
+    return [said] if longer else []
+
+
+def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
+    """Return a note where most tokens stand for what the tokenizer does not know."""
+    unknown, ids = tokenizer.unk_token_id, batch["input_ids"]
+    others = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    if unknown is None or unknown in others:
+        return []
+    special = torch.tensor([i for i in tokenizer.all_special_ids if i != unknown])
+    words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown
+    strange = int((lost.sum(-1) > MOSTLY_UNKNOWN * words.sum(-1)).sum())
+    said = (
+        f"most tokens of {strange} of {len(ids)} samples are {tokenizer.unk_token}, which stands "
+        "for what the tokenizer does not know; give data in the model's language"
+    )
+    return [said] if strange else []
+
+
+class ImageReader(Reader):
+    """Images, one sample each, through the checkpoint's image processor."""
+
+    many, takes, files = "images", "images", IMAGE_FILES
+    columns = ("image", "img", "picture")
+    default = sorted(PHOTOGRAPHS.glob("*.png")), "photographs from scikit-image"
+
+    def item(self, value: Any) -> Path | Image.Image | None:
+        """Return an image, or what stands for one: the path of a file, or an array.
+
+        Arrays are (height, width), or of 8 bits (height, width, 3 or 4).
+        """
+        if isinstance(value, np.ndarray) and value.size:
+            colours = value.ndim == 3 and value.shape[-1] in (3, 4) and value.dtype == np.uint8
+            grey = value.ndim == 2 and value.dtype in (np.uint8, np.uint16, np.int32, np.float32)
+            return Image.fromarray(value) if colours or grey else None
+        path = there(value)
+        if path is not None and path.is_file() and path.suffix.lower() in IMAGE_FILES:
+            return path
+        return value if isinstance(value, Image.Image) else None
+
+    def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
+        """Return the first images, upright and in RGB, as the image processor makes them.
+
+        Raises:
+            InputsError: there are no images, or the processor does not take them.
+        """
+        found = self.items(checkpoint, data, selection)
+        items, notes = found.take(selection, self.many)
+        where, told = found.description, Counter[str]()
+        if not items:
+            raise InputsError(f"{where} has no images in it")
+        images = []
+        for k, item in enumerate(items):
+            path = isinstance(item, Path)
+            what = f"{item if path else f'image {k} of {where}'} is not a readable image: "
+            with explained(InputsError, what):  # broken files raise whatever their format's does
+                images.append(rgb(Image.open(item) if path else item, told))
+        processor = checkpoint.image_processor()
+        before = f"the image processor of {checkpoint.name} does not take {where}: "
+        with explained(InputsError, before), quiet():  # processors are programs of their own
+            batch = processor(images=images, return_tensors="pt")
+        tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
+        notes += [f"{n} of {len(images)} images {said}" for said, n in told.items()]
+        return Inputs(tensors, selection.described(where), _processing(processor), notes)
+
+
+def _processing(processor: Any) -> str:
+    """Return an image processor and its settings in one line.
+
+    >>> from transformers import ViTImageProcessor
+    >>> processor = ViTImageProcessor(size={"height": 8, "width": 8})
+    >>> _processing(processor).partition(": ")[2].split(", image")[0]
+    'size 8 x 8, resample bilinear, rescale factor 0.00392157'
+    """
+    said = [
+        f"{name.replace('_', ' ')} {_plain(value, name)}"
+        for name, step in PROCESSING.items()
+        if getattr(processor, step, None) and (value := getattr(processor, name, None)) is not None
+    ]
+    return type(processor).__name__ + (f": {', '.join(said)}" if said else "")
+
+
+def _plain(value: Any, name: str = "") -> str:
+    """Return a setting of a processor in words and numbers."""
+    if name == "resample":
+        return Image.Resampling(value).name.lower()
+    if name.endswith("size"):
+        return " x ".join(str(number) for number in dict(value).values() if number is not None)
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_plain, value))})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
+    """Return an image upright, as its EXIF data say, in RGB with 8 bits a channel.
+
+    Args:
+        image: of any mode; of several frames the one it stands at.
+        told: counts what was done to it beyond a change of mode, as ends of sentences.
+    """
+    if getattr(image, "n_frames", 1) > 1:
+        told["have further frames, which were left out"] += 1
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _eight_bits(image, told)
+    if "a" not in image.mode.lower()[1:] and "transparency" not in image.info:
+        return image.convert("RGB")
+    image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    if image.getchannel("A").getextrema()[0] == 255:
+        return image.convert("RGB")
+    told["have transparent parts, which were laid on white"] += 1
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
+    """Return a grey image in 8 bits, from the range that its mode, or else its values, must have.
+
+    Raises:
+        ValueError: its numbers are of no known range.
+    """
+    values = np.asarray(image).astype(np.float64)
+    low, high = float(values.min()), float(values.max())
+    ranges = {"F": (1, 255), "I": (255, 65535)}.get(image.mode, (65535,))
+    most = next((most for most in ranges if low >= 0 and high <= most), None)
+    if most is None:
+        raise ValueError(
+            f"it has values from {low:g} to {high:g} (mode {image.mode}), whose range is not "
+            f"known; scale them to {' or '.join(f'0 to {most}' for most in ranges)}"
+        )
+    told[f"hold values that were taken for those of 0 to {most}, and brought to 8 bits"] += 1
+    return Image.fromarray(np.floor(values * (255 / most) + 0.5).astype(np.uint8))
+
+
+READERS: dict[str, Reader] = {"text": TextReader(), "image": ImageReader()}
+"""The reader of each modality."""

@@ -1,1 +1,0 @@
-"""From data to model inputs: one reader a modality, and what readers share."""

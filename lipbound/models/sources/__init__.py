@@ -1,1 +1,0 @@
-"""Kinds of checkpoints, and what is done to their weights while they are loaded."""

@@ -1,1 +1,0 @@
-"""Models in training: following their attention, with gradients."""
