@@ -254,9 +254,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "step", ["probe", "check_rebuilt", "check_pass", "dependence", "forward"]
-)
+@pytest.mark.parametrize("step", ["probe", "check_rebuilt", "check_pass", "dependence", "forward"])
 def test_the_model_is_left_as_it_was_after_an_error(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
