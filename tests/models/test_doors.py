@@ -44,9 +44,7 @@ TRACED = {
 def test_traced_programs_are_refused(made: Callable[[nn.Module], Any]) -> None:
     program = made(Attending().eval())
     for measured in (lb.capture, lb.compare):
-        with pytest.raises(
-            CaptureError, match=r"is a traced program .*give the module that it was"
-        ):
+        with pytest.raises(CaptureError, match=r"a traced program .*give the module that it was"):
             measured(program, X if measured is lb.capture else {"x": X})
 
 
@@ -94,8 +92,6 @@ def test_positions_of_several_axes_go_with_their_samples(samples: int) -> None:
     ds = lb.compare(model, batch, bounds=[], tol=1e-6, progress=False)
     for sample in range(samples):
         one = {"input_ids": IDS[[sample]], "position_ids": positions[:, [sample]]}
-        alone = torch.stack(
-            [lb.spectral_norm(a, tol=1e-6).lower[0] for a in lb.capture(model, one)]
-        )
+        alone = [lb.spectral_norm(att, tol=1e-6).lower[0] for att in lb.capture(model, one)]
         mine = torch.tensor(ds.exact[sample].values)
-        torch.testing.assert_close(mine, alone.to(mine), rtol=1e-5, atol=0)
+        torch.testing.assert_close(mine, torch.stack(alone).to(mine), rtol=1e-5, atol=0)

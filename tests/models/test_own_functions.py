@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers as tf
 from support.models import MODERN, build, inputs_for
+from support.modules import before, given_to, norms, sdpa
 from support.versions import newer_torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -28,14 +28,12 @@ def masked(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
 
 
 def hotter(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
-    made = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=3 * kw["scaling"], enable_gqa=True
-    )
+    made = sdpa(q, k, v, attn_mask=mask, scale=3 * kw["scaling"], enable_gqa=True)
     return made.transpose(1, 2), None
 
 
 def both_ways(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2), None
+    return sdpa(q, k, v, enable_gqa=True).transpose(1, 2), None
 
 
 def doubled(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
@@ -82,24 +80,11 @@ def test_they_are_measured_themselves(
 ) -> None:
     model = registered(function)
     inputs = {name: t[:1] for name, t in inputs_for(model).items()}
-    attention, seen = model.layers[0].self_attn, dict[str, Any]()
-    hook = attention.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
-    )
-    model(**inputs, use_cache=False)
-    hook.remove()
+    attention, given = model.layers[0].self_attn, given_to(model, "layers.0.self_attn", inputs)
     layer = lb.capture(model, inputs, closed=closed)[0]
     assert isinstance(layer, Attention) == (closed and function in CLOSED)
-    given: list[Tensor] = []
-    attention.o_proj.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-
-    def heads(x: Tensor) -> Tensor:
-        attention(**{**seen, "hidden_states": x})
-        return given[-1]
-
-    x = seen["hidden_states"].detach()
-    jacobian = torch.autograd.functional.jacobian(heads, x).flatten(3).unflatten(2, (4, -1))
-    expected = torch.linalg.matrix_norm(jacobian[0].movedim(1, 0).flatten(1, 2), 2)
+    heads = before(attention.o_proj, lambda x: attention(**{**given, "hidden_states": x}))
+    expected = norms(heads, given["hidden_states"])
     found = lb.spectral_norm(layer, tol=1e-9).lower[0]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert model.config._attn_implementation == NAME

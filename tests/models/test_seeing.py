@@ -1,6 +1,7 @@
 """A way to see attention that the package does not know, written as CONTRIBUTING says."""
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import build
+from support.modules import norms, sdpa
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -50,19 +52,11 @@ class Flash(nn.Module):
         return self.out(o if self.gate is None else o * self.gate(x).sigmoid())
 
 
-def dense(module: Flash, x: Tensor) -> Tensor:
-    """Norms of the heads of the first sample, by autograd through plain products."""
-
-    def heads(x: Tensor) -> Tensor:
-        q, k, v = module.qkv(x).unflatten(-1, (12, 6)).transpose(0, 1).chunk(3, 0)
-        future = torch.ones(len(x), len(x)).triu(1).bool()
-        o = ((0.3 * q @ k.mT).masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(0, 1)
-        return o if module.gate is None else o * module.gate(x).sigmoid().unflatten(-1, (4, 6))
-
-    jacobian = torch.func.jacrev(heads)(x[0])
-    return torch.stack(
-        [torch.linalg.matrix_norm(jacobian[:, h].reshape(7 * 6, -1), 2) for h in range(4)]
-    )
+def heads(module: Flash, x: Tensor) -> Tensor:
+    """By plain products."""
+    q, k, v = (t.transpose(1, 2) for t in module.qkv(x).unflatten(-1, (12, 6)).chunk(3, 2))
+    o = sdpa(q, k, v, scale=0.3, is_causal=True).transpose(1, 2)
+    return o if module.gate is None else o * module.gate(x).sigmoid().unflatten(-1, (4, 6))
 
 
 def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +69,8 @@ def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(layer.attention, Attention)
         assert layer.attention.variants == ({"gate"} if gated else set())
         mine = lb.spectral_norm(layer.attention, tol=1e-9).lower[0]
-        torch.testing.assert_close(mine, dense(module, X.double()), rtol=1e-7, atol=0)
+        expected = norms(partial(heads, module), X[:1].double())
+        torch.testing.assert_close(mine, expected, rtol=1e-7, atol=0)
     assert THEIRS.flash_attn_func is flash_attn_func
 
 
