@@ -46,7 +46,7 @@ TESTS = (
     "bounds",
     "regularizers",
     "models/test_capture.py",
-    "models/test_families.py",
+    "models/test_capture.py",
     "test_devices.py",
     "integration/test_far_device.py",
 )
