@@ -237,7 +237,7 @@ class ProbedLayer(ModuleCopy):
             return None
 
     def refuse_added_positions(self) -> None:
-        """Refuse layers that make other queries, keys or values of zero tokens at each position."""
+        """Refuse layers in which the position changes what is made of a token that is zero."""
         some = self.random(torch.Generator().manual_seed(5))
         made, other = (self.projections(t, turned=True) for t in (torch.zeros_like(some), some))
         for side in ("qkv".index(name) for name in self.call.sides):
@@ -378,6 +378,6 @@ def _scores(call: Call, layer: ProbedLayer, tokens: Tensor) -> tuple[Tensor, Ten
 
 
 def _less_common(t: Tensor, hidden: Tensor) -> Tensor:
-    """Return rows less their means over what is not hidden, which is zero in t."""
+    """Subtract from each row its mean over keys that are not hidden; hidden entries of t are 0."""
     mean = t.sum(-1, keepdim=True) / (~hidden).sum(-1, keepdim=True).clamp_min(1)
     return (t - mean).masked_fill(hidden, 0.0)

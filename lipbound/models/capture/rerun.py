@@ -336,8 +336,9 @@ CHECKED = 64
 def probe_output(call: Call, heads: Tensor) -> Tensor | None:
     """Return the map of the heads' outputs to what their module returns, (heads, d_v, D_out).
 
-    Where it returns these outputs themselves, or a block around them with a residual connection or
-    a normalisation, it is that of the module which projects them. None where there is no such map.
+    Where the module returns the heads' outputs as they are, or a whole block with a residual
+    connection or a normalisation, it is the map of the module that projects them. None where there
+    is no such map.
 
     Args:
         call: of the layer.
