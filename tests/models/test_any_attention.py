@@ -295,6 +295,7 @@ LACKING = {
     "blocks of tokens": "the softmax of its module is in float32",
     "chosen keys": "there is no DeepSeek V3.2",
     "gated": "Qwen3-Next must have linear attention",
+    "differences of heads": "DiffLlama has both in one",
 }
 """What older versions of transformers lack."""
 
@@ -327,6 +328,7 @@ CASES: dict[str, Case] = {
     "latent": made("DeepseekV3", "o_proj", CLOSED, LATENT),
     "gated": made("Qwen3Next", "o_proj", CLOSED, GATED),
     "sub-norms": made("BitNet", "o_proj", AUTOMATIC, {**LLAMA_1, **IDS}),
+    "differences of heads": made("DiffLlama", "o_proj", AUTOMATIC, {**LLAMA_1, **IDS}),
     "nanoGPT by hand": (lambda: NanoBlock(False), {"x": X}, "c_proj", CLOSED),
     "nanoGPT fused": (lambda: NanoBlock(True), {"x": X}, "c_proj", CLOSED),
     "ellipses": (Ellipses, {"x": X}, "out", "either"),
@@ -428,6 +430,7 @@ def test_norms_are_those_of_the_models_own_module(case: str) -> None:
         model.set_attn_implementation("eager")
     for layer in found:
         att = layer.attention
+        assert att.heads == (2 if case == "differences of heads" else 4)
         of = layer.name, wide(inputs), projection, att.perturbed, att.heads
         expected = dense_norms(model, *of)
         norm = lb.spectral_norm(att, tol=1e-9, delta=1e-6)
