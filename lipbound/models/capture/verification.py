@@ -348,6 +348,8 @@ def _apart(
     mine = recorded.reshape(count, *own.shape)[part.start or 0 if count > 1 else 0]
     if valid is not None and own.ndim == 3 and own.shape[:2] == valid[part].shape:
         mine, own = mine[valid[part]], own[valid[part].to(own.device)]
+    if not own.numel():
+        return 0.0
     shape = (1, -1, 1, 1) if floor is None else (1, -1, *call.out.shape[2:])
     pair = (t.to(recorded).nan_to_num().reshape(shape).transpose(1, 2) for t in (mine, own))
     return head_error(*pair, recorded.new_zeros(1) if floor is None else floor, None)
