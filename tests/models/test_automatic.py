@@ -69,13 +69,8 @@ class Sine(torch.autograd.Function):
 class Rounded(torch.autograd.Function):
     """A function that passes gradients straight through."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (8 * x).round() / 8
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    forward = staticmethod(lambda ctx, x: (8 * x).round() / 8)
+    backward = staticmethod(lambda ctx, grad: grad)
 
 
 def sine(fn: Made, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -357,9 +352,8 @@ def test_the_input_is_what_the_block_was_given(case: str, closed: bool) -> None:
 
 
 Attended = Callable[[Callable[..., Tensor], Tensor], Tensor]
-SEVERAL: dict[
-    str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, int], Attended, Attended, Tensor]
-] = {
+Several = tuple[tuple[Tensor, Tensor, Tensor], dict[str, int], Attended, Attended, Tensor]
+SEVERAL: dict[str, Several] = {
     "values apart": ((X, X, Z), {}, lambda f, x: f(x, x, Z), lambda f, z: f(X, X, z), Z),
     "keys apart": ((X, Z, X), {}, lambda f, x: f(x, Z, x), lambda f, z: f(X, z, X), Z),
     "one memory": ((X, Z, Z), {}, lambda f, x: f(x, Z, Z), lambda f, z: f(X, z, z), Z),

@@ -21,34 +21,27 @@ from lipbound.errors import CaptureError, Notice
 from lipbound.models.capture.capture import capture
 
 BART = {
-    "vocab_size": 60,
-    "d_model": 24,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 40,
-}
+    **{"vocab_size": 60, "d_model": 24, "max_position_embeddings": 40},
+    **{f"{side}_{what}": n for side in ("encoder", "decoder")
+       for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))},
+}  # fmt: skip
+T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
 ENCODER_DECODERS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str, str]] = {
     "bart": (lambda: tf.BartModel(tf.BartConfig(**BART)), "decoder.layers.0.self_attn", "out_proj"),
-    "t5": (
-        lambda: tf.T5Model(
-            tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=1, num_heads=4)
-        ),
-        "decoder.block.0.layer.0.SelfAttention",
-        "o",
-    ),
+    "t5": (lambda: tf.T5Model(tf.T5Config(**T5)), "decoder.block.0.layer.0.SelfAttention", "o"),
 }
 NINE = torch.arange(3, 12).expand(2, -1)
 PADDED = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 LEFT = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 3,
-    "long_factor": [8.0] * 3,
+    **{"rope_type": "longrope", "rope_theta": 1e4},
+    **{"short_factor": [1.0] * 3, "long_factor": [8.0] * 3},
+}
+SOUND = {
+    **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"intermediate_size": 32, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8)},
+    **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
+    "num_feat_extract_layers": 2,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
@@ -213,26 +206,12 @@ DRAWING = newer_transformers("Wav2Vec2 draws random numbers, which is told, and 
 def test_padding_of_sound_is_that_of_its_frames(norm: str) -> None:
     """The mask is of samples of sound, the tokens are frames; a normalisation over time makes the
     rest of the batch matter."""
-    config = tf.Wav2Vec2Config(
-        hidden_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=32,
-        conv_dim=(8, 8),
-        conv_stride=(5, 4),
-        conv_kernel=(10, 8),
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2,
-        feat_extract_norm=norm,
-        num_feat_extract_layers=2,
-    )
+    config = tf.Wav2Vec2Config(**SOUND, feat_extract_norm=norm)
     model = build(lambda: tf.Wav2Vec2Model(config))
     sound = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
     sound[1, 200:] = 0
-    inputs = {
-        "input_values": sound,
-        "attention_mask": (torch.arange(400) < torch.tensor([[400], [200]])).long(),
-    }
+    mask = (torch.arange(400) < torch.tensor([[400], [200]])).long()
+    inputs = {"input_values": sound, "attention_mask": mask}
     if norm == "group":
         told(model, inputs, "depend on what shares the batch: .*normalisations over padding")
         return
@@ -245,19 +224,13 @@ def test_padding_of_sound_is_that_of_its_frames(norm: str) -> None:
 @newer_transformers("the towers of CLIP are no models, and the mask of the whole is told of both")
 def test_one_model_has_streams_of_text_and_images() -> None:
     """With as many tokens each: only the text is padded."""
-    text, vision = {**TEXT, "num_hidden_layers": 1}, {**IMAGE, "num_hidden_layers": 1}
-    model = build(
-        lambda: tf.CLIPModel(
-            tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-        )
-    )
-    g = torch.Generator().manual_seed(0)
-    mask = (torch.arange(17) < torch.tensor([[17], [10]])).long()
-    inputs = {
-        "input_ids": torch.randint(3, 60, (2, 17), generator=g),
-        "attention_mask": mask,
-        "pixel_values": torch.randn(2, 3, 16, 16, generator=g),
-    }
+    parts = {"text_config": {**TEXT, "num_hidden_layers": 1}, "projection_dim": 8}
+    parts["vision_config"] = {**IMAGE, "num_hidden_layers": 1}
+    model = build(lambda: tf.CLIPModel(tf.CLIPConfig(**parts)))
+    g, real = torch.Generator().manual_seed(0), torch.tensor([[17], [10]])
+    inputs = {"input_ids": torch.randint(3, 60, (2, 17), generator=g)}
+    inputs["attention_mask"] = (torch.arange(17) < real).long()
+    inputs["pixel_values"] = torch.randn(2, 3, 16, 16, generator=g)
     assert sorted(layer.lengths.tolist() for layer in silent(model, inputs)) == [[17, 10], [17, 17]]
 
 
@@ -269,9 +242,8 @@ def test_a_text_that_was_seen_before_changes_nothing() -> None:
     before = capture(model, {"input_ids": NINE})[0].out
     model(NINE.repeat(1, 4))
     grown = model.rotary_emb.inv_freq.clone()
-    torch.testing.assert_close(
-        capture(model, {"input_ids": NINE})[0].out, before, rtol=1e-6, atol=1e-7
-    )
+    after = capture(model, {"input_ids": NINE})[0].out
+    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
     assert torch.equal(model.rotary_emb.inv_freq, grown)
 
 
