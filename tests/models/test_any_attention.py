@@ -138,6 +138,17 @@ class AddedPositions(Maps):
         return self.out(joined(sdpa(*both.chunk(2, 1), split(self.v(x)))))
 
 
+class OwnPositions(Maps):
+    """Adds positions of its own to its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(qkv=(24, 72))
+        self.places = nn.Parameter(torch.randn(1, 6, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(joined(sdpa(*split(self.qkv(x + self.places), 12).chunk(3, 1))))
+
+
 class Crossing(Maps):
     """Cross-attention of streams of two widths."""
 
@@ -275,6 +286,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str] | st
         *(AddedPositions, {"x": X, "position_embeddings": X[1:].expand(2, -1, -1).contiguous()}),
         OTHER_POSITIONS,
     ),
+    "positions of its own": (OwnPositions, {"x": X}, OTHER_POSITIONS),
     "cross with positions": (
         *(CrossingPositions, {**BOTH, "query_pos": X[1:].expand(2, -1, -1),
            "encoder_pos": Y[:1, :, 10:20].expand(2, -1, -1)}),

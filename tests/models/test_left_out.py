@@ -168,6 +168,14 @@ def test_attention_of_another_kind_is_named_with_its_count(made: Callable[..., T
         lb.capture(Heads(made).eval(), X)
 
 
+def test_runs_say_so() -> None:
+    model = Model(plain, lambda: Heads(additive)).eval()
+    with pytest.warns(lb.Notice, match="attention of an unknown make"):
+        ds = lb.compare(model, {"x": X}, bounds=["lipbound"], progress=False)
+    assert ds.sizes["layer"] == 1
+    assert ds.attrs["notes"][0].endswith("in 1 module: parts.1 (Heads) of Model")
+
+
 APART = [partial(Experts, "product"), partial(Experts, "sum"), Streams, Gated]
 
 
