@@ -3,8 +3,8 @@
 The model runs with an attention function of our own (`lipbound.models.capture.seeing.interface`),
 which records what it is handed and lets the model's own eager attention do the computing. The
 projections are read off by probing (`lipbound.models.capture.probing`), whatever the architecture.
-Every capture is checked against the model: rebuilt q, k, v against those of the forward pass, and
-rebuilt head outputs against a second pass through the model's untouched eager attention.
+Every capture is checked against the model: rebuilt q, k, v and head outputs against those of the
+forward pass, and that pass against a second one through the model's untouched eager attention.
 """
 
 import re

@@ -124,7 +124,8 @@ class ProbedLayer(ModuleCopy):
     """
 
     def __init__(self, call: Call):
-        given = self._positions = call.run.kwargs.get(POSITIONS)
+        given: Any = call.run.kwargs.get(POSITIONS)
+        self._positions = given
         self._tables = () if given is None else (given,) if isinstance(given, Tensor) else given
         pair = isinstance(given, tuple | list) and len(given) == 2
         tensors = pair and all(isinstance(t, Tensor) for t in given)

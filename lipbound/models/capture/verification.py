@@ -351,8 +351,8 @@ def _apart(
     if not own.numel():
         return 0.0
     shape = (1, -1, 1, 1) if floor is None else (1, -1, *call.out.shape[2:])
-    pair = (t.to(recorded).nan_to_num().reshape(shape).transpose(1, 2) for t in (mine, own))
-    return head_error(*pair, recorded.new_zeros(1) if floor is None else floor, None)
+    mine, own = (t.to(recorded).nan_to_num().reshape(shape).transpose(1, 2) for t in (mine, own))
+    return head_error(mine, own, recorded.new_zeros(1) if floor is None else floor, None)
 
 
 def one_sample(inputs: Mapping[str, Any], sample: int, samples: int = 0) -> dict[str, Any]:
