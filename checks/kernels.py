@@ -46,7 +46,6 @@ TESTS = (
     "bounds",
     "regularizers",
     "models/test_capture.py",
-    "models/test_families.py",
     "test_devices.py",
     "integration/test_far_device.py",
 )

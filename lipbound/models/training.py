@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.scoring import BLOCKED, Scoring
+from lipbound.attention.scoring import BLOCKED
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, indices, shown, tell
 from lipbound.models.capture.rerun import relative_error

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from support.models import build
+from support.modules import before, given_to, joined, norms, sdpa
+from support.modules import split as of_heads
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -25,16 +27,7 @@ K, V = (torch.randn(1, 7, n, generator=torch.Generator().manual_seed(n)).double(
 Made = Callable[..., Tensor]
 
 
-def split(t: Tensor) -> Tensor:
-    return t.unflatten(-1, (3, -1)).transpose(1, 2)
-
-
-def joined(t: Tensor) -> Tensor:
-    return t.transpose(1, 2).flatten(2)
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, **options)
+split = partial(of_heads, heads=3)
 
 
 class Layer(nn.Module):
@@ -50,13 +43,6 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.before(x))
-
-
-def norms(of_heads: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Largest singular values of dense Jacobians of heads on the last axis but one."""
-    j = torch.autograd.functional.jacobian(of_heads, x)
-    j = j.movedim(of_heads(x).ndim - 2, 0).flatten(1, of_heads(x).ndim - 1).flatten(2)
-    return torch.linalg.matrix_norm(j, 2)
 
 
 def check(att: Any, expected: Tensor, **options: Any) -> None:
@@ -83,13 +69,8 @@ class Sine(torch.autograd.Function):
 class Rounded(torch.autograd.Function):
     """A function that passes gradients straight through."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (8 * x).round() / 8
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    forward = staticmethod(lambda ctx, x: (8 * x).round() / 8)
+    backward = staticmethod(lambda ctx, grad: grad)
 
 
 def sine(fn: Made, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -226,23 +207,13 @@ def test_groups_of_heads_that_are_projected_apart() -> None:
     model.set_experts_implementation("eager")
     ids = torch.arange(3, 11)[None]
     (layer,) = Capturer(model).run({"input_ids": ids})
+    att = layer.attention
+    assert (att.heads, att.d_v, att.tokens) == (4, 16, 8)
     model.set_attn_implementation("eager")
-    module, given, seen = model.layers[0].self_attn, [], []
-    hook = module.register_forward_pre_hook(lambda m, a, k: given.append((a, k)), with_kwargs=True)
-    with torch.no_grad():
-        model(ids, use_cache=False)
-    hook.remove()
-    module.o_a_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    ((x, *args), kwargs) = given[0] if given[0][0] else ((None,), given[0][1])
-    x = kwargs.pop("hidden_states") if x is None else x
-
-    def heads(x: Tensor) -> Tensor:
-        seen.clear()
-        module(x, *args, **kwargs)
-        return seen[0].reshape(8, 4, 16)
-
-    assert (layer.attention.heads, layer.attention.d_v, layer.attention.tokens) == (4, 16, 8)
-    check(layer.attention, norms(heads, x))
+    module, name = model.layers[0].self_attn, "layers.0.self_attn"
+    given = given_to(model, name, {"input_ids": ids})
+    heads = before(module.o_a_proj, lambda x: module(**{**given, "hidden_states": x}), 2)
+    check(att, norms(lambda x: heads(x).reshape(8, 4, 16), given["hidden_states"]))
 
 
 DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -381,9 +352,8 @@ def test_the_input_is_what_the_block_was_given(case: str, closed: bool) -> None:
 
 
 Attended = Callable[[Callable[..., Tensor], Tensor], Tensor]
-SEVERAL: dict[
-    str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, int], Attended, Attended, Tensor]
-] = {
+Several = tuple[tuple[Tensor, Tensor, Tensor], dict[str, int], Attended, Attended, Tensor]
+SEVERAL: dict[str, Several] = {
     "values apart": ((X, X, Z), {}, lambda f, x: f(x, x, Z), lambda f, z: f(X, X, z), Z),
     "keys apart": ((X, Z, X), {}, lambda f, x: f(x, Z, x), lambda f, z: f(X, z, X), Z),
     "one memory": ((X, Z, Z), {}, lambda f, x: f(x, Z, Z), lambda f, z: f(X, z, z), Z),

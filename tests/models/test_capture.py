@@ -1,51 +1,35 @@
+"""What is captured of each family, and measured, against the model's own attention module."""
+
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from support.models import AFFINE, LLAMA, MODERN, TEXT, build, inputs_for, no_attention
+from support.models import (
+    AFFINE,
+    IMAGE,
+    LLAMA,
+    MODERN,
+    TEXT,
+    build,
+    inputs_for,
+    no_attention,
+    own_heads,
+)
+from support.modules import norms
 from support.oracles import capture_error
+from support.reference import dense_jacobian
 from support.versions import marked, newer_transformers
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from lipbound.attention.variants.rotary import Rotation
+import lipbound as lb
 from lipbound.errors import CaptureError, Notice
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture import rerun, token_steps
-from lipbound.models.capture.capture import Capturer, capture
+from lipbound.models.capture.capture import Capturer, LayerCapture, capture
 from lipbound.models.capture.seeing import interface
-
-
-@pytest.mark.parametrize(
-    "family", marked(AFFINE, {"gpt2 scaled by layer": "GPT-2 scales in the function it calls"})
-)
-def test_families_are_captured(family: str) -> None:
-    model = build(AFFINE[family])
-    before = model.config._attn_implementation
-    layers = Capturer(model, range(2)).run(inputs_for(model))  # vision towers may pool, too
-    for layer in layers:
-        assert layer.error < capture_error(layer.attention)
-        assert layer.attention.heads == 4
-        assert layer.attention.w_o is not None
-    assert model.config._attn_implementation == before
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "opt", "distilbert"])
-def test_padding_is_left_out(family: str) -> None:
-    model = build(AFFINE[family])
-    layers = capture(model, inputs_for(model, padded=True))
-    short = capture(model, {name: t[1:, :6] for name, t in inputs_for(model, padded=True).items()})
-    for padded, alone in zip(layers, short, strict=True):
-        assert padded.lengths.tolist() == [9, 6]
-        torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            spectral_norm(padded, tol=1e-6).lower[1:],
-            spectral_norm(alone, tol=1e-6).lower,
-            rtol=1e-4,
-            atol=0,
-        )
 
 
 def test_bidirectional_padding_is_no_mask() -> None:
@@ -53,26 +37,17 @@ def test_bidirectional_padding_is_no_mask() -> None:
     assert capture(model, inputs_for(model, padded=True))[0].mask is None
 
 
-def test_output_projection_is_the_models() -> None:
-    model = build(AFFINE["gpt2"])
-    att = capture(model, inputs_for(model))[1]
-    torch.testing.assert_close(
-        att.w_o.flatten(0, 1), model.h[1].attn.c_proj.weight.detach(), rtol=1e-5, atol=1e-6
-    )
-    bert = build(AFFINE["bert"])
-    att = capture(bert, inputs_for(bert))[0]
-    dense = bert.encoder.layer[0].attention.output.dense.weight.detach()
-    torch.testing.assert_close(att.w_o.flatten(0, 1), dense.T, rtol=1e-5, atol=1e-6)
-
-
 def test_weights_are_those_of_the_model() -> None:
-    model = build(AFFINE["bert"])
-    att = capture(model, inputs_for(model))[1]
-    own = model.encoder.layer[1].attention.self
-    torch.testing.assert_close(
-        att.w_q.transpose(0, 1).flatten(1), own.query.weight.detach().T, rtol=1e-6, atol=1e-6
-    )
-    torch.testing.assert_close(att.b_k.flatten(), own.key.bias.detach(), rtol=1e-6, atol=1e-6)
+    gpt2, bert = (build(AFFINE[family]) for family in ("gpt2", "bert"))
+    att, other = (capture(model, inputs_for(model))[1] for model in (gpt2, bert))
+    own = bert.encoder.layer[1].attention
+    for mine, its in (
+        (att.w_o.flatten(0, 1), gpt2.h[1].attn.c_proj.weight),
+        (other.w_o.flatten(0, 1), own.output.dense.weight.T),
+        (other.w_q.transpose(0, 1).flatten(1), own.self.query.weight.T),
+        (other.b_k.flatten(), own.self.key.bias),
+    ):
+        torch.testing.assert_close(mine, its.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_without_attention_is_refused() -> None:
@@ -99,10 +74,9 @@ def test_layers_can_be_chosen_and_batches_follow() -> None:
     batch = inputs_for(model)
     first, second = capturer.run({"pixel_values": batch["pixel_values"][:1]}), capturer.run(batch)
     assert len(first) == len(second) == 1
-    torch.testing.assert_close(
-        second[0].attention.out[:1], first[0].attention.out, rtol=1e-5, atol=1e-6
-    )
-    torch.testing.assert_close(second[0].attention.x, capture(model, batch)[1].x)
+    mine, its = second[0].attention, first[0].attention
+    torch.testing.assert_close(mine.out[:1], its.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mine.x, capture(model, batch)[1].x)
     assert [layer.index for layer in Capturer(model, [-1, 1]).run(batch)] == [1]
     with pytest.raises(CaptureError, match="layers is empty"):
         capture(model, batch, layers=[])
@@ -110,29 +84,18 @@ def test_layers_can_be_chosen_and_batches_follow() -> None:
         capture(model, batch, layers=[7])
 
 
-def test_training_mode_and_gradients_are_restored() -> None:
-    model = tf.BertModel(tf.BertConfig(**TEXT)).train()
-    layers = capture(model, inputs_for(model))
-    assert model.training
-    assert not layers[0].x.requires_grad
-
-
 @pytest.mark.parametrize("family", ["bert", "vit"])
 def test_half_precision_is_captured_as_a_copy_with_the_same_numbers(family: str) -> None:
     model = build(AFFINE[family]).to(torch.bfloat16)
     batch = inputs_for(model)
-    with pytest.warns(
-        Notice,
-        match="the model's weights are in bfloat16; a copy of it in float32 is measured, with "
-        "the same numbers",
-    ):
+    words = "weights are in bfloat16; a copy of it in float32 is measured, with the same numbers"
+    with pytest.warns(Notice, match=words):
         layers = capture(model, batch)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     expected = capture(build(AFFINE[family]).to(torch.bfloat16).float(), batch)
-    assert all(
-        torch.equal(a.out, b.out) and a.dtype == torch.float32
-        for a, b in zip(layers, expected, strict=True)
-    )
+    for a, b in zip(layers, expected, strict=True):
+        assert torch.equal(a.out, b.out)
+        assert a.dtype == torch.float32
 
 
 def test_other_objects_are_refused() -> None:
@@ -182,18 +145,8 @@ def test_a_loud_head_does_not_hide_a_wrong_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    vision = tf.CLIPVisionConfig(
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        image_size=16,
-        patch_size=4,
-    )
-    text = tf.CLIPTextConfig(**TEXT)
-    model = tf.CLIPModel(
-        tf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8)
-    )
+    config = tf.CLIPConfig(text_config=dict(TEXT), vision_config=dict(IMAGE), projection_dim=8)
+    model = tf.CLIPModel(config)
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
     model.train()
     model.text_model.eval()
@@ -208,38 +161,10 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_what_depends_on_the_tokens_beside_queries_and_keys_has_no_closed_form() -> None:
     """A bias made of the tokens agrees in every forward pass, and would be missed in the
     derivative."""
-    config = tf.Wav2Vec2BertConfig(
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        feature_projection_input_dim=8,
-        conv_depthwise_kernel_size=3,
-    )
-    model = build(lambda: tf.Wav2Vec2BertModel(config))
-    features = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
-    for layer in capture(model, {"input_features": features}):
-        assert "adds other products of its tokens" in layer.reason  # linear in the queries
     # passes its mask by keyword
     doge = build(lambda: tf.DogeModel(tf.DogeConfig(**TEXT, num_key_value_heads=2)))
     torch.nn.init.normal_(doge.layers[0].self_attn.A)
     assert "adds other products of its tokens" in capture(doge, inputs_for(doge))[0].reason
-
-
-class Normalising(torch.nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x / x.pow(2).mean(-1, keepdim=True).sqrt())
-
-
-def test_an_output_projection_that_is_none_is_told() -> None:
-    model = build(MODERN["Llama"])
-    attention = model.layers[1].self_attn
-    mine = Normalising(24, 24)
-    mine.load_state_dict(attention.o_proj.state_dict(), strict=False)
-    attention.o_proj = mine
-    layer = capture(model, inputs_for(model))[1]
-    assert "its output projection (Normalising) is not affine" in layer.reason
-    assert layer.w_o is None
 
 
 def test_inputs_that_are_no_tensors_pass_through() -> None:
@@ -254,64 +179,38 @@ def test_positions_that_differ_between_samples_are_refused() -> None:
     positions = torch.arange(9).expand(2, -1).clone()
     layers = capture(model, {**inputs_for(model), "position_ids": positions + 5})
     plain = capture(model, inputs_for(model))
-    torch.testing.assert_close(
-        spectral_norm(layers[0], tol=1e-6).lower,
-        spectral_norm(plain[0], tol=1e-6).lower,
-        rtol=1e-4,
-        atol=0,
-    )
+    mine, its = (spectral_norm(one[0], tol=1e-6).lower for one in (layers, plain))
+    torch.testing.assert_close(mine, its, rtol=1e-4, atol=0)
     positions[1] += torch.arange(9)
     with pytest.raises(CaptureError, match="is given samples with different positions"):
         capture(model, {**inputs_for(model), "position_ids": positions})
 
 
-def test_a_rotation_is_fitted_once_for_layers_that_share_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And again where the same position embeddings do something else: what a layer takes over must
-    turn its own vectors."""
-    fitted, fit = [], token_steps.find_rotation
+class Backwards(modeling_llama.LlamaAttention):
+    """Turns its tokens the other way."""
 
-    def find(before: torch.Tensor, after: torch.Tensor) -> tuple[Rotation | None, torch.Tensor]:
-        fitted.append(len(before))
-        return fit(before, after)
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kw: Any
+    ) -> Any:
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, (cos, -sin), *args, **kw)
 
-    monkeypatch.setattr(token_steps, "find_rotation", find)
+
+def test_layers_share_a_rotation_that_turns_their_own_vectors() -> None:
+    """Not where the same position embeddings do something else."""
     model = build(MODERN["Llama"])
     capturer = Capturer(model)
-    layers = capturer.run(inputs_for(model))
-    assert len(fitted) == 1
-    assert len({id(layer.attention.rotation) for layer in layers}) == 1
-    capturer.run(inputs_for(model, length=7))  # other positions
-    assert len(fitted) == 2
-    apply = modeling_llama.apply_rotary_pos_emb
-    second = model.layers[1].self_attn
+    first, other = (layer.attention.rotation for layer in run(capturer, 9))
+    assert first is other
+    assert {layer.attention.rotation.tokens for layer in run(capturer, 7)} == {7}
+    model.layers[1].self_attn.__class__ = Backwards
+    turned, back = (layer.attention.rotation for layer in run(Capturer(model), 9))
+    assert torch.equal(turned.sin, first.sin)
+    torch.testing.assert_close(back.sin, -first.sin, rtol=1e-5, atol=1e-6)
 
-    def backwards(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return apply(q, k, cos, -sin if q.shape[-2] == 9 and calling[-1] is second else sin, *rest)
 
-    calling: list[torch.nn.Module] = []
-    hooks = [
-        m.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: calling.append(module), with_kwargs=True
-        )
-        for m in model.layers
-    ]
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
-    fitted.clear()
-    # so that the second layer is told apart
-    monkeypatch.setattr(rerun, "plain_copy", lambda module: module)
-    try:
-        first, other = (
-            layer.attention.rotation for layer in Capturer(model.double()).run(inputs_for(model))
-        )
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert len(fitted) == 2
-    torch.testing.assert_close(other.sin, -first.sin, rtol=1e-5, atol=1e-6)
+def run(capturer: Capturer, length: int) -> list[LayerCapture]:
+    return capturer.run(inputs_for(capturer.model, length=length))
 
 
 class Shortened(tf.LlamaForCausalLM):
@@ -330,10 +229,118 @@ def test_logits_that_nobody_reads_are_left_out_and_no_tokens(kind: Any) -> None:
     ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
     both = (capture(one, {"input_ids": ids}) for one in (model, model.model))
     for mine, own in zip(*both, strict=True):
-        assert all(
-            torch.equal(getattr(mine, name), getattr(own, name)) for name in ("x", "w_q", "p")
-        )
+        assert all(torch.equal(getattr(mine, k), getattr(own, k)) for k in ("x", "w_q", "p"))
     assert set(lengths) == {9 if kind is Shortened else 1}
     if kind is not Shortened:  # a loss is made of all of them
         capture(model, {"input_ids": ids, "labels": ids})
         assert lengths[-1] == 9
+
+
+NORMALISED = ("Qwen 3", "Gemma 3", "Phi, q/k-norm", "OLMo 2", "Cohere", "Llama 4")
+HAS = {
+    **{name: {"rotation", "qk_norm"} for name in (*NORMALISED, "StableLM, q/k-norm")},
+    **{"Gemma 2": {"rotation", "cap"}, "gpt-oss": {"rotation", "sinks"}},
+    **{"GPTBigCode": set(), "T5 encoder": set()},
+}
+ALL = {**AFFINE, **MODERN}
+DENSE = ("bert", "roberta", "gpt2", "vit", "dinov2", "albert", "opt", *MODERN)
+COMMON = ("bert", "gpt2", "vit", "opt", "Llama, YaRN", "Mistral", "Qwen 3", "Gemma 2")
+COMMON += ("Phi, q/k-norm", "gpt-oss", "ModernBERT", "T5 encoder")
+"""One of every kind of attention among them."""
+
+
+UNBUILT = dict.fromkeys(
+    ("Phi", "Phi, q/k-norm", "StableLM, q/k-norm"), "configurations without pad_token_id fail"
+)
+"""Families that older versions of transformers do not build."""
+
+
+LATER = {"gpt2 scaled by layer": "GPT-2 scales in the function it calls"}
+
+
+@pytest.mark.parametrize("family", marked(ALL, UNBUILT | LATER))
+def test_captured(family: str) -> None:
+    model = build(ALL[family])
+    before = model.config._attn_implementation
+    layers = Capturer(model, range(2)).run(inputs_for(model))  # vision towers may pool, too
+    for layer in layers:
+        att = layer.attention
+        assert layer.error < capture_error(att)
+        assert att.heads == 4
+        assert att.w_o is not None
+        # its layers of full attention are not turned
+        plain = family in AFFINE or (family == "Cohere 2" and layer.index == 1)
+        assert att.variants == (set() if plain else HAS.get(family, {"rotation"}))
+    assert model.config._attn_implementation == before
+    if "sliding_window" in model.config.to_dict() and model.config.sliding_window == 4:
+        p = layers[0].attention.p
+        assert bool((p[..., 8, :4] == 0).all())  # the window hides what is farther
+
+
+@pytest.mark.each_value(family=COMMON)
+@pytest.mark.parametrize(
+    "family", marked(DENSE, UNBUILT | {"T5 encoder": "the softmax of its module is in float32"})
+)
+def test_jacobian_is_that_of_the_models_own_module(family: str) -> None:
+    """Dense SVD of autograd through the model's eager attention module, in float64, against ours;
+    every sound bound is above it."""
+    model = build(ALL[family]).double()
+    att, heads = own_heads(model, 1)
+    norm = spectral_norm(att, tol=1e-9).lower[0]
+    sigma = norms(heads, att.x[0])
+    torch.testing.assert_close(norm, sigma, rtol=1e-6, atol=0)
+    own = [torch.linalg.matrix_norm(dense_jacobian(att, 0, h), 2) for h in range(att.heads)]
+    torch.testing.assert_close(torch.stack(own), sigma, rtol=1e-6, atol=0)
+    for name in lb.bounds.names():
+        bound = lb.bounds.get(name)
+        if bound.map == "head" and bound.applies(att):
+            value, sound = bound(att)[0], bound.sound(att)[0]
+            assert bool((value[sound] >= sigma[sound] * (1 - 1e-6)).all()), name
+    assert lb.bounds.get("lipbound").applies(att)
+
+
+PADDED = ("bert", "roberta", "gpt2", "opt", "distilbert")
+PADDED += ("Llama", "Qwen 3", "Gemma 2", "gpt-oss", "OLMo 2")
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_padding_is_left_out(family: str) -> None:
+    model = build(ALL[family])
+    batch = inputs_for(model, padded=True)
+    short = capture(model, {name: t[1:, :6] for name, t in batch.items()})
+    for padded, alone in zip(capture(model, batch), short, strict=True):
+        assert padded.lengths.tolist() == [9, 6]
+        torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
+        mine, its = (spectral_norm(att, tol=1e-6).lower for att in (padded, alone))
+        torch.testing.assert_close(mine[1:], its, rtol=1e-4, atol=0)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "gpt-oss")]
+
+
+@pytest.mark.parametrize("family", ["Qwen 3", "Gemma 2", *SLOW])
+def test_compare(family: str) -> None:
+    model = build(MODERN[family])
+    ds = lb.compare(model, inputs_for(model), progress=False)
+    assert set(ds.attrs["variants"]) == HAS.get(family, {"rotation"})
+    assert "lipbound" in ds.attrs["bounds"]
+    assert "kim" not in ds
+    assert ds.attrs["not_applicable"]["kim"].startswith("does not cover rotary position embeddings")
+    assert ("yudin" in ds) == (family in ("Llama", "Gemma 2"))
+    assert all(entry["broken"] == 0 for entry in ds.attrs["audit"].values())
+    assert not (set(ds.attrs["bounds"]) & set(ds.attrs["not_applicable"]))
+    assert "rotary position embeddings" in lb.tables.methods(ds, "text")
+    assert "left out (Kim 2021" in lb.tables.methods(ds, "text")
+    for format in ("text", "markdown", "latex"):
+        # sentences of LaTeX begin with a capital
+        assert "eft out, since the statement does not cover" in lb.tables.render(ds, format)
+    with pytest.raises(lb.LipboundError, match=r"'kim' does not cover rotary .*leave it out"):
+        lb.compare(model, inputs_for(model), bounds=["kim", "lipbound"], progress=False)
+
+
+def test_a_finished_run_is_taken_up(tmp_path: Path) -> None:
+    """Although the bounds that were asked for are more than those that apply."""
+    model = build(MODERN["Mistral"])
+    kwargs = {"out": tmp_path / "run", "resume": True, "progress": False}
+    first = lb.compare(model, inputs_for(model), **kwargs)
+    assert lb.compare(model, inputs_for(model), **kwargs)["exact"].equals(first["exact"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import MODERN, build, inputs_for
+from support.modules import norms, sdpa, split
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -38,133 +39,88 @@ class Scaling(Wrapper):
         return made
 
 
+Ends = Callable[[Any, Tensor, Tensor], Tensor]
+"""What a module makes of the outputs of its heads, and of its tokens."""
+
+
 class Heads(nn.Module):
     """Three heads, and what stands between them and the module's return.
 
     Args:
         by_hand: whether to multiply probabilities and values here.
+        end: that.
     """
 
     only: int | None = None
     """The head whose outputs are kept, for reference."""
 
-    def __init__(self, by_hand: bool) -> None:
+    def __init__(self, by_hand: bool, end: Ends = lambda m, o, x: m.out(o.flatten(2))) -> None:
         super().__init__()
-        self.qkv, self.by_hand = nn.Linear(12, 36), by_hand
+        self.qkv, self.by_hand, self.end = nn.Linear(12, 36), by_hand, end
         self.out: nn.Module = nn.Linear(12, 12)
 
     def heads(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        if self.by_hand:
-            made = (q @ k.mT / 2).softmax(-1) @ v
-        else:
-            made = F.scaled_dot_product_attention(q, k, v)
+        q, k, v = (split(t, 3) for t in self.qkv(x).chunk(3, -1))
+        made = (q @ k.mT / 2).softmax(-1) @ v if self.by_hand else sdpa(q, k, v)
         if self.only is not None:
             made = made * (torch.arange(3) == self.only)[:, None, None]
         return made.transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.out(self.heads(x).flatten(2))
-        return made
+        return self.end(self, self.heads(x), x)
 
 
-class Between(Heads):
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.out(self.heads(x).flatten(2) * CONSTANT.to(x))
-        return made
-
-
-class Interleaved(Heads):
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.out(self.heads(x).mT.flatten(2))
-        return made
-
-
-class Two(Heads):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(super().forward(x), self.qkv.weight[:7])
-
-
-class Functional(Heads):
-    def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.out, nn.Linear)
-        return F.linear(self.heads(x).flatten(2), self.out.weight, self.out.bias)
-
-
-class Residual(Heads):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 3 * super().forward(x)
-
-
-def wrapped(module: Heads) -> None:
-    module.out = Wrapper(module.out)
-
-
-def scaled(module: Heads) -> None:
-    module.out = Scaling(module.out)
-
-
-def ablated(module: Heads) -> None:
-    def without(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (args[0] * torch.tensor([1.0] * 4 + [0.0] * 4 + [3.0] * 4).to(args[0]),)
-
-    module.out.register_forward_pre_hook(without)
-
-
-def doubled(module: Heads) -> None:
-    module.out.register_forward_hook(lambda _, args, made: 2 * made + 1)
-
-
-def outside(module: Heads) -> None:
-    module.register_forward_hook(lambda _, args, made: -2 * made)
-
-
-def before(module: Heads) -> None:
-    def twice(
-        _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        return tuple(2 * x for x in args), {name: 2 * x for name, x in named.items()}
-
-    module.register_forward_pre_hook(twice, with_kwargs=True)
-
-
-def dropping(module: Heads) -> None:
-    module.out = nn.Sequential(nn.Dropout(0.5), module.out, nn.Dropout(0.5))
-
-
-def plain(module: Heads) -> None:
-    pass
-
-
-CASES: dict[str, tuple[type[Heads], Callable[[Any], None]]] = {
-    "plain": (Heads, plain),
-    "a wrapper": (Heads, wrapped),
-    "a wrapper that scales what it is given": (Heads, scaled),
-    "a hook that ablates a head": (Heads, ablated),
-    "a hook behind the projection": (Heads, doubled),
-    "a hook on the module": (Heads, outside),
-    "a hook before the module": (Heads, before),
-    "dropout": (Heads, dropping),
-    "constants between": (Between, plain),
-    "heads interleaved": (Interleaved, plain),
-    "two projections": (Two, plain),
-    "two projections and a hook": (Two, ablated),
-    "no module": (Functional, plain),
+ENDS: dict[str, Ends] = {
+    "constants between": lambda m, o, x: m.out(o.flatten(2) * CONSTANT.to(o)),
+    "heads interleaved": lambda m, o, x: m.out(o.mT.flatten(2)),
+    "two projections": lambda m, o, x: F.linear(m.out(o.flatten(2)), m.qkv.weight[:7]),
+    "no module": lambda m, o, x: F.linear(o.flatten(2), m.out.weight, m.out.bias),
 }
+ABLATION = torch.tensor([1.0] * 4 + [0.0] * 4 + [3.0] * 4)
+
+
+def twice(_: nn.Module, args: Any, named: dict[str, Tensor]) -> Any:
+    return tuple(2 * x for x in args), {name: 2 * x for name, x in named.items()}
+
+
+def change(module: Heads, case: str) -> None:
+    """Put something before or behind parts of a module."""
+    if "wrapper" in case:
+        module.out = (Scaling if "scales" in case else Wrapper)(module.out)
+    elif case == "dropout":
+        module.out = nn.Sequential(nn.Dropout(0.5), module.out, nn.Dropout(0.5))
+    elif case == "a hook behind the projection":
+        module.out.register_forward_hook(lambda _, args, made: 2 * made + 1)
+    elif case == "a hook on the module":
+        module.register_forward_hook(lambda _, args, made: -2 * made)
+    elif case == "a hook before the module":
+        module.register_forward_pre_hook(twice, with_kwargs=True)
+    elif "hook" in case:
+        module.out.register_forward_pre_hook(lambda _, args: (args[0] * ABLATION.to(args[0]),))
+
+
+CASES = (
+    *("plain", "a wrapper", "a wrapper that scales what it is given"),
+    *("a hook that ablates a head", "a hook behind the projection", "a hook on the module"),
+    *("a hook before the module", "dropout", *ENDS, "two projections and a hook"),
+)
 
 
 def made(case: str, by_hand: bool) -> Heads:
-    kind, change = CASES[case]
     torch.manual_seed(1)
-    module = kind(by_hand)
-    change(module)
+    end = ENDS.get(case.removesuffix(" and a hook"))
+    module = Heads(by_hand) if end is None else Heads(by_hand, end)
+    change(module, case)
     return module.double().eval()
 
 
 def dense(module: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """The norm of the Jacobian of a function at one sample."""
-    jacobian = torch.autograd.functional.jacobian(module, x[None])
-    return float(torch.linalg.matrix_norm(jacobian.flatten(3).flatten(0, 2), 2))
+    return float(norms(lambda x: module(x).flatten(0, 1)[:, None], x[None]))
+
+
+def check(layer: Any, map: str, expected: Tensor, rtol: float = 1e-7) -> None:
+    torch.testing.assert_close(measured(layer, map), expected, rtol=rtol, atol=1e-12)
 
 
 def measured(layer: Any, name: str) -> Tensor:
@@ -178,18 +134,14 @@ def test_what_stands_between_is_counted_once(case: str, by_hand: bool, closed: b
     module = made(case, by_hand)
     (layer,) = lb.capture(module, {"x": X}, closed=closed)
     assert type(layer) is (Attention if closed else ModuleAttention)
-    found = measured(layer, "layer"), measured(layer, "head_out"), measured(layer, "head")
-    expected = torch.tensor([dense(module, x) for x in X]).double()
-    torch.testing.assert_close(found[0], expected, rtol=1e-7, atol=0)
-    for head in range(3):
-        module.only = head
-        expected = torch.tensor([dense(module, x) for x in X]).double()
-        torch.testing.assert_close(found[1][:, head], expected, rtol=1e-7, atol=1e-12)
+    check(layer, "layer", torch.tensor([dense(module, x) for x in X]).double())
+    single = []
+    for module.only in range(3):
+        single.append(torch.tensor([dense(module, x) for x in X]).double())
+    check(layer, "head_out", torch.stack(single, 1))
     module.only, factor = None, 2 if case == "a hook before the module" else 1
-    own = (torch.autograd.functional.jacobian(module.heads, factor * x[None]) for x in X)
-    jacobians = (factor * jacobian for jacobian in own)
-    heads = torch.stack([j[0].flatten(3).movedim(1, 0).flatten(1, 2) for j in jacobians])
-    torch.testing.assert_close(found[2], torch.linalg.matrix_norm(heads, 2), rtol=1e-7, atol=0)
+    heads = [norms(lambda x: module.heads(factor * x), x[None]) for x in X]
+    check(layer, "head", torch.stack(heads))
 
 
 def clamped(module: Heads) -> None:
@@ -218,16 +170,15 @@ def test_a_map_that_is_not_affine_is_automatic_and_told(
     (layer,) = lb.capture(module, {"x": X}, closed=closed)
     assert isinstance(layer, ModuleAttention)
     assert not closed or told in layer.reason
-    expected = torch.tensor([dense(module, x) for x in X]).double()
-    torch.testing.assert_close(measured(layer, "layer"), expected, rtol=1e-7, atol=0)
-    torch.testing.assert_close(measured(layer, "head"), measured(reference, "head"))
+    check(layer, "layer", torch.tensor([dense(module, x) for x in X]).double())
+    check(layer, "head", measured(reference, "head"))
     with pytest.raises(lb.LipboundError, match="'head_out' needs an affine output projection"):
         measured(layer, "head_out")
 
 
 def test_a_residual_connection_inside_is_no_part_of_it() -> None:
     torch.manual_seed(1)
-    module = Residual(False).double()
+    module = Heads(False, lambda m, o, x: x + 3 * m.out(o.flatten(2))).double()
     (layer,) = lb.capture(module, {"x": X})
     expected = [dense(lambda x: module(x) - x, x) for x in X]
     torch.testing.assert_close(measured(layer, "layer"), torch.tensor(expected).double())
@@ -265,7 +216,7 @@ def test_maps_of_torch_layers(
         ("pre_norm" if norm_first else "post_norm", block, X),
     ):
         expected = torch.tensor([dense(function, x) for x in tokens.detach()]).double()
-        torch.testing.assert_close(measured(found, name), expected, rtol=1e-6, atol=0)
+        check(found, name, expected, rtol=1e-6)
     assert found.w_o is not None
     torch.testing.assert_close(found.w_o.flatten(0, 1), attention.out_proj.weight.mT.detach())
 

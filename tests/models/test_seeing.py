@@ -1,14 +1,23 @@
-"""A way to see attention that the package does not know, written as CONTRIBUTING says."""
+"""Ways to compute attention that the package does not know: another package's, seen as CONTRIBUTING
+says, and functions of the user's own, registered with transformers; against dense derivatives."""
 
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.models import build
+import transformers as tf
+from support.models import MODERN, build, inputs_for
+from support.modules import before, given_to, norms, sdpa
+from support.versions import newer_torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
@@ -50,19 +59,11 @@ class Flash(nn.Module):
         return self.out(o if self.gate is None else o * self.gate(x).sigmoid())
 
 
-def dense(module: Flash, x: Tensor) -> Tensor:
-    """Norms of the heads of the first sample, by autograd through plain products."""
-
-    def heads(x: Tensor) -> Tensor:
-        q, k, v = module.qkv(x).unflatten(-1, (12, 6)).transpose(0, 1).chunk(3, 0)
-        future = torch.ones(len(x), len(x)).triu(1).bool()
-        o = ((0.3 * q @ k.mT).masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(0, 1)
-        return o if module.gate is None else o * module.gate(x).sigmoid().unflatten(-1, (4, 6))
-
-    jacobian = torch.func.jacrev(heads)(x[0])
-    return torch.stack(
-        [torch.linalg.matrix_norm(jacobian[:, h].reshape(7 * 6, -1), 2) for h in range(4)]
-    )
+def heads(module: Flash, x: Tensor) -> Tensor:
+    """By plain products."""
+    q, k, v = (t.transpose(1, 2) for t in module.qkv(x).unflatten(-1, (12, 6)).chunk(3, 2))
+    o = sdpa(q, k, v, scale=0.3, is_causal=True).transpose(1, 2)
+    return o if module.gate is None else o * module.gate(x).sigmoid().unflatten(-1, (4, 6))
 
 
 def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +76,117 @@ def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(layer.attention, Attention)
         assert layer.attention.variants == ({"gate"} if gated else set())
         mine = lb.spectral_norm(layer.attention, tol=1e-9).lower[0]
-        torch.testing.assert_close(mine, dense(module, X.double()), rtol=1e-7, atol=0)
+        expected = norms(partial(heads, module), X[:1].double())
+        torch.testing.assert_close(mine, expected, rtol=1e-7, atol=0)
     assert THEIRS.flash_attn_func is flash_attn_func
 
 
 def test_without_it_nothing_is_seen() -> None:
     with pytest.raises(lb.errors.CaptureError, match="no attention that can be captured"):
         Capturer(build(Flash)).run({"x": X})
+
+
+GQA = newer_torch("2.5", "scaled_dot_product_attention has no enable_gqa")
+NAME = "mine"
+
+
+def masked(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    return scores if mask is None else scores + mask
+
+
+def hotter(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    made = sdpa(q, k, v, attn_mask=mask, scale=3 * kw["scaling"], enable_gqa=True)
+    return made.transpose(1, 2), None
+
+
+def both_ways(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    return sdpa(q, k, v, enable_gqa=True).transpose(1, 2), None
+
+
+def doubled(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    return 2 * hotter(module, q, k, v, mask, **kw)[0], None
+
+
+def few(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    scores = masked(q, k, mask, kw["scaling"])
+    least = scores.topk(3, -1).values[..., -1:]
+    p = scores.masked_fill(scores < least, -1e9).softmax(-1)
+    return (p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2), p
+
+
+def off_by_one(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+    e = masked(q, k, mask, kw["scaling"]).exp()
+    p = e / (1 + e.sum(-1, keepdim=True))
+    return (p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2), None
+
+
+CLOSED = [hotter, both_ways, sdpa_attention_forward]
+AUTOMATIC = [doubled, few, off_by_one]
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[..., tf.PreTrainedModel]]:
+    def model(function: Any) -> tf.PreTrainedModel:
+        AttentionInterface.register(NAME, function)
+        AttentionMaskInterface.register(NAME, eager_mask)
+        made = build(MODERN["Llama"]).double()
+        for p in made.parameters():
+            p.data.mul_(2)
+        made.set_attn_implementation(NAME)
+        return made
+
+    yield model
+    AttentionInterface._global_mapping.pop(NAME, None)
+    AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+@GQA
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("function", [*CLOSED, *AUTOMATIC])
+def test_they_are_measured_themselves(
+    function: Any, closed: bool, registered: Callable[..., tf.PreTrainedModel]
+) -> None:
+    model = registered(function)
+    inputs = {name: t[:1] for name, t in inputs_for(model).items()}
+    attention, given = model.layers[0].self_attn, given_to(model, "layers.0.self_attn", inputs)
+    layer = lb.capture(model, inputs, closed=closed)[0]
+    assert isinstance(layer, Attention) == (closed and function in CLOSED)
+    heads = before(attention.o_proj, lambda x: attention(**{**given, "hidden_states": x}))
+    expected = norms(heads, given["hidden_states"])
+    found = lb.spectral_norm(layer, tol=1e-9).lower[0]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert model.config._attn_implementation == NAME
+
+
+@GQA
+@pytest.mark.parametrize("function", [*CLOSED, doubled, few])
+def test_they_are_trained_themselves(
+    function: Any, registered: Callable[..., tf.PreTrainedModel]
+) -> None:
+    model = registered(function).train()
+    inputs = inputs_for(model)
+    before = model(**inputs).last_hidden_state
+    with lb.attention_probabilities(model) as found:
+        torch.testing.assert_close(model(**inputs).last_hidden_state, before)
+    assert [tuple(p.shape[:2]) for p in found] == [(2, 4)] * len(model.layers)
+    torch.testing.assert_close(found[0].sum(-1), torch.ones_like(found[0][..., 0]))
+    (grad,) = torch.autograd.grad(found[0].square().sum(), model.layers[0].self_attn.q_proj.weight)
+    assert bool((grad != 0).any())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with lb.attention_probabilities(model) as found:
+        model(**inputs)
+    found[0].square().sum().backward()
+    torch.testing.assert_close(model.layers[0].self_attn.q_proj.weight.grad, grad)
+
+
+@GQA
+def test_probabilities_that_are_not_seen_are_refused(
+    registered: Callable[..., tf.PreTrainedModel],
+) -> None:
+    model = registered(off_by_one)
+    with (
+        pytest.raises(lb.LipboundError, match="computes attention by off_by_one, which was regis"),
+        lb.attention_probabilities(model),
+    ):
+        model(**inputs_for(model))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from support.models import AFFINE, GPT2, IDS, IMAGE, LLAMA, MODERN, TEXT, build, inputs_for
+from support.modules import before, given_to, joined, norms, split
 from support.oracles import oracle
 from support.versions import newer_transformers
 from torch import Tensor, nn
@@ -20,36 +21,32 @@ from lipbound.errors import CaptureError, Notice
 from lipbound.models.capture.capture import capture
 
 BART = {
-    "vocab_size": 60,
-    "d_model": 24,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 40,
-}
+    **{"vocab_size": 60, "d_model": 24, "max_position_embeddings": 40},
+    **{f"{side}_{what}": n for side in ("encoder", "decoder")
+       for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))},
+}  # fmt: skip
+T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
 ENCODER_DECODERS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str, str]] = {
     "bart": (lambda: tf.BartModel(tf.BartConfig(**BART)), "decoder.layers.0.self_attn", "out_proj"),
-    "t5": (
-        lambda: tf.T5Model(
-            tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=1, num_heads=4)
-        ),
-        "decoder.block.0.layer.0.SelfAttention",
-        "o",
-    ),
+    "t5": (lambda: tf.T5Model(tf.T5Config(**T5)), "decoder.block.0.layer.0.SelfAttention", "o"),
 }
 NINE = torch.arange(3, 12).expand(2, -1)
 PADDED = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 LEFT = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 3,
-    "long_factor": [8.0] * 3,
+    **{"rope_type": "longrope", "rope_theta": 1e4},
+    **{"short_factor": [1.0] * 3, "long_factor": [8.0] * 3},
+}
+SOUND = {
+    **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"intermediate_size": 32, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8)},
+    **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
+    "num_feat_extract_layers": 2,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+ATTENDED = "tokens that attention_mask marks as padding are attended to, and are measured as tokens"
 
 
 def silent(model: tf.PreTrainedModel, inputs: dict[str, Tensor]) -> list[lb.Attention]:
@@ -70,41 +67,28 @@ class Wide(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def told(model: nn.Module, inputs: Any, words: str) -> list[lb.Attention]:
+    """A capture of which something is told."""
+    with pytest.warns(Notice, match=words):
+        return capture(model, inputs)
+
+
 def dense_norms(
     model: tf.PreTrainedModel, inputs: dict[str, Tensor], name: str, projection: str, count: int
 ) -> Tensor:
     """Of the heads of a module at the first tokens of the second sample, by autograd through the
     model's eager attention."""
     model.set_attn_implementation("eager")
-    owner, given, seen = model.get_submodule(name), [], []
-    hook = owner.register_forward_pre_hook(
-        lambda module, args, kwargs: given.append((args, kwargs)), with_kwargs=True
-    )
-    with torch.no_grad():
-        model(**inputs, use_cache=False)
-    hook.remove()
-    args, kwargs = given[0]
-    rest = {
-        k: v[1:] if isinstance(v, Tensor) and v.ndim == 4 and len(v) == 2 else v
-        for k, v in kwargs.items()
-        if "hidden" not in k and "past" not in k
-    }
-    x = (args[0] if args else kwargs["hidden_states"])[1]
+    owner, given = model.get_submodule(name), given_to(model, name, inputs)
+    masks = {k: t[1:] for k, t in given.items() if isinstance(t, Tensor) and len(t) == 2}
+    x = masks["hidden_states"][0]
 
-    def heads(tokens: Tensor) -> Tensor:
-        seen.clear()
+    def run(first: Tensor) -> None:
+        tokens = torch.cat([first, x[count:]])[None]
         with Wide():
-            owner(torch.cat([tokens, x[count:]])[None], **rest)
-        return seen[0][0, :count].reshape(count, 4, 6)
+            owner(**{**given, **masks, "hidden_states": tokens})
 
-    hook = owner.get_submodule(projection).register_forward_pre_hook(
-        lambda module, args: seen.append(args[0])
-    )
-    jacobian = torch.func.jacrev(heads)(x[:count])
-    hook.remove()
-    return torch.stack(
-        [torch.linalg.svdvals(jacobian[:, h].reshape(count * 6, -1))[0] for h in range(4)]
-    )
+    return norms(lambda x: before(owner.get_submodule(projection), run)(x)[0, :count], x[:count])
 
 
 @pytest.mark.parametrize("real", [9, 7], ids=["no mask of the decoder", "a mask of the decoder"])
@@ -130,9 +114,8 @@ def test_masks_of_four_axes_without_padding_are_masks() -> None:
     batch = inputs_for(model)
     causal = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
     for mask in (causal, causal == 0):
-        for a, b in zip(
-            silent(model, {**batch, "attention_mask": mask}), capture(model, batch), strict=True
-        ):
+        masked = silent(model, {**batch, "attention_mask": mask})
+        for a, b in zip(masked, capture(model, batch), strict=True):
             torch.testing.assert_close(a.out, b.out)
 
 
@@ -140,12 +123,9 @@ def test_tokens_that_no_query_sees_are_told() -> None:
     model = build(MODERN["Llama"])
     mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)
     mask[:, 8] = torch.finfo(torch.float32).min
-    with pytest.warns(
-        Notice,
-        match=r"layer layers.0.self_attn and 1 more: no query may attend to some tokens, which "
-        r"are measured as tokens",
-    ):
-        layers = capture(model, {**inputs_for(model), "attention_mask": mask.expand(2, 1, -1, -1)})
+    inputs = {**inputs_for(model), "attention_mask": mask.expand(2, 1, -1, -1)}
+    words = "0.self_attn and 1 more: no query may attend to some tokens, which are measured as"
+    layers = told(model, inputs, words)
     assert layers[0].lengths.tolist() == [9, 9]
 
 
@@ -154,23 +134,15 @@ def test_padding_that_the_model_attends_to_is_told() -> None:
     model.encoder.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
     )
-    with pytest.warns(
-        Notice,
-        match=r"tokens that attention_mask marks as padding are attended to, and are measured as "
-        r"tokens",
-    ):
-        layers = capture(model, inputs_for(model, padded=True))
+    layers = told(model, inputs_for(model, padded=True), ATTENDED)
     assert layers[0].lengths.tolist() == [9, 9]
 
 
 def test_left_padding_moves_absolute_positions_and_is_told() -> None:
     model = build(AFFINE["gpt2"])
     inputs = {"input_ids": NINE, "attention_mask": LEFT}
-    with pytest.warns(
-        Notice,
-        match=r"numbers depend on what shares the batch: .* padded on the left and its positions "
-        r"are counted from there",
-    ):
+    words = r"shares the batch: .* padded on the left and its positions are counted from there"
+    with pytest.warns(Notice, match=words):
         ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
     assert [note for note in ds.attrs["notes"] if "padded on the left" in note]
     with warnings.catch_warnings():
@@ -201,48 +173,30 @@ def test_samples_with_different_positions_are_measured_one_by_one(
 
 def test_padding_that_changes_nothing_is_not_told() -> None:
     gpt2, llama = build(AFFINE["gpt2"]), build(MODERN["Llama"])
-    left, right = (
-        {"input_ids": NINE, "attention_mask": LEFT},
-        {"input_ids": NINE, "attention_mask": PADDED},
-    )
+    left, right = ({"input_ids": NINE, "attention_mask": mask} for mask in (LEFT, PADDED))
     counted = {**left, "position_ids": (LEFT.cumsum(-1) - 1).clamp_min(0)}
     for model, inputs, tokens in (
         (gpt2, counted, slice(5, 9)),
         (gpt2, right, slice(0, 4)),
         (llama, left, slice(5, 9)),
     ):
-        for padded, own in zip(
-            silent(model, inputs), silent(model, {"input_ids": NINE[1:, tokens]}), strict=True
-        ):
-            expected = lb.spectral_norm(own, tol=1e-6).lower[0]
-            torch.testing.assert_close(
-                lb.spectral_norm(padded, tol=1e-6).lower[1], expected, rtol=1e-3, atol=0
-            )
-
-
-def long_phi() -> tf.PreTrainedModel:
-    return build(
-        lambda: tf.Phi3Model(
-            tf.Phi3Config(
-                **LLAMA, **IDS, original_max_position_embeddings=6, rope_parameters=LONGROPE
-            )
-        )
-    )
+        own = silent(model, {"input_ids": NINE[1:, tokens]})
+        for pair in zip(silent(model, inputs), own, strict=True):
+            mine, alone = (lb.spectral_norm(att, tol=1e-6).lower for att in pair)
+            torch.testing.assert_close(mine[1], alone[0], rtol=1e-3, atol=0)
 
 
 def test_rotary_tables_that_the_longest_text_chooses_are_told() -> None:
     inputs = {"input_ids": NINE, "attention_mask": PADDED}
-    with pytest.warns(
-        Notice,
-        match=r"head outputs of the sample with most padding are up to \d+.\d% off those alone, "
-        r"since the longest sample decides",
-    ):
-        capture(long_phi(), inputs)
-    with pytest.warns(Notice, match="the longest sample decides"):
-        notes = lb.compare(long_phi(), inputs, bounds=["lipbound"], progress=False).attrs["notes"]
+    long = {**LLAMA, **IDS, "original_max_position_embeddings": 6, "rope_parameters": LONGROPE}
+    model = build(lambda: tf.Phi3Model(tf.Phi3Config(**long)))
+    words = r"most padding are up to \d+.\d% off those alone, since the longest sample decides"
+    told(model, inputs, words)
+    with pytest.warns(Notice, match=words):
+        notes = lb.compare(model, inputs, bounds=["lipbound"], progress=False).attrs["notes"]
     assert "the longest sample decides" in notes[0]
     # none of the two is long
-    silent(long_phi(), {"input_ids": NINE[:, :6], "attention_mask": PADDED[:, :6]})
+    silent(model, {"input_ids": NINE[:, :6], "attention_mask": PADDED[:, :6]})
 
 
 DRAWING = newer_transformers("Wav2Vec2 draws random numbers, which is told, and uses none")
@@ -252,58 +206,31 @@ DRAWING = newer_transformers("Wav2Vec2 draws random numbers, which is told, and 
 def test_padding_of_sound_is_that_of_its_frames(norm: str) -> None:
     """The mask is of samples of sound, the tokens are frames; a normalisation over time makes the
     rest of the batch matter."""
-    config = tf.Wav2Vec2Config(
-        hidden_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=32,
-        conv_dim=(8, 8),
-        conv_stride=(5, 4),
-        conv_kernel=(10, 8),
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2,
-        feat_extract_norm=norm,
-        num_feat_extract_layers=2,
-    )
+    config = tf.Wav2Vec2Config(**SOUND, feat_extract_norm=norm)
     model = build(lambda: tf.Wav2Vec2Model(config))
     sound = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
     sound[1, 200:] = 0
-    inputs = {
-        "input_values": sound,
-        "attention_mask": (torch.arange(400) < torch.tensor([[400], [200]])).long(),
-    }
+    mask = (torch.arange(400) < torch.tensor([[400], [200]])).long()
+    inputs = {"input_values": sound, "attention_mask": mask}
     if norm == "group":
-        with pytest.warns(
-            Notice, match=r"numbers depend on what shares the batch: .* normalisations over padding"
-        ):
-            capture(model, inputs)
+        told(model, inputs, "depend on what shares the batch: .*normalisations over padding")
         return
     found, alone = silent(model, inputs)[0], silent(model, {"input_values": sound[1:, :200]})[0]
     assert found.lengths.tolist() == [18, 8]
-    torch.testing.assert_close(
-        lb.spectral_norm(found, tol=1e-6).lower[1],
-        lb.spectral_norm(alone, tol=1e-6).lower[0],
-        rtol=1e-4,
-        atol=0,
-    )
+    mine, its = (lb.spectral_norm(att, tol=1e-6).lower for att in (found, alone))
+    torch.testing.assert_close(mine[1], its[0], rtol=1e-4, atol=0)
 
 
 @newer_transformers("the towers of CLIP are no models, and the mask of the whole is told of both")
 def test_one_model_has_streams_of_text_and_images() -> None:
     """With as many tokens each: only the text is padded."""
-    text, vision = {**TEXT, "num_hidden_layers": 1}, {**IMAGE, "num_hidden_layers": 1}
-    model = build(
-        lambda: tf.CLIPModel(
-            tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-        )
-    )
-    g = torch.Generator().manual_seed(0)
-    mask = (torch.arange(17) < torch.tensor([[17], [10]])).long()
-    inputs = {
-        "input_ids": torch.randint(3, 60, (2, 17), generator=g),
-        "attention_mask": mask,
-        "pixel_values": torch.randn(2, 3, 16, 16, generator=g),
-    }
+    parts = {"text_config": {**TEXT, "num_hidden_layers": 1}, "projection_dim": 8}
+    parts["vision_config"] = {**IMAGE, "num_hidden_layers": 1}
+    model = build(lambda: tf.CLIPModel(tf.CLIPConfig(**parts)))
+    g, real = torch.Generator().manual_seed(0), torch.tensor([[17], [10]])
+    inputs = {"input_ids": torch.randint(3, 60, (2, 17), generator=g)}
+    inputs["attention_mask"] = (torch.arange(17) < real).long()
+    inputs["pixel_values"] = torch.randn(2, 3, 16, 16, generator=g)
     assert sorted(layer.lengths.tolist() for layer in silent(model, inputs)) == [[17, 10], [17, 17]]
 
 
@@ -315,21 +242,16 @@ def test_a_text_that_was_seen_before_changes_nothing() -> None:
     before = capture(model, {"input_ids": NINE})[0].out
     model(NINE.repeat(1, 4))
     grown = model.rotary_emb.inv_freq.clone()
-    torch.testing.assert_close(
-        capture(model, {"input_ids": NINE})[0].out, before, rtol=1e-6, atol=1e-7
-    )
+    after = capture(model, {"input_ids": NINE})[0].out
+    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
     assert torch.equal(model.rotary_emb.inv_freq, grown)
 
 
 def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None:
     model = build(MODERN["Llama"])
     inputs = {"input_ids": NINE[:1], "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])}
-    with pytest.warns(
-        Notice,
-        match=r"position_ids begin again within a sample: without a cache, as it is measured, "
-        r"LlamaModel takes that for documents",
-    ):
-        layers = capture(model, inputs)
+    words = r"begin again within a sample: without a cache, .* LlamaModel takes that for documents"
+    layers = told(model, inputs, words)
     assert not bool(layers[0].p[0, :, 5:, :5].any())
     with pytest.warns(Notice, match="position_ids begin again"):
         ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
@@ -340,20 +262,14 @@ def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None
 
 def test_nan_of_the_model_is_called_its_own() -> None:
     model = build(MODERN["Llama"]).double()
-    with pytest.raises(
-        CaptureError,
-        match=r"NaN in the model's own eager pass: in float64, padding on the left attends to "
-        r"nothing.*take float32",
-    ):
+    words = "NaN in the model's own eager pass: in float64, padding on the left .* take float32"
+    with pytest.raises(CaptureError, match=words):
         capture(model, {"input_ids": NINE, "attention_mask": LEFT})
     broken = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
     with torch.no_grad():
         broken.embeddings.word_embeddings.weight[5] = torch.nan
-    with pytest.raises(
-        CaptureError,
-        match=r"layer encoder.layer.0.attention.self: the outputs of its heads are NaN in the "
-        r"model's own eager pass$",
-    ):
+    words = r"attention.self: the outputs of its heads are NaN in the model's own eager pass$"
+    with pytest.raises(CaptureError, match=words):
         capture(broken, {"input_ids": NINE})
 
 
@@ -365,9 +281,8 @@ class Scored(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        out = (q @ k.mT / 8**0.5 + hidden).softmax(-1) @ v
-        return self.o(out.transpose(1, 2).flatten(2))
+        q, k, v = (split(f(x), 2) for f in (self.q, self.k, self.v))
+        return self.o(joined((q @ k.mT / 8**0.5 + hidden).softmax(-1) @ v))
 
 
 class OwnMask(nn.Module):
@@ -390,14 +305,12 @@ def test_padding_that_a_model_finds_by_itself_is_said_by_a_mask_that_it_does_not
     batch = {"tokens": tokens, "attention_mask": (tokens != 1).long()}
     (alone,) = capture(model, tokens[1:, :5])
     exact = oracle(alone)[0]
-    with pytest.warns(Notice, match="say so by 0 in an attention_mask .*need not take"):
-        (padded,) = capture(model, tokens)
+    (padded,) = told(model, tokens, "say so by 0 in an attention_mask .*need not take")
     assert padded.lengths.tolist() == [7, 7]
     (layer,) = silent(model, batch)
     assert layer.lengths.tolist() == [7, 5]
     ds = lb.compare(model, batch, bounds=[], tol=1e-6, progress=False)
     for mine in (lb.spectral_norm(layer, tol=1e-6).lower[1], torch.tensor(ds.exact[1, 0].values)):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=0)
-    with pytest.warns(Notice, match="marks as padding are attended to, and are measured as tokens"):
-        (layer,) = capture(OwnMask(hides=False).eval(), batch)
+    (layer,) = told(OwnMask(hides=False).eval(), batch, ATTENDED)
     assert layer.lengths.tolist() == [7, 7]

@@ -16,6 +16,9 @@ from support.models import AFFINE, build, no_attention, save_tokenizer
 import lipbound as lb
 from lipbound.runs import store
 
+Change = Callable[[str, torch.Tensor], torch.Tensor | None]
+"""What becomes of a weight; None where it is left out."""
+
 
 def texts(folder: Path) -> None:
     """Texts, tables and pictures that cannot be read, or hold something else than they should."""
@@ -37,9 +40,8 @@ def texts(folder: Path) -> None:
     (folder / "broken.json").write_text('{"text": ["a",')
     (folder / "numbers.json").write_text("[1, 2, 3]")
     (folder / "empty.jsonl").write_text("")
-    picture = Image.fromarray(
-        np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
-    )
+    noise = np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise)
     for name in ("pictures", "no-pictures", "half-a-picture"):
         (folder / name).mkdir()
     picture.save(folder / "picture.png")
@@ -90,17 +92,24 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
             json.dumps(json.loads((path / "config.json").read_text()) | changes)
         )
 
-    def weights(
-        change: Callable[[str, torch.Tensor], torch.Tensor | None],
-    ) -> Callable[[Path], None]:
+    def weights(change: Change) -> Callable[[Path], None]:
         def write(path: Path) -> None:
-            changed = {
-                name: change(name, t) for name, t in load_file(path / "model.safetensors").items()
-            }
+            file = path / "model.safetensors"
+            changed = {name: change(name, t) for name, t in load_file(file).items()}
             kept = {name: t for name, t in changed.items() if t is not None}
-            save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+            save_file(kept, file, metadata={"format": "pt"})
 
         return write
+
+    def write(name: str, content: str) -> Callable[[Path], object]:
+        return lambda path: (path / name).write_text(content)
+
+    def shorter(path: Path) -> None:
+        file = path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
+
+    def nan(name: str, t: torch.Tensor) -> torch.Tensor:
+        return t * torch.nan if "layer.1.attention.self.query.weight" in name else t
 
     def fewer_words(path: Path) -> None:
         config(vocab_size=10)(path)
@@ -116,33 +125,21 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
 
     spoilt("no-tokenizer", wordless)
     spoilt("no-processor", lambda path: (path / "preprocessor_config.json").unlink(), of=vit)
-    spoilt("bad-tokenizer", lambda path: (path / "tokenizer.json").write_text("{"))
-    spoilt("bad-config", lambda path: (path / "config.json").write_text("{nothing"))
-    spoilt("list-config", lambda path: (path / "config.json").write_text("[1]"))
-    spoilt("empty-config", lambda path: (path / "config.json").write_text("{}"))
+    spoilt("bad-tokenizer", write("tokenizer.json", "{"))
+    spoilt("bad-config", write("config.json", "{nothing"))
+    spoilt("list-config", write("config.json", "[1]"))
+    spoilt("empty-config", write("config.json", "{}"))
     spoilt("unknown-type", config(model_type="mystery"))
     spoilt("odd-heads", config(num_attention_heads=5))
     spoilt("other-shapes", config(hidden_size=48))
     spoilt("fewer-words", fewer_words)
-    spoilt(
-        "truncated",
-        lambda path: (path / "model.safetensors").write_bytes(
-            (path / "model.safetensors").read_bytes()[:-1000]
-        ),
-    )
-    spoilt("no-bytes", lambda path: (path / "model.safetensors").write_bytes(b""))
+    spoilt("truncated", shorter)
+    spoilt("no-bytes", write("model.safetensors", ""))
     spoilt("no-weights", lambda path: (path / "model.safetensors").unlink())
     spoilt("missing", weights(lambda name, t: None if "layer.1" in name else t))
-    spoilt(
-        "nan-weights",
-        weights(
-            lambda name, t: t * torch.nan if "layer.1.attention.self.query.weight" in name else t
-        ),
-    )
-    spoilt(
-        "whole-numbers",
-        weights(lambda name, t: (10 * t).to(torch.int8) if "query.weight" in name else t),
-    )
+    spoilt("nan-weights", weights(nan))
+    whole = weights(lambda name, t: (10 * t).to(torch.int8) if "query.weight" in name else t)
+    spoilt("whole-numbers", whole)
     spoilt("pickled", pickled)
     spoilt("resnet", lambda path: build(no_attention).save_pretrained(path), of=vit)
     (folder / "adapter").mkdir()
@@ -153,15 +150,8 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
 
 def runs(folder: Path, bert: Path, text: Path) -> None:
     """Stores that are no runs, and runs that cannot be computed again."""
-    ds = lb.compare(
-        bert,
-        text,
-        out=folder / "run.zarr",
-        max_length=8,
-        bounds=["yudin", "castin"],
-        samples=2,
-        progress=False,
-    )
+    options = {"max_length": 8, "bounds": ["yudin", "castin"], "samples": 2, "progress": False}
+    ds = lb.compare(bert, text, out=folder / "run.zarr", **options)
     xr.Dataset({"a": ("x", [1.0])}).to_zarr(folder / "foreign.zarr", consolidated=False)
     (folder / "strange.zarr").mkdir()
     (folder / "strange.zarr" / "zarr.json").write_text("{")

@@ -19,13 +19,17 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture.rerun import (
     CAPTURE_TOLERANCE,
+    HEADS,
+    PROJECTION,
+    RETURN,
+    ModuleCopy,
     from_heads,
     probe_output,
     relative_error,
 )
 from lipbound.models.capture.seeing.call import Call, same_numbers
 from lipbound.models.capture.seeing.follower import Heads
-from lipbound.models.capture.streams import HEADS, PROJECTION, RETURN, Owner, Padding, owner_of
+from lipbound.models.capture.streams import Padding, owner_of
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 
@@ -48,7 +52,7 @@ def through_module(
     """
     owner, streams = owner_of(call, stream)
     until = _until(call)
-    error = _error(call, *owner(until=until))
+    error = _error(call, *owner.again(place=until))
     if stream not in streams.named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(streams.named))
     if stream not in streams.named:
@@ -62,7 +66,7 @@ def through_module(
 
     def cut(x: Tensor, until: str = until) -> tuple[Tensor, list[Heads]]:
         parts = x.split([t.shape[along] for t in tensors], along)
-        return owner(list(zip(tensors, parts, strict=True)), until=until)
+        return owner.again(list(zip(tensors, parts, strict=True)), until)
 
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
@@ -108,7 +112,7 @@ def through_module(
 
 
 def _output(
-    call: Call, owner: Owner, arrange: "Arrange", whole: Tensor, out: Tensor
+    call: Call, owner: ModuleCopy, arrange: "Arrange", whole: Tensor, out: Tensor
 ) -> tuple[Tensor | None, bool]:
     """Return slices of the output projection where known, and whether no other map follows.
 
@@ -144,7 +148,7 @@ def _until(call: Call) -> str:
 
 
 def _details(
-    call: Call, owner: Owner, out: Tensor, heads: list[Heads], held: bool
+    call: Call, owner: ModuleCopy, out: Tensor, heads: list[Heads], held: bool
 ) -> tuple[str, ...]:
     """Return what there is to say of the outputs of heads, in words."""
     found, raws = [], torch.cat([one.raw.flatten() for one in heads])

@@ -3,8 +3,8 @@
 The model runs with an attention function of our own (`lipbound.models.capture.seeing.interface`),
 which records what it is handed and lets the model's own eager attention do the computing. The
 projections are read off by probing (`lipbound.models.capture.probing`), whatever the architecture.
-Every capture is checked against the model: rebuilt q, k, v against those of the forward pass, and
-rebuilt head outputs against a second pass through the model's untouched eager attention.
+Every capture is checked against the model: rebuilt q, k, v and head outputs against those of the
+forward pass, and that pass against a second one through the model's untouched eager attention.
 """
 
 import re
@@ -26,10 +26,10 @@ from lipbound.models.capture import verification
 from lipbound.models.capture.automatic import through_module
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe, score_parts
 from lipbound.models.capture.seeing import interface, recording
-from lipbound.models.capture.seeing.call import INTERFACE, Call
+from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.streams import Padding, of_stream, stream_names
 from lipbound.models.capture.token_steps import Seen, surroundings, watching
-from lipbound.models.capture.verification import OwnOutputs, assemble
+from lipbound.models.capture.verification import assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
 from lipbound.models.in_memory import bare_module, measurable, named_inputs
 from lipbound.models.offload import is_offloaded
@@ -97,8 +97,8 @@ class Capturer:
     _name: str = interface.RECORDING_ATTENTION
     _weights: dict[Row, ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
-    _verified: dict[tuple[bool, str, int], float] = field(default_factory=dict)
-    """Errors of calls, by whether they have padding, the module, and its calls before."""
+    _verified: set[tuple[bool, str, int]] = field(default_factory=set)
+    """Calls that were compared: whether they have padding, the module, and its calls before."""
     _told: set[tuple[str, str]] = field(default_factory=set)
     _work: float = 0.0
     """Floating-point operations of a forward pass."""
@@ -151,13 +151,11 @@ class Capturer:
         of_chosen = [calls[i] for i in sorted({rows[i].call for i in chosen})]
         self._note(*notes, *verification.about_padding(plain), *verification.about_zeros(of_chosen))
         with threads_for(self._work):
-            own = self._own_outputs(inputs, calls, {rows[i].call for i in chosen})
-        for i, found in own.items():
-            verification.check_pass(calls[i], found)
+            self._check_pass(inputs, of_chosen)
         for i in chosen:
             with self._recording():
                 row, call = rows[i], calls[rows[i].call]
-                layer = self._in_closed_form(i, row, closed[i], own.get(row.call), seen)
+                layer = self._in_closed_form(i, row, closed[i], seen)
                 layer = layer or self._automatic(i, row, call, closed[i].reason, padding)
             yield layer
 
@@ -185,7 +183,7 @@ class Capturer:
         return replace(call, reason=verification.forbidden(call))
 
     def _in_closed_form(
-        self, i: int, row: Row, call: Call, own: OwnOutputs | None, seen: Sequence[Seen]
+        self, i: int, row: Row, call: Call, seen: Sequence[Seen]
     ) -> LayerCapture | None:
         """Return the layer of a row; None, and the call's reason, where it has no closed form.
 
@@ -211,9 +209,6 @@ class Capturer:
                     raise
                 attention = assemble(call, weights, late=True)
                 error = verification.check_rebuilt(call, attention, weights)
-            if own is not None and call.way == INTERFACE:
-                found = verification.verify_outputs(call, attention, own)
-                self._verified[call.valid_keys is not None, call.name, call.turn] = found
         except CaptureError as why:
             if isinstance(why, DifferentPositionsError) and call.samples > 1:
                 raise
@@ -223,10 +218,8 @@ class Capturer:
         attention.surroundings = surroundings(attention, seen) if known else None
         # of all layers at once they would fill the memory
         attention.cache.drop("p", "weights", "out")
-        places = [(padded, call.name, call.turn) for padded in (False, True)]
-        errors = [error, *(self._verified[k] for k in places if k in self._verified)]
         windows = max(1, attention.samples // call.samples)
-        return LayerCapture(i, call.name, attention, max(errors), windows)
+        return LayerCapture(i, call.name, attention, error, windows)
 
     def _automatic(self, i: int, row: Row, call: Call, why: str, padding: Padding) -> LayerCapture:
         """Return a layer as a function of one of its streams.
@@ -272,24 +265,18 @@ class Capturer:
         self.notes += new
         tell(*new)
 
-    def _own_outputs(
-        self, inputs: Mapping[str, Tensor], calls: list[Call], wanted: Collection[int]
-    ) -> dict[int, OwnOutputs]:
-        """Return the model's own outputs of layers not yet verified.
-
-        A layer is verified once without padding, once with.
-        """
-        samples: dict[int, list[int]] = {}
-        for i in sorted(wanted):
-            valid = calls[i].valid_keys
-            if (valid is not None, calls[i].name, calls[i].turn) not in self._verified:
+    def _check_pass(self, inputs: Mapping[str, Tensor], calls: Sequence[Call]) -> None:
+        """Compare calls with the model's own, each once without padding, and once with."""
+        samples: dict[int, list[Call]] = {}
+        keys = [(call.valid_keys is not None, call.name, call.turn) for call in calls]
+        for call, key in zip(calls, keys, strict=True):
+            if key not in self._verified:
+                valid = call.valid_keys
                 sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
-                samples.setdefault(sample, []).append(i)
-        found: dict[int, OwnOutputs] = {}
+                samples.setdefault(sample, []).append(call)
         for sample, some in sorted(samples.items()):
-            seen = verification.own_outputs(self.model, inputs, [calls[i] for i in some], sample)
-            found |= dict(zip(some, seen, strict=True))
-        return found
+            verification.check_pass(self.model, inputs, some, sample)
+        self._verified.update(keys)
 
     def _probed(self, row: Row, call: Call) -> ProbedWeights:
         weights = self._weights.get(row)

@@ -21,8 +21,8 @@ from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture import token_steps
 from lipbound.models.capture.rerun import (
+    QKV,
     ModuleCopy,
-    Stopped,
     affine,
     on_units,
     probe_gate,
@@ -30,7 +30,7 @@ from lipbound.models.capture.rerun import (
     same_values,
 )
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, Call
-from lipbound.models.capture.seeing.follower import Follower, Heads, in_heads
+from lipbound.models.capture.seeing.follower import in_heads
 from lipbound.models.capture.token_steps import NOISE, ROTATION_TOLERANCE
 
 ADDED = ("mask", "position_bias")
@@ -116,27 +116,7 @@ class ProbedWeights:
         return same_values(mine, call.run.kwargs.get(POSITIONS))
 
 
-class _AtAttention(Follower):
-    """Stops at attention of the make of a call, with q, k, v, and what else is handed over."""
-
-    def __init__(self, call: Call):
-        super().__init__()
-        self._call, self._parts = call, list[Heads]()
-
-    def asked(self, heads: Heads) -> None:
-        if heads.way == self._call.way and self._call.form is None:
-            others = {"mask": heads.mask, "scale": heads.scale, **heads.extras}
-            raise Stopped((heads.q[0], heads.k[0], heads.v), others)
-
-    def computed(self, heads: Heads) -> None:
-        self._parts += [heads] if heads.way == self._call.way else []
-        form, done = self._call.form, len(self._parts) == len(self._call.pieces)
-        if form is not None and done and (forms := in_heads(self._parts, form)):
-            name = "scores" if self._call.way == BY_HAND else "mask"
-            raise Stopped(forms[:3], {name: forms[4], "scale": heads.scale})
-
-
-class ProbedLayer:
+class ProbedLayer(ModuleCopy):
     """A copy of the layer of a call, in float64, stopped where it computes attention.
 
     Attributes:
@@ -144,16 +124,17 @@ class ProbedLayer:
     """
 
     def __init__(self, call: Call):
-        self._call, self._positions = call, call.run.kwargs.get(POSITIONS)
-        given = () if self._positions is None else self._positions
-        self._tables = (given,) if isinstance(given, Tensor) else given
-        pair = isinstance(given, tuple | list) and len(given) in (0, 2)
-        if not (isinstance(given, Tensor) or (pair and all(isinstance(t, Tensor) for t in given))):
+        given: Any = call.run.kwargs.get(POSITIONS)
+        self._positions = given
+        self._tables = () if given is None else (given,) if isinstance(given, Tensor) else given
+        pair = isinstance(given, tuple | list) and len(given) == 2
+        tensors = pair and all(isinstance(t, Tensor) for t in given)
+        if not (given is None or isinstance(given, Tensor) or tensors):
             raise call.unsupported(
                 f"is given positions of an unknown make ({type(given).__name__})"
             )
-        self._copy = ModuleCopy(call.run, call)
-        self.stubs = token_steps.stub_norms(self._copy.module)
+        super().__init__(call, call.run)
+        self.stubs = token_steps.stub_norms(self.module)
 
     def seen(self, tokens: Tensor, *, turned: bool = True) -> tuple[Tensors, dict[str, Any]]:
         """Return q, k, v of tokens, and what else attention is handed.
@@ -165,11 +146,16 @@ class ProbedLayer:
         named = {}
         if not turned and self._positions is not None:
             named = {POSITIONS: _unturned(self._positions)}
-        end = self._copy.with_tokens(_AtAttention(self._call), tokens, **named)
-        if not isinstance(end, Stopped):
-            raise CaptureError(f"layer {self._call.name}: probing did not reach its attention")
-        qkv, others = end.args
-        return qkv, others
+        parts, form = self.with_tokens(tokens, QKV, **named)[1], self.call.form
+        one = parts[0]
+        if form is None:
+            others = {"mask": one.mask, "scale": one.scale, **one.extras}
+            return (one.q[0], one.k[0], one.v), others | {"scores": one.scores}
+        forms = in_heads(parts, form)
+        if not forms:
+            raise self.call.unsupported("computes other attention when it is run by itself")
+        name = "scores" if self.call.way == BY_HAND else "mask"
+        return forms[:3], {name: forms[4], "scale": one.scale}
 
     def projections(self, tokens: Tensor, *, turned: bool = False) -> Tensors:
         """Return q, k, v of tokens.
@@ -185,15 +171,15 @@ class ProbedLayer:
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Return random tokens, (samples, N, D), float64."""
-        x = torch.randn(self._call.x.shape, generator=generator, dtype=torch.float64)
-        return x.to(self._call.q.device)
+        x = torch.randn(self.call.x.shape, generator=generator, dtype=torch.float64)
+        return x.to(self.call.q.device)
 
     def refuse_what_depends_on_tokens(self) -> bool:
         """Return whether masks or biases change with the tokens, and refuse what else does.
 
         Their derivative would be missed, which no forward pass shows.
         """
-        if self._call.way == BY_HAND:
+        if self.call.way == BY_HAND:
             return True
         generator = torch.Generator().manual_seed(1)
         first, second = (self.seen(self.random(generator))[1] for _ in range(2))
@@ -201,7 +187,7 @@ class ProbedLayer:
         for name in changed:
             if name not in ADDED:
                 what = name.replace("_", " ")
-                raise self._call.unsupported(f"computes its {what} from its tokens")
+                raise self.call.unsupported(f"computes its {what} from its tokens")
         return bool(changed)
 
     def turns(self, known: Iterable[Turns] = ()) -> Turns | None:
@@ -217,9 +203,9 @@ class ProbedLayer:
         Raises:
             DifferentPositionsError: they differ from sample to sample.
         """
-        given, d, n = self._positions, self._call.q.shape[-1], self._call.x.shape[1]
+        given, d, n = self._positions, self.call.q.shape[-1], self.call.x.shape[1]
         if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in self._tables):
-            raise self._call.unsupported(
+            raise self.call.unsupported(
                 "is given samples with different positions (pad on the right, or give one by one)",
                 DifferentPositionsError,
             )
@@ -252,15 +238,15 @@ class ProbedLayer:
             return None
 
     def refuse_added_positions(self) -> None:
-        """Refuse layers that make other queries, keys or values of zero tokens at each position."""
+        """Refuse layers in which the position changes what is made of a token that is zero."""
         some = self.random(torch.Generator().manual_seed(5))
         made, other = (self.projections(t, turned=True) for t in (torch.zeros_like(some), some))
-        for side in ("qkv".index(name) for name in self._call.sides):
+        for side in ("qkv".index(name) for name in self.call.sides):
             if len(made[side]) != some[..., 0].numel():
-                raise self._call.unsupported("has queries, keys or values whose axes are not known")
+                raise self.call.unsupported("has queries, keys or values whose axes are not known")
             moved = (made[side] - made[side][:1]).abs().amax()
             if bool(moved > ROTATION_TOLERANCE * other[side].abs().amax()):
-                raise self._call.unsupported(
+                raise self.call.unsupported(
                     "makes other queries, keys or values of the same token at other positions (as "
                     "where positions are added to tokens)"
                 )
@@ -393,6 +379,6 @@ def _scores(call: Call, layer: ProbedLayer, tokens: Tensor) -> tuple[Tensor, Ten
 
 
 def _less_common(t: Tensor, hidden: Tensor) -> Tensor:
-    """Return rows less their means over what is not hidden, which is zero in t."""
+    """Subtract from each row its mean over keys that are not hidden; hidden entries of t are 0."""
     mean = t.sum(-1, keepdim=True) / (~hidden).sum(-1, keepdim=True).clamp_min(1)
     return (t - mean).masked_fill(hidden, 0.0)

@@ -8,6 +8,7 @@ again with other outputs in the place of its heads'.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
@@ -15,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache
 
 from lipbound.attention.variants.gate import Gate
 from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.capture.seeing.call import (
+    BY_HAND,
     Call,
     ModuleRun,
     first_tensor,
@@ -28,7 +31,12 @@ from lipbound.models.capture.seeing.call import (
     samples_first,
 )
 from lipbound.models.capture.seeing.follower import Follower, Form, Heads, outputs_of
-from lipbound.models.capture.seeing.interface import RAISED, copied_state, unmoved
+from lipbound.models.capture.seeing.interface import (
+    RAISED,
+    copied_state,
+    plain_attention,
+    unmoved,
+)
 from lipbound.models.offload import plain_copy
 from lipbound.models.other_libraries import first_line
 
@@ -38,6 +46,11 @@ CAPTURE_TOLERANCE = 1e-4
 Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude.
 """
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+QKV, HEADS, PROJECTION, RETURN = "qkv", "heads", "projection", "return"
+"""Where a pass stops: when attention is asked for, behind it, before its outputs are projected, or
+at its end."""
 
 
 class Stopped(Exception):
@@ -92,15 +105,72 @@ def _is_narrow(value: object) -> bool:
     return isinstance(value, torch.dtype) and value in NARROW
 
 
+class _UpTo(Follower):
+    """Stops a pass at a place of a layer's attention, and may put other outputs of heads there.
+
+    Args:
+        call: of the layer.
+        position: number of calls of attention before it.
+        place: of `QKV`, `HEADS`, `PROJECTION` and `RETURN`.
+        outputs: (samples, N, heads, d_v), in the place of what heads make; of a layer of one call.
+    """
+
+    fused = staticmethod(plain_attention)
+
+    def __init__(self, call: Call, position: int, place: str, outputs: Tensor | None = None):
+        super().__init__(call.adds)
+        self._call, self._place, self._outputs = call, place, outputs
+        self._form = call.form or Form(call.out.shape[2])
+        self.numbers = [position + piece for piece in call.pieces]
+        self.found: list[Heads] = []
+
+    def _is_last(self) -> bool:
+        return len(self.found) > max(self.numbers)
+
+    def asked(self, heads: Heads) -> None:
+        before = self._place == QKV and self._call.form is None
+        if before and heads.way == self._call.way and len(self.found) == self.numbers[0]:
+            self.found.append(heads)
+            raise Stopped(None)
+
+    def computed(self, heads: Heads) -> Tensor | None:
+        self.found.append(heads)
+        if self._place in (QKV, HEADS) and self._is_last():
+            raise Stopped(None if self._place == QKV else outputs_of(heads, self._form))
+        if self._outputs is None:
+            return None
+        made, new = outputs_of(heads, self._form), heads.raw.clone()
+        assert made is not None
+        start = made.storage_offset() - heads.raw.storage_offset()
+        new.as_strided(made.shape, made.stride(), start).copy_(self._outputs)
+        return new
+
+    def projected(self, x: Tensor, heads: Heads) -> None:
+        done = self._place == PROJECTION and self._is_last()
+        if done and self.found[self.numbers[0]] in heads.calls:
+            raise Stopped(x)
+
+    def given(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Do the same before the hooks of a module that is given outputs of heads."""
+        if args and isinstance(heads := self.kind(args[0]), Heads):
+            self.projected(args[0], heads)
+
+
+class _ThroughPython(TorchDispatchMode):
+    """Lets operations of scripted functions (torch.jit.script) be followed as all others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class ModuleCopy:
     """A copy of a module in float64, which is run again with what the module was given.
 
     Tensors that it was given several times over, as copies, are one.
 
     Args:
-        run: of the module, with the arguments that it was given.
-        call: of attention in it, which errors name.
-        position: number of calls of attention before that in the run.
+        call: of attention in it.
+        run: of the module, around the call, with the arguments that it was given.
 
     Attributes:
         inputs: the floating-point tensors that it was given.
@@ -109,8 +179,9 @@ class ModuleCopy:
 
     detaches = False
 
-    def __init__(self, run: ModuleRun, call: Call, position: int = 0):
-        self.run, self.call, self.position = run, call, position
+    def __init__(self, call: Call, run: ModuleRun):
+        self.run, self.call = run, call
+        self._position = next(before for one, before in call.around if one is run)
         self.module = self._copied(run.module)
         # modules may be arguments, too, such as biases of relative positions
         self._given = tree_map(self._copied, (run.args, run.kwargs))
@@ -128,28 +199,47 @@ class ModuleCopy:
         return plain_copy(value).to(self.call.q.device).double().requires_grad_(False)
 
     def again(
-        self, follower: Follower, changed: Iterable[tuple[Tensor, Tensor]] = (), **named: Any
-    ) -> Any:
-        """Return what the module returns, or the `Stopped` that ends the pass before.
+        self,
+        changed: Iterable[tuple[Tensor, Tensor]] = (),
+        place: str = PROJECTION,
+        outputs: Tensor | None = None,
+        **named: Any,
+    ) -> tuple[Any, list[Heads]]:
+        """Run the module with other inputs up to some place.
 
         Args:
-            follower: sees attention in the pass.
             changed: pairs of a tensor that the module was given, and one in float64 in its place.
+            place: what is wanted: nothing beside the calls for `QKV`; outputs of heads as (samples,
+                N, heads, d_v) for `HEADS` (of a layer of one call); what the output projection is
+                given, or else the module returns, for `PROJECTION`; that for `RETURN`.
+            outputs: of heads, in the place of what they make.
             named: other arguments that are exchanged.
 
+        Returns:
+            The tensor, and the calls of attention that make up the layer.
+
         Raises:
-            CaptureError: it cannot be run by itself.
+            CaptureError: it cannot be run by itself, or computes no such attention.
         """
+        follower, casts = _UpTo(self.call, self._position, place, outputs), WithoutCasts()
         new = {id(self._first[id(old)]): new for old, new in changed}
         replaced = {key: new[id(t)] for key, t in self._first.items() if id(t) in new}
         args, kwargs = self._given
         args, kwargs = tree_map(partial(_exchanged, replaced), (args, {**kwargs, **named}))
-        casts = WithoutCasts()
+        end: Any = None
         try:
-            with unmoved(self.module), follower, casts:
-                return self.module(*args, **kwargs)
-        except Stopped as end:
-            return end
+            with ExitStack() as around:
+                if (inner := self._projection()) is not None:
+                    hook = inner.register_forward_pre_hook(follower.given, prepend=True)
+                    around.enter_context(hook)
+                if self.call.way == BY_HAND:
+                    way: Any = _ThroughPython
+                    around.enter_context(way())
+                for one in (unmoved(self.module), follower, casts):
+                    around.enter_context(one)
+                end = self.module(*args, **kwargs)
+        except Stopped as stopped:
+            end = stopped
         except LipboundError:
             raise
         except RAISED as error:
@@ -158,14 +248,34 @@ class ModuleCopy:
             ) from error
         finally:
             self.detaches |= casts.detached
+        if len(follower.found) <= max(follower.numbers):
+            raise self.call.unsupported("computes no attention when it is run by itself")
+        parts = [follower.found[number] for number in follower.numbers]
+        if isinstance(end, Stopped):
+            return end.args[0], parts
+        if place == RETURN and (returned := first_tensor(end)) is not None:
+            return returned, parts
+        kinds = [(t, follower.kind(t)) for t in tree_leaves(end)]
+        made = [t for t, kind in kinds if isinstance(kind, Heads) and parts == [*kind.calls]]
+        if not made and len(parts) > 1:
+            raise self.call.unsupported(f"calls attention {len(parts)} times when it runs")
+        return next(iter(made), parts[0].raw), parts
 
-    def with_tokens(self, follower: Follower, tokens: Tensor, **named: Any) -> Any:
-        """Return the same as `again` with the call's tokens, (samples, N, D), exchanged."""
+    def _projection(self) -> nn.Module | None:
+        """Return the module in this one that is given the outputs of heads."""
+        run, start = self.call.projection, f"{self.run.name}." if self.run.name else ""
+        inside = run is not None and run.name != self.run.name and run.name.startswith(start)
+        return self.module.get_submodule(run.name[len(start) :]) if run and inside else None
+
+    def with_tokens(
+        self, tokens: Tensor, place: str, outputs: Tensor | None = None, **named: Any
+    ) -> tuple[Any, list[Heads]]:
+        """Run it up to some place with the call's tokens, (samples, N, D), exchanged."""
         given = self.call.given
         assert isinstance(given, Tensor)
         if samples_first(given, *self.call.shape) is not given:
             tokens = tokens.transpose(0, 1)
-        return self.again(follower, [(given, tokens.reshape(given.shape))], **named)
+        return self.again([(given, tokens.reshape(given.shape))], place, outputs, **named)
 
 
 def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
@@ -223,37 +333,12 @@ CHECKED = 64
 """Number of recorded outputs of all heads that tell whether their projection is affine."""
 
 
-class _OtherHeads(Follower):
-    """Puts other outputs of heads, (samples, N, heads, d_v), in the place of a call's own.
-
-    Args:
-        call: in a module that calls attention once.
-        outputs: in the place of its own.
-        stops: whether to stop where they are projected.
-    """
-
-    def __init__(self, call: Call, outputs: Tensor, stops: bool = False):
-        super().__init__(call.adds)
-        self._outputs, self._stops = outputs, stops
-        self._form = call.form or Form(outputs.shape[2])
-
-    def computed(self, heads: Heads) -> Tensor:
-        place, new = outputs_of(heads, self._form), heads.raw.clone()
-        assert place is not None
-        start = place.storage_offset() - heads.raw.storage_offset()
-        new.as_strided(place.shape, place.stride(), start).copy_(self._outputs)
-        return new
-
-    def projected(self, x: Tensor, heads: Heads) -> None:
-        if self._stops:
-            raise Stopped(x.reshape(self._outputs.shape))
-
-
 def probe_output(call: Call, heads: Tensor) -> Tensor | None:
     """Return the map of the heads' outputs to what their module returns, (heads, d_v, D_out).
 
-    Where it returns these outputs themselves, or a block around them with a residual connection or
-    a normalisation, it is that of the module which projects them. None where there is no such map.
+    Where the module returns the heads' outputs as they are, or a whole block with a residual
+    connection or a normalisation, it is the map of the module that projects them. None where there
+    is no such map.
 
     Args:
         call: of the layer.
@@ -338,18 +423,16 @@ def _through(call: Call, run: ModuleRun) -> Tensor | None:
     heads = call.out.double().nan_to_num() * real[..., None, None]
     flat = heads[real].flatten(1)
 
-    def rows(returned: object) -> Tensor:
-        y = first_tensor(returned)
+    def rows(y: Tensor | None) -> Tensor:
         if y is None or y.numel() % (s * n):
             raise CaptureError("its tokens are not known")
         return samples_first(y, s, n).reshape(s, n, -1)[real].double()
 
     def made(outputs: Tensor, others: Iterable[tuple[Tensor, Tensor]] = ()) -> Tensor:
-        follower = _OtherHeads(call, outputs.reshape(call.out.shape))
-        return rows(copy.again(follower, others))
+        return rows(copy.again(others, RETURN, outputs.reshape(call.out.shape))[0])
 
     try:
-        copy = ModuleCopy(run, call)
+        copy = ModuleCopy(call, run)
         zero, own, twice = (made(factor * heads) for factor in (0.0, 1.0, 2.0))
         alike, linear = made(heads[real][:1].expand(s, n, -1, -1)) - zero, own - zero
         if _close(rows(run.returned), own) and _close(twice - zero, 2 * linear):
@@ -380,15 +463,12 @@ def probe_gate(call: Call) -> Gate | None:
     """
     if not call.gated or call.projected is None:
         return None
-    layer = ModuleCopy(call.run, call)
+    layer = ModuleCopy(call, call.run)
 
     def logits(tokens: Tensor) -> list[Tensor]:
         outputs = torch.ones_like(call.out, dtype=torch.float64)
-        others = (_OtherHeads(call, size * outputs, True) for size in (1.0, 2.0))
-        ends = [layer.with_tokens(one, tokens) for one in others]
-        if not all(isinstance(end, Stopped) for end in ends):
-            raise call.unsupported(call.changed)
-        one, two = (end.args[0] for end in ends)
+        ends = [layer.with_tokens(tokens, PROJECTION, size * outputs)[0] for size in (1.0, 2.0)]
+        one, two = (end.reshape(outputs.shape) for end in ends)
         off = float((two - 2 * one).abs().amax())
         if not (bool((one > 0).all() and (one < 1).all()) and off <= CAPTURE_TOLERANCE):
             raise call.unsupported(call.changed)

@@ -2,114 +2,21 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.rerun import ModuleCopy, Stopped, from_heads
+from lipbound.models.capture.rerun import ModuleCopy, from_heads
 from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
-from lipbound.models.capture.seeing.follower import Follower, Form, Heads, outputs_of
-from lipbound.models.capture.seeing.interface import plain_attention
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
 SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
 """The sides that are made of each stream: of cross-attention queries, or keys and values."""
-
-
-HEADS, PROJECTION, RETURN = "heads", "projection", "return"
-"""Where a pass stops: behind attention, before its outputs are projected, or at its end."""
-
-
-class _UpTo(Follower):
-    """Stops behind the calls of a layer in a pass, or where the outputs of heads are projected.
-
-    Args:
-        call: that is looked for.
-        position: number of calls before it.
-        until: `HEADS` (of a layer of one call), `PROJECTION` or `RETURN`.
-    """
-
-    fused = staticmethod(plain_attention)
-
-    def __init__(self, call: Call, position: int, until: str):
-        super().__init__(call.adds)
-        self._call, self._until = call, until
-        self.places = [position + place for place in call.pieces]
-        self.found: list[Heads] = []
-
-    def computed(self, heads: Heads) -> None:
-        self.found.append(heads)
-        if self._until == HEADS and len(self.found) > max(self.places):
-            raise Stopped(outputs_of(heads, self._call.form or Form(self._call.out.shape[2])))
-
-    def projected(self, x: Tensor, heads: Heads) -> None:
-        done = self._until == PROJECTION and len(self.found) > max(self.places)
-        if done and self.found[self.places[0]] in heads.calls:
-            raise Stopped(x)
-
-    def given(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Do the same before the hooks of a module that is given them."""
-        if args and isinstance(heads := self.kind(args[0]), Heads):
-            self.projected(args[0], heads)
-
-
-class ThroughPython(TorchDispatchMode):
-    """Lets operations of scripted functions (torch.jit.script) be followed as all others."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Owner(ModuleCopy):
-    """A module in float64, run again with other tokens up to one of its calls of attention."""
-
-    def __call__(
-        self, changed: Sequence[tuple[Tensor, Tensor]] = (), *, until: str = PROJECTION
-    ) -> tuple[Tensor, list[Heads]]:
-        """Return what the output projection is given, or else the module returns, and its calls.
-
-        Args:
-            changed: pairs of a tensor that it was given, and one in float64 in its place.
-            until: another place, whose tensor is returned: outputs of heads as (samples, N, heads,
-                d_v) for `HEADS`, what the module returns for `RETURN`.
-
-        Raises:
-            CaptureError: it cannot be run by itself, or computes no such attention.
-        """
-        follower = _UpTo(self.call, self.position, until)
-        with ExitStack() as hooks:
-            if (inner := self._projection()) is not None:
-                hooks.enter_context(inner.register_forward_pre_hook(follower.given, prepend=True))
-            if self.call.way == BY_HAND:
-                way: Any = ThroughPython
-                hooks.enter_context(way())
-            end = self.again(follower, changed)
-        if len(follower.found) <= max(follower.places):
-            raise self.call.unsupported("computes no attention when it is run by itself")
-        parts = [follower.found[place] for place in follower.places]
-        if isinstance(end, Stopped):
-            return end.args[0], parts
-        tensors = [t for t in tree_leaves(end) if isinstance(t, Tensor)]
-        if until == RETURN and tensors:
-            return tensors[0], parts
-        kinds = [(t, follower.kind(t)) for t in tensors]
-        made = [t for t, kind in kinds if isinstance(kind, Heads) and parts == [*kind.calls]]
-        if not made and len(parts) > 1:
-            raise self.call.unsupported(f"calls attention {len(parts)} times when it runs")
-        return next(iter(made), parts[0].raw), parts
-
-    def _projection(self) -> nn.Module | None:
-        """Return the module in this one that is given the outputs of heads."""
-        run, start = self.call.projection, f"{self.run.name}." if self.run.name else ""
-        inside = run is not None and run.name != self.run.name and run.name.startswith(start)
-        return self.module.get_submodule(run.name[len(start) :]) if run and inside else None
 
 
 @dataclass
@@ -132,10 +39,10 @@ class Streams:
     held: bool
 
 
-def _streams(owner: Owner) -> Streams:
+def _streams(owner: ModuleCopy) -> Streams:
     leaves = [t.detach().double().requires_grad_() for t in owner.inputs]
     with torch.enable_grad():
-        parts = owner(list(zip(owner.inputs, leaves, strict=True)))[1]
+        parts = owner.again(list(zip(owner.inputs, leaves, strict=True)))[1]
         some = zip(*((one.q, one.k, (one.v,)) for one in parts), strict=True)
         made = [_sources([*chain(*side)], leaves) for side in some]
     q, k, v = ([owner.inputs[i] for i in side] for side in made)
@@ -184,7 +91,7 @@ def _is_side_input(name: str) -> bool:
     return any(word in name for word in ("mask", "pos", "bias", "cos", "sin", "rot", "freq"))
 
 
-def owner_of(call: Call, stream: str = INPUT) -> tuple[Owner, Streams]:
+def owner_of(call: Call, stream: str = INPUT) -> tuple[ModuleCopy, Streams]:
     """Return the innermost module whose inputs determine a call's queries, keys and values.
 
     Where it is given several tensors, the block around it may have made them of the one that it was
@@ -193,7 +100,7 @@ def owner_of(call: Call, stream: str = INPUT) -> tuple[Owner, Streams]:
     Raises:
         CaptureError: no module around the call can be run by itself, or depends on its inputs.
     """
-    found: tuple[Owner, Streams] | None = None
+    found: tuple[ModuleCopy, Streams] | None = None
     refused: CaptureError | None = None
     for level, (run, position) in enumerate(call.around):
         memory = found[1].named[MEMORY] if found else []
@@ -203,7 +110,7 @@ def owner_of(call: Call, stream: str = INPUT) -> tuple[Owner, Streams]:
         if level and others and not several:
             break
         try:
-            owner = Owner(run, call, position)
+            owner = ModuleCopy(call, run)
             streams = _streams(owner)
         except CaptureError as error:
             refused = refused or error

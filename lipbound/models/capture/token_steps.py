@@ -85,7 +85,7 @@ def _real(t: Tensor, att: Attention) -> Tensor:
 
 
 def _constant(difference: Tensor, out: Tensor, att: Attention) -> bool:
-    """Return whether a difference is the same for every token: the output bias."""
+    """Return whether a difference is the same for every token, as an output bias is."""
     rest, size = _real(difference, att), float(_real(out, att).abs().amax())
     if len(rest) < 2:
         return False  # one token shows nothing
@@ -121,7 +121,7 @@ def eps_of(norm: nn.Module, dtype: torch.dtype) -> float:
 
 
 NOISE = 1e-9
-"""Entries of the fitted maps, relative to 1, up to which (or ten misfits) they are zero."""
+"""Size of an entry of a fitted map, or ten times the error of the fit, that counts as zero."""
 ROTATION_TOLERANCE = 1e-5
 """Largest difference of a fitted map and a rotation; models that turn in float32 leave 1e-7."""
 CENTRED = 1e-5
@@ -135,9 +135,9 @@ Project = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class NormStub(nn.Module):
-    """A stand-in for a normalisation, which passes vectors through or does what it is told.
+    """A stand-in for a normalisation that does its linear part only, or what ``act`` does.
 
-    Passing, it takes their mean away if the normalisation does, and multiplies by its gains where
+    The linear part takes the mean away if the normalisation does, and multiplies by its gains where
     these are known.
 
     Attributes:

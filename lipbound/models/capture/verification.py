@@ -7,7 +7,7 @@ attention makes. A sample also runs alone, or with a cache, and its head outputs
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lipbound.attention.validation import sees_some_key
 from lipbound.attention.variants.other_stream import OtherStream
 from lipbound.errors import AttentionError, CaptureError, UnfaithfulPassError
 from lipbound.models.capture.probing import ProbedWeights
-from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, from_heads, relative_error
+from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
 from lipbound.models.capture.seeing import interface
 from lipbound.models.capture.seeing.call import INTERFACE, Call, first_tensor, listed
 from lipbound.models.capture.seeing.recording import record
@@ -237,31 +237,27 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
     return max(error, _tolerated(call, difference))
 
 
-class OwnOutputs(NamedTuple):
-    """Output and input of a model's own eager attention at a sample; None where unknown."""
-
-    outputs: Tensor | None
-    x: Tensor | None
-    sample: int
-
-
-def own_outputs(
+def check_pass(
     model: nn.Module, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int
-) -> list[OwnOutputs]:
-    """Run one sample through the model's untouched eager attention; all where none uses it.
+) -> None:
+    """Check that a recorded pass is what the model computes by itself.
+
+    One sample, or all where none uses transformers' interface, runs through its untouched eager
+    attention.
 
     Args:
         model: that was captured.
         inputs: of all samples.
-        calls: of the layers to compare.
+        calls: recorded, of the layers to compare.
         sample: its number.
 
-    Returns:
-        What was seen for each call, on the device of its tensors.
+    Raises:
+        UnfaithfulPassError: it is not.
     """
-    entered: dict[nn.Module, list[Any]] = {c.consumer: [] for c in calls if c.consumer is not None}
-    entered |= {c.module: [] for c in calls}
-    returned: dict[nn.Module, list[Any]] = {c.module: [] for c in calls}
+    consumers = (call.consumer for call in calls if call.consumer is not None)
+    entered: dict[nn.Module, list[Any]] = {module: [] for module in consumers}
+    entered |= {call.module: [] for call in calls}
+    returned: dict[nn.Module, list[Any]] = {call.module: [] for call in calls}
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered[module].append(args[0] if args else kwargs.get("hidden_states"))
@@ -271,8 +267,7 @@ def own_outputs(
 
     samples = calls[0].samples
     # which axis of others' inputs counts samples is not known
-    known = any(call.way == INTERFACE for call in calls)
-    whole = not known or samples == 1
+    whole = samples == 1 or all(call.way != INTERFACE for call in calls)
     # eager attention adds True and False as numbers
     name = "sdpa" if any(call.boolean for call in calls) else "eager"
     with interface.implementation(model, name), ExitStack() as hooks:
@@ -290,18 +285,59 @@ def own_outputs(
                     found.clear()
         if whole:
             interface.forward(model, inputs)
+    part = slice(None) if whole else slice(sample, sample + 1)
+    for call in calls:
+        run = call.run
+        given = run.args[0] if run.args else run.kwargs.get("hidden_states")
+        if _apart(call, given, entered[call.module], part) > CAPTURE_TOLERANCE:
+            raise call.unsupported(
+                "is given other token vectors when the model runs on one sample of the same "
+                "inputs: it draws random numbers in evaluation, or one sample changes with the "
+                "others (give it the random numbers where it takes them as an input, or one "
+                "sample)",
+                UnfaithfulPassError,
+            )
+        made, own, floor = run.returned, returned[call.module], None
+        if call.consumer is not None:
+            made, own = call.projected if call.gated else call.out, entered[call.consumer]
+            groups = call.out.shape[2] // call.v.shape[1]
+            floor = call.v.abs().amax((0, -1, -2)).repeat_interleave(groups)
+        off = _apart(call, made, own, part, floor)
+        if off > CAPTURE_TOLERANCE and not call.boolean:
+            raise UnfaithfulPassError(
+                f"layer {call.name}: what it computes when it is captured differs from the model's "
+                f"own eager attention by {off:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e})"
+            )
 
-    def of(call: Call, found: list[Any]) -> Tensor | None:
-        own = found[call.turn] if call.turn < len(found) else None
-        if not isinstance(own, Tensor):
-            return None
-        if whole and known and own.ndim > 1 and not len(own) % samples:
-            own = own.unflatten(0, (samples, -1))[sample]
-        return own.to(call.q.device)
 
-    outputs = [returned[c.module] if c.consumer is None else entered[c.consumer] for c in calls]
-    pairs = zip(calls, outputs, strict=True)
-    return [OwnOutputs(of(c, found), of(c, entered[c.module]), sample) for c, found in pairs]
+def _apart(
+    call: Call, recorded: object, found: list[Any], part: slice, floor: Tensor | None = None
+) -> float:
+    """Return the largest relative difference of samples in two passes, padding left out.
+
+    It is 0 where shapes differ, so that they cannot be compared.
+
+    Args:
+        call: of the layer.
+        recorded: of all samples.
+        found: in the other pass, by calls of the module.
+        part: samples of that pass.
+        floor: of outputs of heads, as of `head_error`; None for what has no heads.
+    """
+    own = found[call.turn] if call.turn < len(found) else None
+    if not isinstance(recorded, Tensor) or not isinstance(own, Tensor) or not own.numel():
+        return 0.0
+    (count, rest), valid = divmod(recorded.numel(), own.numel()), call.valid_rows
+    if rest or count not in (1, call.samples) or not recorded.is_floating_point():
+        return 0.0
+    mine = recorded.reshape(count, *own.shape)[part.start or 0 if count > 1 else 0]
+    if valid is not None and own.ndim == 3 and own.shape[:2] == valid[part].shape:
+        mine, own = mine[valid[part]], own[valid[part].to(own.device)]
+    if not own.numel():
+        return 0.0
+    shape = (1, -1, 1, 1) if floor is None else (1, -1, *call.out.shape[2:])
+    mine, own = (t.to(recorded).nan_to_num().reshape(shape).transpose(1, 2) for t in (mine, own))
+    return head_error(mine, own, recorded.new_zeros(1) if floor is None else floor, None)
 
 
 def one_sample(inputs: Mapping[str, Any], sample: int, samples: int = 0) -> dict[str, Any]:
@@ -318,75 +354,6 @@ def one_sample(inputs: Mapping[str, Any], sample: int, samples: int = 0) -> dict
         return value[part] if len(value) == count else value
 
     return {name: of(name, value) for name, value in inputs.items()}
-
-
-def verify_outputs(call: Call, attention: Attention, own: OwnOutputs) -> float:
-    """Return the error of one sample's head outputs against the model's untouched attention.
-
-    An error above `CAPTURE_TOLERANCE` is refused, and where nothing of the right size was seen.
-
-    Args:
-        call: of the layer.
-        attention: rebuilt.
-        own: the model's own.
-    """
-    if call.consumer is None and from_heads(call) is not None:
-        return 0.0  # what its module returns was compared in both passes
-    windows = max(1, attention.samples // call.samples)
-    part = slice(own.sample * windows, (own.sample + 1) * windows)
-    mine = attention.out[part]
-    if own.outputs is None or own.outputs.numel() != mine.numel():
-        raise call.unsupported("hands on its heads in no form in which they can be checked")
-    reference = own.outputs.reshape(mine.transpose(1, 2).shape).transpose(1, 2)
-    valid = None if attention.valid_rows is None else attention.valid_rows[part]
-    floor = attention.v[part].abs().amax((-1, -2))
-    return _tolerated(call, head_error(mine, reference, floor, valid))
-
-
-def check_pass(call: Call, own: OwnOutputs) -> None:
-    """Check that the recorded pass is what the model computes on its own.
-
-    Args:
-        call: recorded.
-        own: of a pass of one sample through the model's own attention.
-
-    Raises:
-        UnfaithfulPassError: it is not.
-    """
-    run = call.run
-    given = run.args[0] if run.args else run.kwargs.get("hidden_states")
-    moved = _apart(call, given, own.x, own.sample)
-    if moved > CAPTURE_TOLERANCE:
-        raise call.unsupported(
-            "is given other token vectors when the model runs on one sample of the same inputs: it "
-            "draws random numbers in evaluation, or one sample changes with the others (give it "
-            "the random numbers where it takes them as an input, or one sample)",
-            UnfaithfulPassError,
-        )
-    made = call.projected if call.gated else call.out
-    off = _apart(call, run.returned if call.consumer is None else made, own.outputs, own.sample)
-    if off > CAPTURE_TOLERANCE and not call.boolean:
-        raise UnfaithfulPassError(
-            f"layer {call.name}: what it computes when it is captured differs from the model's own "
-            f"eager attention by {off:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e})"
-        )
-
-
-def _apart(call: Call, recorded: object, own: object, sample: int) -> float:
-    """Return the relative difference of a sample in two passes, padding left out.
-
-    It is 0 where shapes differ, so that they cannot be compared.
-    """
-    if not isinstance(recorded, Tensor) or not isinstance(own, Tensor) or not own.numel():
-        return 0.0
-    (count, rest), valid = divmod(recorded.numel(), own.numel()), call.valid_rows
-    if rest or count not in (1, call.samples) or not recorded.is_floating_point():
-        return 0.0
-    part, own = recorded.reshape(count, *own.shape)[sample if count > 1 else 0], own.to(recorded)
-    if valid is not None and own.ndim == 3 and own.shape[1] == valid.shape[1]:
-        part, own = part[:, valid[sample]], own[:, valid[sample]]
-    size = own.nan_to_num().abs().amax().clamp_min(torch.finfo(own.dtype).tiny)
-    return float((part - own).nan_to_num().abs().amax() / size)
 
 
 def _tolerated(call: Call, difference: float) -> float:
@@ -426,24 +393,27 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         inputs: of this sample alone, with the padding that it has in its batch.
     """
     inputs = interface.taken(model, inputs)
-    here, (alone, left) = _calls(model, inputs), _without_padding(inputs)
+    alone, left = _without_padding(inputs)
+    here, begins = _calls(model, inputs), bool(_restarts(alone.get("position_ids")).any())
     notes = about_padding(here)
-    if alone is not None and (off := _difference(here, _calls(model, alone))) > SAME:
-        settable = "position_ids" in inspect.signature(model.forward).parameters
-        by_hand = ", or give position_ids" if settable else ""
-        notes.append(
-            "numbers depend on what shares the batch: head outputs of the sample with most "
-            f"padding are up to {off:.1%} off those alone, {LEFT + by_hand if left else LONGEST}"
-        )
-    if not bool(_restarts(inputs.get("position_ids")).any()):
+    if not begins and all(alone[name] is inputs[name] for name in inputs):
         return notes
-    if (off := _difference(here, _calls(model, inputs, cache=True))) > SAME:
-        notes.append(
+    if (off := _difference(here, _calls(model, alone, cache=begins))) <= SAME:
+        return notes
+    if begins:
+        return [
+            *notes,
             "position_ids begin again within a sample: without a cache, as it is measured, "
             f"{type(model).__name__} takes that for documents that do not see each other; its "
-            f"plain call, with a cache, does not (head outputs differ by up to {off:.1%})"
-        )
-    return notes
+            f"plain call, with a cache, does not (head outputs differ by up to {off:.1%})",
+        ]
+    settable = "position_ids" in inspect.signature(model.forward).parameters
+    by_hand = ", or give position_ids" if settable else ""
+    return [
+        *notes,
+        "numbers depend on what shares the batch: head outputs of the sample with most padding "
+        f"are up to {off:.1%} off those alone, {LEFT + by_hand if left else LONGEST}",
+    ]
 
 
 def _restarts(positions: object) -> Tensor:
@@ -478,11 +448,11 @@ def _difference(some: Sequence[Call], others: Sequence[Call]) -> float:
     return max(off for off in found if off == off)
 
 
-def _without_padding(inputs: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+def _without_padding(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return one sample without its padding, and whether some of that was on the left.
 
-    The inputs are None where it has none. A mask is about the inputs of its stream, those whose
-    names begin as its own does, with as many tokens.
+    A mask is about the inputs of its stream, those whose names begin as its own does, with as many
+    tokens.
     """
     trimmed, left = dict(inputs), False
     for name, mask in inputs.items():
@@ -494,7 +464,7 @@ def _without_padding(inputs: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
             same_stream = other.startswith("decoder_") == name.startswith("decoder_")
             if same_stream and isinstance(t, Tensor) and t.ndim > 1 and t.shape[1] == len(keep):
                 trimmed[other] = t[:, keep.to(t.device)]
-    return (trimmed if any(trimmed[name] is not inputs[name] for name in inputs) else None), left
+    return trimmed, left
 
 
 def _is_mask(name: str, value: Any) -> bool:

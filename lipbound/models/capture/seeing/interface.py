@@ -78,11 +78,11 @@ OTHERS: list[tuple[Any, str, Adapter]] = []
 adapter."""
 
 DEEP = 6
-"""Lists, dictionaries and objects inside each other that are copied."""
+"""How deep lists, dictionaries and objects inside each other are copied."""
 TORCHS = {*vars(nn.Module())} - {"_buffers"}
-"""Attributes that every module has; what changes them changes the model."""
+"""Attributes that every module has, which are the model and no state of a pass."""
 SHARED = (type, nn.Module, nn.Parameter, PretrainedConfig, str, int, float)
-"""Kinds of values that are not copied."""
+"""Types of values that copies of a module's state share with it."""
 OWN = "own_function"
 """The argument in which our functions are given a function of the user's own, to be followed."""
 

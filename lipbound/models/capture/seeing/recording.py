@@ -57,12 +57,12 @@ NAMED = 4
 
 
 class AttentionFinder(TorchDispatchMode):
-    """The modules that weigh tokens in a way that is not followed, found by what they do.
+    """Finds attention that `Follower` does not see, so that a notice can name it.
 
-    Weights of sums are products of tokens, or a softmax of something else; a module that sums up
-    with them counts, unless each token is summed up by itself (experts, streams of residuals).
-    Beside sums these are torch's own attention where no function of Python calls it, and operations
-    of other packages on three tensors that may be queries, keys and values.
+    A module counts whose outputs are sums over tokens, with weights that are products of tokens or
+    a softmax of something else; not one that adds up parts of the same token (experts, streams of
+    residuals). So do torch's own attention kernels where no function of Python calls them, and
+    operations of other packages on three tensors that may be queries, keys and values.
 
     Args:
         recorder: of the pass, which knows what runs.
@@ -264,7 +264,7 @@ class Recorder(Follower):
         return made
 
     def normalised(self, scores: Scores) -> None:
-        """Note that it is."""
+        """Forget products as unseen attention, since a softmax of them is seen."""
         self.unseen.absolve(scores)
 
     def _put_together(self, heads: Heads, run: ModuleRun | None = None) -> None:
