@@ -16,19 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lipbound import errors
 from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.attention.statistics import attention_statistics
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import resolve_device, side_by_side
-from lipbound.errors import (
-    CaptureError,
-    CheckpointError,
-    DifferentPositionsError,
-    LipboundError,
-    TooLargeError,
-    shown,
-)
+from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.spectrum import condition_number, frobenius_norm
@@ -42,7 +36,7 @@ from lipbound.runs.partial_store import LayerResult
 from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, MEANS, TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
-    from lipbound.runs.plan import SampleBlock, Sources
+    from lipbound.runs.compare import SampleBlock, Sources
 
     Blocks = Iterable[SampleBlock]
 
@@ -173,7 +167,7 @@ class Measurer:
             for measured in self._layers(inputs, start, skip):
                 done.add(measured.layer)
                 yield measured
-        except DifferentPositionsError:
+        except errors.DifferentPositionsError:
             samples = len(next(t for t in inputs.values() if isinstance(t, Tensor)))
             if samples == 1:
                 raise
@@ -298,7 +292,7 @@ def _measure(
             values["exact_upper"] = norm.upper
         for name in spec.extras:
             values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
-            with suppress(TooLargeError):
+            with suppress(errors.TooLargeError):
                 measure = frobenius_norm if name == "frobenius" else condition_number
                 values[EXTRAS[name]] = measure(part, map=spec.map)
         if any(get(name).exact == "exact_l2" for name in said):
@@ -369,7 +363,7 @@ def work(
             checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
             if checkpoint.revision != revision:
                 found = f"{config.model} is {checkpoint.revision} on a worker"
-                raise CheckpointError(f"{found} but {revision} here; give all the same")
+                raise errors.CheckpointError(f"{found} but {revision} here; give all the same")
             capturer = capturer_of(checkpoint.model, config.chosen_layers, spec.map)
             _MEASURERS[worker] = Measurer(capturer, spec)
         here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}

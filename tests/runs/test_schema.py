@@ -11,7 +11,7 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import StoreError
 from lipbound.runs import store
-from lipbound.runs.checksums import damage, edited
+from lipbound.runs.checksums import edited, faults
 from lipbound.runs.store import run_of
 from lipbound.schema import Contents, closed, repeated
 
@@ -53,7 +53,7 @@ def test_parts_are_as_they_were_computed(
     assert (found.layers, found.made.model_layers) == (layers, 2)
     assert (found.heads, found.made.heads) == ((heads, heads), 4)
     assert edited(ds) is False
-    assert damage(ds) == ""
+    assert faults(ds) == []
     assert store.load(lb.save(ds, tmp_path / "part.zarr"), damaged="refuse").identical(ds)
 
 
