@@ -17,7 +17,7 @@ from lipbound.models.checkpoint import Inputs
 from lipbound.runs.compare import norms_shape, one_of, open_sources, run
 from lipbound.runs.config import RunConfig, check_run_name
 from lipbound.runs.measure import layers_at
-from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_layout, run_of, save
+from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_unlike, run_of, save
 
 OF_B = ("revision", "gguf_file", "adapter")
 """Options that are of the second checkpoint alone."""
@@ -132,7 +132,7 @@ def _measured(first: RunConfig, second: RunConfig, client: Any, progress: bool) 
         warnings.simplefilter("ignore", Notice)  # they are told when the runs are made
         (a, of_a), (b, of_b) = map(_looked_at, (first, second))
     refuse_inputs(a.fingerprint == b.fingerprint, a.description, b.description)
-    refuse_layout(of_a, of_b)
+    refuse_unlike(of_a, of_b)
     runs = [run(first, client=client, progress=progress)]
     try:
         runs.append(run(second, client=client, progress=progress))

@@ -27,7 +27,6 @@ from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.spectrum import condition_number, frobenius_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
-from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.capture.verification import one_sample
 from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
@@ -285,7 +284,13 @@ def _measure(
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        norm = _exact(part, spec, seeds[:exact_count])
+        if spec.norm in TOKEN_NORMS:
+            norm = token_norm(part, spec.norm, map=spec.map, tol=spec.tol)
+        else:
+            norms = part.samples * (1 if whole else part.heads)
+            options: Any = {"map": spec.map, "tol": spec.tol, "wrt": spec.wrt}
+            options["delta"] = None if spec.delta is None else spec.delta * norms
+            norm = spectral_norm(part, seed=seeds[:exact_count], **options)
         values["exact"], values["exact_steps"] = norm.lower, norm.steps
         values["exact_converged"] = norm.converged
         if spec.encloses:
@@ -313,15 +318,6 @@ def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
     if name in MEANS:
         return np.asarray(values.mean(1))
     return np.asarray(values.all(1) if values.dtype == bool else values.max(1))
-
-
-def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
-    """Measure the exact norms of all samples of a layer."""
-    if spec.norm in TOKEN_NORMS:
-        return token_norm(att, spec.norm, map=spec.map, tol=spec.tol)
-    norms = att.samples * (1 if spec.map in WHOLE else att.heads)
-    delta = None if spec.delta is None else spec.delta * norms
-    return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, wrt=spec.wrt, seed=seeds)
 
 
 def seed_of(seed: int, *place: int | str) -> int:

@@ -172,8 +172,8 @@ class Monitor:
         self._thresholds = _thresholds(threshold, self._logged, on_exceed)
         self._slices: list[xr.Dataset] = []
         self._info: RunInfo | None = None
-        target = None if _other_process() else config.target  # one process writes
-        self._store = None if target is None else self._stored(target)
+        self._target = None if _other_process() else config.target  # one process writes
+        self._count = 0 if self._target is None else self._stored(self._target)
 
     def __repr__(self) -> str:
         due = f"every {self._every} steps" if self._at is None else f"steps {sorted(self._at)}"
@@ -207,8 +207,8 @@ class Monitor:
         ends = ["exact", *["exact_upper"] * self._plan.spec.encloses]
         return [*ends, *STATISTICS, *self._plan.spec.names]
 
-    def _stored(self, target: Path) -> StepStore:
-        """Take up the run that is there, or check that one can be made.
+    def _stored(self, target: Path) -> int:
+        """Take up the run that is there, or check that one can be made; count its steps.
 
         Raises:
             StoreError: it is another one, or another process fills it.
@@ -219,7 +219,7 @@ class Monitor:
                 raise StoreError(f"{target} exists already; resume=True appends to it")
             check_target(target)
             _WRITERS[target] = self
-            return StepStore(target)
+            return 0
         past = load(target, damaged="refuse")
         if STEP not in past.dims:
             raise StoreError(f"{target} is not a run over steps of training; choose another name")
@@ -234,7 +234,7 @@ class Monitor:
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
         self._info = RunInfo.of(past)
         _WRITERS[target] = self
-        return StepStore(target, len(self._slices))
+        return len(self._slices)
 
     @property
     def run(self) -> xr.Dataset:
@@ -276,8 +276,8 @@ class Monitor:
         if not due or _other_process():
             return None
         try:
-            target = self._config.target
-            if target is not None and self._store and _WRITERS.get(target) is not self:
+            target = self._target
+            if target is not None and _WRITERS.get(target) is not self:
                 raise StoreError(f"a later monitor has taken over {target}; give each its own out")
             ds = self._measured(step)
             self._keep(ds, step)
@@ -335,8 +335,9 @@ class Monitor:
             what = f"{again} of {len(self._slices)} measured steps, from {step} on, come again"
             tell(f"{what} in this training, and are measured anew")
         self._slices = before
-        if self._store is not None:
-            self._store.write(ds, len(before))
+        if self._target is not None:
+            write_step(self._target, ds, len(before), self._count)
+            self._count = len(before) + 1
         self._slices = [*before, ds]
 
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
@@ -375,65 +376,55 @@ def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
     return ds.drop_attrs(deep=False).assign_attrs(attrs)
 
 
-class StepStore:
-    """A run over steps on disk, a Zarr store that grows.
+def write_step(path: Path, ds: xr.Dataset, position: int, count: int) -> None:
+    """Write a step of a run over steps to its store, a Zarr store that grows.
 
     The store can be read, and its training be killed, at any moment. A step is written behind those
     that are there, chunks of its own; then one file, which holds the shapes of all arrays and is
-    replaced whole, lets readers see it.
+    replaced whole, lets readers see it. (``to_zarr(append_dim=...)`` writes the shapes of arrays
+    one by one: killed between two of them, it leaves a store that cannot be read.)
 
     Args:
         path: of the store, which need not exist yet.
-        count: how many steps of it count; those behind are written over.
+        ds: one step.
+        position: how many steps stand before it, at most ``count``.
+        count: how many steps of the store count; those from ``position`` on are let go.
+
+    Raises:
+        StoreError: it cannot be written; what was there can still be read.
     """
+    grown = stacked([ds])
+    try:
+        if position == 0:
+            if count:
+                shutil.rmtree(path, ignore_errors=True)
+            for one in grown.variables.values():
+                if STEP in one.dims:  # a chunk for every step, so that none is written twice
+                    one.encoding["chunks"] = one.shape
+            save(grown, path)
+            return
+        if position < count:
+            _show(path, grown, position, filled=False)
+        _show(path, grown, position + 1)
+    except OSError as error:
+        what = f"step {int(ds[STEP])} could not be written to {path}"
+        raise StoreError(f"{what}: {errors.one_line(error)}") from error
 
-    def __init__(self, path: Path, count: int = 0):
-        self._path, self._count = path, count
 
-    def write(self, ds: xr.Dataset, position: int) -> None:
-        """Write a step behind the first so many, and let go of those that stood there.
-
-        Args:
-            ds: one step.
-            position: how many steps stand before it, at most as many as there are.
-
-        Raises:
-            StoreError: it cannot be written; what was there can still be read.
-        """
-        grown = stacked([ds])
-        try:
-            if position == 0:
-                if self._count:
-                    shutil.rmtree(self._path)
-                    self._count = 0
-                for one in grown.variables.values():
-                    if STEP in one.dims:  # a chunk for every step, so that none is written twice
-                        one.encoding["chunks"] = one.shape
-                save(grown, self._path)
-            else:
-                if position < self._count:
-                    self._show(grown, position, filled=False)
-                    self._count = position
-                self._show(grown, position + 1)
-        except OSError as error:
-            what = f"step {int(ds[STEP])} could not be written to {self._path}"
-            raise StoreError(f"{what}: {errors.one_line(error)}") from error
-        self._count = position + 1
-
-    def _show(self, ds: xr.Dataset, count: int, *, filled: bool = True) -> None:
-        """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
-        group = zarr.open_group(self._path, mode="r+", use_consolidated=True)
-        for name, one in ds.variables.items():
-            if STEP in one.dims:
-                array: Any = group[str(name)]
-                array.resize((count, *array.shape[1:]))
-                if filled:
-                    array[count - 1] = one.values[0].astype(array.dtype)
-        if group.attrs.asdict() != ds.attrs:
-            group.update_attributes(ds.attrs)  # in one write
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other readers of this format may not know the file
-            zarr.consolidate_metadata(group.store)
+def _show(path: Path, ds: xr.Dataset, count: int, *, filled: bool = True) -> None:
+    """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
+    group = zarr.open_group(path, mode="r+", use_consolidated=True)
+    for name, one in ds.variables.items():
+        if STEP in one.dims:
+            array: Any = group[str(name)]
+            array.resize((count, *array.shape[1:]))
+            if filled:
+                array[count - 1] = one.values[0].astype(array.dtype)
+    if group.attrs.asdict() != ds.attrs:
+        group.update_attributes(ds.attrs)  # in one write
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other readers of this format may not know the file
+        zarr.consolidate_metadata(group.store)
 
 
 def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, int]]:

@@ -47,10 +47,8 @@ ANNOTATED = {schema.RUN: schema.AXES[:2], schema.RUN_SAMPLE: schema.AXES[:1]}
 
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
-WHOLE_LAYERS = "select what both have, or measure whole layers (map='layer')"
-LAYOUT = {"layer": "select what both have (layers=)", "head": WHOLE_LAYERS}
-LAYOUT |= dict.fromkeys(("kind", "stream"), "name layers of one kind (layers=)")
-"""Coordinates on layers and heads that both runs have alike, and what to do where they differ."""
+LAYOUT = ("layer", "head", "kind", "stream", "length")
+"""Coordinates of layers, heads and samples that both runs have alike."""
 GIVEN = "GivenLayers"
 """Architecture of runs on layers, whose inputs have no fingerprint."""
 RATIOS = {
@@ -512,13 +510,11 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     """
     for side, run in zip(schema.SIDES, (a, b), strict=True):
         check_whole(run, f"{side} ({run.attrs['model']})")
-    for name in schema.ALIKE:
-        refuse(name, a.attrs[name], b.attrs[name], "measure both alike")
     refuse_inputs(_inputs(a) == _inputs(b), a.attrs["data"], b.attrs["data"])
-    names = [name for name in (*LAYOUT, "length") if name in {*a.coords, *b.coords}]
-    refuse_layout(
-        *({n: r[n].values.tolist() if n in r.coords else None for n in names} for r in (a, b))
-    )
+    refuse_unlike(*({name: run.attrs[name] for name in schema.ALIKE} for run in (a, b)))
+    names = [name for name in LAYOUT if name in {*a.coords, *b.coords}]
+    layouts = [{n: run[n].values.tolist() for n in names if n in run.coords} for run in (a, b)]
+    refuse_unlike(*layouts)
     notes = [
         f"{name} is {shown(a.attrs.get(name))} in a and {shown(b.attrs.get(name))} in b"
         for name in schema.TOLD
@@ -532,29 +528,22 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     return notes
 
 
-def refuse(name: str, of_a: Any, of_b: Any, advice: str) -> None:
-    """Refuse what two runs, or what they are measured with, do not have alike."""
-    if of_a != of_b:
-        in_a, in_b = (f"{value!r:.80}" for value in (of_a, of_b))
-        raise StoreError(
-            f"a and b cannot be compared: {name} is {in_a} in a and {in_b} in b; {advice}"
-        )
-
-
-def refuse_layout(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
-    """Refuse layers and heads that are not alike, by the coordinates of a run."""
-    for name, value in of_a.items():
-        refuse(name, value, of_b[name], LAYOUT.get(name, "select what both have"))
+def refuse_unlike(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
+    """Refuse two runs, or what they are measured with, that have not all of this alike."""
+    for name in {**of_a, **of_b}:
+        a, b = of_a.get(name), of_b.get(name)
+        if a != b:
+            what = f"{name} is {a!r:.80} in a and {b!r:.80} in b"
+            advice = "select what both have (layers=), or measure whole layers (map='layer')"
+            advice = "measure both alike" if name in schema.ALIKE else advice
+            raise StoreError(f"a and b cannot be compared: {what}; {advice}")
 
 
 def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:
     """Refuse inputs that are not alike, of data that are described so."""
     if not alike:
-        refuse("data", of_a, of_b, "measure both on the same")
-        raise StoreError(
-            f"a and b cannot be compared: of {of_a!r} they had other samples, or other tokens or "
-            "pixels; give both the same samples, tokenizer and processor"
-        )
+        what = f"data is {of_a!r} in a and {of_b!r} in b, other samples, or other tokens or pixels"
+        raise StoreError(f"a and b cannot be compared: {what}; measure both on the same")
 
 
 def _inputs(run: xr.Dataset) -> list[tuple[str, int]]:
