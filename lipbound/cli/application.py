@@ -16,7 +16,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -25,6 +26,7 @@ from typer.core import TyperCommand
 from lipbound import __version__, _importing
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain, plain_data
+from lipbound.runs.config import RunConfig
 from lipbound.schema import Contents
 
 if TYPE_CHECKING:
@@ -192,18 +194,38 @@ def number_or_name(text: str) -> str | float:
 # -- arguments and options, with their help --------------------------------------------------------
 
 
+TYPES: dict[str, Any] = {"out": Path, "samples": str, "int": int, "float": float, "bool": bool}
+"""Types on the command line, by the name of an option or its type in Python; text for others."""
+
+
 def with_options(command: Callable[..., Any]) -> str:
     """Make arguments and options of a command's parameters; return its docstring before them.
 
     Parameters by position are arguments, those by keyword options. Their help is what the docstring
-    says of them.
+    says of them. ``**options`` are the fields of `RunConfig`, with their names, types, defaults and
+    help, before a command's own options; arguments of its own come in place of those that
+    `RunConfig` needs.
     """
-    text = inspect.cleandoc(command.__doc__ or "")
+    made, text = inspect.Parameter, inspect.cleandoc(command.__doc__ or "")
+    own = [*inspect.signature(command, eval_str=True).parameters.values()]
+    if own[-1].kind is made.VAR_KEYWORD:
+        text += f"\n\n{inspect.cleandoc(RunConfig.__doc__ or '')}"
+        first = [one for one in own if one.kind is made.POSITIONAL_OR_KEYWORD]
+        of_run = []
+        for field in fields(RunConfig):
+            kind = TYPES.get(field.name) or TYPES.get(str(field.type).split(" | ")[0], str)
+            if field.default is not MISSING:
+                kind = kind | None if field.default is None else kind
+                more: Any = {"kind": made.KEYWORD_ONLY, "default": field.default}
+                of_run.append(made(field.name, annotation=kind, **more))
+            elif not first:
+                of_run.append(made(field.name, made.POSITIONAL_OR_KEYWORD, annotation=kind))
+        own = [*first, *of_run, *own[len(first) : -1]]
     help = dict(re.findall(r"^    (\w+): (.+(?:\n        .+)*)", text, re.M))
     found = []
-    for one in inspect.signature(command, eval_str=True).parameters.values():
+    for one in own:
         text_of = " ".join(help.get(one.name, "").split())
-        if one.kind is inspect.Parameter.KEYWORD_ONLY:
+        if one.kind is made.KEYWORD_ONLY:
             names = {"output": ["-o", "--output"]}.get(one.name, [])
             if isinstance(one.default, bool):
                 names = [f"--{one.name}/--no-{one.name}" if one.default else f"--{one.name}"]

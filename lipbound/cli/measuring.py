@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,32 +30,6 @@ TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
 By default they give all of it back to the system, and fresh memory costs more than the arithmetic
 on it; None leaves them as they are.
 """
-
-TYPES: dict[str, Any] = {"out": Path, "samples": str, "int": int, "float": float, "bool": bool}
-"""Types on the command line, by the name of an option or its type in Python; text for others."""
-
-
-def from_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a parameter for every field of `RunConfig`, before its own.
-
-    Names, types, defaults and help are those of the fields; the command takes them by keyword.
-    Arguments of its own by position come first, in place of those that `RunConfig` needs.
-    """
-    named = inspect.signature(command, eval_str=True).parameters.values()
-    own = [one for one in named if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    found = [one for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
-    instead, made = bool(found), inspect.Parameter
-    for one in fields(RunConfig):
-        kind = TYPES.get(one.name) or TYPES.get(str(one.type).split(" | ")[0], str)
-        if one.default is not MISSING:
-            kind = kind | None if one.default is None else kind
-            found.append(made(one.name, made.KEYWORD_ONLY, default=one.default, annotation=kind))
-        elif not instead:
-            found.append(made(one.name, made.POSITIONAL_OR_KEYWORD, annotation=kind))
-    found += [one for one in own if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-    command.__doc__ = f"{command.__doc__}{RunConfig.__doc__}"
-    return command
 
 
 def blocks_in(out: Path | None, before: bool) -> str:
@@ -83,7 +56,6 @@ def blocks_in(out: Path | None, before: bool) -> str:
     epilog="Example: lipbound compare builtin:minilm --data alice.txt --samples 8 --max-length "
     "128 --out minilm.zarr"
 )
-@from_config
 def compare(*, scheduler: str | None = None, **options: Any) -> None:
     """Measure every attention head of a checkpoint and set every bound beside it.
 
@@ -130,7 +102,6 @@ def read(options: dict[str, Any]) -> dict[str, Any]:
     epilog="Example: lipbound diff builtin:vit-baseline builtin:vit-jasmin --out vit.zarr; "
     "lipbound diff before.zarr after.zarr"
 )
-@from_config
 def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> None:
     """Set two runs, or two checkpoints on the same inputs, side by side: ratios B / A.
 
