@@ -18,7 +18,7 @@ from lipbound.models import checkpoint, loading
 from lipbound.runs import compare, store
 
 TABLE = """
-compare => issing argument
+<compare|table|cite|verify|report|sweep> => issing argument
 compare <''|' '> => model is empty
 compare <builtin:gpt3|builtin:GPT2|builtin:gpt2@v1> => did you mean 'gpt2'?
 compare builtin: => unknown builtin checkpoint ''; allowed are gpt2, llama,
@@ -56,33 +56,30 @@ compare <{bert}|builtin:gpt2> --revision v1 => revisions are for hub models
 compare {bert} --revision '' => revision is ''; give its name, or leave it out
 compare {bert} --weights <disk|''> => allowed are auto, layers, whole
 compare {bert} --samples <0|-1|-99|1.5|many|1e9|nan|''> => a whole number, at least 1, or 'all'
-compare {bert} --exact-samples <0|-3> => ; it must be a whole number, at least 1
-compare {bert} --exact-samples x => nvalid value for '--exact-samples'
-compare {bert} --max-length <0|-4> => ; it must be a whole number, at least 1
-compare {bert} --max-length=<long|12.5> => nvalid value for '--max-length'
+compare {bert} <--exact-samples|--max-length> <0|-4> => ; it must be a whole number, at least 1
+<verify {run} --places|demo --out {tmp}/d --samples> 0 => must be a whole number, at least 1
+compare {bert} <--exact-samples|--max-length|--tol|--delta|--seed> x => nvalid value for '--
+compare {bert} <--max-length=12.5|--seed 1.5|--seed 1e3> => nvalid value for '--
+<verify {run} --places|demo --out {tmp}/d --samples> x => nvalid value for '--
 compare {bert} --max-length 41 => max_length 41 exceeds the 40 positions of {bert}
 compare {bert} --layers <a|1-0|0,,1|0,|1.0|0..1|all|0-|-1-1|9999999999|''> => give numbers from 0
 compare {bert} {quick} --layers 9 => layers [9] do not exist: the model has 2 attention layers
 compare {bert} {quick} --layers=-9 => layers [-9] do not exist
 compare {bert} {quick} --layers 1-3 => layers [2, 3] do not exist
 compare {bert} --tol <0|1|-1|nan|inf|1e-400> => it must be between 0 and 1
-compare {bert} --tol x => nvalid value for '--tol'
 compare {bert} --delta <-1|1|2|nan|inf> => it must be a probability between 0 and 1, or None
-compare {bert} --delta x => nvalid value for '--delta'
-compare {bert} --seed <x|1.5|1e3> => nvalid value for '--seed'
 compare {bert} --memory <-1|much|4XB|nan|inf|50%|''|0|1e999> => it must be a size such as '4GB'
 compare {bert} <--samples|--exact-samples|--tol> => requires an argument
 compare {bert} --bounds <''|,> => which names none; give 'default', 'all', a name
 compare {bert} --bounds <yudn|Yudin|'yudin kim'> => did you mean 'yudin'
 compare {bert} --bounds <exact,yudin|all,yudin> => ; allowed are castin,
-compare {bert} --map heads2 => unknown map 'heads2'; did you mean 'heads'
-compare {bert} --map HEAD => did you mean 'head'
+compare {bert} --map <heads2|HEAD> => unknown map '
 compare {bert} --map '' => unknown map ''; allowed are head,
 compare {bert} --map layer --bounds kim => has no value for map='layer'; use map='head'
 compare {bert} {quick} --map pre_norm => needs a layer that normalises before attention
-compare {bert} --device <gpu|cuda:77|meta|mps|xla> => cannot be used here; try 'cpu' or 'auto'
+<compare {bert}|verify {run}> --device <gpu|cuda:77|meta|mps|xla> => ' cannot be used here; try
 compare {bert} --device '' => device is ''; give 'cpu', 'cuda', 'cuda:1' or 'auto'
-compare {bert} --dtype <float16|double|32|''> => ; allowed are 'float32' and 'float64'
+<compare {bert}|verify {run}> --dtype <float16|double|32|half> => ; allowed are 'float32' and
 compare {bert} --scheduler local:<0|-1|two|''> => processes must be at least 1, as in local:2
 compare {bert} --scheduler nowhere => no dask scheduler answers at 'nowhere'
 compare {bert} --resume => resume needs out, the name of the run to take up
@@ -99,7 +96,7 @@ compare {bert} {data} <{mess}/nowhere.txt|nowhere.csv|'my letters.txt'> => there
 compare {bert} {data} {mess}/nowhere.safetensors => there is no file {mess}/nowhere.safetensors
 compare {bert} {data} {mess}/empty.txt => {mess}/empty.txt is empty
 compare {bert} {data} {mess}/<latin.txt|binary.bin> => is not a UTF-8 text file
-compare {bert} {data} {mess}/picture.png => is an image, but {bert} reads text
+<compare {bert} {data}|verify {run} --data> {mess}/picture.png => is an image, but {bert} reads text
 compare {bert} {data} {mess}/pictures => is a folder of images, but {bert} takes text
 compare {bert} {data} {mess}/<empty|empty.csv|header.csv|ragged.csv|broken.json> => {mess}
 compare {bert} {data} {mess}/<empty.parquet|empty.jsonl|broken.parquet> => {mess}
@@ -129,8 +126,8 @@ compare {bert} {data} {mess}/unequal.safetensors => ready inputs must be named t
 compare {bert} {data} {mess}/padding.safetensors => attention_mask marks all of a sample as padding
 compare {bert} {data} {mess}/types.safetensors => with these inputs: index out of range
 compare {vit} --data {text} => is not an image file, but {vit} takes images
-compare {vit} --data {mess}/empty => {mess}/empty holds no images (.png, .jpg,
 compare {vit} --data {mess}/<no-pictures|half-a-picture> => a.png is not a readable image
+compare {vit} --data {mess}/empty => {mess}/empty holds no images (.png, .jpg,
 compare {vit} --data {mess}/pictures --split train => but there is none in pictures
 compare {vit} --data 'a photograph of a cat' => a cat', but {vit} takes images
 compare {vit} --data {mess}/keys.safetensors => ViTModel must have pixel_values; given are foo
@@ -140,7 +137,6 @@ compare {vit} --data {mess}/<bytes|nan>.safetensors => must be floating-point an
 <table|cite|verify|report --no-details|{draw}> {mess}/nowhere.zarr => there is no run {mess}/nowhere
 <table|cite|verify|{draw}> {mess}/<empty|strange.zarr> => is not a run of lipbound
 table {mess}/foreign.zarr => {mess}/foreign.zarr is not a run of lipbound
-<table|cite|verify|report> => issing argument
 heatmap {run} => issing option '-o' / '--output'
 heatmap {run} -o => ption '-o' requires an argument
 <heatmap {run} -o {tmp}/new/x.png|report {run} -o {tmp}/new/x.html> => there is no folder
@@ -163,21 +159,14 @@ heatmap {run} -o {mess}/file/x.pdf => {mess}/file/x.pdf cannot be written
 report {run} -o {tmp}/x.pdf => is not an .html file
 report {run} -o {tmp}/x.html --sample 9 => sample is 9; the run has samples 0 to 1
 report {run} {run} -o {tmp}/x.html --model {bert} => model= and data= are for a single run
-verify {run} --places <0|-1> => ; it must be a whole number, at least 1
-verify {run} --places x => nvalid value for '--places'
 verify {run} --seed -1 => seed is -1; it must be a whole number, at least 0
 verify {run} --model {mess}/nowhere => there is no directory or file {mess}/nowhere
-verify {run} --data {mess}/nowhere.txt => there is no file or folder {mess}/nowhere.txt
-verify {run} --data {mess}/picture.png => is an image, but {bert} reads text
-verify {run} --device gpu => device 'gpu' cannot be used here
-verify {run} --dtype half => dtype is 'half'; allowed are
 verify {mess}/moved.zarr => there is no directory or file {mess}/gone
 verify {mess}/memory.zarr => in memory, which no name leads back to; give it as model=
 <compair|COMPARE> x => o such command '
 --samples 3 => o such option: --samples; see lipbound --help
 bounds yudin => unexpected extra argument
 bounds --layout x => o such option: --layout
-sweep => issing argument
 sweep {mess}/nowhere.yaml => cannot be read as YAML: No such file or directory
 sweep {mess}/empty => cannot be read as YAML: Is a directory
 sweep {mess}/binary.bin => cannot be read as YAML: 'utf-8' codec can't decode
@@ -188,8 +177,6 @@ sweep {mess}/key.yaml => has an unknown key 'sampels'; did you mean 'samples'
 sweep {mess}/<samples|tol|delta|length|number|mapping|layers>.yaml --out {tmp}/s => 1 run of the
 sweep {mess}/good.yaml --out {mess}/file => {mess}/file cannot be written
 demo --out {mess}/file => {mess}/file exists already
-demo --samples 0 --out {tmp}/d => samples is 0; it must be a whole number, at least 1
-demo --samples x --out {tmp}/d => nvalid value for '--samples'
 """
 """A command in every line, with alternatives, and words that must occur in its error."""
 SHORT = {

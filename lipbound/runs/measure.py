@@ -199,9 +199,9 @@ class Measurer:
             count = next(len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
             attention, windows = layer.attention, layer.windows
             if attention.samples != windows * count:
+                what = f"layer {layer.name} has {attention.samples} samples, the inputs {count}"
                 raise CaptureError(
-                    f"layer {layer.name} has {attention.samples} samples where the inputs have "
-                    f"{count} on their first axis; lipbound.capture takes such inputs"
+                    f"{what} on their first axis; lipbound.capture takes such inputs"
                 )
             waiting.append(partial(self._result, layer, i, start))
             together = 1 if _alone(attention) else torch.get_num_threads() // attention.samples

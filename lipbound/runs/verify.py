@@ -127,8 +127,8 @@ def measure_again(
     there = ds["head"].values if "head" in ds.dims else np.zeros(1, dtype=int)
     found = {}
     for name, (value,) in measured.values.items():
-        missing = np.full(len(there), np.nan if value.dtype.kind == "f" else 0, value.dtype)
-        found[name] = np.where(there < len(value), value[there.clip(max=len(value) - 1)], missing)
+        missing = np.full(1, np.nan if value.dtype.kind == "f" else 0, value.dtype)
+        found[name] = np.append(value, missing)[there.clip(max=len(value))]
     return found
 
 
