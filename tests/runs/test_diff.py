@@ -214,26 +214,6 @@ def test_two_models_of_one_layout_whose_modules_have_other_names(tmp_path: Path)
     lb.report(found, tmp_path / "diff.html", details=False)
 
 
-def test_other_layouts_are_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few = BertModel(BertConfig(**TEXT | {"num_hidden_layers": 1})).eval()
-    wide = BertModel(BertConfig(**TEXT | {"num_attention_heads": 2})).eval()
-    model = build(AFFINE["bert"])
-    inputs = inputs_for(model)
-    whole = lb.diff(model, wide, inputs=inputs, map="layer", bounds=[], progress=False)
-    assert dict(whole["ratio"].sizes) == {"sample": 2, "layer": 2}
-    part = lb.diff(model, few, inputs=inputs, layers=[0], bounds=[], progress=False)
-    assert part["ratio"].sizes["layer"] == 1
-    monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
-    for other, message in (
-        (few, r"layer is \[0, 1\] in a and \[0\] in b; select what both have \(layers=\)"),
-        (wide, r"head is \[0, 1, 2, 3\] in a and \[0, 1\] in b; .*whole layers \(map='layer'\)"),
-    ):
-        with pytest.raises(StoreError, match=message):
-            lb.diff(model, other, inputs=inputs, progress=False)
-
-
 def test_the_same_tokens_are_the_same_however_they_are_given(bert: Path) -> None:
     """With a mask that masks nothing or without it, as text, as numbers or as ready inputs."""
     ids = load_checkpoint(str(bert)).tokenizer()(TEXTS[:1], return_tensors="pt")["input_ids"]
@@ -280,14 +260,10 @@ def test_tables_by_plain_numpy(
 ) -> None:
     """Geometric means, their enclosures and counts, and ranges over the four samples."""
     numbers = tables.table_of(ds, by).numbers
-    values = {
-        "a": whole["exact"],
-        "b": after["exact"],
-        "ratio": after["exact"] / whole["exact"],
-        "ratio_lower": after["exact"] / whole["exact_upper"],
-        "ratio_upper": after["exact_upper"] / whole["exact"],
-        **{name: after[name] / whole[name] for name in whole.attrs["bounds"]},
-    }
+    values = {name: after[name] / whole[name] for name in whole.attrs["bounds"]}
+    values |= {"a": whole["exact"], "b": after["exact"], "ratio": after["exact"] / whole["exact"]}
+    values["ratio_lower"] = after["exact"] / whole["exact_upper"]
+    values["ratio_upper"] = after["exact_upper"] / whole["exact"]
 
     def means(name: str, at: dict, axes: tuple) -> np.ndarray:
         return np.exp(np.log(values[name].sel(at).values).mean(axes))
@@ -295,8 +271,7 @@ def test_tables_by_plain_numpy(
     if by == "bound":
         assert [*numbers.index] == ["a", "b", "exact", *whole.attrs["bounds"]]
         for name, row in numbers.rename(index={"exact": "ratio"}).iterrows():
-            single = means(str(name), {}, (1, 2))
-            there = values[str(name)].values
+            single, there = means(str(name), {}, (1, 2)), values[str(name)].values
             expected = [means(str(name), {}, (0, 1, 2)), single.min(), single.max()]
             expected += [there.min(), there.max()]
             columns = ["geomean", "sample_min", "sample_max", "min", "max"]
@@ -305,10 +280,8 @@ def test_tables_by_plain_numpy(
     assert len(numbers) == {"layer": 2, "head": 8}[by]
     for place, row in numbers.iterrows():
         at = dict(zip(("layer", "head"), np.atleast_1d(place).tolist(), strict=False))
-        for name in ("a", "b", "ratio"):
-            inner = tuple(range(3 - len(at)))
-            assert row[name] == pytest.approx(means(name, at, inner), rel=1e-12)
-        for name in ("ratio_lower", "ratio_upper"):
+        inner = tuple(range(3 - len(at)))
+        for name in ("a", "b", "ratio", "ratio_lower", "ratio_upper"):
             assert row[name] == pytest.approx(means(name, at, inner), rel=1e-12)
         single = means("ratio", at, inner[1:])
         for end, limit in (("sample_min", single.min()), ("sample_max", single.max())):
@@ -387,27 +360,6 @@ def test_bars_are_numbered_by_ratios(most: float) -> None:
     assert numbers[2] == 1
     assert max(np.abs(bar.get_ticks())) <= most
     np.testing.assert_allclose(numbers, 10.0 ** np.asarray(bar.get_ticks()), rtol=5e-4)
-
-
-def test_report_has_both_runs_and_their_ratios(ds: xr.Dataset, tmp_path: Path) -> None:
-    lb.report(ds, tmp_path / "diff.html", details=False)
-    page = (tmp_path / "diff.html").read_text()
-    assert page.count('<h2 id="h-compare">') == 1
-    assert "data:image/svg+xml;base64," in page
-    assert "B over A" in page
-    assert tables.table_of(ds).shown["geom. mean"].iloc[2] in page
-
-
-def test_diffs_without_bounds_have_reports(
-    bert: Path, tuned: Path, text: Path, tmp_path: Path
-) -> None:
-    ds = lb.diff(bert, tuned, text, samples=2, max_length=12, wrt="values", progress=False)
-    lb.report(ds, tmp_path / "diff.html", details=False)
-    page = (tmp_path / "diff.html").read_text()
-    assert "as a function of its values alone" in page
-    for run in sides(ds):
-        assert f"<td>{tables.table_of(run).shown['geom. mean'].item()}</td>" in page
-    assert tables.table_of(ds).shown["geom. mean"].iloc[2] in page
 
 
 def test_command_line(bert: Path, tuned: Path, text: Path, tmp_path: Path) -> None:
@@ -491,3 +443,20 @@ def test_other_layouts_and_inputs_are_refused_before_anything_is_measured(
         refused(lambda other=other: lb.diff(model, other, **options), *words, error=StoreError)
     call = functools.partial(lb.diff, bert, vit, max_length=8, progress=False)
     refused(call, "data is '", "' in a and 'photographs", "in b", error=StoreError)
+
+
+def test_reports_have_both_runs_and_their_ratios(
+    bert: Path, tuned: Path, text: Path, ds: xr.Dataset, tmp_path: Path
+) -> None:
+    """With bounds and without."""
+    options = {"samples": 2, "max_length": 12, "wrt": "values", "progress": False}
+    bare = lb.diff(bert, tuned, text, **options)
+    for one, words in ((ds, "B over A"), (bare, "as a function of its values alone")):
+        lb.report(one, tmp_path / "diff.html", details=False)
+        page = (tmp_path / "diff.html").read_text()
+        assert page.count('<h2 id="h-compare">') == 1
+        assert "data:image/svg+xml;base64," in page
+        assert words in page
+        assert tables.table_of(one).shown["geom. mean"].iloc[2] in page
+    for run in sides(bare):
+        assert f"<td>{tables.table_of(run).shown['geom. mean'].item()}</td>" in page
