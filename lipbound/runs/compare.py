@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections import defaultdict
@@ -18,7 +17,7 @@ import torch
 import xarray as xr
 
 from lipbound import devices, schema
-from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
+from lipbound.attention.variants import titles
 from lipbound.bounds.registry import get
 from lipbound.bounds.registry import names as bound_names
 from lipbound.devices import in_own_modes, versions
@@ -32,9 +31,9 @@ from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs import measure, partial_store, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
-from lipbound.runs.measure import LayerInfo, MeasurementSpec
+from lipbound.runs.measure import LayerInfo, MeasurementSpec, measurement_spec, norms_shape
 from lipbound.runs.partial_store import LayerResult, PartialRun
-from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, TOKEN_NORMS, Extent, RunInfo, sound
+from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
 
 if TYPE_CHECKING:
@@ -522,7 +521,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     if any(i < 0 for i in config.chosen_layers or ()):
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
-    check_covered(config.norm, config.wrt, layers)
+    measure.check_covered(config.norm, config.wrt, layers)
     names, not_applicable = about(config.names, layers, everything=config.everything)
     if config.wrt != INPUT:  # those asked for by name are refused before
         names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
@@ -537,47 +536,6 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
     return Plan(spec, layers, samples, block, room, not_applicable, count)
-
-
-def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
-    """Check that every layer has the norm, and the arguments to move alone, that are asked for.
-
-    Raises:
-        LipboundError: one has not.
-    """
-    asked, usual = (f"wrt={wrt!r}", "wrt='input'") if wrt != INPUT else ("", "")
-    if norm in TOKEN_NORMS:  # which wrt= goes with the other norm alone
-        asked, usual = f"norm {norm!r}", "norm='frobenius'"
-    for layer in layers if asked else ():
-        without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
-        if layer.measured != CLOSED_FORM or without:
-            what = titles(without) or "layers that are measured by automatic differentiation"
-            where = f"such as layer {layer.index} ({layer.layer_name})"
-            instead = f"choose others by layers=, or take {usual}"
-            raise LipboundError(f"{asked} does not cover {what}, {where}; {instead}")
-
-
-def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
-    """Shape (layers, heads) of the exact norms of a sample, with the most heads of a layer."""
-    return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
-
-
-def measurement_spec(
-    config: RunConfig, names: Sequence[str], exact_samples: int, shape: tuple[int, ...]
-) -> MeasurementSpec:
-    """Share the delta of a run equally among its exact norms.
-
-    Args:
-        config: of the run.
-        names: of the bounds.
-        exact_samples: how many samples have exact norms.
-        shape: of the exact norms of each of them.
-    """
-    options: Any = config.options("map", "tol", "seed", "norm", "wrt")
-    options |= {"exact_samples": exact_samples, "extras": config.chosen_extras}
-    if (delta := config.delta) is not None:
-        delta /= exact_samples * math.prod(shape)
-    return MeasurementSpec(tuple(names), delta=delta, **options)
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:

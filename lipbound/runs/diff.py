@@ -14,9 +14,9 @@ import xarray as xr
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError, Notice, StoreError, choice, shown, tell
 from lipbound.models.checkpoint import Inputs
-from lipbound.runs.compare import norms_shape, one_of, open_sources, run
+from lipbound.runs.compare import one_of, open_sources, run
 from lipbound.runs.config import RunConfig, check_run_name
-from lipbound.runs.measure import layers_at
+from lipbound.runs.measure import layers_at, norms_shape
 from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_unlike, run_of, save
 
 OF_B = ("revision", "gguf_file", "adapter")

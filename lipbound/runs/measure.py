@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from lipbound import errors
 from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.attention.statistics import attention_statistics
+from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import resolve_device, side_by_side
@@ -125,6 +127,47 @@ def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInf
         info = LayerInfo(i, layer.name, att.heads, att.tokens, att.variants, **described(att))
         found.append(info)
     return found
+
+
+def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
+    """Check that every layer has the norm, and the arguments to move alone, that are asked for.
+
+    Raises:
+        LipboundError: one has not.
+    """
+    asked, usual = (f"wrt={wrt!r}", "wrt='input'") if wrt != INPUT else ("", "")
+    if norm in TOKEN_NORMS:  # which wrt= goes with the other norm alone
+        asked, usual = f"norm {norm!r}", "norm='frobenius'"
+    for layer in layers if asked else ():
+        without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
+        if layer.measured != CLOSED_FORM or without:
+            what = titles(without) or "layers that are measured by automatic differentiation"
+            where = f"such as layer {layer.index} ({layer.layer_name})"
+            instead = f"choose others by layers=, or take {usual}"
+            raise LipboundError(f"{asked} does not cover {what}, {where}; {instead}")
+
+
+def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
+    """Shape (layers, heads) of the exact norms of a sample, with the most heads of a layer."""
+    return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
+
+
+def measurement_spec(
+    config: RunConfig, names: Sequence[str], exact_samples: int, shape: tuple[int, ...]
+) -> MeasurementSpec:
+    """Share the delta of a run equally among its exact norms.
+
+    Args:
+        config: of the run.
+        names: of the bounds.
+        exact_samples: how many samples have exact norms.
+        shape: of the exact norms of each of them.
+    """
+    options: Any = config.options("map", "tol", "seed", "norm", "wrt")
+    options |= {"exact_samples": exact_samples, "extras": config.chosen_extras}
+    if (delta := config.delta) is not None:
+        delta /= exact_samples * math.prod(shape)
+    return MeasurementSpec(tuple(names), delta=delta, **options)
 
 
 class Measurer:

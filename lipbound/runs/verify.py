@@ -22,10 +22,10 @@ from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
 from lipbound.runs.checksums import altered, faults
-from lipbound.runs.compare import measurement_spec, open_checkpoint, open_inputs
+from lipbound.runs.compare import open_checkpoint, open_inputs
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import Measurer, capturer_of
+from lipbound.runs.measure import Measurer, capturer_of, measurement_spec
 from lipbound.runs.store import Run, run_of
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}

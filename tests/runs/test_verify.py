@@ -21,8 +21,9 @@ import lipbound as lb
 from lipbound.errors import StoreError
 from lipbound.reporting import citations
 from lipbound.runs.checksums import altered
-from lipbound.runs.compare import measurement_spec, open_sources, plan
+from lipbound.runs.compare import open_sources, plan
 from lipbound.runs.config import RunConfig
+from lipbound.runs.measure import measurement_spec
 from lipbound.runs.verify import ALLOWED
 
 BOUNDS = ("yudin", "lipbound", "kim")
