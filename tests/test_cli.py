@@ -1,77 +1,50 @@
+"""Commands do what their words say; options that are mistyped or given twice are named."""
+
 import dataclasses
 import inspect
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import typer
 import xarray as xr
-from support.commands import call
+from PIL import Image
+from support.commands import command, said
 from support.models import build, no_attention, save_vit
+from support.runs import TEXTS
 
 import lipbound as lb
 import lipbound.runs.store as store
 from lipbound import cli
 from lipbound.cli import measuring, reporting
-from lipbound.errors import StoreError
+from lipbound.errors import Notice, StoreError
 from lipbound.runs.config import RunConfig
 
+QUICK = {"samples": 1, "max_length": 8, "progress": False}
+QUICKLY = "--samples 1 --max-length 8 --layers 0 --bounds castin --quiet"
 
-def test_compare_heatmap_table_cite(
-    bert: Path,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = tmp_path / "run.zarr"
-    options = (
-        "--data",
-        text,
-        "--samples",
-        2,
-        "--max-length",
-        16,
-        "--bounds",
-        "yudin,castin",
-        "--layers",
-        "1",
-        "--quiet",
-    )
-    status, out, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", run)
-    assert status == 0, err
+
+def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path) -> None:
+    run, figure = tmp_path / "run.zarr", tmp_path / "figure.pdf"
+    options = f"--data {text} --samples 2 --max-length 16 --bounds yudin,castin --layers 1 --quiet"
+    out = said(f"compare {bert} {options} --out {run}")
     assert "Yudin 2025, Thm 3" in out
     assert "layer 1 of 2 counted from 0, 4 heads" in out
     ds = lb.load(run)
     assert ds.sizes == {"sample": 2, "layer": 1, "head": 4}
     assert ds.attrs["command"].startswith("lipbound compare")
-    figure = tmp_path / "figure.pdf"
-    status, out, _ = call(
-        capsys,
-        monkeypatch,
-        "heatmap",
-        run,
-        "-o",
-        figure,
-        "--reduce",
-        "0.9",
-        "--scale",
-        "panel",
-        "--bounds",
-        "yudin",
-    )
-    assert (status, figure.stat().st_size > 1000) == (0, True)
+    said(f"heatmap {run} -o {figure} --reduce 0.9 --scale panel --bounds yudin")
+    assert figure.stat().st_size > 1000
     for format in ("text", "markdown", "latex", "csv"):
-        status, out, _ = call(capsys, monkeypatch, "table", run, "--format", format)
-        assert status == 0
-        assert "Castin 2024, 3.3" in out
-    status, out, _ = call(capsys, monkeypatch, "cite", run)
-    assert "@misc{yudin2025pay" in out
+        assert "Castin 2024, 3.3" in said(f"table {run} --format {format}")
+    assert "@misc{yudin2025pay" in said(f"cite {run}")
 
 
-def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, out, _ = call(capsys, monkeypatch, "bounds")
-    assert status == 0
+def test_bounds_are_listed() -> None:
+    out = said("bounds")
     for name in lb.bounds.names(None):
         # folded to the terminal
         assert "".join(lb.bounds.get(name).statement.split()) in "".join(out.split())
@@ -80,68 +53,21 @@ def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mo
         assert out.count(f"norm: {norm} (") == len(lb.bounds.names(norm))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["compare", "/no/such/dir"], "there is no directory"),
-        (["compare", "builtin:gpt3"], "did you mean 'gpt2'"),
-        (["compare", "builtin:gpt2", "--bounds", "yudn"], "did you mean"),
-        (["compare", "builtin:gpt2", "--max-length", "1000"], "exceeds the 256 positions"),
-        (["compare", "builtin:gpt2", "--layers", "a"], "layers is 'a'; give numbers from 0"),
-        (["compare", "builtin:gpt2", "--layers", "9"], "numbered 0 to 5"),
-        (["compare", "builtin:gpt2", "--data", "/no/file.txt"], "there is no file"),
-        (["table", "/no/run.zarr"], "there is no run"),
-        (["heatmap", "/no/run.zarr", "-o", "x.pdf"], "there is no run"),
-    ],
-)
-def test_errors_are_one_sentence_and_status_two(
-    arguments: list[str],
-    sentence: str,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    status, _, err = call(capsys, monkeypatch, *arguments)
-    assert status == 2
-    assert sentence in err
-    assert err.startswith("error: ")
-    assert "Traceback" not in err
-    assert len(err.strip().splitlines()) == 1
-
-
-def test_a_model_without_attention(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_and_data_that_do_not_fit(bert: Path, tmp_path: Path) -> None:
     save_vit(tmp_path)  # its processor serves
     build(no_attention).save_pretrained(tmp_path)
-    status, _, err = call(capsys, monkeypatch, "compare", tmp_path, "--samples", 1)
-    assert (status, "no attention that can be captured" in err) == (2, True)
-
-
-def test_wrong_modality(
-    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from PIL import Image
-
     Image.new("RGB", (4, 4)).save(tmp_path / "p.png")
-    status, _, err = call(
-        capsys, monkeypatch, "compare", bert, "--data", tmp_path / "p.png", "--max-length", 8
-    )
-    assert (status, "reads text" in err) == (2, True)
-
-
-def test_debug_shows_the_traceback(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, _, err = call(capsys, monkeypatch, "--debug", "compare", "builtin:gpt3")
-    assert (status, "Traceback" in err) == (2, True)
+    for line, words in (
+        (f"compare {tmp_path} --samples 1", "no attention that can be captured"),
+        (f"compare {bert} --data {tmp_path / 'p.png'} --max-length 8", "reads text"),
+        ("--debug compare builtin:gpt3", "Traceback"),
+    ):
+        status, _, err = command(line)
+        assert (status, words in err) == (2, True)
 
 
 def test_a_finished_run_is_rescued(
-    bert: Path,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, full_disk = store._save, [tmp_path]
 
@@ -151,35 +77,26 @@ def test_a_finished_run_is_rescued(
         return write(ds, path)
 
     monkeypatch.setattr(store, "_save", some)
-    options = ("--data", text, "--samples", 1, "--max-length", 8, "--bounds", "castin", "--quiet")
-    status, _, err = call(
-        capsys, monkeypatch, "compare", bert, *options, "--out", tmp_path / "run.zarr"
-    )
+    line = f"compare {bert} --data {text} {QUICKLY} --out {tmp_path}"
+    status, _, err = command(f"{line}/run.zarr")
     assert status == 2
     refuge = Path(err.split("was saved to ")[1].split(" instead")[0])
     assert lb.load(refuge).sizes["sample"] == 1
     full_disk.append(Path("/"))  # nor is there room in the refuge
-    out = tmp_path / "other.zarr"
-    status, _, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", out)
-    last = err.strip().rpartition("\n")[2]
-    assert (status, last) == (2, f"error: {out} could not be written: No space left on device")
+    status, _, err = command(f"{line}/other.zarr")
+    assert status == 2
+    assert err.strip().endswith("other.zarr could not be written: No space left on device")
 
 
-def test_help_has_examples() -> None:
-    for command in ("compare", "heatmap", "table", "cite", "bounds", "demo"):
-        assert "Example: lipbound" in (
-            next(
-                c
-                for c in cli.app.registered_commands
-                if (c.name or c.callback.__name__).endswith(command)
-            ).epilog
-            or ""
-        )
+# -- options and their help ------------------------------------------------------------------------
 
 
-def test_paragraphs_of_help_fold_where_the_terminal_does() -> None:
-    for command in cli.app.registered_commands:
-        for paragraph in (command.help or "").split("\n\n"):
+def test_every_command_has_help_with_an_example() -> None:
+    for one in cli.app.registered_commands:
+        assert (one.epilog or "").startswith("Example: lipbound "), one.callback
+        assert one.callback is not None
+        assert one.callback.__doc__
+        for paragraph in (one.help or "").split("\n\n"):  # folds where the terminal does
             assert "\n" not in paragraph
     table = next(one for one in cli.app.registered_commands if one.callback is reporting.table)
     assert "Then a table per bound lacks, in this order, max, min," in (table.help or "")
@@ -190,13 +107,12 @@ def test_options_are_those_of_the_configuration() -> None:
     config = {field.name: field for field in dataclasses.fields(RunConfig)}
     signature = inspect.signature(lb.compare).parameters
     assert set(signature) - set(config) == {"client", "progress", "inputs"}
-    command = inspect.signature(measuring.compare).parameters
-    assert set(command) - set(config) == {"scheduler"}
+    parameters = inspect.signature(measuring.compare).parameters
+    assert set(parameters) - set(config) == {"scheduler"}
     for name, field in config.items():
         if field.default is not dataclasses.MISSING:
-            assert signature[name].default == command[name].default == field.default, name
-        written = str(signature[name].annotation)
-        assert written in (field.type, "Any"), name
+            assert signature[name].default == parameters[name].default == field.default, name
+        assert str(signature[name].annotation) in (field.type, "Any"), name
 
 
 def described(docstring: str, section: str) -> dict[str, str]:
@@ -216,9 +132,124 @@ def test_every_option_is_documented_once_and_helped() -> None:
         assert param.help == " ".join(help[param.name].split()), param.name
 
 
-def test_every_command_has_an_example() -> None:
-    for command in cli.app.registered_commands:
-        assert command.epilog is not None, command.callback
-        assert command.epilog.startswith("Example: lipbound "), command.epilog
-        assert command.callback is not None
-        assert command.callback.__doc__
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("compare m --bounds yudin --bounds kim", "--bounds is given 2 times"),
+        ("compare m --layers 0 --layers=1", "give it once, several values separated by commas"),
+        ("compare m --samples 3 --tol 0.1 --samples 3", "--samples is given 2 times"),
+        ("heatmap run.zarr -o a.pdf --output b.pdf", "--output is given 2 times"),
+        ("verify run.zarr --model a --model b", "--model is given 2 times"),
+        ("compare m --sample 3", "--samples"),
+        ("compare m --max_length 3", "--max-length"),
+        ("compare m --tolerance 3", "--tol"),
+        ("compare m --dtyp x", "--dtype"),
+        ("compare m --resum", "--resume"),
+        ("table r --formt csv", "--format"),
+        ("report r --no-detail", "--no-details"),
+        ("sweep f --scedule x", "--scheduler"),
+        ("compare m --xylophone-quux 3", "--xylophone-quux; see lipbound compare --help"),
+        ("compare builtin:gpt2 --out 'my run.csv'", "name it 'my run.zarr', from which"),
+        ("compare builtin:gpt2 --out run.PDF", "a run is a folder of its own kind; name it"),
+        ("compare builtin:gpt2 --out run.npz", "a run is a folder of its own kind; name it"),
+        ("sweep sweep.yaml --out runs.csv", "'runs.csv', which holds all runs of the sweep and"),
+        ("demo --out demo.pdf", "'demo.pdf', which holds three runs and their figures; give the"),
+        ("compare builtin:gpt2 --device gpu", "device 'gpu' cannot be used here"),
+        ("compare builtin:gpt2 --dtype half", "dtype is 'half'; allowed are 'float32' and"),
+        ("compare builtin:gpt2 --weights ram", "'ram'; allowed are auto, layers, whole"),
+        ("compare builtin:gpt2 --max-length 0", "max_length is 0; it must be a whole number"),
+        ("compare builtin:gpt2 --max-length x", "nvalid value for '--max-length'"),
+        ("compare builtin:gpt2 --norm l2", "unknown norm 'l2'"),
+        ("compare builtin:gpt2 --map heds", "did you mean 'heads'"),
+        ("compare builtin:gpt2 --norm every-token --delta 1e-3", "delta is 0.001, which norm="),
+        ("compare builtin:gpt2 --norm one-token --seed 1", "seed is 1, which norm='one-token'"),
+        ("compare builtin:gpt2 --norm every-token --map residual", "for norm='frobenius' alone"),
+        ("compare builtin:gpt2 --wrt values --map layer", "wrt='values' is of one head"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_loaded(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sweep.yaml").write_text("model: builtin:gpt2\n")
+    monkeypatch.chdir(tmp_path)
+    loaded = pytest.fail
+    monkeypatch.setattr("lipbound.runs.compare.load_checkpoint", lambda *_, **__: loaded("a model"))
+    status, _, err = command(line)
+    assert (status, len(err.strip().splitlines()), words in err) == (2, 1, True), err
+    assert err.startswith("error: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
+def test_without_a_command_the_help_is_shown_and_nothing_else() -> None:
+    status, out, err = command("")
+    assert (status, err, "compare" in out) == (2, "", True)
+
+
+def test_memory_with_a_unit_or_of_a_size_is_taken() -> None:
+    sizes = {"4GB": 4e9, "2000000": 2e6, "4kB": 4e3, 5: 5.0, "1e9": 1e9, " 16": 16.0}
+    assert {given: RunConfig("m", memory=given).memory for given in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory": 4}, "memory is 4 bytes, .* measured one at a time; write '4GB'"),
+        ({"layers": "-1"}, "layers below zero count from the end: here 5"),
+        ({"layers": [-1, 0]}, "layers below zero count from the end: here .*5"),
+    ],
+)
+def test_what_is_taken_otherwise_is_told(options: dict[str, Any], words: str) -> None:
+    given = {"bounds": "castin", "layers": [0]} | QUICK | options
+    with pytest.warns(Notice, match=words):
+        ds = lb.compare("builtin:gpt2", **given)
+    if "layers" in options:
+        assert 5 in ds["layer"].values
+        assert any(re.search(words, note) for note in ds.attrs["notes"])
+
+
+def test_the_hint_after_saving_can_be_pasted(tmp_path: Path) -> None:
+    run = tmp_path / "my run.zarr"
+    out = said(f"compare builtin:gpt2 {QUICKLY} --out '{run}'")
+    hint = out.strip().rpartition("draw it with: ")[2]
+    assert shlex.split(hint)[:3] == ["lipbound", "heatmap", str(run)]
+
+
+def test_what_an_interruption_finds_where_the_run_is_saved(tmp_path: Path) -> None:
+    blocks_in = measuring.blocks_in
+    assert blocks_in(None, False) == "nothing was kept, since there was no --out"
+    assert blocks_in(tmp_path / "run.zarr", False) == "nothing was measured yet"
+    assert blocks_in(tmp_path, True) == f"{tmp_path} was there already, and nothing was written"
+    assert blocks_in(tmp_path, False) == f"the run is finished and saved in {tmp_path}"
+
+
+# -- exact norms alone -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bounds", ["none", "exact", []])
+def test_no_bounds_are_exact_norms_alone(bounds: object) -> None:
+    ds = lb.compare("builtin:gpt2", TEXTS, bounds=bounds, layers=[0], **QUICK)
+    assert ds.attrs["bounds"] == []
+    other = lb.compare("builtin:gpt2", TEXTS, bounds="castin", layers=[0], **QUICK)
+    assert np.array_equal(ds["exact"], other["exact"])
+    checkpoint = lb.load_checkpoint("builtin:gpt2")
+    inputs = lb.prepare(checkpoint, "the gulls", max_length=4).batch
+    (layer,) = lb.capture(checkpoint.model, inputs, layers=[0])
+    assert lb.bounds.evaluate(layer, "none") == {}
+
+
+def test_a_run_of_exact_norms_alone_goes_everywhere(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    said(f"compare builtin:gpt2 {QUICKLY.replace('castin', 'exact')} --out {run}")
+    for line in (
+        *(f"table {run} --format {form}" for form in ("text", "markdown", "latex", "csv")),
+        f"table {run} --by layer",
+        f"table {run} --json",
+        f"heatmap {run} -o {tmp_path / 'run.pdf'}",
+        f"info {run}",
+        f"cite {run}",
+        f"cite {run} --format latex",
+        f"verify {run} --places 1",
+        f"report {run} -o {tmp_path / 'run.html'}",
+    ):
+        status, _, err = command(line)
+        assert (status, err) == (0, ""), line

@@ -16,7 +16,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -25,6 +26,7 @@ from typer.core import TyperCommand
 from lipbound import __version__, _importing
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain, plain_data
+from lipbound.runs.config import RunConfig
 from lipbound.schema import Contents
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 VERBOSE = "LIPBOUND_VERBOSE"
 """Environment variable that lets other libraries speak, here and in processes started here."""
-LISTS = {"bounds": "names", "layers": "numbers"}
-"""Options that take several values in one text."""
 SWITCHES = {
     "quiet": "Neither signs of progress nor notes.",
     "verbose": "What other libraries say, too: their progress bars, warnings and retries.",
@@ -64,12 +64,8 @@ class Command(TyperCommand):
             times = sum(word.partition("=")[0] in param.opts for word in words)
             repeatable = getattr(param, "multiple", False) or getattr(param, "is_flag", False)
             if times > 1 and not repeatable and not ctx.resilient_parsing:
-                kind = LISTS.get(param.name or "")
-                more = f", with its {kind} separated by commas" if kind else ""
-                raise LipboundError(
-                    f"{param.opts[-1]} is given {times} times, and one of them would be "
-                    f"ignored; give it once{more}"
-                )
+                what = f"{param.opts[-1]} is given {times} times, and one would be ignored"
+                raise LipboundError(f"{what}; give it once, several values separated by commas")
         return super().parse_args(ctx, words)
 
     def invoke(self, ctx: Any) -> Any:
@@ -83,16 +79,12 @@ class Application(typer.Typer):
     """Application that registers every command as a `Command`, with options from its docstring."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callback], Callback]:
-        settings["epilog"] = (
-            f"{settings.get('epilog') or ''}\n\nEvery command also takes --quiet, --verbose and "
-            "--debug."
-        )
+        also = "Every command also takes --quiet, --verbose and --debug."
+        settings |= {"cls": Command, "epilog": f"{settings.get('epilog') or ''}\n\n{also}"}
+        make = super().command
 
         def register(command: Callback) -> Callback:
-            help = with_options(command)
-            return super(Application, self).command(name, cls=Command, help=help, **settings)(
-                command
-            )
+            return make(name, help=with_options(command), **settings)(command)
 
         return register
 
@@ -152,15 +144,15 @@ def main() -> None:
             # Python would try at its end to write what is held back, and complain
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            where = (
-                f"{error.filename} cannot be read or" if error.filename else "the output cannot be"
-            )
-            status = _failed(f"{where} written: {error.strerror}", error)
+            where = f"{error.filename} cannot be read or" * bool(error.filename)
+            status = _failed(f"{where or 'the output cannot be'} written: {error.strerror}", error)
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
-            # no message where the help was shown for want of a command
-            status = _failed(_of_usage(error), error) if error.format_message() else 2
+            # of typer; no message where the help was shown for want of a command
+            said, within = error.format_message(), getattr(error, "ctx", None)
+            command = within.command_path if within else "lipbound"
+            status = _failed(f"{said.rstrip('.')}; see {command} --help", error) if said else 2
         finally:
             if state["verbose"]:
                 os.environ.pop(VERBOSE, None)
@@ -177,16 +169,6 @@ def _failed(message: str, error: Exception) -> int:
     else:
         typer.echo(f"error: {plain(message)}", err=True)
     return 2
-
-
-def _of_usage(error: Any) -> str:
-    """Write typer's complaint about a command line in one sentence."""
-    message = " ".join(str(error.format_message()).split()).rstrip(".")
-    if near := getattr(error, "possibilities", None):
-        return f"no such option: {error.option_name}; did you mean {near[0]}?"
-    command = getattr(getattr(error, "ctx", None), "command_path", "lipbound")
-    help = "" if "Did you mean" in message else f"; see {command} --help"
-    return f"{message[:1].lower()}{message[1:]}{help}"
 
 
 def _show_warning(
@@ -212,18 +194,38 @@ def number_or_name(text: str) -> str | float:
 # -- arguments and options, with their help --------------------------------------------------------
 
 
+TYPES: dict[str, Any] = {"out": Path, "samples": str, "int": int, "float": float, "bool": bool}
+"""Types on the command line, by the name of an option or its type in Python; text for others."""
+
+
 def with_options(command: Callable[..., Any]) -> str:
     """Make arguments and options of a command's parameters; return its docstring before them.
 
     Parameters by position are arguments, those by keyword options. Their help is what the docstring
-    says of them.
+    says of them. ``**options`` are the fields of `RunConfig`, with their names, types, defaults and
+    help, before a command's own options; arguments of its own come in place of those that
+    `RunConfig` needs.
     """
-    text = inspect.cleandoc(command.__doc__ or "")
+    made, text = inspect.Parameter, inspect.cleandoc(command.__doc__ or "")
+    own = [*inspect.signature(command, eval_str=True).parameters.values()]
+    if own[-1].kind is made.VAR_KEYWORD:
+        text += f"\n\n{inspect.cleandoc(RunConfig.__doc__ or '')}"
+        first = [one for one in own if one.kind is made.POSITIONAL_OR_KEYWORD]
+        of_run = []
+        for field in fields(RunConfig):
+            kind = TYPES.get(field.name) or TYPES.get(str(field.type).split(" | ")[0], str)
+            if field.default is not MISSING:
+                kind = kind | None if field.default is None else kind
+                more: Any = {"kind": made.KEYWORD_ONLY, "default": field.default}
+                of_run.append(made(field.name, annotation=kind, **more))
+            elif not first:
+                of_run.append(made(field.name, made.POSITIONAL_OR_KEYWORD, annotation=kind))
+        own = [*first, *of_run, *own[len(first) : -1]]
     help = dict(re.findall(r"^    (\w+): (.+(?:\n        .+)*)", text, re.M))
     found = []
-    for one in inspect.signature(command, eval_str=True).parameters.values():
+    for one in own:
         text_of = " ".join(help.get(one.name, "").split())
-        if one.kind is inspect.Parameter.KEYWORD_ONLY:
+        if one.kind is made.KEYWORD_ONLY:
             names = {"output": ["-o", "--output"]}.get(one.name, [])
             if isinstance(one.default, bool):
                 names = [f"--{one.name}/--no-{one.name}" if one.default else f"--{one.name}"]
@@ -284,26 +286,20 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
     if told is not None:
         told += fresh
     typer.echo(text_table(replace(made, notes=fresh), columns()))
-    exact = ds["exact"].values[ds["exact"].notnull().values]
-    extent = ""
-    if exact.size:
+    found, extent = Contents.of(ds), ""
+    if found.norms:
         least, most = ends(quantity(ds, "exact", 0))[0], ends(quantity(ds, "exact", 1))[1]
         said = outwards(least, most, 3)
         extent = f", from {said}" if " to " in said else f", {said}"
     error = small(float(f"{ds.attrs['capture_error']:.1e}"))
-    samples = counted(Contents.of(ds).exact_samples, "sample")
-    echo_folded(
-        f"exact norms: {len(exact)} ({places(ds)}, {samples}){extent}; capture reproduces the "
-        f"model to {error} relative"
-    )
+    what = f"exact norms: {found.norms} ({places(ds)}, {counted(found.exact_samples, 'sample')})"
+    echo_folded(f"{what}{extent}; capture reproduces the model to {error} relative")
     if open_ := reached(ds):
         tol = small(float(ds.attrs["tol"]))
         echo_folded(f"the tolerance asked for, {tol}, was not reached by {open_}")
     if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:
-        echo_folded(
-            f"\u2021 A bound fell below the exact norm although its assumptions hold: {broken}. "
-            "Please report this run."
-        )
+        what = "\u2021 A bound fell below the exact norm although its assumptions hold"
+        echo_folded(f"{what}: {broken}. Please report this run.")
 
 
 def echo_json(value: Any) -> None:

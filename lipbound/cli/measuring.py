@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, fields, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,32 +30,6 @@ TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
 By default they give all of it back to the system, and fresh memory costs more than the arithmetic
 on it; None leaves them as they are.
 """
-
-TYPES: dict[str, Any] = {"out": Path, "samples": str, "int": int, "float": float, "bool": bool}
-"""Types on the command line, by the name of an option or its type in Python; text for others."""
-
-
-def from_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a parameter for every field of `RunConfig`, before its own.
-
-    Names, types, defaults and help are those of the fields; the command takes them by keyword.
-    Arguments of its own by position come first, in place of those that `RunConfig` needs.
-    """
-    named = inspect.signature(command, eval_str=True).parameters.values()
-    own = [one for one in named if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    found = [one for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
-    instead, made = bool(found), inspect.Parameter
-    for one in fields(RunConfig):
-        kind = TYPES.get(one.name) or TYPES.get(str(one.type).split(" | ")[0], str)
-        if one.default is not MISSING:
-            kind = kind | None if one.default is None else kind
-            found.append(made(one.name, made.KEYWORD_ONLY, default=one.default, annotation=kind))
-        elif not instead:
-            found.append(made(one.name, made.POSITIONAL_OR_KEYWORD, annotation=kind))
-    found += [one for one in own if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-    command.__doc__ = f"{command.__doc__}{RunConfig.__doc__}"
-    return command
 
 
 def blocks_in(out: Path | None, before: bool) -> str:
@@ -84,7 +56,6 @@ def blocks_in(out: Path | None, before: bool) -> str:
     epilog="Example: lipbound compare builtin:minilm --data alice.txt --samples 8 --max-length "
     "128 --out minilm.zarr"
 )
-@from_config
 def compare(*, scheduler: str | None = None, **options: Any) -> None:
     """Measure every attention head of a checkpoint and set every bound beside it.
 
@@ -99,7 +70,7 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
     state["kept"] = lambda: blocks_in(out, before)
     config = RunConfig(**options | read(options))
     with cluster(scheduler) as client:
-        ds = measured(config, client=client, progress=not state["quiet"])
+        ds = measured(config, client)
     show(ds)
     tell_saved(out)
 
@@ -120,16 +91,16 @@ def check_builtin(model: str) -> None:
 
 def read(options: dict[str, Any]) -> dict[str, Any]:
     """Read the options that mean something else on the command line than in Python."""
-    samples = str(options["samples"])
-    number = int(samples) if re.fullmatch(r"-?\d+", samples) else samples
-    return {"samples": number, "delta": options["delta"] or None}
+    samples: Any = options["samples"]
+    with suppress(ValueError):
+        samples = int(samples)
+    return {"samples": samples, "delta": options["delta"] or None}
 
 
 @app.command(
     epilog="Example: lipbound diff builtin:vit-baseline builtin:vit-jasmin --out vit.zarr; "
     "lipbound diff before.zarr after.zarr"
 )
-@from_config
 def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> None:
     """Set two runs, or two checkpoints on the same inputs, side by side: ratios B / A.
 
@@ -150,14 +121,10 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
     out = options["out"]
     for model in (a, b):
         check_builtin(model)
-    state["kept"] = lambda: (
-        "nothing was kept, since there was no --out"
-        if out is None
-        else f"what was measured is kept beside {out}; the same command with --resume goes on"
-    )
+    kept = f"what was measured is kept beside {out}; the same command with --resume goes on"
+    state["kept"] = lambda: kept if out else "nothing was kept, since there was no --out"
     asked = options | read(options)
-    defaults = {one.name: one.default for one in fields(RunConfig)}
-    given = {name: value for name, value in asked.items() if value != defaults[name]}
+    given = {name: value for name, value in asked.items() if value != getattr(RunConfig, name)}
     with cluster(scheduler) as client:
         progress = not state["quiet"]
         ds = sheltered(lambda: diff_runs(a, b, **given, client=client, progress=progress))
@@ -180,26 +147,20 @@ def sweep(file: Path, *, out: Path = Path("runs"), scheduler: str | None = None)
     """
     from lipbound.runs.sweep import rows
 
-    state["kept"] = lambda: (
-        f"what was measured is kept in {out}; the same command goes on from there"
-    )
+    kept_in = f"what was measured is kept in {out}; the same command goes on from there"
+    state["kept"] = lambda: kept_in
     ended: Counter[str] = Counter()
     with cluster(scheduler) as client:
         for row in rows(file, out, client=client, progress=not state["quiet"]):
             ended[row["status"]] += 1
             why = f"  {plain(row['error'])}" if row["error"] else ""
             typer.echo(f"{row['status']}: {row['run']}{why}")
-    if ended["kept"] and not state["quiet"]:
-        typer.echo(
-            f"note: {ended['kept']} of {ended.total()} runs were finished before and are kept as "
-            f"they are, in {out}",
-            err=True,
-        )
+    if (kept := ended["kept"]) and not state["quiet"]:
+        what = f"note: {kept} of {ended.total()} runs were finished before and are kept as they are"
+        typer.echo(f"{what}, in {out}", err=True)
     if failed := ended["failed"]:
-        raise LipboundError(
-            f"{counted(failed, 'run')} of the sweep failed; {out / 'index.csv'} says why, and the "
-            "same command tries again"
-        )
+        what = f"{counted(failed, 'run')} of the sweep failed; {out / 'index.csv'} says why"
+        raise LipboundError(f"{what}, and the same command tries again")
 
 
 @app.command(epilog="Example: lipbound verify minilm.zarr --places 8")
@@ -260,9 +221,8 @@ def demo(*, out: Path = Path("lipbound-demo"), samples: int = 8) -> None:
     told: list[str] = []
     for model in DEMO:
         name = model.removeprefix("builtin:")
-        ds = measured(
-            RunConfig(model, samples=samples, out=out / f"{name}.zarr"), progress=not state["quiet"]
-        )
+        config = RunConfig(model, samples=samples, out=out / f"{name}.zarr")
+        ds = measured(config)
         show(ds, told)
         for kind in ("pdf", "png"):
             heatmaps(ds, out / f"{name}.{kind}")
@@ -286,18 +246,15 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         import dask
         from dask.distributed import Client, LocalCluster
     except ImportError as error:
-        raise LipboundError(
-            "--scheduler needs dask.distributed; pip install 'lipbound[distributed]'"
-        ) from error
+        what = "--scheduler needs dask.distributed; pip install 'lipbound[distributed]'"
+        raise LipboundError(what) from error
     with ExitStack() as opened:
         address: Any = scheduler
         if scheduler.startswith("local:"):
             processes = scheduler.removeprefix("local:")
             if not processes.isdigit() or int(processes) < 1:
-                raise LipboundError(
-                    f"--scheduler is {scheduler!r}; the number of local processes must be at "
-                    "least 1, such as local:2"
-                )
+                what = f"--scheduler is {scheduler!r}; the number of processes must be at least 1"
+                raise LipboundError(f"{what}, as in local:2")
             opened.enter_context(dask.config.set({TRIMMING: None}))
             options: Any = {"threads_per_worker": 1, "dashboard_address": ":0"}
             address = opened.enter_context(LocalCluster(n_workers=int(processes), **options))
@@ -305,19 +262,17 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         try:
             client = opened.enter_context(Client(address, timeout=10))
         except (OSError, ValueError) as error:
-            raise LipboundError(
-                f"no dask scheduler answers at {scheduler!r}; give its address, such as "
-                "tcp://host:8786, or local:N"
-            ) from error
+            what = f"no dask scheduler answers at {scheduler!r}; give its address"
+            raise LipboundError(f"{what}, such as tcp://host:8786, or local:N") from error
         yield client
 
 
-def measured(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
+def measured(config: RunConfig, client: Any = None) -> xr.Dataset:
     """Compute a run, and save it to a temporary folder where its own place fails."""
     with loading():
         from lipbound.runs.compare import run
 
-    return sheltered(lambda: run(config, client=client, progress=progress))
+    return sheltered(lambda: run(config, client=client, progress=not state["quiet"]))
 
 
 def sheltered(compute: Callable[[], xr.Dataset]) -> xr.Dataset:

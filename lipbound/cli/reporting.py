@@ -1,6 +1,5 @@
 """Commands that show what there is: bounds, models, and stored runs."""
 
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import typer
 from lipbound.cli.application import app, columns, echo_folded, echo_json, number_or_name
 from lipbound.errors import LipboundError, shown
 from lipbound.formatting import plain
-from lipbound.schema import CHECKSUM, NORMS, is_diff
+from lipbound.schema import NORMS, is_diff
 
 
 def labels_of(given: list[str] | None) -> dict[str, str]:
@@ -19,10 +18,8 @@ def labels_of(given: list[str] | None) -> dict[str, str]:
     for word in given or []:
         name, sign, text = word.partition("=")
         if not sign or not name.strip() or not text.strip():
-            raise LipboundError(
-                f"--label is {shown(word)}; it takes NAME=TEXT, such as --label "
-                f"{shlex.quote('yudin=Yudin et al.')}"
-            )
+            what = f"--label is {shown(word)}; it takes NAME=TEXT"
+            raise LipboundError(f"{what}, such as --label 'yudin=Yudin et al.'")
         found[name.strip()] = text.strip()
     return found
 
@@ -243,16 +240,11 @@ def models(*, json: bool = False) -> None:
         if one.missing:
             typer.echo(f"{one.name}\n    not installed: {one.missing}")
             continue
-        typer.echo(f"{one.name}: {plain(one.title)}")
-        typer.echo(
-            f"    {one.architecture}, {one.layers} layers x {one.heads} heads, width "
-            f"{one.width}; reads {one.reads}"
-        )
+        size = f"{one.layers} layers x {one.heads} heads, width {one.width}; reads {one.reads}"
+        typer.echo(f"{one.name}: {plain(one.title)}\n    {one.architecture}, {size}")
         typer.echo(f"    licence {one.license}; {one.origin}")
-    typer.echo(
-        "Any other model: a hub id such as owner/name, a directory with config.json and weights, "
-        "or a GGUF file."
-    )
+    others = "a hub id such as owner/name, a directory with config.json and weights"
+    typer.echo(f"Any other model: {others}, or a GGUF file.")
 
 
 @app.command(epilog="Example: lipbound info minilm.zarr")
@@ -265,16 +257,16 @@ def info(run: Path, *, json: bool = False) -> None:
     """
     from lipbound.reporting.diffs import diff_facts
     from lipbound.reporting.labels import fact_words, facts
-    from lipbound.runs.checksums import damage
-    from lipbound.runs.store import diff_damage, diff_of, load
+    from lipbound.runs.checksums import faults
+    from lipbound.runs.store import diff_faults, diff_of, load
 
     ds = load(run, damaged="accept")
     of_two = is_diff(ds)
-    what = (diff_damage if of_two else damage)(ds)
+    wrong = (diff_faults if of_two else faults)(ds)
     files = (file for file in run.expanduser().rglob("*") if file.is_file())
     found = {"run": str(run)} | (diff_facts(diff_of(ds)) if of_two else facts(ds))
     found["bytes on disk"] = sum(file.stat().st_size for file in files)
-    found["checksums"] = what or ("hold" if of_two or CHECKSUM in ds else "none")
+    found["checksums"] = " and ".join(wrong) or "hold"
     if json:
         echo_json(found)
         return

@@ -102,13 +102,6 @@ def sayings(ds: xr.Dataset) -> dict[str, str]:
     return {n: hashlib.sha256(json.dumps(one).encode()).hexdigest()[:16] for n, one in said.items()}
 
 
-def reworded(ds: xr.Dataset) -> str:
-    """Describe the variables that no longer say what they said; empty for none."""
-    was = ds[schema.CHECKSUM].attrs.get("said", {}) if schema.CHECKSUM in ds.variables else {}
-    changed = [repr(name) for name, now in sayings(ds).items() if was.get(name, now) != now]
-    return f"what {', '.join(changed)} says (its attributes) is not what it said" if changed else ""
-
-
 def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray:
     """A variable at every place, as eight bytes.
 
@@ -124,10 +117,10 @@ def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray
     return np.where(np.isnan(values), np.nan, values).view("<i8")
 
 
-def altered(ds: xr.Dataset) -> list[tuple[int, int]] | None:
-    """Positions (sample, layer) that are not as they were computed; None without checksums."""
-    if schema.CHECKSUM not in ds.variables:
-        return None
+def altered(ds: xr.Dataset) -> list[tuple[int, int]]:
+    """Positions (sample, layer) that are not as they were computed, as far as checksums tell."""
+    if schema.CHECKSUM not in ds.variables or schema.lacks_variables(ds):
+        return []
     wrong = checksums(ds) != ds[schema.CHECKSUM].transpose(*ds["exact"].dims).variable
     places = wrong.any([dim for dim in wrong.dims if dim not in schema.AXES[:2]]).values
     return [(int(s), int(layer)) for s, layer in np.argwhere(places)]
@@ -150,23 +143,25 @@ def check_whole(ds: xr.Dataset, name: str) -> None:
     Raises:
         StoreError: it was damaged or edited, or lacks variables.
     """
-    left_out = "variables that it was made with were left out"
-    if what := left_out if schema.lacks_variables(ds) else damage(ds):
-        raise StoreError(f"{name} is not as it was computed: {what}; give runs that are")
+    if found := faults(ds):
+        raise StoreError(f"{name} is not as it was computed: {' and '.join(found)}; give another")
 
 
-def damage(ds: xr.Dataset) -> str:
-    """Describe what is no longer as it was computed, as the end of a sentence; else empty."""
-    said = [what] if (what := reworded(ds)) else []
+def faults(ds: xr.Dataset) -> list[str]:
+    """Describe what is no longer as it was computed: words of variables, settings, numbers."""
+    was = ds[schema.CHECKSUM].attrs.get("said", {}) if schema.CHECKSUM in ds.variables else {}
+    said = [repr(name) for name, now in sayings(ds).items() if was.get(name, now) != now]
+    found = [f"what {', '.join(said)} says (its attributes) is not what it said"] if said else []
     if settings_altered(ds):
-        said.append("its settings (attributes) are not those that were recorded")
+        found.append("its settings (attributes) are not those that were recorded")
     if schema.CHECKSUM not in ds.variables:
-        said.append("the checksums of its numbers are missing")
-    if places := altered(ds):
-        where = "every sample and layer"
-        if len(places) < ds.sizes["sample"] * ds.sizes["layer"]:
-            numbers = [(int(ds["sample"][s]), int(ds["layer"][i])) for s, i in places]
-            where = ", ".join(f"sample {s} layer {layer}" for s, layer in numbers[:3])
-            where += f" and {len(places) - 3} more" * (len(places) > 3)
-        said.append(f"its numbers at {where} are not those that were computed")
-    return " and ".join(said)
+        found.append("the checksums of its numbers are missing")
+    elif schema.lacks_variables(ds):
+        found.append("variables that it was made with were left out")
+    elif places := altered(ds):
+        where = [f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places]
+        more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+        every = len(where) == ds.sizes["sample"] * ds.sizes["layer"]
+        at = "every sample and layer" if every else ", ".join(where[:3]) + more
+        found.append(f"its numbers at {at} are not those that were computed")
+    return found

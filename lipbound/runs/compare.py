@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 import xarray as xr
 
-from lipbound import schema
+from lipbound import devices, schema
+from lipbound.attention.variants import titles
 from lipbound.bounds.registry import get
-from lipbound.devices import device_name, in_own_modes, resolve_device, versions
+from lipbound.bounds.registry import names as bound_names
+from lipbound.devices import in_own_modes, versions
 from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.capture.verification import telling_samples
+from lipbound.models.checkpoint import Inputs
+from lipbound.models.inputs import prepare
+from lipbound.models.loading import Checkpoint, load_checkpoint
+from lipbound.runs import measure, partial_store, store
 from lipbound.runs.checksums import OF_BOUND, sealed
-from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import LayerInfo, MeasurementSpec, Measurer, check_client, measured_by
-from lipbound.runs.partial_store import LayerResult, PartialRun, check_free, same_configuration
-from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
-from lipbound.runs.store import check_target, save
-from lipbound.runs.store import load as load_run
-from lipbound.schema import EXTRAS, Extent, RunInfo
+from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
+from lipbound.runs.measure import LayerInfo, MeasurementSpec, measurement_spec, norms_shape
+from lipbound.runs.partial_store import LayerResult, PartialRun
+from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
 
 if TYPE_CHECKING:
@@ -49,6 +57,16 @@ LABELS = {
     "first_token": ("First token", "attention on the first token, mean over queries"),
 }
 """Labels and long names of exact norms, and of what attention itself is."""
+
+
+TYPES: dict[str, type] = {"f": float, "i": np.int32, "b": bool}
+"""Types of a run's tables, by the kinds of what was measured."""
+BLOCK_BYTES = 1.5e9
+"""Working memory on a CPU, unless asked otherwise."""
+BYTES_PER_SCORE = 80
+"""Bytes of working memory per entry of the attention matrices, with temporaries in float64."""
+OF_INPUT = "is of heads as functions of their input"
+"""Why bounds say nothing where keys, values or queries move alone."""
 
 
 @in_own_modes
@@ -188,14 +206,14 @@ def one_of(data: Any, inputs: Any) -> Any:
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
     if client is not None:
-        check_client(client, config)
-    device = resolve_device(config.device)
+        measure.check_client(client, config)
+    device = devices.resolve_device(config.device)
     memory = memory_bytes(config.memory, device)
     target = config.target
     finished = target if config.resume and target is not None and target.exists() else None
     if target is not None and finished is None:
-        check_target(target)
-        check_free(target, resume=config.resume)
+        store.check_target(target)
+        partial_store.check_free(target, resume=config.resume)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with ExitStack() as opened:
@@ -205,56 +223,60 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
             return _finished(finished, identity(config, sources), config.chosen_layers)
         signs.say(f"{sources.checkpoint.name}: looking at its layers")
         planned = plan(config, sources, memory, parts)
-        spec, tables = planned.spec, planned.tables()
-        signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers))
+        spec, layers = planned.spec, [layer.index for layer in planned.layers]
+        signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(layers))
         kept = None
         if target is not None:  # what decides the numbers of an unfinished run
-            layers = [layer.index for layer in planned.layers]
             decides = {"layers": layers, "device": where, "versions": versions()}
             decides |= identity(config, sources) | {"block": planned.block}
             kept = opened.enter_context(PartialRun(target, decides))
         blocks = planned.blocks(() if kept is None else kept.found)
         results = (
-            Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
+            measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
             if client is None
-            else measured_by(client, config, sources, spec, blocks)
+            else measure.measured_by(client, config, sources, spec, blocks)
         )
         if kept is not None:
             results = kept.keeping(results)
-        lengths, error = fill(tables, results, signs.advance)
+        tables, lengths, error = filled(planned, results, signs.advance)
         signs.quit()
         ds = dataset(tables, spec, planned.layers, lengths)
         _tell_of_missing(config, sources, ds)
         ds = sealed(ds, run_info(config, sources, planned, lengths, error))
         if target is not None:
-            save(ds, target)
+            store.save(ds, target)
     return ds
 
 
-def fill(
-    tables: dict[str, np.ndarray],
+def filled(
+    plan: Plan,
     results: Iterable[LayerResult],
     advance: Callable[[int], None] = lambda samples: None,
-) -> tuple[np.ndarray, float]:
-    """Put results where they belong in the tables.
+) -> tuple[dict[str, np.ndarray], np.ndarray, float]:
+    """Put results where they belong in tables of NaN, 0 or False.
 
     Args:
-        tables: (samples, layers, heads) each.
+        plan: of the run.
         results: of layers at blocks of samples.
         advance: is told how many samples were measured.
 
     Returns:
-        Lengths of all samples, and the largest error of their captures.
+        The tables (samples, layers, heads), lengths of all samples, and the largest error of their
+        captures.
     """
-    lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
+    tables: dict[str, np.ndarray] = {}
+    lengths, error = np.zeros(plan.samples, dtype=np.int64), 0.0
     for one in results:
         rows = slice(one.start, one.start + len(one.lengths))
         for name, value in one.values.items():
+            if name not in tables:
+                kind = TYPES[value.dtype.kind]
+                tables[name] = np.full(plan.shape, np.nan if kind is float else 0, dtype=kind)
             tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
         lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
         error = max(error, one.error)
         advance(len(one.lengths))
-    return lengths, error
+    return tables, lengths, error
 
 
 def dataset(
@@ -266,13 +288,13 @@ def dataset(
     """Label filled tables (samples, layers, heads) with names, coordinates and what each bound is.
 
     Args:
-        tables: in the order that the Dataset gets; of maps of whole layers with one head, which is
-            dropped.
+        tables: of maps of whole layers with one head, which is dropped.
         spec: what was measured.
         layers: what the layers are.
         lengths: (samples,) tokens of the inputs.
     """
-    ds = xr.Dataset({name: (schema.AXES, table) for name, table in tables.items()})
+    order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(sound, spec.names))
+    ds = xr.Dataset({name: (schema.AXES, tables[name]) for name in order if name in tables})
     ds = ds.assign_coords(
         sample=np.arange(len(lengths)),
         layer=[layer.index for layer in layers],
@@ -300,11 +322,9 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
     for name in map(EXTRAS.__getitem__, config.chosen_extras):
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
-            sources.inputs.notes.append(
-                f"{name} is missing at {without} of {int(there)} exact norms: more outputs "
-                "than the 1,024 of a condition number, several windows, or rounding hides it"
-            )
-            tell(sources.inputs.notes[-1])
+            why = "more than the 1,024 outputs of a condition number, several windows, or rounding"
+            what = f"{name} is missing at {without} of {int(there)} exact norms"
+            note(sources.inputs, f"{what}: {why} hides it")
 
 
 def run_info(
@@ -329,7 +349,7 @@ def run_info(
         map_description=map_words(config.map, config.wrt),
         **config.options("map", "norm", "wrt", "tol", "dtype"),
         **config.drawn,
-        device=device_name(sources.device),
+        device=devices.device_name(sources.device),
         versions=packages,
         python=sys.version.split()[0],
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -339,7 +359,7 @@ def run_info(
         tokens=int(lengths.max()),
         capture_error=error,
         block=plan.block,
-        variants=sorted(plan.variants),
+        variants=sorted(all_variants(plan.layers)),
         not_applicable=plan.not_applicable,
         notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
         made=Extent(
@@ -350,14 +370,218 @@ def run_info(
 
 def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:
     """Load a run that was finished before, if it is the one that is asked for."""
-    ds = load_run(path, damaged="refuse")
+    ds = store.load(path, damaged="refuse")
     there = sorted(ds["layer"].values.tolist())
     stored: dict[str, Any] = {key: ds.attrs.get(key) for key in settings}
     # a part of a run can be saved, too
     stored |= {"layers": there, "samples": ds.sizes["sample"]}
     if {*stored["bounds"], *ds.attrs["not_applicable"]} == {*settings["bounds"]}:
         stored["bounds"] = settings["bounds"]
-    same_configuration(
+    partial_store.same_configuration(
         path, stored, settings | {"layers": there if layers is None else sorted(set(layers))}
     )
     return ds
+
+
+# -- decisions before anything is computed: sources, bounds that apply, blocks, shares of delta ---
+
+
+class Sources(NamedTuple):
+    """Checkpoint, inputs, device and capture that a configuration leads to."""
+
+    checkpoint: Checkpoint
+    inputs: Inputs
+    device: str
+    capturer: Capturer
+
+
+def open_sources(config: RunConfig, device: str) -> Sources:
+    """Load the model to a device and prepare the inputs.
+
+    Raises:
+        LipboundError: they cannot be found or used.
+    """
+    checkpoint = open_checkpoint(config, device)
+    inputs = open_inputs(config, checkpoint)
+    if not devices.has_float64(device):
+        what = f"the device {device!r} has no float64: the model runs there"
+        note(inputs, f"{what}, and its heads are measured on the CPU")
+    capturer = measure.capturer_of(checkpoint.model, config.chosen_layers, config.map)
+    return Sources(checkpoint, inputs, device, capturer)
+
+
+def note(inputs: Inputs, text: str) -> None:
+    """Tell what is not as it was asked for, and keep it for the run's attributes."""
+    inputs.notes.append(text)
+    tell(text)
+
+
+def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
+    """Load the model to a device.
+
+    Raises:
+        CheckpointError: it cannot be had.
+    """
+    return load_checkpoint(config.model, device=device, **config.options(*LOADING))
+
+
+def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
+    """Prepare the inputs."""
+    inputs = prepare(checkpoint, config.data, **config.options(*READING))
+    if config.exact_samples is not None and config.exact_samples > inputs.samples:
+        what = f"exact norms of {config.exact_samples} samples were asked for"
+        note(inputs, f"{what}, and there are {inputs.samples}, which all get them")
+    return inputs
+
+
+def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
+    """Settings, in JSON's types, that a stored run must share to be the one that is asked for."""
+    checkpoint, inputs = sources.checkpoint, sources.inputs
+    return {
+        "model": checkpoint.name,
+        "revision": checkpoint.revision,
+        "configuration": checkpoint.configuration,
+        "data_fingerprint": inputs.fingerprint,
+        "samples": inputs.samples,
+        "bounds": config.names,
+        "exact_samples": config.exact_count(inputs.samples),
+        **({"extras": list(config.chosen_extras)} if config.extras else {}),
+        **config.options("map", "norm", "wrt", "tol", "dtype"),
+        **{name: value for name, value in config.drawn.items() if name != "method"},
+    }
+
+
+class SampleBlock(NamedTuple):
+    """Samples start...stop-1, and the positions of layers that are measured there already."""
+
+    start: int
+    stop: int
+    skip: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Work of a run.
+
+    Attributes:
+        spec: what is measured at every layer, with the share of delta of one exact norm.
+        layers: the chosen layers, as the first sample shows them.
+        samples: how many samples.
+        block: how many of them are measured at a time.
+        room: how many memory has room for.
+        not_applicable: bounds of "default" or "all" that say nothing about this model, and what
+            they do not cover.
+        model_layers: how many attention layers the model has, chosen or not.
+    """
+
+    spec: MeasurementSpec
+    layers: Sequence[LayerInfo]
+    samples: int
+    block: int
+    room: int
+    not_applicable: dict[str, str]
+    model_layers: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the tables: samples, layers, heads (1 for maps of whole layers)."""
+        return (self.samples, *norms_shape(self.layers, self.spec.map))
+
+    def blocks(self, found: Iterable[LayerResult]) -> list[SampleBlock]:
+        """List the blocks with layers that are not found."""
+        done: defaultdict[int, set[int]] = defaultdict(set)
+        for one in found:
+            done[one.start].add(one.layer)
+        return [
+            SampleBlock(start, min(self.samples, start + self.block), frozenset(done[start]))
+            for start in range(0, self.samples, self.block)
+            if len(done[start]) < len(self.layers)
+        ]
+
+
+def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
+    """Look at the first sample, and plan the run.
+
+    Args:
+        config: of the run.
+        sources: its model and inputs.
+        memory: working memory in bytes.
+        parts: at least so many blocks, where there are samples enough.
+
+    Raises:
+        LipboundError: a bound that was asked for by name does not apply to the model, or its
+            attention cannot be captured.
+    """
+    samples = sources.inputs.samples
+    exact = config.exact_count(samples)
+    layers = measure.layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
+    for sample in telling_samples(sources.inputs.batch):
+        sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
+    if any(i < 0 for i in config.chosen_layers or ()):
+        measured = ", ".join(str(one.index) for one in layers)
+        note(sources.inputs, f"layers below zero count from the end: here {measured}")
+    measure.check_covered(config.norm, config.wrt, layers)
+    names, not_applicable = about(config.names, layers, everything=config.everything)
+    if config.wrt != INPUT:  # those asked for by name are refused before
+        names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
+    scores = max(layer.heads * layer.tokens**2 for layer in layers)
+    room = max(1, int(memory // (BYTES_PER_SCORE * scores)))  # one sample at least
+    block = min(room, -(-samples // parts))
+    if config.resume and config.target is not None:  # other blocks would change last digits
+        block = partial_store.configuration(partial_store.partial_path(config.target)).get(
+            "block", block
+        )
+    spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
+    count = sources.capturer.count
+    assert count is not None  # it was counted with the layers
+    return Plan(spec, layers, samples, block, room, not_applicable, count)
+
+
+def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
+    """Collect the variants that some layer has, of self-attention where there is any.
+
+    Bounds that do not cover cross-attention say nothing of such layers beside others.
+    """
+    layers = [layer for layer in layers if layer.kind == "self"] or layers
+    return frozenset().union(*(layer.variants for layer in layers))
+
+
+def about(
+    names: list[str], layers: Sequence[LayerInfo], *, everything: bool
+) -> tuple[list[str], dict[str, str]]:
+    """Find the bounds that say something about these layers, and why the others do not.
+
+    The others do not cover variants, or inputs are too long for them.
+
+    Raises:
+        LipboundError: when one of the others was asked for by name.
+    """
+    closed = [layer for layer in layers if layer.measured == CLOSED_FORM]
+    variants, silent = all_variants(closed), {}
+    for name in names:
+        bound = get(name)
+        if not closed:
+            silent[name] = "does not cover layers without a closed form"
+        elif other := variants - bound.covers:
+            silent[name] = "does not cover " + titles(other)
+        else:
+            said = (bound.too_long(one.tokens, one.heads, one.variants) for one in closed)
+            if why := next(filter(None, said), None):
+                silent[name] = why
+    if silent and not everything:
+        name, why = next(iter(silent.items()))
+        fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers and closed]
+        instead = f", or take some of {', '.join(fitting)}" if fitting else ""
+        raise LipboundError(f"bound {name!r} {why}; leave it out{instead}")
+    return [name for name in names if name not in silent], silent
+
+
+def memory_bytes(memory: str | float, device: str) -> float:
+    """Bytes that the ``memory`` of a configuration means."""
+    if memory == "auto":
+        quarter = devices.available(torch.device(device)) / 4
+        return min(BLOCK_BYTES, quarter) if device == "cpu" else quarter
+    if float(memory) < LEAST_MEMORY:
+        what = f"memory is {float(memory):g} bytes, so that samples are measured one at a time"
+        tell(f"{what}; write '4GB' for gigabytes")
+    return float(memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,8 +42,7 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
     many = isinstance(runs, Iterable) and not isinstance(runs, str | xr.Dataset)
     given = list(runs) if many else []
     if len(given) < 2:
-        what = "one run alone" if len(given) == 1 else shown(runs)
-        raise StoreError(f"runs is {what}; give a list of two runs at least, Datasets or paths")
+        raise StoreError("runs is no list of two at least; give Datasets or paths of two runs")
     whole = [run_of(run) for run in given]
     if any(schema.STEP in one.coords for one in whole):
         raise StoreError("runs over steps of training are not put together; give other runs")
@@ -88,11 +88,9 @@ def _check(part: xr.Dataset, number: int, first: xr.Dataset) -> None:
         for one in (part, first)
     )
     for key in (*schema.AGREE, "variables", "heads"):
-        if mine.get(key) != theirs.get(key):
-            raise StoreError(
-                f"the runs do not agree: {key} is {shown(theirs.get(key))} in the first and "
-                f"{shown(mine.get(key))} in {name}; put together what was measured alike"
-            )
+        if (a := theirs.get(key)) != (b := mine.get(key)):
+            what = f"{key} is {shown(a)} in the first and {shown(b)} in {name}"
+            raise StoreError(f"the runs do not agree: {what}; give what was measured alike")
 
 
 def _heads(ds: xr.Dataset) -> list[int]:
@@ -116,22 +114,19 @@ def _table(parts: list[xr.Dataset]) -> list[Key]:
     for number, part in enumerate(parts):
         data = part.attrs["data"]
         for key, known in zip(_keys(part), schema.with_exact(part).values.tolist(), strict=True):
+            what = f"sample {key[1]} of {data}"
             if exact.setdefault(key, known) != known:
-                raise StoreError(
-                    f"sample {key[1]} of {data} has exact norms in some of the runs alone"
-                )
+                raise StoreError(f"{what} has exact norms in some of the runs alone")
             for layer in map(int, part["layer"].values):
                 if (other := owner.setdefault((key, layer), number)) != number:
-                    raise StoreError(
-                        f"sample {key[1]} of {data}, layer {layer}, is in run {other + 1} and run "
-                        f"{number + 1} of those given; select parts that do not overlap"
-                    )
+                    where = f"run {other + 1} and run {number + 1} of those given"
+                    raise StoreError(f"{what}, layer {layer}, is in {where}; select other parts")
     samples = sorted(exact, key=lambda key: not exact[key])
     layers = sorted({layer for _, layer in owner})
-    for key in samples:
-        if missing := [str(layer) for layer in layers if (key, layer) not in owner]:
-            words = f"sample {key[1]} of the data {key[0]} has no layer {', '.join(missing)}"
-            raise StoreError(f"{words}, which other samples have; all need the same layers")
+    for key, layer in itertools.product(samples, layers):
+        if (key, layer) not in owner:
+            what = f"sample {key[1]} of the data {key[0]} has no layer {layer}"
+            raise StoreError(f"{what}, which other samples have; all need the same layers")
     return samples
 
 

@@ -14,20 +14,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from lipbound.errors import (
-    AlteredRunError,
-    LipboundError,
-    StoreError,
-    adapter_name,
-    choice,
-    flag,
-    indices,
-    name_or_none,
-    real,
-    sample_count,
-    shown,
-    whole,
-)
+from lipbound import errors
+from lipbound.errors import LipboundError, StoreError, real, shown, whole
 from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, RunInfo
 
 if TYPE_CHECKING:
@@ -138,10 +126,8 @@ class RunConfig:
         if self.norm != "frobenius":  # nothing is random there
             for name in ("delta", "seed"):
                 if (value := getattr(self, name)) not in (None, getattr(RunConfig, name)):
-                    raise LipboundError(
-                        f"{name} is {shown(value)}, which norm={self.norm!r} does not take, since "
-                        "both its ends are deterministic; leave it out"
-                    )
+                    what = f"{name} is {shown(value)}, which norm={self.norm!r} does not take"
+                    raise LipboundError(f"{what}, as nothing in it is random; leave it out")
             object.__setattr__(self, "delta", None)
         if self.resume and self.out is None:
             raise LipboundError("resume needs out, the name of the run to take up")
@@ -152,7 +138,7 @@ class RunConfig:
 
         check_run_name(self.out)
         for name in ("split", "column", "revision", "gguf_file"):
-            name_or_none(name, getattr(self, name))
+            errors.name_or_none(name, getattr(self, name))
 
         def optional(name: str, check: Callable[..., Any], *args: Any, **limits: Any) -> Any:
             value = getattr(self, name)
@@ -160,19 +146,19 @@ class RunConfig:
 
         return self._checked_map() | {
             "extras": self._checked_extras(),
-            "samples": sample_count(self.samples) or "all",
+            "samples": errors.sample_count(self.samples) or "all",
             "seed": whole("seed", self.seed),
             "exact_samples": optional("exact_samples", whole, least=1),
             "shuffle": optional("shuffle", whole, least=0),
             "max_length": whole("max_length", self.max_length, least=1),
-            "layers": optional("layers", lambda *layers: tuple(indices(*layers))),
+            "layers": optional("layers", lambda *layers: tuple(errors.indices(*layers))),
             "tol": real("tol", self.tol, TOL, above=0, below=1),
             "delta": optional("delta", real, DELTA, above=0, below=1),
-            "weights": choice("weights", self.weights, WEIGHTS),
+            "weights": errors.choice("weights", self.weights, WEIGHTS),
             "dtype": dtype_name(self.dtype),
-            "resume": flag("resume", self.resume),
+            "resume": errors.flag("resume", self.resume),
             "memory": _memory(self.memory),
-            "adapter": adapter_name(self.adapter),
+            "adapter": errors.adapter_name(self.adapter),
         }
 
     def _checked_map(self) -> dict[str, Any]:
@@ -184,21 +170,17 @@ class RunConfig:
 
         # an iterator could be read once only
         bounds = self.bounds if isinstance(self.bounds, str) else tuple(resolve(self.bounds))
-        map, norm = choice("map", self.map, MAPS), choice("norm", self.norm, NORMS)
+        map, norm = errors.choice("map", self.map, MAPS), errors.choice("norm", self.norm, NORMS)
         if norm != "frobenius" and map not in TOKEN_MAPS:
-            raise LipboundError(
-                f"map {map!r} has exact norms for norm='frobenius' alone; with norm={norm!r} "
-                f"take one of {', '.join(TOKEN_MAPS)}"
-            )
+            what = f"map {map!r} has exact norms for norm='frobenius' alone"
+            raise LipboundError(f"{what}; with norm={norm!r} take one of {', '.join(TOKEN_MAPS)}")
         names = names_for(bounds if isinstance(bounds, str) else list(bounds), map, norm)
         if check_wrt(self.wrt, map) is not None:
             if norm != "frobenius":
                 raise LipboundError(f"wrt={self.wrt!r} has exact norms for norm='frobenius' alone")
             if names and bounds not in ("default", "all"):
-                raise LipboundError(
-                    f"bound {names[0]!r} is stated for heads as functions of their input, and "
-                    f"says nothing with wrt={self.wrt!r}; leave it out"
-                )
+                what = f"bound {names[0]!r} is stated for heads as functions of their input"
+                raise LipboundError(f"{what}, not with wrt={self.wrt!r}; leave it out")
         return {"bounds": bounds, "map": map, "norm": norm, "wrt": self.wrt}
 
     def _checked_extras(self) -> tuple[str, ...]:
@@ -207,17 +189,13 @@ class RunConfig:
 
         given: Any = self.extras or ()
         if not isinstance(given, str | Iterable):
-            what = f"extras is {shown(given)}; give names, such as 'frobenius,condition'"
-            raise LipboundError(what)
+            raise LipboundError(f"extras is {shown(given)}; give names, as 'frobenius,condition'")
         names = [part.strip() for part in given.split(",")] if isinstance(given, str) else given
-        extras = tuple(dict.fromkeys(choice("extra", name, EXTRAS) for name in names))
+        extras = tuple(dict.fromkeys(errors.choice("extra", name, EXTRAS) for name in names))
         of_input = self.norm == "frobenius" and self.wrt == INPUT
         if extras and not (of_input and self.map in TOKEN_MAPS):
-            raise LipboundError(
-                f"extras are of norm='frobenius', wrt='input' and of the maps "
-                f"{', '.join(TOKEN_MAPS)}; with norm={self.norm!r}, wrt={self.wrt!r} and "
-                f"map={self.map!r} leave them out"
-            )
+            what = "extras are of norm='frobenius', wrt='input' and the maps"
+            raise LipboundError(f"{what} {', '.join(TOKEN_MAPS)}; leave them out of others")
         return extras
 
     @classmethod
@@ -247,37 +225,29 @@ class RunConfig:
         source = {"model": None, "data": False} | (info.source or {})
         if info.runs:
             raise StoreError("runs put together cannot be computed again as one; give one of them")
-        lost = [f"a {info.architecture}", "model"] if model is None and info.loaded else []
+        lost = (f"a {info.architecture}", "model") if model is None and info.loaded else None
         if not lost and data is None and source["data"] is False:
-            lost = [f"data ({info.data})", "data"]
+            lost = f"data ({info.data})", "data"
         if lost:
-            raise StoreError(
-                f"the run was made from {lost[0]} in memory, which no name leads back to; give it "
-                f"as {lost[1]}="
-            )
-        recorded = source["model"] or info.model
-        if model is None and info.commit is not None:
-            recorded = recorded.partition("@")[0]  # the commit, whatever branch the name says
+            what = f"the run was made from {lost[0]} in memory, which no name leads back to"
+            raise StoreError(f"{what}; give it as {lost[1]}=")
         said: dict[str, Any] = {name: getattr(info, name) for name in RECORDED}
         said |= {name: source.get(name) for name in RECORDED_SOURCE}
         said |= {name: ds.attrs[name] for name in ("delta", "seed") if name in ds.attrs}
+        said |= {"bounds": tuple(info.bounds), "layers": tuple(ds["layer"].values.tolist())}
+        if model is None or isinstance(model, str | Path):
+            said["adapter"] = source.get("adapter")
         if model is None:
             said |= {"revision": info.commit, "gguf_file": source.get("gguf_file")}
-        named = model is None or isinstance(model, str | Path)
+            model = source["model"] or info.model
+            if info.commit is not None:  # whatever branch the name says
+                model = model.partition("@")[0]
+        data = source["data"] if data is None else data
         try:
-            return cls(
-                recorded if model is None else model,
-                source["data"] if data is None else data,
-                bounds=tuple(info.bounds),
-                layers=tuple(ds["layer"].values.tolist()),
-                device=device,
-                dtype=dtype or info.dtype,
-                **said,
-                adapter=source.get("adapter") if named else None,
-            )
+            return cls(model, data, device=device, dtype=dtype or info.dtype, **said)
         except LipboundError as error:
             what = "the run's settings (attributes) were changed, no run can have them"
-            raise AlteredRunError(f"{what}: {error}") from error
+            raise errors.AlteredRunError(f"{what}: {error}") from error
 
     @property
     def source(self) -> dict[str, Any]:
@@ -316,7 +286,7 @@ class RunConfig:
     @property
     def chosen_layers(self) -> tuple[int, ...] | None:
         """Numbers of the layers, those from the end below zero; None for all."""
-        return None if self.layers is None else tuple(indices("layers", self.layers))
+        return None if self.layers is None else tuple(errors.indices("layers", self.layers))
 
     @property
     def chosen_extras(self) -> tuple[str, ...]:
@@ -366,21 +336,15 @@ def check_run_name(out: Any, argument: str = "out") -> None:
         raise LipboundError(f"{argument} is {shown(out)}; give the name of a run, as 'run.zarr'")
     if Path(out).suffix.lower() in EXPORTS:
         run = shlex.quote(str(Path(out).with_suffix(".zarr")))
-        raise LipboundError(
-            f"{argument} is {shown(str(out))}, and a run is a folder of its own kind; name it "
-            f"{run}, from which lipbound table, heatmap, report and cite make files"
-        )
+        what = f"{argument} is {shown(str(out))}, and a run is a folder of its own kind"
+        raise LipboundError(f"{what}; name it {run}, from which lipbound table makes files")
 
 
 def check_folder_name(name: str, folder: str | Path, what: str) -> None:
     """Refuse the ending of a file for a folder; ``what`` it holds, with its verb."""
-    if not isinstance(folder, str | Path):
-        raise LipboundError(f"{name} is {shown(folder)}, which {what}; give the name of a folder")
-    if Path(folder).suffix.lower() in EXPORTS:
-        raise LipboundError(
-            f"{name} is {shown(str(folder))}, which {what}; give a folder, such as "
-            f"{str(Path(folder).with_suffix(''))!r}"
-        )
+    if not isinstance(folder, str | Path) or Path(folder).suffix.lower() in EXPORTS:
+        given = errors.shown(str(folder) if isinstance(folder, Path) else folder)
+        raise LipboundError(f"{name} is {given}, which {what}; give the name of a folder")
 
 
 def _memory(memory: Any) -> str | float:

@@ -14,11 +14,10 @@ import xarray as xr
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError, Notice, StoreError, choice, shown, tell
 from lipbound.models.checkpoint import Inputs
-from lipbound.runs.compare import one_of, run
+from lipbound.runs.compare import one_of, open_sources, run
 from lipbound.runs.config import RunConfig, check_run_name
-from lipbound.runs.measure import layers_at
-from lipbound.runs.plan import norms_shape, open_sources
-from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_layout, run_of, save
+from lipbound.runs.measure import layers_at, norms_shape
+from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_unlike, run_of, save
 
 OF_B = ("revision", "gguf_file", "adapter")
 """Options that are of the second checkpoint alone."""
@@ -81,15 +80,22 @@ def diff(
         if not all(stored):
             what = "a run, and b is a checkpoint" if stored[0] else "a checkpoint, and b is a run"
             raise LipboundError(f"a is {what}; give two of a kind: lipbound.compare makes runs")
-        given = {"data": data, "client": client} | options | {"resume": resume or None}
-        if extra := [name for name, value in given.items() if value is not None]:
-            raise LipboundError(
-                f"{extra[0]} is {shown(given[extra[0]])}, and a and b are runs, which are measured "
-                "already; leave it out"
-            )
+        given = {"data": data, "client": client, "resume": resume or None} | options
+        for name in [name for name, value in given.items() if value is not None]:
+            what = f"{name} is {shown(given[name])}, and a and b are runs, measured already"
+            raise LipboundError(f"{what}; leave it out")
         runs = [run_of(a), run_of(b)]
     else:
-        runs = _measured(_configs(a, b, data, target, resume, options), client, progress)
+        outs: list[Path | None] = [None, None]
+        if target is not None:
+            outs = [target.with_name(f"{target.stem}-{side}{target.suffix}") for side in "ab"]
+        both = {name: value for name, value in options.items() if name not in OF_B}
+        first = RunConfig(a, data, **both, out=outs[0], resume=resume)
+        second = RunConfig(b, data, **options, out=outs[1], resume=resume)
+        for one in outs:
+            if one is not None and not resume:
+                check_target(one)
+        runs = _measured(first, second, client, progress)
     ds = paired(*runs)
     tell(*ds.attrs["notes"])
     if target is not None:
@@ -106,49 +112,27 @@ def _is_run(given: Any) -> bool:
     return isinstance(given, xr.Dataset)
 
 
-def _configs(
-    a: Any, b: Any, data: Any, target: Path | None, resume: bool, options: dict[str, Any]
-) -> tuple[RunConfig, RunConfig]:
-    """Configurations of the runs of two checkpoints; nothing stands where they will be saved."""
-    outs: list[Path | None] = [None, None]
-    if target is not None:
-        outs = [target.with_name(f"{target.stem}-{side}{target.suffix}") for side in "ab"]
-    both = {name: value for name, value in options.items() if name not in OF_B}
-    first = RunConfig(a, data, **both, out=outs[0], resume=resume)
-    second = RunConfig(b, data, **options, out=outs[1], resume=resume)
-    for one in outs:
-        if one is not None and not resume:
-            check_target(one)
-    return first, second
-
-
 def _looked_at(config: RunConfig) -> tuple[Inputs, dict[str, list[Any]]]:
     """Inputs of a run, and coordinates of its layers as the first sample shows them."""
     sources = open_sources(config, resolve_device(config.device))
     layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
-    layout: dict[str, list[Any]] = {"layer": [one.index for one in layers]}
-    layout["head"] = list(range(norms_shape(layers, config.map)[1]))
-    for name in ("kind", "stream"):
-        layout[name] = [getattr(one, name) for one in layers]
-    return sources.inputs, layout
+    words = {"layer": "index", "kind": "kind", "stream": "stream"}
+    layout = {name: [getattr(one, word) for one in layers] for name, word in words.items()}
+    return sources.inputs, layout | {"head": [*range(norms_shape(layers, config.map)[1])]}
 
 
-def _measured(
-    configs: tuple[RunConfig, RunConfig], client: Any, progress: bool
-) -> list[xr.Dataset]:
+def _measured(first: RunConfig, second: RunConfig, client: Any, progress: bool) -> list[xr.Dataset]:
     """Measure two checkpoints; what they are measured on, and their layers, are compared before.
 
     Raises:
         StoreError: the same data become other inputs of the one than of the other, or they have
             other numbers of layers or heads, or layers of other kinds.
     """
-    first, second = configs
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)  # they are told when the runs are made
-        one, other = map(_looked_at, configs)
-    alike = one[0].fingerprint == other[0].fingerprint
-    refuse_inputs(alike, one[0].description, other[0].description)
-    refuse_layout(one[1], other[1])
+        (a, of_a), (b, of_b) = map(_looked_at, (first, second))
+    refuse_inputs(a.fingerprint == b.fingerprint, a.description, b.description)
+    refuse_unlike(of_a, of_b)
     runs = [run(first, client=client, progress=progress)]
     try:
         runs.append(run(second, client=client, progress=progress))

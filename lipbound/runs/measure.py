@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,23 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lipbound import errors
 from lipbound.attention.module_attention import ModuleAttention, described
+from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import resolve_device, side_by_side
-from lipbound.errors import (
-    CaptureError,
-    CheckpointError,
-    DifferentPositionsError,
-    LipboundError,
-    TooLargeError,
-    shown,
-)
+from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.spectrum import condition_number, frobenius_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
-from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.capture.verification import one_sample
 from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
@@ -41,7 +36,7 @@ from lipbound.runs.partial_store import LayerResult
 from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, MEANS, TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
-    from lipbound.runs.plan import SampleBlock, Sources
+    from lipbound.runs.compare import SampleBlock, Sources
 
     Blocks = Iterable[SampleBlock]
 
@@ -133,6 +128,47 @@ def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInf
     return found
 
 
+def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
+    """Check that every layer has the norm, and the arguments to move alone, that are asked for.
+
+    Raises:
+        LipboundError: one has not.
+    """
+    asked, usual = (f"wrt={wrt!r}", "wrt='input'") if wrt != INPUT else ("", "")
+    if norm in TOKEN_NORMS:  # which wrt= goes with the other norm alone
+        asked, usual = f"norm {norm!r}", "norm='frobenius'"
+    for layer in layers if asked else ():
+        without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
+        if layer.measured != CLOSED_FORM or without:
+            what = titles(without) or "layers that are measured by automatic differentiation"
+            where = f"such as layer {layer.index} ({layer.layer_name})"
+            instead = f"choose others by layers=, or take {usual}"
+            raise LipboundError(f"{asked} does not cover {what}, {where}; {instead}")
+
+
+def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
+    """Shape (layers, heads) of the exact norms of a sample, with the most heads of a layer."""
+    return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
+
+
+def measurement_spec(
+    config: RunConfig, names: Sequence[str], exact_samples: int, shape: tuple[int, ...]
+) -> MeasurementSpec:
+    """Share the delta of a run equally among its exact norms.
+
+    Args:
+        config: of the run.
+        names: of the bounds.
+        exact_samples: how many samples have exact norms.
+        shape: of the exact norms of each of them.
+    """
+    options: Any = config.options("map", "tol", "seed", "norm", "wrt")
+    options |= {"exact_samples": exact_samples, "extras": config.chosen_extras}
+    if (delta := config.delta) is not None:
+        delta /= exact_samples * math.prod(shape)
+    return MeasurementSpec(tuple(names), delta=delta, **options)
+
+
 class Measurer:
     """Measure blocks of samples on the layers that a `Capturer` finds.
 
@@ -172,7 +208,7 @@ class Measurer:
             for measured in self._layers(inputs, start, skip):
                 done.add(measured.layer)
                 yield measured
-        except DifferentPositionsError:
+        except errors.DifferentPositionsError:
             samples = len(next(t for t in inputs.values() if isinstance(t, Tensor)))
             if samples == 1:
                 raise
@@ -205,9 +241,9 @@ class Measurer:
             count = next(len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
             attention, windows = layer.attention, layer.windows
             if attention.samples != windows * count:
+                what = f"layer {layer.name} has {attention.samples} samples, the inputs {count}"
                 raise CaptureError(
-                    f"layer {layer.name} has {attention.samples} samples where the inputs have "
-                    f"{count} on their first axis; lipbound.capture takes such inputs"
+                    f"{what} on their first axis; lipbound.capture takes such inputs"
                 )
             waiting.append(partial(self._result, layer, i, start))
             together = 1 if _alone(attention) else torch.get_num_threads() // attention.samples
@@ -290,14 +326,20 @@ def _measure(
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        norm = _exact(part, spec, seeds[:exact_count])
+        if spec.norm in TOKEN_NORMS:
+            norm = token_norm(part, spec.norm, map=spec.map, tol=spec.tol)
+        else:
+            norms = part.samples * (1 if whole else part.heads)
+            options: Any = {"map": spec.map, "tol": spec.tol, "wrt": spec.wrt}
+            options["delta"] = None if spec.delta is None else spec.delta * norms
+            norm = spectral_norm(part, seed=seeds[:exact_count], **options)
         values["exact"], values["exact_steps"] = norm.lower, norm.steps
         values["exact_converged"] = norm.converged
         if spec.encloses:
             values["exact_upper"] = norm.upper
         for name in spec.extras:
             values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
-            with suppress(TooLargeError):
+            with suppress(errors.TooLargeError):
                 measure = frobenius_norm if name == "frobenius" else condition_number
                 values[EXTRAS[name]] = measure(part, map=spec.map)
         if any(get(name).exact == "exact_l2" for name in said):
@@ -318,15 +360,6 @@ def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
     if name in MEANS:
         return np.asarray(values.mean(1))
     return np.asarray(values.all(1) if values.dtype == bool else values.max(1))
-
-
-def _exact(att: Any, spec: MeasurementSpec, seeds: list[int]) -> Norm:
-    """Measure the exact norms of all samples of a layer."""
-    if spec.norm in TOKEN_NORMS:
-        return token_norm(att, spec.norm, map=spec.map, tol=spec.tol)
-    norms = att.samples * (1 if spec.map in WHOLE else att.heads)
-    delta = None if spec.delta is None else spec.delta * norms
-    return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, wrt=spec.wrt, seed=seeds)
 
 
 def seed_of(seed: int, *place: int | str) -> int:
@@ -368,7 +401,7 @@ def work(
             checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
             if checkpoint.revision != revision:
                 found = f"{config.model} is {checkpoint.revision} on a worker"
-                raise CheckpointError(f"{found} but {revision} here; give all the same")
+                raise errors.CheckpointError(f"{found} but {revision} here; give all the same")
             capturer = capturer_of(checkpoint.model, config.chosen_layers, spec.map)
             _MEASURERS[worker] = Measurer(capturer, spec)
         here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}

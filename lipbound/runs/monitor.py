@@ -18,31 +18,18 @@ import xarray as xr
 import zarr
 from torch import nn
 
+from lipbound import errors
 from lipbound.devices import in_own_modes
-from lipbound.errors import (
-    CaptureError,
-    LipboundError,
-    StoreError,
-    choice,
-    flag,
-    indices,
-    knows_options,
-    one_line,
-    real,
-    shown,
-    tell,
-    whole,
-)
+from lipbound.errors import LipboundError, StoreError, shown, tell, whole
 from lipbound.formatting import counted
 from lipbound.models.in_memory import bare_module, in_dtype, in_training
 from lipbound.models.inputs import prepare
 from lipbound.models.training import uncompiled
+from lipbound.runs import compare
 from lipbound.runs.checksums import sealed
-from lipbound.runs.compare import dataset, fill, run_info
 from lipbound.runs.config import READING, RunConfig
 from lipbound.runs.measure import MeasurementSpec, Measurer, capturer_of, seed_of
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
-from lipbound.runs.plan import Sources, identity, memory_bytes, plan
 from lipbound.runs.store import check_target, load, save
 from lipbound.schema import AXES, MEANS, STATISTICS, STEP, RunInfo
 
@@ -133,7 +120,7 @@ class Monitor:
     {'step': 3, 'sample': 1, 'layer': 2, 'head': 2}
     """
 
-    @knows_options
+    @errors.knows_options
     def __init__(
         self,
         model: nn.Module,
@@ -164,7 +151,7 @@ class Monitor:
         self._every = EVERY if every is None else whole("every", every, least=1)
         self._at = None
         if steps is not None:
-            self._at = frozenset(whole("steps", n, least=0) for n in indices("steps", steps))
+            self._at = frozenset(whole("steps", n, least=0) for n in errors.indices("steps", steps))
             if not self._at:  # how many there will be is not known
                 raise LipboundError("steps is empty; give steps, as [0, 100, 1000], or every=")
         for name, function in (("log", log), ("on_exceed", on_exceed)):
@@ -179,14 +166,14 @@ class Monitor:
             dtype="float64" if dtype == torch.float64 else "float32",
             **{name: given[name] for name in OF_RUN.split()},
         )
-        self._logs, self._per_head = [] if log is None else [log], flag("per_head", per_head)
+        self._logs, self._per_head = [] if log is None else [log], errors.flag("per_head", per_head)
         self._on_exceed, self._above = on_exceed, set[str]()
         self._open(tokenizer)
         self._thresholds = _thresholds(threshold, self._logged, on_exceed)
         self._slices: list[xr.Dataset] = []
         self._info: RunInfo | None = None
-        target = None if _other_process() else config.target  # one process writes
-        self._store = None if target is None else self._stored(target)
+        self._target = None if _other_process() else config.target  # one process writes
+        self._count = 0 if self._target is None else self._stored(self._target)
 
     def __repr__(self) -> str:
         due = f"every {self._every} steps" if self._at is None else f"steps {sorted(self._at)}"
@@ -206,9 +193,11 @@ class Monitor:
         tell(*notes)
         capturer = capturer_of(measured, config.chosen_layers, config.map)
         device = str(next(self._model.parameters()).device)
-        self._sources = Sources(checkpoint, inputs, device, capturer)
+        self._sources = compare.Sources(checkpoint, inputs, device, capturer)
         with uncompiled(self._model.modules()):
-            planned = plan(config, self._sources, memory_bytes(config.memory, device), 1)
+            planned = compare.plan(
+                config, self._sources, compare.memory_bytes(config.memory, device), 1
+            )
         self._plan = replace(planned, spec=replace(planned.spec, statistics=True))
         self._calls = _calls_of(self._model, [layer.layer_name for layer in planned.layers])
 
@@ -218,8 +207,8 @@ class Monitor:
         ends = ["exact", *["exact_upper"] * self._plan.spec.encloses]
         return [*ends, *STATISTICS, *self._plan.spec.names]
 
-    def _stored(self, target: Path) -> StepStore:
-        """Take up the run that is there, or check that one can be made.
+    def _stored(self, target: Path) -> int:
+        """Take up the run that is there, or check that one can be made; count its steps.
 
         Raises:
             StoreError: it is another one, or another process fills it.
@@ -230,11 +219,11 @@ class Monitor:
                 raise StoreError(f"{target} exists already; resume=True appends to it")
             check_target(target)
             _WRITERS[target] = self
-            return StepStore(target)
+            return 0
         past = load(target, damaged="refuse")
         if STEP not in past.dims:
             raise StoreError(f"{target} is not a run over steps of training; choose another name")
-        asked = identity(self._config, self._sources) | {
+        asked = compare.identity(self._config, self._sources) | {
             "bounds": list(self._plan.spec.names),
             "layers": [layer.index for layer in self._plan.layers],
             "architecture": type(self._model).__name__,
@@ -245,7 +234,7 @@ class Monitor:
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
         self._info = RunInfo.of(past)
         _WRITERS[target] = self
-        return StepStore(target, len(self._slices))
+        return len(self._slices)
 
     @property
     def run(self) -> xr.Dataset:
@@ -287,8 +276,8 @@ class Monitor:
         if not due or _other_process():
             return None
         try:
-            target = self._config.target
-            if target is not None and self._store and _WRITERS.get(target) is not self:
+            target = self._target
+            if target is not None and _WRITERS.get(target) is not self:
                 raise StoreError(f"a later monitor has taken over {target}; give each its own out")
             ds = self._measured(step)
             self._keep(ds, step)
@@ -313,18 +302,17 @@ class Monitor:
         device = str(next(self._model.parameters()).device)
         sources = self._sources._replace(device=device)
         spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))
-        tables = planned.tables()
         with uncompiled(self._model.modules()):
-            lengths, error = fill(tables, self._results(sources, spec))
-        info = run_info(self._config, sources, planned, lengths, error)
+            tables, lengths, error = compare.filled(planned, self._results(sources, spec))
+        info = compare.run_info(self._config, sources, planned, lengths, error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
         self._info = info
-        ds = dataset(tables, planned.spec, planned.layers, lengths)
+        ds = compare.dataset(tables, planned.spec, planned.layers, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
 
-    def _results(self, sources: Sources, spec: MeasurementSpec) -> list[LayerResult]:
+    def _results(self, sources: compare.Sources, spec: MeasurementSpec) -> list[LayerResult]:
         """Measure the layers that the monitor began with.
 
         Raises:
@@ -336,23 +324,20 @@ class Monitor:
         names = [one.name for one in results if one.start == 0]
         same = _calls_of(self._model, names) == self._calls
         if not same or sources.capturer.count != planned.model_layers:
-            raise CaptureError(
-                "attention layers of the model came, went or changed places since its monitor was "
-                "made, and their numbers would be those of other layers; make a new Monitor"
-            )
+            what = "attention layers of the model came, went or changed places"
+            raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
         return results
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
         """Put a step behind those before it, in memory and on disk."""
         before = [one for one in self._slices if int(one[STEP]) < step]
         if again := len(self._slices) - len(before):
-            tell(
-                f"{again} of {len(self._slices)} measured steps, from {step} on, come again in "
-                "this training, and are measured anew"
-            )
+            what = f"{again} of {len(self._slices)} measured steps, from {step} on, come again"
+            tell(f"{what} in this training, and are measured anew")
         self._slices = before
-        if self._store is not None:
-            self._store.write(ds, len(before))
+        if self._target is not None:
+            write_step(self._target, ds, len(before), self._count)
+            self._count = len(before) + 1
         self._slices = [*before, ds]
 
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
@@ -370,10 +355,8 @@ class Monitor:
             if self._on_exceed is not None:
                 self._on_exceed(Exceeded(name, value, limit, step, sample, layer, head))
                 continue
-            tell(
-                f"{name} has risen above {limit:g} at step {step}: {value:.4g} in "
-                f"layer {layer}, head {head}, sample {sample}"
-            )
+            where = f"layer {layer}, head {head}, sample {sample}"
+            tell(f"{name} has risen above {limit:g} at step {step}: {value:.4g} in {where}")
 
 
 def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
@@ -393,65 +376,55 @@ def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
     return ds.drop_attrs(deep=False).assign_attrs(attrs)
 
 
-class StepStore:
-    """A run over steps on disk, a Zarr store that grows.
+def write_step(path: Path, ds: xr.Dataset, position: int, count: int) -> None:
+    """Write a step of a run over steps to its store, a Zarr store that grows.
 
     The store can be read, and its training be killed, at any moment. A step is written behind those
     that are there, chunks of its own; then one file, which holds the shapes of all arrays and is
-    replaced whole, lets readers see it.
+    replaced whole, lets readers see it. (``to_zarr(append_dim=...)`` writes the shapes of arrays
+    one by one: killed between two of them, it leaves a store that cannot be read.)
 
     Args:
         path: of the store, which need not exist yet.
-        count: how many steps of it count; those behind are written over.
+        ds: one step.
+        position: how many steps stand before it, at most ``count``.
+        count: how many steps of the store count; those from ``position`` on are let go.
+
+    Raises:
+        StoreError: it cannot be written; what was there can still be read.
     """
+    grown = stacked([ds])
+    try:
+        if position == 0:
+            if count:
+                shutil.rmtree(path, ignore_errors=True)
+            for one in grown.variables.values():
+                if STEP in one.dims:  # a chunk for every step, so that none is written twice
+                    one.encoding["chunks"] = one.shape
+            save(grown, path)
+            return
+        if position < count:
+            _show(path, grown, position, filled=False)
+        _show(path, grown, position + 1)
+    except OSError as error:
+        what = f"step {int(ds[STEP])} could not be written to {path}"
+        raise StoreError(f"{what}: {errors.one_line(error)}") from error
 
-    def __init__(self, path: Path, count: int = 0):
-        self._path, self._count = path, count
 
-    def write(self, ds: xr.Dataset, position: int) -> None:
-        """Write a step behind the first so many, and let go of those that stood there.
-
-        Args:
-            ds: one step.
-            position: how many steps stand before it, at most as many as there are.
-
-        Raises:
-            StoreError: it cannot be written; what was there can still be read.
-        """
-        grown = stacked([ds])
-        try:
-            if position == 0:
-                if self._count:
-                    shutil.rmtree(self._path)
-                    self._count = 0
-                for one in grown.variables.values():
-                    if STEP in one.dims:  # a chunk for every step, so that none is written twice
-                        one.encoding["chunks"] = one.shape
-                save(grown, self._path)
-            else:
-                if position < self._count:
-                    self._show(grown, position, filled=False)
-                    self._count = position
-                self._show(grown, position + 1)
-        except OSError as error:
-            what = f"step {int(ds[STEP])} could not be written to {self._path}: {one_line(error)}"
-            raise StoreError(what) from error
-        self._count = position + 1
-
-    def _show(self, ds: xr.Dataset, count: int, *, filled: bool = True) -> None:
-        """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
-        group = zarr.open_group(self._path, mode="r+", use_consolidated=True)
-        for name, one in ds.variables.items():
-            if STEP in one.dims:
-                array: Any = group[str(name)]
-                array.resize((count, *array.shape[1:]))
-                if filled:
-                    array[count - 1] = one.values[0].astype(array.dtype)
-        if group.attrs.asdict() != ds.attrs:
-            group.update_attributes(ds.attrs)  # in one write
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other readers of this format may not know the file
-            zarr.consolidate_metadata(group.store)
+def _show(path: Path, ds: xr.Dataset, count: int, *, filled: bool = True) -> None:
+    """Fill the last of so many steps, and show that many, with the attributes of ``ds``."""
+    group = zarr.open_group(path, mode="r+", use_consolidated=True)
+    for name, one in ds.variables.items():
+        if STEP in one.dims:
+            array: Any = group[str(name)]
+            array.resize((count, *array.shape[1:]))
+            if filled:
+                array[count - 1] = one.values[0].astype(array.dtype)
+    if group.attrs.asdict() != ds.attrs:
+        group.update_attributes(ds.attrs)  # in one write
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other readers of this format may not know the file
+        zarr.consolidate_metadata(group.store)
 
 
 def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, int]]:
@@ -478,17 +451,13 @@ def _thresholds(
     Raises:
         LipboundError: a name that is not measured, no number, nothing to call ``on_exceed`` for.
     """
-    if given is None:
-        if on_exceed is not None:
-            raise LipboundError(
-                "on_exceed is given without a threshold; give one, as threshold=1e3"
-            )
-        return {}
-    named = given if isinstance(given, Mapping) else {"exact": given}
-    return {
-        choice("threshold of", name, known): real("threshold", value, "a finite number")
-        for name, value in named.items()
-    }
+    if given is None and on_exceed is not None:
+        raise LipboundError("on_exceed is given without a threshold; give one, as threshold=1e3")
+    named = given if isinstance(given, Mapping) else {} if given is None else {"exact": given}
+    for name, value in named.items():
+        errors.choice("threshold of", name, known)
+        errors.real("threshold", value, "a finite number")
+    return {name: float(value) for name, value in named.items()}
 
 
 def attached(step: Step, trainer: Any) -> Log:
@@ -507,58 +476,32 @@ def attached(step: Step, trainer: Any) -> Log:
     kinds = [one for one in type(trainer).__mro__ if one.__name__ == "Trainer"]
     package = next((one.__module__.partition(".")[0] for one in kinds), "")
     if package == "transformers":
-        return _to_transformers(step, trainer)
-    if package in LIGHTNING:
-        return _to_lightning(step, trainer, LIGHTNING[package])
-    raise LipboundError(
-        f"trainer is {shown(trainer)}; give a Trainer of transformers or of Lightning, or call "
-        "step in a loop of your own"
-    )
+        base = importlib.import_module(package).TrainerCallback
+        moments, register = ("on_train_begin", "on_step_end"), trainer.add_callback
+    elif package in LIGHTNING:
+        base = importlib.import_module(f"{LIGHTNING[package]}.callbacks").Callback
+        moments, register = ("on_train_start", "on_train_batch_end"), trainer.callbacks.append
+    else:
+        what = f"trainer is {shown(trainer)}; give a Trainer of transformers or of Lightning"
+        raise LipboundError(f"{what}, or call step in a loop of your own")
+    last = [-1]
 
-
-def _to_transformers(step: Step, trainer: Any) -> Log:
-    """By a callback, whose numbers go through ``Trainer.log``."""
-    callback: Any = importlib.import_module("transformers").TrainerCallback
-
-    class MonitorCallback(callback):  # type: ignore[misc]
-        """Measures before the first update, and after every one."""
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            step(state.global_step)
-
-        on_step_end = on_train_begin
+    def measure(*_: Any, **__: Any) -> None:
+        now = (trainer if package in LIGHTNING else trainer.state).global_step
+        if now != last[0]:  # several batches may make one update
+            last[0] = now
+            step(now)
 
     def log(numbers: dict[str, float], at: int) -> None:
-        wanted = trainer.control.should_log  # which logging ends
-        trainer.log(dict(numbers))
-        trainer.control.should_log = wanted
+        if package in LIGHTNING:
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(numbers), step=at)
+        else:
+            wanted = trainer.control.should_log  # which logging ends
+            trainer.log(dict(numbers))
+            trainer.control.should_log = wanted
 
-    trainer.add_callback(MonitorCallback())
-    return log
-
-
-def _to_lightning(step: Step, trainer: Any, home: str) -> Log:
-    """By a callback, whose numbers go to all loggers."""
-    callback: Any = importlib.import_module(f"{home}.callbacks").Callback
-
-    class LightningMonitorCallback(callback):  # type: ignore[misc]
-        """Measures before the first update, and after every one."""
-
-        last = -1
-
-        def on_train_start(self, trainer: Any, *args: Any) -> None:
-            # several batches may make one update
-            if trainer.global_step != self.last:
-                self.last = trainer.global_step
-                step(self.last)
-
-        on_train_batch_end = on_train_start
-
-    def log(numbers: dict[str, float], at: int) -> None:
-        for logger in trainer.loggers:
-            logger.log_metrics(dict(numbers), step=at)
-
-    trainer.callbacks.append(LightningMonitorCallback())
+    register(type("MonitorCallback", (base,), dict.fromkeys(moments, measure))())
     return log
 
 

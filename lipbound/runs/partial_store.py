@@ -14,6 +14,7 @@ import numpy as np
 from filelock import BaseFileLock, FileLock, Timeout
 
 from lipbound.errors import StoreError, one_line, tell
+from lipbound.formatting import replacing
 
 PARTIAL = ".partial"
 CONFIGURATION, LOCK = "configuration.json", ".lock"
@@ -167,13 +168,8 @@ class PartialRun:
 
     def _put(self, name: str, content: bytes) -> None:
         """Write a file, whole or not at all."""
-        unfinished = self._path / f".{name}"
-        try:
+        with replacing(self._path / name) as (unfinished,):
             unfinished.write_bytes(content)
-            unfinished.replace(self._path / name)
-        except OSError as error:
-            what = f"{self._path} could not be written: {one_line(error)}"
-            raise StoreError(f"{what}; run again with resume once it can") from error
 
     def keeping(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
         """Store results as they come.

@@ -18,20 +18,16 @@ import numpy as np
 import xarray as xr
 from packaging.version import Version
 
-from lipbound import schema
+from lipbound import errors, schema
 from lipbound.errors import (
     AlteredRunError,
-    DamagedRunWarning,
     LipboundError,
     StoreError,
-    choice,
-    file_path,
     knows_options,
     one_line,
     shown,
-    warn,
 )
-from lipbound.runs.checksums import check_whole, damage
+from lipbound.runs.checksums import check_whole, faults
 from lipbound.runs.config import check_run_name
 from lipbound.runs.partial_store import PARTIAL, partial_path
 
@@ -51,10 +47,8 @@ ANNOTATED = {schema.RUN: schema.AXES[:2], schema.RUN_SAMPLE: schema.AXES[:1]}
 
 SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
-WHOLE_LAYERS = "select what both have, or measure whole layers (map='layer')"
-LAYOUT = {"layer": "select what both have (layers=)", "head": WHOLE_LAYERS}
-LAYOUT |= dict.fromkeys(("kind", "stream"), "name layers of one kind (layers=)")
-"""Coordinates on layers and heads that both runs have alike, and what to do where they differ."""
+LAYOUT = ("layer", "head", "kind", "stream", "length")
+"""Coordinates of layers, heads and samples that both runs have alike."""
 GIVEN = "GivenLayers"
 """Architecture of runs on layers, whose inputs have no fingerprint."""
 RATIOS = {
@@ -71,7 +65,7 @@ def check_target(path: str | Path) -> Path:
     Raises:
         StoreError: it exists already, or its folder cannot be written to.
     """
-    path = file_path(path, "run.zarr")
+    path = errors.file_path(path, "run.zarr")
     if path.name.endswith(PARTIAL):
         raise StoreError(f"choose a name that does not end in {PARTIAL}, as {path} does")
     if path.exists():
@@ -184,25 +178,24 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
     if not isinstance(path, str | os.PathLike):
         raise StoreError(f"path is {shown(path)}; give the path of a stored run")
     path = Path(path).expanduser()
-    choice("damaged", damaged, DAMAGED)
+    errors.choice("damaged", damaged, DAMAGED)
     _check_there(path)
     ds = read(path)
-    study = "lipbound" in ds.attrs and "exact" not in ds and not schema.is_diff(ds)
-    if (study or "figure" in ds.attrs) and "bounds" not in ds.attrs:
-        if damaged == "refuse":
-            figure = ds.attrs.get("figure")
-            what = f"the data of the figure {figure!r}" if figure else "other data of lipbound"
-            raise StoreError(f"{path} holds {what}, not a run of `lipbound compare`")
-        return ds
     of_two = schema.is_diff(ds)
+    of_one = "exact" in ds and "figure" not in ds.attrs
+    if not (of_two or of_one or "bounds" in ds.attrs):
+        if damaged == "refuse":
+            raise StoreError(f"{path} holds other data of lipbound, not a run of lipbound.compare")
+        return ds
     if not of_two and (lacking := schema.lacking_settings(ds) or schema.lacking_variables(ds)):
         raise _unread(path, "is damaged or was edited", lacking)
-    if damaged != "accept" and (what := (diff_damage if of_two else damage)(ds)):
+    if damaged != "accept" and (found := (diff_faults if of_two else faults)(ds)):
         verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs; " * (not of_two)
-        message = f"{path} is damaged or was edited: {what}; {verify}compute it again"
+        message = f"{path} is damaged or was edited: {' and '.join(found)}; {verify}"
+        message += "compute it again"
         if damaged == "refuse":
             raise AlteredRunError(message)
-        warn(message, DamagedRunWarning)
+        errors.warn(message, errors.DamagedRunWarning)
     if of_two:
         return ds
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"], *ds.data_vars]
@@ -221,10 +214,8 @@ def _check_there(path: Path) -> None:
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {one_line(error)}") from error
     if unfinished and (path != finished or not there):
-        raise StoreError(
-            f"{partial_path(finished)} is an unfinished run; the command that began it, with "
-            f"--out {out} --resume, finishes it"
-        )
+        what = f"{partial_path(finished)} is an unfinished run"
+        raise StoreError(f"{what}; finish it by the command that began it, --out {out} --resume")
     if not there:
         raise StoreError(f"there is no run {path}; `lipbound compare MODEL --out {out}` makes one")
 
@@ -353,15 +344,11 @@ def run_of(given: object) -> xr.Dataset:
     if not isinstance(given, xr.Dataset):
         raise no_run(given)
     if schema.is_diff(given):
-        raise StoreError(
-            "this is a diff of two runs, and one run is wanted; give one of the two that it was "
-            "made of (in Python, lipbound.runs.store.sides of the diff has both)"
-        )
+        what = "this is a diff of two runs, and one run is wanted"
+        raise StoreError(f"{what}; lipbound.runs.store.sides of it has both")
     if what := _lost(given):
-        raise StoreError(
-            f"the Dataset is no run, or no longer one: {what}; give the run itself (arithmetic on "
-            "two runs drops what differs, or all attributes unless keep_attrs is set)"
-        )
+        why = "arithmetic on two runs drops what differs, or all attributes"
+        raise StoreError(f"it is no run, or no longer one: {what}; give the run itself ({why})")
     ds = at_step(given)
     for axis in schema.AXES:
         if axis not in ds.dims and axis in ds.coords:
@@ -383,8 +370,7 @@ def diff_of(given: object) -> xr.Dataset:
     Raises:
         StoreError: there is none at the path, it is none, an axis was reduced or is empty.
     """
-    ds: Any = load(given) if isinstance(given, str | Path) else given
-    return paired(*map(run_of, sides(ds)))
+    return paired(*map(run_of, sides(load(given) if isinstance(given, str | Path) else given)))
 
 
 def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
@@ -402,10 +388,8 @@ def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
     steps = ds[schema.STEP].values.reshape(-1).tolist()
     if step not in steps:
         near = sorted(sorted(steps, key=lambda one: abs(one - step))[:3])
-        raise StoreError(
-            f"step {step} was not measured; of {len(steps)} steps, from {steps[0]} to {steps[-1]}, "
-            f"the nearest are {', '.join(map(str, near))}"
-        )
+        what = f"{len(steps)} steps, from {steps[0]} to {steps[-1]}, the nearest are"
+        raise StoreError(f"step {step} was not measured; of {what} {', '.join(map(str, near))}")
     return ds.sel({schema.STEP: step}) if schema.STEP in ds.dims else ds
 
 
@@ -450,35 +434,31 @@ def paired(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         StoreError: they are not of the same thing, or not as they were computed.
     """
     notes = check_alike(a, b)
-    runs = dict(zip(schema.SIDES, (a, b), strict=True))
     parts = [
         run.rename({name: f"{name}_{side}" for name in run.variables if name not in SHARED})
-        for side, run in runs.items()
+        for side, run in (("a", a), ("b", b))
     ]
     ds = xr.merge(parts, join="exact", compat="equals", combine_attrs="override")
-    of_each = {side: dict(run.attrs) for side, run in runs.items()}
-    attrs = {schema.DIFF: of_each, "lipbound": b.attrs["lipbound"], "notes": notes}
-    return ds.assign(_ratios(a, b)).drop_attrs(deep=False).assign_attrs(attrs)
+    attrs = {schema.DIFF: {"a": dict(a.attrs), "b": dict(b.attrs)}, "notes": notes}
+    ds = ds.assign(_ratios(a, b)).drop_attrs(deep=False)
+    return ds.assign_attrs(attrs | {"lipbound": b.attrs["lipbound"]})
 
 
 def _ratios(a: xr.Dataset, b: xr.Dataset) -> dict[str, xr.DataArray]:
     """Variables `RATIOS` of two runs."""
-    lows, found = (a["exact"].values, b["exact"].values), {}
-    known = np.isfinite(lows[0]) & (lows[0] > 0) & ~np.isnan(lows[1])
-    with np.errstate(all="ignore"):
-        found["ratio"] = lows[1] / lows[0]
-        if "exact_upper" in a and "exact_upper" in b:
-            highs = (a["exact_upper"].values, b["exact_upper"].values)
-            found["ratio_lower"] = np.nextafter(lows[1] / highs[0], 0.0)
-            found["ratio_upper"] = np.nextafter(highs[1] / lows[0], np.inf)
-    bare, ratios = a["exact"].reset_coords(drop=True), {}
+    of_a, of_b = (run["exact"].reset_coords(drop=True) for run in (a, b))
+    known = np.isfinite(of_a) & (of_a > 0) & of_b.notnull()
+    found: dict[str, Any] = {"ratio": of_b / of_a}
+    if "exact_upper" in a and "exact_upper" in b:
+        found["ratio_lower"] = np.nextafter(of_b / a["exact_upper"].reset_coords(drop=True), 0.0)
+        found["ratio_upper"] = np.nextafter(b["exact_upper"].reset_coords(drop=True) / of_a, np.inf)
     for name, value in found.items():
-        ratios[name] = bare.copy(data=np.where(known, value, np.nan))
-        ratios[name].attrs = {"label": name.replace("_", ", "), "long_name": RATIOS[name]}
-    return ratios
+        found[name] = value.where(known).drop_attrs()
+        found[name].attrs = {"label": name.replace("_", ", "), "long_name": RATIOS[name]}
+    return found
 
 
-def sides(ds: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+def sides(ds: Any) -> tuple[xr.Dataset, xr.Dataset]:
     """Take apart what `paired` put side by side, or a part of it: the runs a and b.
 
     Raises:
@@ -496,8 +476,8 @@ def sides(ds: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     return runs[0], runs[1]
 
 
-def diff_damage(ds: xr.Dataset) -> str:
-    """Describe what of a diff is no longer as it was computed; empty for nothing.
+def diff_faults(ds: xr.Dataset) -> list[str]:
+    """Describe what of a diff is no longer as it was computed.
 
     Raises:
         AlteredRunError: settings or variables of one of its runs are missing.
@@ -509,14 +489,13 @@ def diff_damage(ds: xr.Dataset) -> str:
         raise AlteredRunError(f"it is no diff of two runs any more: {error}") from error
     if any(missing):
         raise AlteredRunError(f"of one of its two runs, {' and '.join(filter(None, missing))}")
-    found = {side: damage(run) for side, run in zip(schema.SIDES, runs, strict=True)}
-    said = [f"of {side}, {what}" for side, what in found.items() if what]
-    wrong = [
-        name
-        for name, ratio in _ratios(*runs).items()
-        if name not in ds or not np.array_equal(ratio, ds[name], equal_nan=True)
-    ]
-    return " and ".join(said + [f"{name} is not that of its two runs" for name in wrong])
+    found = []
+    for side, run in zip(schema.SIDES, runs, strict=True):
+        found += [f"of {side}, {what}" for what in faults(run)]
+    for name, ratio in _ratios(*runs).items():
+        if name not in ds or not np.array_equal(ratio, ds[name], equal_nan=True):
+            found.append(f"{name} is not that of its two runs")
+    return found
 
 
 def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
@@ -531,13 +510,11 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     """
     for side, run in zip(schema.SIDES, (a, b), strict=True):
         check_whole(run, f"{side} ({run.attrs['model']})")
-    for name in schema.ALIKE:
-        refuse(name, a.attrs[name], b.attrs[name], "measure both alike")
     refuse_inputs(_inputs(a) == _inputs(b), a.attrs["data"], b.attrs["data"])
-    words = [name for name in (*LAYOUT, "length") if name in {*a.coords, *b.coords}]
-    for name in words:
-        mine, its = (run[name].values.tolist() if name in run.coords else None for run in (a, b))
-        refuse(name, mine, its, LAYOUT.get(name, "select what both have"))
+    refuse_unlike(*({name: run.attrs[name] for name in schema.ALIKE} for run in (a, b)))
+    names = [name for name in LAYOUT if name in {*a.coords, *b.coords}]
+    layouts = [{n: run[n].values.tolist() for n in names if n in run.coords} for run in (a, b)]
+    refuse_unlike(*layouts)
     notes = [
         f"{name} is {shown(a.attrs.get(name))} in a and {shown(b.attrs.get(name))} in b"
         for name in schema.TOLD
@@ -551,32 +528,22 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     return notes
 
 
-def refuse(name: str, of_a: Any, of_b: Any, advice: str) -> None:
-    """Refuse what two runs, or what they are measured with, do not have alike."""
-    if of_a != of_b:
-        values = (repr(value) for value in (of_a, of_b))
-        in_a, in_b = (text if len(text) <= 80 else f"{text[:76]}..." for text in values)
-        raise StoreError(
-            f"a and b cannot be compared: {name} is {in_a} in a and {in_b} in b; {advice}"
-        )
-
-
-def refuse_layout(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
-    """Refuse layers and heads that are not alike, by the coordinates of a run."""
-    for name, value in of_a.items():
-        refuse(name, value, of_b[name], LAYOUT.get(name, "select what both have"))
+def refuse_unlike(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
+    """Refuse two runs, or what they are measured with, that have not all of this alike."""
+    for name in {**of_a, **of_b}:
+        a, b = of_a.get(name), of_b.get(name)
+        if a != b:
+            what = f"{name} is {a!r:.80} in a and {b!r:.80} in b"
+            advice = "select what both have (layers=), or measure whole layers (map='layer')"
+            advice = "measure both alike" if name in schema.ALIKE else advice
+            raise StoreError(f"a and b cannot be compared: {what}; {advice}")
 
 
 def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:
     """Refuse inputs that are not alike, of data that are described so."""
-    if alike:
-        return
-    refuse("data", of_a, of_b, "measure both on the same")
-    raise StoreError(
-        f"a and b cannot be compared: both are of {of_a!r}, of which they had other samples, or "
-        "other tokens or pixels made of the same; give both the same samples, tokenizer and "
-        "processor"
-    )
+    if not alike:
+        what = f"data is {of_a!r} in a and {of_b!r} in b, other samples, or other tokens or pixels"
+        raise StoreError(f"a and b cannot be compared: {what}; measure both on the same")
 
 
 def _inputs(run: xr.Dataset) -> list[tuple[str, int]]:

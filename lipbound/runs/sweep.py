@@ -1,6 +1,5 @@
 """Many runs from one file: every combination of models, data and lengths, and an index of them."""
 
-import csv
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 import yaml
 
@@ -59,20 +59,19 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
     if not isinstance(pairs, list) or not pairs or not all(isinstance(one, dict) for one in pairs):
         what = f"{path} has pairs that are no list of mappings"
         raise LipboundError(f"{what} such as '- {{model: builtin:gpt2, data: words.txt}}'")
-    known = (*AXES, *OPTIONS)
-    every = []
+    every: list[dict[str, Any]] = []
     for pair in pairs:
         merged = content | pair
-        if unknown := [key for key in merged if key not in known]:
-            near = nearest(str(unknown[0]), (*known, PAIRS))
+        if unknown := [key for key in merged if key not in (*AXES, *OPTIONS)]:
+            near = nearest(str(unknown[0]), (*AXES, *OPTIONS, PAIRS))
             raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
         merged |= {key: value for key, value in USUAL.items() if key not in merged}
-        several = [_values(key, value) for key, value in merged.items()]
-        if empty := [key for key, values in zip(merged, several, strict=True) if not values]:
+        if empty := [key for key, value in merged.items() if not _values(key, value)]:
             raise LipboundError(f"{path} has an empty list of {empty[0]}; give a value at least")
-        every += [dict(zip(merged, one, strict=True)) for one in itertools.product(*several)]
+        several = itertools.product(*(_values(key, value) for key, value in merged.items()))
+        every += [dict(zip(merged, one, strict=True)) for one in several]
     runs: dict[str, dict[str, Any]] = {}
     for arguments in every:
         base = name = _name(arguments, _varying(every))
@@ -205,12 +204,10 @@ def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
 def _index(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the index, whole or not at all; it has the bounds of all of its runs."""
     first = list(rows[0])
-    fields = first[: first.index("error") + 1]
-    names = dict.fromkeys([*fields, *NUMBERS, *(key for row in rows for key in row)])
+    said = first[: first.index("error") + 1]
+    names = dict.fromkeys([*said, *NUMBERS, *(key for row in rows for key in row)])
     try:
-        with replacing(path) as (new,), new.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+        with replacing(path) as (new,):
+            pd.DataFrame(rows, columns=[*names], dtype=object).to_csv(new, index=False)
     except StoreError as error:
         raise StoreError(f"{error}; the runs beside it are kept") from error

@@ -14,26 +14,18 @@ import pandas as pd
 import torch
 import xarray as xr
 
-from lipbound import schema
+from lipbound import errors, schema
 from lipbound.bounds.audit import audit
 from lipbound.devices import dtype_name, resolve_device, versions
-from lipbound.errors import (
-    AlteredRunError,
-    CaptureError,
-    InputsError,
-    LipboundError,
-    flag,
-    knows_options,
-    whole,
-)
+from lipbound.errors import AlteredRunError, LipboundError
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
-from lipbound.runs.checksums import altered, reworded, settings_altered
+from lipbound.runs.checksums import altered, faults
+from lipbound.runs.compare import open_checkpoint, open_inputs
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import Measurer, capturer_of
-from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
+from lipbound.runs.measure import Measurer, capturer_of, measurement_spec
 from lipbound.runs.store import Run, run_of
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
@@ -77,30 +69,27 @@ def replay(ds: xr.Dataset, **how: Any) -> Replay:
     config = RunConfig.of(ds, **how)
     where = resolve_device(config.device)
     checkpoint = open_checkpoint(config, where)
-    info, named = schema.RunInfo.of(ds), f"{checkpoint.name} ({type(checkpoint.model).__name__})"
-    differences, notes = [], []
+    info, differences, notes = schema.RunInfo.of(ds), [], []
     kinds = {revision.startswith("sha256:") for revision in (checkpoint.revision, info.revision)}
     # the hash of a model in memory is that of its numbers, rounded
     rounded = checkpoint.loaded and config.dtype != info.dtype
     if len(kinds) > 1 or checkpoint.loaded != info.loaded or rounded:
-        notes.append(
-            f"the weights of {checkpoint.name} were found another way than the run's, so only the "
-            "numbers tell whether they are the same"
-        )
+        what = f"the weights of {checkpoint.name} were found another way than the run's"
+        notes.append(f"{what}, so only the numbers tell whether they are the same")
     else:
-        weights = "weights" if how.get("model") is None else "model"
-        differences += [
-            f"not the recorded {what}: the run is of {info.model} ({info.architecture}, {then}), "
-            f"{named} has {now}"
-            for what, then, now in (
-                (weights, info.revision, checkpoint.revision),
-                ("configuration", info.configuration, checkpoint.configuration),
-            )
-            if None not in (then, now) and then != now
-        ]
+        what = "weights" if how.get("model") is None else "model"
+        named = f"{checkpoint.name} ({type(checkpoint.model).__name__})"
+        for name, then, now in (
+            (what, info.revision, checkpoint.revision),
+            ("configuration", info.configuration, checkpoint.configuration),
+        ):
+            if None not in (then, now) and then != now:
+                before = f"{info.model} ({info.architecture}, {then})"
+                said = f"not the recorded {name}: the run is of {before}, {named} has {now}"
+                differences.append(said)
     try:
         inputs = open_inputs(config, checkpoint)
-    except InputsError as error:
+    except errors.InputsError as error:
         if differences:
             raise AlteredRunError(differences[0]) from error
         raise
@@ -138,8 +127,8 @@ def measure_again(
     there = ds["head"].values if "head" in ds.dims else np.zeros(1, dtype=int)
     found = {}
     for name, (value,) in measured.values.items():
-        missing = np.full(len(there), np.nan if value.dtype.kind == "f" else 0, value.dtype)
-        found[name] = np.where(there < len(value), value[there.clip(max=len(value) - 1)], missing)
+        missing = np.full(1, np.nan if value.dtype.kind == "f" else 0, value.dtype)
+        found[name] = np.append(value, missing)[there.clip(max=len(value))]
     return found
 
 
@@ -246,7 +235,7 @@ class Verification:
         return "\n".join(map(plain, lines))
 
 
-@knows_options
+@errors.knows_options
 def verify(
     ds: Run,
     *,
@@ -293,8 +282,8 @@ def verify(
         LipboundError: places below 1; the model or the data is no longer to be found.
     """
     ds = run_of(ds)
-    places, seed = whole("places", places, least=1), whole("seed", seed, least=0)
-    automatic = flag("automatic", automatic)
+    places, seed = errors.whole("places", places, least=1), errors.whole("seed", seed, least=0)
+    automatic = errors.flag("automatic", automatic)
     if automatic and ds.attrs["wrt"] != schema.INPUT:
         raise LipboundError("automatic=True differentiates by the input alone; leave it out")
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
@@ -315,18 +304,14 @@ def verify(
 
 
 def _own_faults(ds: xr.Dataset) -> list[str]:
-    """Sentences on settings and audit that a run records and that do not hold."""
-    faults = [what] if (what := reworded(ds)) else []
-    if settings_altered(ds):
-        faults.append("the run's settings (attributes) are not those recorded (checksum)")
+    """Sentences on what a run records and what does not hold: words, settings, numbers, audit."""
     # as text, since NaN differs from itself
     now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs.get("audit")))
     made = schema.Extent(**ds.attrs["made"])
     whole_table = (made.samples, len(made.layers), made.heads)
     there = tuple(ds.sizes.get(axis) for axis in schema.AXES)
-    if "audit" in ds.attrs and now != then and there == whole_table:
-        faults.append("the audit stored with the run is not that of its numbers")
-    return faults
+    other = "audit" in ds.attrs and now != then and there == whole_table
+    return faults(ds) + ["the audit stored with the run is not that of its numbers"] * other
 
 
 def _verify_one(
@@ -338,41 +323,32 @@ def _verify_one(
         rerun = replay(ds, **how)
     except AlteredRunError as error:  # nothing can be computed with those
         return Verification(how["dtype"], schema.norm_of(ds), True, (f"{name}{error}",))
-    broken = None if schema.lacks_variables(ds) else altered(ds)
-    faults, remarks = [*rerun.differences, *_own_faults(ds)], [*rerun.notes]
-    compared: list[Comparison] = []
-    if broken is None:
-        remarks.append("the run has no checksums of all its variables, so a few are checked alone")
-    if wrong := _impossible(ds):
-        faults.append(f"the coordinates {', '.join(wrong)} cannot be those of the run")
-    faults += [
-        f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)"
-        for s, i in broken or []
-    ]
+    wrong, compared = [*rerun.differences, *_own_faults(ds)], list[Comparison]()
     was, now = ds.attrs["versions"], versions(ds.attrs["versions"])
-    remarks += [
-        f"{package} was {was[package]}, is {v}" for package, v in now.items() if was[package] != v
-    ]
+    remarks = [f"{name} was {was[name]}, is {v}" for name, v in now.items() if was[name] != v]
     samples, there = int(ds.attrs["samples"]), rerun.inputs.samples
     if there != samples:
-        faults.append(f"the data now has {there} samples, the run {samples}")
-    chosen = [] if wrong or there != samples else _choose(ds, places, seed, broken or [])
+        wrong.append(f"the data now has {there} samples, the run {samples}")
+    impossible = _impossible(ds)
+    if impossible:
+        wrong.append(f"the coordinates {', '.join(impossible)} cannot be those of the run")
+    chosen = [] if impossible or there != samples else _choose(ds, places, seed)
     try:
         for s, i in chosen:
             compared += _compared(ds, rerun, s, i)
             if automatic and bool(schema.with_exact(ds)[s]):
                 compared += _through_module(ds, rerun, s, i)
-    except CaptureError as error:
+    except errors.CaptureError as error:
         if not rerun.differences:
             raise
-        faults.append(f"with it nothing can be computed again: {error}")
+        wrong.append(f"with it nothing can be computed again: {error}")
         judged, chosen, compared = True, [], []
     return Verification(
         how["dtype"],
         schema.norm_of(ds),
         judged,
-        faults=tuple(name + fault for fault in faults),
-        remarks=tuple(name + remark for remark in remarks),
+        faults=tuple(name + fault for fault in wrong),
+        remarks=tuple(name + remark for remark in (*rerun.notes, *remarks)),
         compared=tuple(one._replace(place=name + one.place) for one in compared),
         places=tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen),
     )
@@ -389,15 +365,13 @@ def _impossible(ds: xr.Dataset) -> list[str]:
     ]
 
 
-def _choose(
-    ds: xr.Dataset, places: int, seed: int, broken: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Draw positions (sample, layer), those with exact norms first; ``broken`` ones are added."""
+def _choose(ds: xr.Dataset, places: int, seed: int) -> list[tuple[int, int]]:
+    """Draw positions (sample, layer), those with exact norms first, and add altered ones."""
     samples, layers = ds.sizes["sample"], ds.sizes["layer"]
     order = np.random.default_rng(seed).permutation(samples * layers)
     known = schema.with_exact(ds).values
     pairs = sorted((divmod(int(k), layers) for k in order), key=lambda pair: not known[pair[0]])
-    return sorted({*pairs[:places], *broken})
+    return sorted({*pairs[:places], *altered(ds)})
 
 
 def _place(ds: xr.Dataset, *at: int) -> str:

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+from support.commands import refused
 from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
-from lipbound import tables
+from lipbound import schema, tables
 from lipbound.errors import StoreError
-from lipbound.runs import store
 from lipbound.runs.checksums import checksums, edited
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
@@ -37,31 +37,17 @@ def test_only_the_data_of_what_is_shown_are_named(whole: xr.Dataset, other: xr.D
 
 def test_samples_of_two_runs(whole: xr.Dataset, other: xr.Dataset, tmp_path: Path) -> None:
     ds = lb.concat([whole, other])
-    for name in (
-        "exact",
-        "exact_upper",
-        "yudin",
-        "lipbound",
-        "exact_steps",
-        "yudin_sound",
-        "exact_converged",
-        "length",
-    ):
+    for name in (*schema.own(whole), "length", "checksum"):
         np.testing.assert_array_equal(ds[name], np.concatenate([whole[name], other[name]]))
     assert ds["sample"].values.tolist() == [0, 1, 2, 3, 4, 5]
     assert ds["run_sample"].values.tolist() == [0, 1, 2, 3, 0, 1]
     assert ds["run"].values.tolist() == [[0, 0]] * 4 + [[1, 1]] * 2
     assert (ds.attrs["samples"], ds.attrs["delta"], ds.attrs["tokens"]) == (6, 2e-6, 6)
-    assert (
-        ds.attrs["data_fingerprint"]
-        == f"{whole.attrs['data_fingerprint']}; {other.attrs['data_fingerprint']}"
-    )
+    both = [run.attrs["data_fingerprint"] for run in (whole, other)]
+    assert ds.attrs["data_fingerprint"] == "; ".join(both)
     assert origins(ds) == [whole.attrs, other.attrs]
     assert (edited(ds), Contents.of(ds).runs, Contents.of(ds).made.samples) == (False, 2, 6)
-    np.testing.assert_array_equal(
-        ds["checksum"], np.concatenate([whole["checksum"], other["checksum"]])
-    )
-    assert store.load(lb.save(ds, tmp_path / "run.zarr"), damaged="refuse").identical(ds)
+    assert lb.load(lb.save(ds, tmp_path / "run.zarr"), damaged="refuse").identical(ds)
     assert [identical(a, b) for a, b in zip(split(ds), (whole, other), strict=True)] == [True, True]
     part = ds.isel(sample=[1, 5])
     assert (edited(part), Contents.of(part).runs) == (False, 2)
@@ -84,43 +70,22 @@ def test_layers_of_two_runs_make_the_run_of_both(bert: Path, whole: xr.Dataset) 
 def test_samples_and_layers_and_runs_put_together_before(
     whole: xr.Dataset, other: xr.Dataset
 ) -> None:
-    corners = [
-        whole.sel(layer=[0]),
-        other.sel(layer=[1]),
-        whole.sel(layer=[1]),
-        other.sel(layer=[0]),
-    ]
-    ds = lb.concat([lb.concat(corners[:1] + corners[2:3]), lb.concat([corners[1], corners[3]])])
+    first, second = ([run.sel(layer=[k]) for k in (0, 1)] for run in (whole, other))
+    ds = lb.concat([lb.concat(first), lb.concat(second[::-1])])
     expected = lb.concat([whole, other])
     assert ds["exact"].identical(expected["exact"])
     # parts of one run are from one run
-    assert (len(ds.attrs["runs"]), ds.attrs["delta"]) == (
-        2,
-        2e-6,
-    )
+    assert (len(ds.attrs["runs"]), ds.attrs["delta"]) == (2, 2e-6)
     halves = lb.concat([whole.isel(sample=[2, 3]), whole.isel(sample=[0, 1])])
-    assert (
-        halves["run_sample"].values.tolist(),
-        Contents.of(halves).runs,
-        halves.attrs["delta"],
-    ) == (
-        [2, 3, 0, 1],
-        1,
-        1e-6,
-    )
+    assert halves["run_sample"].values.tolist() == [2, 3, 0, 1]
+    assert (Contents.of(halves).runs, halves.attrs["delta"]) == (1, 1e-6)
 
 
 def test_samples_with_exact_norms_come_first(bert: Path) -> None:
-    few, more = (
-        lb.compare(bert, texts, **OPTIONS | {"exact_samples": 1}) for texts in (TEXTS[:2], OTHERS)
-    )
-    ds = lb.concat([few, more])
-    assert ds["exact"].notnull().any(["layer", "head"]).values.tolist() == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    options = OPTIONS | {"exact_samples": 1}
+    ds = lb.concat([lb.compare(bert, texts, **options) for texts in (TEXTS[:2], OTHERS)])
+    known = ds["exact"].notnull().any(["layer", "head"])
+    assert known.values.tolist() == [True, True, False, False]
     assert ds["run_sample"].values.tolist() == [0, 0, 1, 1]
     assert ds.attrs["exact_samples"] == 2
 
@@ -132,62 +97,47 @@ def test_heads_of_layers_with_fewer(whole: xr.Dataset) -> None:
     assert bool(ds["exact"][:, 0, 2:].isnull().all())
     assert Contents.of(ds).heads == (2, 4)
     assert edited(ds) is False
-    with pytest.raises(StoreError, match="heads is"):
-        lb.concat([whole.isel(layer=[0], head=[1]), more])
+    fewer = whole.isel(layer=[0], head=[1])
+    refused(lambda: lb.concat([fewer, more]), "heads is", error=StoreError)
 
 
 def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset) -> None:
-    def told(*runs: object) -> str:
-        with pytest.raises(StoreError) as error:
-            lb.concat(runs)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    assert "one run alone" in told(whole)
-    assert "layer 0, is in run 1 and run 2 of those given" in told(whole, whole)
-    assert "has no layer 1, which other samples have; all need the same layers" in told(
-        whole.isel(layer=[0]), whole.isel(layer=[1], sample=[0])
-    )
-    assert "is not as it was computed: its numbers at every sample and layer" in told(
-        whole, other * 2
-    )
-    assert "variables that it was made with were left out" in told(whole, other[["exact", "yudin"]])
-    assert "the checksums of its numbers are missing" in told(whole, other.drop_vars("checksum"))
-    for change, name in (
-        ({"seed": 1}, "seed"),
-        ({"tol": 1e-2}, "tol"),
-        ({"dtype": "float64"}, "dtype"),
-        ({"bounds": "yudin"}, "bounds"),
+    parts = whole.isel(layer=[0]), whole.isel(layer=[1], sample=[0])
+    others = {"seed": 1, "tol": 1e-2, "dtype": "float64", "bounds": "yudin"}
+    for runs, words in (
+        ([whole], "runs is no list of two at least"),
+        (whole, "runs is no list of two at least"),
+        ([whole, whole], "layer 0, is in run 1 and run 2 of those given"),
+        (parts, "has no layer 1, which other samples have; all need the same layers"),
+        ([whole, other * 2], "is not as it was computed: its numbers at every sample and layer"),
+        ([whole, other[["exact", "yudin"]]], "variables that it was made with were left out"),
+        ([whole, other.drop_vars("checksum")], "the checksums of its numbers are missing"),
+        *(
+            (
+                [whole, lb.compare(bert, OTHERS[:1], **OPTIONS | {name: value})],
+                f"the runs do not agree: {name} is",
+            )
+            for name, value in others.items()
+        ),
     ):
-        assert f"the runs do not agree: {name} is" in told(
-            whole, lb.compare(bert, OTHERS[:1], **OPTIONS | change)
-        )
-    with pytest.raises(StoreError, match="give a list of two runs"):
-        lb.concat(whole)
-    with pytest.raises(StoreError, match="cannot be computed again as one"):
-        RunConfig.of(lb.concat([whole, other]))
+        refused(lambda runs=runs: lb.concat(runs), words, error=StoreError)
+    ds = lb.concat([whole, other])
+    refused(lambda: RunConfig.of(ds), "cannot be computed again as one", error=StoreError)
 
 
 def test_every_run_is_verified(bert: Path, tmp_path: Path) -> None:
-    texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    texts, options = [tmp_path / "one.txt", tmp_path / "two.txt"], {"max_length": 6, "samples": 1}
     for file, lines in zip(texts, (TEXTS, OTHERS), strict=True):
         file.write_text("\n".join(lines))
-    runs = [
-        lb.compare(bert, file, max_length=6, samples=1, bounds=["yudin"], progress=False)
-        for file in texts
-    ]
-    ds = lb.concat(runs)
-    path = lb.save(ds, tmp_path / "both.zarr")
-    found = lb.verify(path, places=1)
+    options |= {"bounds": ["yudin"], "progress": False}
+    ds = lb.concat([lb.compare(bert, file, **options) for file in texts])
+    found = lb.verify(lb.save(ds, tmp_path / "both.zarr"), places=1)
     assert found.ok, str(found)
     assert (found.runs, len(found.places), int(found.table.loc["yudin", "values"])) == (2, 2, 8)
     assert "of 2 runs that were put together" in str(found)
     ds["yudin"][1, 0, 2] *= 1.5
     text = "; ".join(lb.verify(ds, places=1).problems)
-    assert (
-        "run 1: sample 0, layer 0: the stored numbers are not those that were computed (checksum)"
-        in text
-    )
+    assert "run 1: its numbers at sample 0 layer 0 are not those that were computed" in text
     assert "yudin at run 1: sample 0, layer 0, head 2" in text
     assert "run 0: " not in text
 
@@ -195,9 +145,8 @@ def test_every_run_is_verified(bert: Path, tmp_path: Path) -> None:
 def test_parts_are_verified(bert: Path, tmp_path: Path) -> None:
     """By the numbers that they had in the run, with its shares of delta, heads and samples."""
     (tmp_path / "one.txt").write_text("\n".join(TEXTS * 3))
-    ds = lb.compare(
-        bert, tmp_path / "one.txt", max_length=6, samples=2, bounds=["yudin"], progress=False
-    )
+    options = {"max_length": 6, "samples": 2, "bounds": ["yudin"], "progress": False}
+    ds = lb.compare(bert, tmp_path / "one.txt", **options)
     part = ds.isel(sample=[1], layer=[1], head=[2, 3])
     found = lb.verify(part, places=1)
     assert found.ok, str(found)
@@ -205,13 +154,8 @@ def test_parts_are_verified(bert: Path, tmp_path: Path) -> None:
     assert float(found.table.loc["exact_upper", "largest"]) < 1e-6
     changed = part.copy(deep=True)
     changed["exact"][0, 0, 1] *= 1.01
-    assert any(
-        problem.startswith("exact at sample 1, layer 1, head 3: stored")
-        for problem in lb.verify(changed, places=1).problems
-    )
-    moved = ds.assign_coords(sample=[0, 5])
-    assert any(
-        "the coordinates sample cannot be those of the run" in fault
-        for fault in lb.verify(moved, places=1).faults
-    )
+    problems = lb.verify(changed, places=1).problems
+    assert any(one.startswith("exact at sample 1, layer 1, head 3: stored") for one in problems)
+    moved = lb.verify(ds.assign_coords(sample=[0, 5]), places=1).faults
+    assert any("the coordinates sample cannot be those of the run" in fault for fault in moved)
     assert checksums(part).values.tolist() == ds["checksum"].values[1:, 1:, 2:].tolist()

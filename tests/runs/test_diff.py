@@ -1,16 +1,18 @@
 """Two runs, or two checkpoints on the same inputs, side by side."""
 
+import functools
+import itertools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
-from support.commands import call
+from support.commands import command, refused, said
 from support.layers import random_attention
 from support.models import AFFINE, TEXT, build, inputs_for
 from support.oracles import dense_norms, jacobians
@@ -20,14 +22,12 @@ from transformers import BertConfig, BertModel
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
-from lipbound.errors import AlteredRunError, LipboundError, Notice, StoreError
+from lipbound.errors import AlteredRunError, Notice, StoreError
 from lipbound.models.loading import GivenLayers, load_checkpoint
 from lipbound.reporting.sheets import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
-from lipbound.runs.checksums import damage
+from lipbound.runs.checksums import faults
 from lipbound.runs.store import GIVEN, diff_of, sides
-
-RUN_OPTIONS = {name: value for name, value in OPTIONS.items() if name != "progress"}
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,8 @@ def svd_norms(att: Attention, map: str) -> np.ndarray:
 def test_ratios_enclose_those_of_dense_norms(map: str) -> None:
     """Against the float64 SVD of autograd Jacobians."""
     before = random_attention("bias").double()
-    pair = before, scaled(before, 2.5)
-    runs = [
-        lb.compare([att], bounds="none", map=map, dtype="float64", tol=1e-6, progress=False)
-        for att in pair
-    ]
+    pair, options = (before, scaled(before, 2.5)), {"dtype": "float64", "tol": 1e-6}
+    runs = [lb.compare([att], bounds="none", map=map, progress=False, **options) for att in pair]
     with pytest.warns(Notice, match="inputs of their own, which are not compared"):
         ds = lb.diff(*runs)
     a, b = (svd_norms(att, map) for att in pair)
@@ -99,11 +96,11 @@ def test_both_runs_are_kept_whole(
         assert stored.equals(ds)
         assert stored.attrs == ds.attrs
         for run, given in zip(sides(stored), (whole, after), strict=True):
-            assert (damage(run), run.attrs) == ("", given.attrs)
+            assert (faults(run), run.attrs) == ([], given.attrs)
             assert run.equals(given)
     part = diff_of(ds.isel(layer=1, sample=[0, 3]))
     np.testing.assert_array_equal(part["ratio"][:, 0], ds["ratio"][[0, 3], 1])
-    assert [damage(run) for run in sides(part)] == ["", ""]
+    assert [faults(run) for run in sides(part)] == [[], []]
 
 
 def test_without_both_upper_ends_there_is_no_enclosure(whole: xr.Dataset, tuned: Path) -> None:
@@ -129,88 +126,73 @@ def test_zero_has_no_ratio(whole: xr.Dataset) -> None:
         assert (lb.diff(*runs[::-1])["ratio"] == 0).all()
 
 
-def changed_map(bert: Path, whole: xr.Dataset) -> object:
-    return lb.compare(bert, TEXTS, **OPTIONS | {"map": "layer", "bounds": "none"})
-
-
-def changed_norm(bert: Path, whole: xr.Dataset) -> object:
-    return lb.compare(bert, TEXTS, **OPTIONS | {"norm": "one-token", "bounds": "none"})
-
-
-def changed_texts(bert: Path, whole: xr.Dataset) -> object:
-    return lb.compare(bert, TEXTS[::-1], **OPTIONS)
-
-
-def edited(bert: Path, whole: xr.Dataset) -> object:
-    return whole.assign(exact=whole["exact"] * 2)
-
-
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other", "words"),
     [
-        (changed_map, "map is 'head' in a and 'layer' in b; measure both alike"),
-        (changed_norm, "norm is 'frobenius' in a and 'one-token' in b"),
-        (changed_texts, "other samples, or other tokens or pixels"),
-        (lambda _, run: run.isel(sample=[0, 1]), "other samples, or other tokens"),
-        (lambda _, run: run.isel(layer=[1]), r"layer is \[0, 1\] in a and \[1\] in b; select"),
-        (lambda _, run: run.isel(head=[1]), r"head is .* in a and \[1\] in b"),
-        (edited, r"b \(.*\) is not as it was computed: its numbers at every sample"),
-        (lambda _, run: run.drop_vars("yudin"), "variables that it was made with were left out"),
+        ({"map": "layer", "bounds": "none"}, ["map is 'head' in a and 'layer' in b; measure both"]),
+        ({"norm": "one-token", "bounds": "none"}, ["norm is 'frobenius' in a and 'one-token' in"]),
+        ({"data": TEXTS[::-1]}, ["other samples, or other tokens or pixels"]),
+        (lambda run: run.isel(sample=[0, 1]), ["other samples, or other tokens"]),
+        (lambda run: run.isel(layer=[1]), ["layer is [0, 1] in a and [1] in b; select"]),
+        (lambda run: run.isel(head=[1]), ["head is ", " in a and [1] in b"]),
+        (
+            lambda run: run.assign(exact=run["exact"] * 2),
+            ["b (", "is not as it was computed: its numbers at every sample"],
+        ),
+        (lambda run: run.drop_vars("yudin"), ["variables that it was made with were left out"]),
     ],
 )
 def test_what_is_not_of_the_same_thing_is_refused(
-    other: Callable, message: str, bert: Path, whole: xr.Dataset
+    other: Any, words: list[str], bert: Path, whole: xr.Dataset
 ) -> None:
-    with pytest.raises(StoreError, match=message):
-        lb.diff(whole, other(bert, whole))
+    options = {"data": TEXTS, **OPTIONS}
+    run = other(whole) if callable(other) else lb.compare(bert, **options | other)
+    refused(lambda: lb.diff(whole, run), *words, error=StoreError)
 
 
 def test_arguments_that_do_not_go_together(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
-    for given, options, message in (
+    for given, options, words in (
         ((whole, bert), {}, "a is a run, and b is a checkpoint; give two of a kind"),
         ((bert, whole), {}, "a is a checkpoint, and b is a run"),
-        ((whole, whole), {"samples": 2}, "samples is 2, and a and b are runs, .* leave it out"),
+        ((whole, whole), {"samples": 2}, "samples is 2, and a and b are runs"),
         ((bert, bert), {"sample": 2}, "unknown option of a diff 'sample'; did you mean 'samples'"),
         ((bert, bert), {"model": "x"}, "unknown option of a diff 'model'"),
         ((tmp_path / "no.zarr", whole), {}, "there is no run"),
     ):
-        with pytest.raises(LipboundError, match=message):
-            lb.diff(*given, **options)
+        refused(lambda given=given, options=options: lb.diff(*given, **options), words)
 
 
 def test_damage_is_told(ds: xr.Dataset, tmp_path: Path) -> None:
+    def loaded(ds: xr.Dataset, name: str) -> xr.Dataset:
+        return lb.load(lb.save(ds, tmp_path / name), damaged="refuse")
+
     for name, value in (("ratio", 3.0), ("exact_a", 3.0)):
         wrong = ds.copy(deep=True)
         wrong[name][0, 0, 0] = value
-        with pytest.raises(AlteredRunError, match=r"damaged or was edited: .*ratio is not that of"):
-            lb.load(lb.save(wrong, tmp_path / f"{name}.zarr"), damaged="refuse")
-    with pytest.raises(StoreError, match=r"a \(.*\) is not as it was computed"):
-        tables.render(wrong)
-    lost = ds.drop_vars("exact_b")
-    with pytest.raises(AlteredRunError, match="of one of its two runs, 'exact' is missing"):
-        lb.load(lb.save(lost, tmp_path / "lost.zarr"), damaged="refuse")
+        call = functools.partial(loaded, wrong, f"{name}.zarr")
+        refused(call, "damaged or was edited: ", "ratio is not that of", error=AlteredRunError)
+    refused(lambda: tables.render(wrong), "a (", "is not as it was computed", error=StoreError)
+    lost, words = ds.drop_vars("exact_b"), "of one of its two runs, 'exact' is missing"
+    refused(lambda: loaded(lost, "lost.zarr"), words, error=AlteredRunError)
     for wants_a_run in (lb.cite, lb.verify, tables.summary, plots.ratios):
-        with pytest.raises(StoreError, match="is a diff of two runs, and one run is wanted"):
-            wants_a_run(ds)
-    with pytest.raises(LipboundError, match="scale is 'shared', which is not for a diff"):
-        plots.heatmaps(ds, scale="shared")
+        refused(functools.partial(wants_a_run, ds), "is a diff of two runs, and one run is wanted")
+    refused(lambda: plots.heatmaps(ds, scale="shared"), "scale is 'shared', which is not for a dif")
 
 
 def test_two_checkpoints_on_the_same_inputs(
     bert: Path, tuned: Path, ds: xr.Dataset, tmp_path: Path
 ) -> None:
-    out = tmp_path / "diff.zarr"
-    found = lb.diff(bert, tuned, TEXTS, out=out, progress=False, **RUN_OPTIONS)
+    options = {"data": TEXTS, "out": tmp_path / "diff.zarr", **OPTIONS}
+    found = lb.diff(bert, tuned, **options)
     np.testing.assert_array_equal(found["ratio"], ds["ratio"])
-    assert lb.load(out, damaged="refuse").equals(found)
+    assert lb.load(options["out"], damaged="refuse").equals(found)
     for run, side in zip(sides(found), "ab", strict=True):
         assert lb.load(tmp_path / f"diff-{side}.zarr").equals(run)
-    assert lb.verify(lb.load(tmp_path / "diff-b.zarr"), data=TEXTS, places=1).ok
-    with pytest.raises(StoreError, match="exists already"):
-        lb.diff(bert, tuned, TEXTS, out=out, progress=False, **RUN_OPTIONS)
-    shutil.rmtree(out)
+    assert lb.verify(tmp_path / "diff-b.zarr", data=TEXTS, places=1).ok
+    refused(lambda: lb.diff(bert, tuned, **options), "exists already", error=StoreError)
+    shutil.rmtree(options["out"])
     dates = [lb.load(tmp_path / f"diff-{side}.zarr").attrs["date"] for side in "ab"]
-    again = lb.diff(bert, tuned, TEXTS, out=out, resume=True, progress=False, **RUN_OPTIONS)
+    again = lb.diff(bert, tuned, resume=True, **options)
     assert [run.attrs["date"] for run in sides(again)] == dates
 
 
@@ -232,55 +214,26 @@ def test_two_models_of_one_layout_whose_modules_have_other_names(tmp_path: Path)
     lb.report(found, tmp_path / "diff.html", details=False)
 
 
-def test_other_layouts_are_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few = BertModel(BertConfig(**TEXT | {"num_hidden_layers": 1})).eval()
-    wide = BertModel(BertConfig(**TEXT | {"num_attention_heads": 2})).eval()
-    model = build(AFFINE["bert"])
-    inputs = inputs_for(model)
-    whole = lb.diff(model, wide, inputs=inputs, map="layer", bounds=[], progress=False)
-    assert dict(whole["ratio"].sizes) == {"sample": 2, "layer": 2}
-    part = lb.diff(model, few, inputs=inputs, layers=[0], bounds=[], progress=False)
-    assert part["ratio"].sizes["layer"] == 1
-    monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
-    for other, message in (
-        (few, r"layer is \[0, 1\] in a and \[0\] in b; select what both have \(layers=\)"),
-        (wide, r"head is \[0, 1, 2, 3\] in a and \[0, 1\] in b; .*whole layers \(map='layer'\)"),
-    ):
-        with pytest.raises(StoreError, match=message):
-            lb.diff(model, other, inputs=inputs, progress=False)
-
-
 def test_the_same_tokens_are_the_same_however_they_are_given(bert: Path) -> None:
     """With a mask that masks nothing or without it, as text, as numbers or as ready inputs."""
     ids = load_checkpoint(str(bert)).tokenizer()(TEXTS[:1], return_tensors="pt")["input_ids"]
+    options = {"bounds": [], "progress": False}
     given = (
         {"data": TEXTS[:1]},
         {"data": ids[0].tolist()},
         {"inputs": {"input_ids": ids}},
         {"inputs": {"input_ids": ids.int(), "attention_mask": torch.ones_like(ids).bool()}},
     )
-    runs = [lb.compare(bert, bounds=[], progress=False, **one) for one in given]
+    runs = [lb.compare(bert, **options, **one) for one in given]
     assert len({run.attrs["data_fingerprint"] for run in runs}) == 1
     for run in runs[1:]:
         assert (lb.diff(runs[0], run)["ratio"] == 1).all()
-    with pytest.raises(LipboundError, match="data and inputs are both given"):
-        lb.diff(bert, bert, TEXTS, inputs={"input_ids": ids})
+    both = {"data": TEXTS, "inputs": {"input_ids": ids}}
+    refused(lambda: lb.diff(bert, bert, **both), "data and inputs are both given")
     padded = torch.nn.functional.pad(ids, (0, 2))
     mask = (torch.arange(padded.shape[1]) < ids.shape[1]).long()[None]
-    masked = {"input_ids": padded, "attention_mask": mask}
-    other = lb.compare(bert, inputs=masked, bounds=[], progress=False)
-    with pytest.raises(StoreError, match=r"data is '1 given texts?' in a and 'ready model inputs'"):
-        lb.diff(runs[0], other)
-
-
-def test_other_inputs_are_found_before_anything_is_measured(
-    bert: Path, vit: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
-    with pytest.raises(StoreError, match=r"data is '.*' in a and 'photographs.*' in b"):
-        lb.diff(bert, vit, max_length=8, progress=False)
+    other = lb.compare(bert, inputs={"input_ids": padded, "attention_mask": mask}, **options)
+    refused(lambda: lb.diff(runs[0], other), "data is '1 given text", " in a and 'ready model in")
 
 
 def test_finished_work_is_kept_where_the_second_run_fails(
@@ -288,8 +241,8 @@ def test_finished_work_is_kept_where_the_second_run_fails(
 ) -> None:
     measured = runs_diff.run
 
-    def failing(config: object, **options: object) -> xr.Dataset:
-        if getattr(config, "model") == tuned:  # noqa: B009
+    def failing(config: Any, **options: object) -> xr.Dataset:
+        if config.model == tuned:
             raise MemoryError("no room")
         return measured(config, **options)
 
@@ -297,7 +250,7 @@ def test_finished_work_is_kept_where_the_second_run_fails(
     monkeypatch.setattr(runs_diff.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "kept"))
     (tmp_path / "kept").mkdir()
     with pytest.warns(Notice, match="the run of a was finished"), pytest.raises(MemoryError):
-        lb.diff(bert, tuned, TEXTS, progress=False, **RUN_OPTIONS)
+        lb.diff(bert, tuned, TEXTS, **OPTIONS)
     assert lb.load(tmp_path / "kept" / "a.zarr").attrs["model"] == str(bert)
 
 
@@ -307,14 +260,10 @@ def test_tables_by_plain_numpy(
 ) -> None:
     """Geometric means, their enclosures and counts, and ranges over the four samples."""
     numbers = tables.table_of(ds, by).numbers
-    values = {
-        "a": whole["exact"],
-        "b": after["exact"],
-        "ratio": after["exact"] / whole["exact"],
-        "ratio_lower": after["exact"] / whole["exact_upper"],
-        "ratio_upper": after["exact_upper"] / whole["exact"],
-        **{name: after[name] / whole[name] for name in whole.attrs["bounds"]},
-    }
+    values = {name: after[name] / whole[name] for name in whole.attrs["bounds"]}
+    values |= {"a": whole["exact"], "b": after["exact"], "ratio": after["exact"] / whole["exact"]}
+    values["ratio_lower"] = after["exact"] / whole["exact_upper"]
+    values["ratio_upper"] = after["exact_upper"] / whole["exact"]
 
     def means(name: str, at: dict, axes: tuple) -> np.ndarray:
         return np.exp(np.log(values[name].sel(at).values).mean(axes))
@@ -322,8 +271,7 @@ def test_tables_by_plain_numpy(
     if by == "bound":
         assert [*numbers.index] == ["a", "b", "exact", *whole.attrs["bounds"]]
         for name, row in numbers.rename(index={"exact": "ratio"}).iterrows():
-            single = means(str(name), {}, (1, 2))
-            there = values[str(name)].values
+            single, there = means(str(name), {}, (1, 2)), values[str(name)].values
             expected = [means(str(name), {}, (0, 1, 2)), single.min(), single.max()]
             expected += [there.min(), there.max()]
             columns = ["geomean", "sample_min", "sample_max", "min", "max"]
@@ -332,10 +280,8 @@ def test_tables_by_plain_numpy(
     assert len(numbers) == {"layer": 2, "head": 8}[by]
     for place, row in numbers.iterrows():
         at = dict(zip(("layer", "head"), np.atleast_1d(place).tolist(), strict=False))
-        for name in ("a", "b", "ratio"):
-            inner = tuple(range(3 - len(at)))
-            assert row[name] == pytest.approx(means(name, at, inner), rel=1e-12)
-        for name in ("ratio_lower", "ratio_upper"):
+        inner = tuple(range(3 - len(at)))
+        for name in ("a", "b", "ratio", "ratio_lower", "ratio_upper"):
             assert row[name] == pytest.approx(means(name, at, inner), rel=1e-12)
         single = means("ratio", at, inner[1:])
         for end, limit in (("sample_min", single.min()), ("sample_max", single.max())):
@@ -352,9 +298,11 @@ def test_places_where_the_enclosures_decide_are_counted(
 
 
 def test_tables_in_every_format(ds: xr.Dataset) -> None:
-    for form in tables.FORMATS:
-        for by in tables.ROWS:
-            assert tables.render(ds, form, by=by)
+    for form, by in itertools.product(tables.FORMATS, tables.ROWS):
+        assert tables.render(ds, form, by=by)
+    columns = tables.render(ds, "csv", by="head").splitlines()[0].split(",")
+    assert columns[:5] == ["layer", "head", "ratio", "ratio_lower", "ratio_upper"]
+    assert columns[-2:] == ["a", "b"]
     text = tables.render(ds, width=80, labels={"a": "before", "b": "after"})
     assert "after / before" in text
     assert "no exact norm differs" not in text
@@ -364,7 +312,7 @@ def test_tables_in_every_format(ds: xr.Dataset) -> None:
     assert "95% interval" not in one
     same = lb.diff(*[sides(ds)[0]] * 2)
     assert "no exact norm differs; make sure that these are two checkpoints" in tables.render(same)
-    for wrong, message in (
+    for wrong, words in (
         ({"bounds": ["kim"]}, "unknown bound 'kim'"),
         ({"labels": {"c": "x"}}, "those of a diff are of a and b"),
         ({"by": "layer", "bounds": ["yudin"]}, "bounds are for rows by bound"),
@@ -372,8 +320,7 @@ def test_tables_in_every_format(ds: xr.Dataset) -> None:
         ({"reduce": "max"}, "reduce is 'max', values 'ratio'; these are for rows by layer"),
         ({"by": "heads"}, "did you mean 'head'"),
     ):
-        with pytest.raises(LipboundError, match=message):
-            tables.table_of(ds, **wrong)
+        refused(lambda wrong=wrong: tables.table_of(ds, **wrong), words)
 
 
 def pictures(figure: Figure) -> list:
@@ -415,82 +362,44 @@ def test_bars_are_numbered_by_ratios(most: float) -> None:
     np.testing.assert_allclose(numbers, 10.0 ** np.asarray(bar.get_ticks()), rtol=5e-4)
 
 
-def test_csv_has_the_numbers_of_places_alone(ds: xr.Dataset) -> None:
-    columns = tables.render(ds, "csv", by="head").splitlines()[0].split(",")
-    assert columns[:5] == ["layer", "head", "ratio", "ratio_lower", "ratio_upper"]
-    assert columns[-2:] == ["a", "b"]
-
-
-def test_report_has_both_runs_and_their_ratios(ds: xr.Dataset, tmp_path: Path) -> None:
-    lb.report(ds, tmp_path / "diff.html", details=False)
-    page = (tmp_path / "diff.html").read_text()
-    assert page.count('<h2 id="h-compare">') == 1
-    assert "data:image/svg+xml;base64," in page
-    assert "B over A" in page
-    assert tables.table_of(ds).shown["geom. mean"].iloc[2] in page
-
-
-def test_diffs_without_bounds_have_reports(
-    bert: Path, tuned: Path, text: Path, tmp_path: Path
-) -> None:
-    ds = lb.diff(bert, tuned, text, samples=2, max_length=12, wrt="values", progress=False)
-    lb.report(ds, tmp_path / "diff.html", details=False)
-    page = (tmp_path / "diff.html").read_text()
-    assert "as a function of its values alone" in page
-    for run in sides(ds):
-        assert f"<td>{tables.table_of(run).shown['geom. mean'].item()}</td>" in page
-    assert tables.table_of(ds).shown["geom. mean"].iloc[2] in page
-
-
-def test_command_line(
-    bert: Path,
-    tuned: Path,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def said(*words: object) -> str:
-        status, out, err = call(capsys, monkeypatch, *words)
-        assert status == 0, err
-        return out
-
+def test_command_line(bert: Path, tuned: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "diff.zarr"
-    options = ("--data", text, "--samples", 2, "--max-length", 8, "--bounds", "yudin", "--quiet")
-    printed = said("diff", bert, tuned, *options, "--out", out)
-    assert "B / A" in printed
-    assert "layer" in printed
-    assert f"saved {out}" in printed
-    assert said("table", out) in printed
-    assert "B / A" in said("diff", tmp_path / "diff-a.zarr", tmp_path / "diff-b.zarr")
-    rows = json.loads(said("table", out, "--json"))["rows"]
-    assert len(json.loads(said("table", out, "--json", "--bounds", "yudin"))["rows"]) == 4
-    assert len(json.loads(said("table", out, "--json", "--bounds", "none"))["rows"]) == 3
+    options = f"--data {text} --samples 2 --max-length 8 --bounds yudin --quiet --out {out}"
+    printed = said(f"diff {bert} {tuned} {options}")
+    for part in ("B / A", "layer", f"saved {out}", said(f"table {out}")):
+        assert part in printed
+    assert "B / A" in said(f"diff {tmp_path / 'diff-a.zarr'} {tmp_path / 'diff-b.zarr'}")
+    for bounds, count in (("yudin", 4), ("none", 3)):
+        rows = json.loads(said(f"table {out} --json --bounds {bounds}"))["rows"]
+        assert len(rows) == count
     ratios = np.log(lb.load(out)["ratio"])
     assert rows[2]["geomean"] == pytest.approx(float(np.exp(ratios.mean())))
-    facts = json.loads(said("info", out, "--json"))
+    facts = json.loads(said(f"info {out} --json"))
     assert (facts["kind"], facts["checksums"]) == ("diff of two runs", "hold")
     assert facts["b / a"] == rows[2]["geomean"]
-    said("heatmap", out, "-o", tmp_path / "diff.pdf", "--label", "b=tuned")
-    said("report", out, "-o", tmp_path / "diff.html", "--no-details")
-    for words, message in (
-        (("cite", out), "is a diff of two runs, and one run is wanted"),
-        (("verify", out), "is a diff of two runs, and one run is wanted"),
-        (("diff", bert, "builtin:vt"), "unknown builtin checkpoint 'vt'"),
-        (("diff", out, out), "is a diff of two runs, and one run is wanted"),
-        (("table", out, "--bounds", "kim"), "unknown bound 'kim'"),
-        (("heatmap", out, "-o", "x.pdf", "--bounds", "yudin"), "which is not for a diff"),
+    said(f"heatmap {out} -o {tmp_path / 'diff.pdf'} --label b=tuned")
+    said(f"report {out} -o {tmp_path / 'diff.html'} --no-details")
+    for line, words in (
+        (f"cite {out}", "is a diff of two runs, and one run is wanted"),
+        (f"verify {out}", "is a diff of two runs, and one run is wanted"),
+        (f"diff {bert} builtin:vt", "unknown builtin checkpoint 'vt'"),
+        (f"diff {out} {out}", "is a diff of two runs, and one run is wanted"),
+        (f"table {out} --bounds kim", "unknown bound 'kim'"),
+        (f"heatmap {out} -o x.pdf --bounds yudin", "which is not for a diff"),
     ):
-        status, _, err = call(capsys, monkeypatch, *words)
-        assert (status, message in err) == (2, True)
+        status, _, err = command(line)
+        assert (status, words in err) == (2, True)
 
 
-def test_what_makes_the_second_checkpoint_is_of_it_alone() -> None:
-    options = {"adapter": "lora", "revision": "main", "gguf_file": "x.gguf", "samples": 3}
-    first, second = runs_diff._configs("base", "base", None, None, False, options)
-    assert [getattr(first, name) for name in runs_diff.OF_B] == [None] * 3
-    assert [getattr(second, name) for name in runs_diff.OF_B] == ["main", "x.gguf", "lora"]
-    assert first.samples == second.samples == 3
+def test_what_makes_the_second_checkpoint_is_of_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(runs_diff, "_measured", lambda *configs: made.extend(configs[:2]) or ())
+    options = {"adapter": "lora", "revision": "main", "gguf_file": "x.gguf"}
+    with pytest.raises(TypeError):
+        lb.diff("base", "base", samples=3, **options)
+    found = [{name: getattr(config, name) for name in options} for config in made]
+    assert found == [dict.fromkeys(options), options]
+    assert [config.samples for config in made] == [3, 3]
 
 
 def test_runs_put_together_are_matched_place_by_place(
@@ -500,19 +409,54 @@ def test_runs_put_together_are_matched_place_by_place(
     first = lb.concat([whole.isel(layer=[0]), whole.isel(layer=[1])])
     second = lb.concat([after.isel(layer=[1]), after.isel(layer=[0])])
     np.testing.assert_array_equal(lb.diff(first, second)["ratio"], ds["ratio"])
-    halves = [after.isel(sample=[2, 3]), after.isel(sample=[0, 1])]
-    with pytest.raises(StoreError, match="other samples"):
-        lb.diff(first, lb.concat(halves))
+    halves = lb.concat([after.isel(sample=[2, 3]), after.isel(sample=[0, 1])])
+    refused(lambda: lb.diff(first, halves), "other samples", error=StoreError)
 
 
 def test_whole_layers(bert: Path, tuned: Path) -> None:
-    options = RUN_OPTIONS | {"map": "layer", "bounds": "none"}
-    ds = lb.diff(bert, tuned, TEXTS, progress=False, **options)
+    ds = lb.diff(bert, tuned, TEXTS, **OPTIONS | {"map": "layer", "bounds": "none"})
     assert ds["ratio"].dims == ("sample", "layer")
     numbers = tables.table_of(ds, "layer").numbers
     np.testing.assert_allclose(numbers["ratio"], np.exp(np.log(ds["ratio"]).mean("sample")))
     grid = pictures(plots.heatmaps(ds))[2].images[0].get_array()
     np.testing.assert_allclose(grid, np.log10(ds["ratio"]).T, atol=1e-12)
     assert "over samples" not in plots.caption(ds).partition(". ")[0]
-    with pytest.raises(LipboundError, match="has no heads"):
-        tables.render(ds, by="head")
+    refused(lambda: tables.render(ds, by="head"), "has no heads")
+
+
+def test_other_layouts_and_inputs_are_refused_before_anything_is_measured(
+    bert: Path, vit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = BertModel(BertConfig(**TEXT | {"num_hidden_layers": 1})).eval()
+    wide = BertModel(BertConfig(**TEXT | {"num_attention_heads": 2})).eval()
+    model = build(AFFINE["bert"])
+    options = {"inputs": inputs_for(model), "progress": False}
+    whole = lb.diff(model, wide, map="layer", bounds=[], **options)
+    assert dict(whole["ratio"].sizes) == {"sample": 2, "layer": 2}
+    part = lb.diff(model, few, layers=[0], bounds=[], **options)
+    assert part["ratio"].sizes["layer"] == 1
+    monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
+    for other, words in (
+        (few, ["layer is [0, 1] in a and [0] in b; select what both have (layers=)"]),
+        (wide, ["head is [0, 1, 2, 3] in a and [0, 1] in b; ", "whole layers (map='layer')"]),
+    ):
+        refused(lambda other=other: lb.diff(model, other, **options), *words, error=StoreError)
+    call = functools.partial(lb.diff, bert, vit, max_length=8, progress=False)
+    refused(call, "data is '", "' in a and 'photographs", "in b", error=StoreError)
+
+
+def test_reports_have_both_runs_and_their_ratios(
+    bert: Path, tuned: Path, text: Path, ds: xr.Dataset, tmp_path: Path
+) -> None:
+    """With bounds and without."""
+    options = {"samples": 2, "max_length": 12, "wrt": "values", "progress": False}
+    bare = lb.diff(bert, tuned, text, **options)
+    for one, words in ((ds, "B over A"), (bare, "as a function of its values alone")):
+        lb.report(one, tmp_path / "diff.html", details=False)
+        page = (tmp_path / "diff.html").read_text()
+        assert page.count('<h2 id="h-compare">') == 1
+        assert "data:image/svg+xml;base64," in page
+        assert words in page
+        assert tables.table_of(one).shown["geom. mean"].iloc[2] in page
+    for run in sides(bare):
+        assert f"<td>{tables.table_of(run).shown['geom. mean'].item()}</td>" in page

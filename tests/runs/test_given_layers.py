@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.commands import refused
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, InputsError, LipboundError
@@ -54,12 +55,16 @@ def test_layers_without_a_closed_form() -> None:
 
 
 def test_what_layers_cannot_have() -> None:
-    with pytest.raises(CheckpointError, match=r"as many samples each; these have \[2, 3\]"):
-        lb.compare([layer(), layer(samples=3)], progress=False)
-    with pytest.raises(InputsError, match="bring their own inputs"):
-        lb.compare([layer()], "a text", progress=False)
-    with pytest.raises(CheckpointError, match="give a hub id"):
-        lb.compare([], progress=False)
+    for given, words, error in (
+        (
+            ([layer(), layer(samples=3)],),
+            "as many samples each; these have [2, 3]",
+            CheckpointError,
+        ),
+        (([layer()], "a text"), "bring their own inputs", InputsError),
+        (([],), "give a hub id", CheckpointError),
+    ):
+        refused(lambda given=given: lb.compare(*given, progress=False), words, error=error)
     with pytest.warns(lb.Notice, match="1 of 1 layers are measured in float32"):
         ds = lb.compare([layer()], bounds="none", progress=False)
     norm = lb.spectral_norm(layer(), tol=1e-6).lower

@@ -1,33 +1,31 @@
 """Runs in the norms that tell tokens apart: their numbers, what they refuse, what they record, and
 that they say their norm."""
 
+import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import xarray as xr
 from support import token_oracle
-from support.commands import call
+from support.commands import refused, said
 from support.runs import TEXTS, made_up
 from transformers import BertModel
 
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
-from lipbound.errors import AlteredRunError, LipboundError, StoreError
+from lipbound.errors import AlteredRunError, StoreError
 from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.labels import facts
 from lipbound.reporting.page.render import report
-from lipbound.runs import store
-from lipbound.runs.checksums import damage
+from lipbound.runs.checksums import faults
 from lipbound.runs.config import RunConfig
 from lipbound.runs.partial_store import PartialRun, partial_path
 from lipbound.schema import DRAWN, NORMS, TOKEN_NORMS
 
 OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
-TOKEN_NORMS = TOKEN_NORMS
 BOUNDS = {
     "every-token": ["newhouse", "lipbound_every", "lipbound_every_block", "mass_splitting"],
     "one-token": ["lipbound_one"],
@@ -66,33 +64,28 @@ def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(
 ) -> None:
     ds = lb.compare(bert, TEXTS, norm=norm, map=map, dtype="float64", layers=[1], **OPTIONS)
     att = layers[1]
-    assert ds["exact"].dims == (
-        ("sample", "layer", "head")
-        if map.startswith("head") and map != "heads"
-        else ("sample", "layer")
-    )
+    assert ds["exact"].dims == ("sample", "layer", "head")[: 2 + (map in ("head", "head_out"))]
     assert list(ds.attrs["bounds"]) == BOUNDS[norm]
     again = lb.token_norm(att, norm, map=map, tol=ds.attrs["tol"])
     for name, end in (("exact", again.lower), ("exact_upper", again.upper)):
         np.testing.assert_allclose(ds[name][:, 0], end, rtol=1e-9)
     assert bool(ds["exact_converged"].all())
     for s in range(len(TEXTS)):
+        place = ds.isel(sample=s, layer=0)
         for h, j in enumerate(token_oracle.blocks(att, s, map)):
-            low, high = (
-                float(ds[name].isel(sample=s, layer=0).values.ravel()[h])
-                for name in ("exact", "exact_upper")
-            )
-            below = float(
-                token_oracle.every_from_below(j, 20)
-                if norm == "every-token"
-                else token_oracle.one(j)[0]
-            )
-            above = float(token_oracle.every_from_above(j)) if norm == "every-token" else below
-            assert below <= high * (1 + 1e-12)
-            assert low <= above * (1 + 1e-9)
+            low, high = (float(place[name].values.ravel()[h]) for name in ("exact", "exact_upper"))
+            if norm == "every-token":
+                below, above = (
+                    token_oracle.every_from_below(j, 20),
+                    token_oracle.every_from_above(j),
+                )
+            else:
+                below = above = token_oracle.one(j)[0]
+            assert float(below) <= high * (1 + 1e-12)
+            assert low <= float(above) * (1 + 1e-9)
             assert high <= low * (1 + 1e-3)
             for name in BOUNDS[norm]:
-                assert float(ds[name].isel(sample=s, layer=0).values.ravel()[h]) >= low
+                assert float(place[name].values.ravel()[h]) >= low
     if map == "head":
         for name, value in lb.bounds.evaluate(att, norm=norm).items():
             np.testing.assert_allclose(ds[name][:, 0], value, rtol=1e-9)
@@ -105,10 +98,8 @@ def test_padding_and_blocks_change_nothing(norm: str, bert: Path) -> None:
         for memory in ("1GB", 1)
     )
     assert (whole.attrs["block"], single.attrs["block"]) == (len(TEXTS), 1)
-    for one, other in (
-        (whole, single),
-        (single, whole),
-    ):  # both enclose one number, up to float32 in the model
+    for one, other in ((whole, single), (single, whole)):
+        # both enclose one number, up to float32 in the model
         assert bool((one["exact"] <= other["exact_upper"] * (1 + 1e-5)).all())
     for name in BOUNDS[norm]:
         np.testing.assert_allclose(whole[name], single[name], rtol=1e-5)
@@ -118,17 +109,18 @@ def test_norms_are_ordered(bert: Path) -> None:
     """One token <= all tokens by Frobenius; the worst output under all of them <= under every one
     of them <= root N times it; ends as they stand."""
     one, all, every = (
-        lb.compare(bert, TEXTS, norm=n, bounds=b, **OPTIONS)
-        for n, b in (
+        lb.compare(bert, TEXTS, norm=norm, bounds=bounds, **OPTIONS)
+        for norm, bounds in (
             ("one-token", "lipbound_one"),
             ("frobenius", "yudin"),
             ("every-token", "lipbound_every_block"),
         )
     )
+    root = np.sqrt(all["length"])
     assert bool((one["exact"] <= all["exact_upper"]).all())
-    assert bool((all["exact"] <= one["exact_upper"] * np.sqrt(all["length"])).all())
-    assert bool((every["exact"] <= all["exact_upper"] * np.sqrt(all["length"])).all())
-    assert bool((all["exact"] <= every["exact_upper"] * np.sqrt(all["length"])).all())
+    assert bool((all["exact"] <= one["exact_upper"] * root).all())
+    assert bool((every["exact"] <= all["exact_upper"] * root).all())
+    assert bool((all["exact"] <= every["exact_upper"] * root).all())
 
 
 def test_exact_samples_and_the_same_numbers_again(norm: str, bert: Path) -> None:
@@ -142,65 +134,23 @@ def test_exact_samples_and_the_same_numbers_again(norm: str, bert: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "words"),
     [
         ({"norm": "every-tokn"}, "did you mean 'every-token'"),
-        (
-            {"norm": "every-token", "bounds": "yudin"},
-            "'yudin' is stated in the frobenius norm and here the norm is every-token",
-        ),
-        (
-            {"norm": "one-token", "bounds": ["lipbound_every"]},
-            "'lipbound_every' is stated in the every-token norm",
-        ),
+        ({"norm": "every-token", "bounds": "yudin"}, "'yudin' is stated in the frobenius norm and"),
+        ({"norm": "one-token", "bounds": ["lipbound_every"]}, "is stated in the every-token norm"),
         (
             {"bounds": "newhouse"},
-            "'newhouse' is stated in the every-token norm and here the norm is frobenius",
+            "is stated in the every-token norm and here the norm is frobenius",
         ),
         ({"bounds": ["yudin", "lipbound_one"]}, "'lipbound_one' is stated in the one-token norm"),
-        (
-            {"norm": "one-token", "map": "residual"},
-            "map 'residual' has exact norms for norm='frobenius' alone.* head, head_out, heads, "
-            "layer",
-        ),
-        (
-            {"norm": "every-token", "delta": 1e-3},
-            "delta is 0.001, which norm='every-token' does not take",
-        ),
+        ({"norm": "one-token", "map": "residual"}, "take one of head, head_out, heads, layer"),
+        ({"norm": "every-token", "delta": 1e-3}, "0.001, which norm='every-token' does not take"),
         ({"norm": "one-token", "seed": 1}, "seed is 1, which norm='one-token' does not take"),
     ],
 )
-def test_what_a_norm_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(LipboundError, match=message):
-        RunConfig("m", **options)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            ("--norm", "every-token", "--delta", "1e-3"),
-            "delta is 0.001, which norm='every-token' does not take",
-        ),
-        (
-            ("--norm", "one-token", "--seed", "1"),
-            "seed is 1, which norm='one-token' does not take",
-        ),
-        (
-            ("--norm", "every-token", "--map", "residual"),
-            "map 'residual' has exact norms for norm='frobenius' alone",
-        ),
-        (("--norm", "every"), "unknown norm 'every'"),
-    ],
-)
-def test_on_the_command_line_too(
-    words: tuple[str, ...],
-    sentence: str,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    status, _, err = call(capsys, monkeypatch, "compare", "builtin:minilm", *words)
-    assert (status, sentence in err, len(err.strip().splitlines())) == (2, True, 1), err
+def test_what_a_norm_does_not_have_is_refused(options: dict[str, Any], words: str) -> None:
+    refused(lambda: RunConfig("m", **options), words)
 
 
 def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(
@@ -213,11 +163,10 @@ def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(
     assert "exact_l2" not in ds
     config = RunConfig.of(ds)
     assert (config.norm, config.delta, config.seed, config.names) == (norm, None, 0, BOUNDS[norm])
-    assert lb.compare(bert, text, samples=2, norm=norm, out=run, resume=True, **OPTIONS).identical(
-        ds
-    )
-    with pytest.raises(StoreError, match=f"norm was {norm} and is now frobenius"):
-        lb.compare(bert, text, samples=2, out=run, resume=True, **OPTIONS)
+    options = {"samples": 2, "out": run, "resume": True, **OPTIONS}
+    assert lb.compare(bert, text, norm=norm, **options).identical(ds)
+    words = f"norm was {norm} and is now frobenius"
+    refused(lambda: lb.compare(bert, text, **options), words, error=StoreError)
 
 
 def test_a_run_is_computed_again_in_its_norm(norm: str, run: Path) -> None:
@@ -228,10 +177,8 @@ def test_a_run_is_computed_again_in_its_norm(norm: str, run: Path) -> None:
     assert f"computed again, in float32 and the {norm} norm: all heads at" in str(found)
     assert lb.verify(ds, places=1, dtype="float64").ok
     ds["exact"][1, 0, 2] *= 0.9
-    assert any(
-        p.startswith("exact at sample 1, layer 0, head 2: stored ")
-        for p in lb.verify(ds, places=1).problems
-    )
+    problems = lb.verify(ds, places=1).problems
+    assert any(p.startswith("exact at sample 1, layer 0, head 2: stored ") for p in problems)
 
 
 @pytest.mark.parametrize("other", ["frobenius", None, "both", "every", 3])
@@ -239,72 +186,54 @@ def test_a_norm_that_was_edited_is_noticed(
     other: Any, norm: str, run: Path, tmp_path: Path
 ) -> None:
     ds = lb.load(run)
-    other = (
-        {"every-token": "one-token", "one-token": "every-token"}[norm] if other == "both" else other
-    )
-    ds.attrs = {key: value for key, value in ds.attrs.items() if key != "norm"} | (
-        {} if other is None else {"norm": other}
-    )
-    assert "its settings" in damage(ds) or other == 3
-    store.save(ds, tmp_path / "run.zarr")
-    with pytest.raises(AlteredRunError, match="is damaged or was edited"):
-        store.load(tmp_path / "run.zarr", damaged="refuse")
+    ds.attrs["norm"] = next(n for n in TOKEN_NORMS if n != norm) if other == "both" else other
+    if other is None:
+        del ds.attrs["norm"]
+    assert any("its settings" in what for what in faults(ds)) or other == 3
+    lb.save(ds, tmp_path / "run.zarr")
+    load = lambda: lb.load(tmp_path / "run.zarr", damaged="refuse")  # noqa: E731
+    refused(load, "is damaged or was edited", error=AlteredRunError)
 
 
 def test_unfinished_runs_of_another_norm_are_not_taken_up(
     bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "run.zarr"
+    options = {"data": TEXTS, "norm": "every-token", "out": tmp_path / "run.zarr", **OPTIONS}
     with monkeypatch.context() as patch:
         patch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            lb.compare(bert, TEXTS, norm="every-token", out=out, **OPTIONS)
-    assert partial_path(out).exists()
+            lb.compare(bert, **options)
+    assert partial_path(options["out"]).exists()
+    options["resume"] = True
     for other in ("one-token", "frobenius"):
-        with pytest.raises(StoreError, match=f"norm was every-token and is now {other}"):
-            lb.compare(bert, TEXTS, norm=other, out=out, resume=True, **OPTIONS)
-    ds = lb.compare(bert, TEXTS, norm="every-token", out=out, resume=True, **OPTIONS)
-    assert ds.drop_attrs().identical(
-        lb.compare(
-            bert, TEXTS, norm="every-token", memory=OPTIONS.get("memory", "auto"), **OPTIONS
-        ).drop_attrs()
-    )
+        call = functools.partial(lb.compare, bert, **options | {"norm": other})
+        refused(call, f"norm was every-token and is now {other}", error=StoreError)
+    ds = lb.compare(bert, **options)
+    again = lb.compare(bert, TEXTS, norm="every-token", **OPTIONS)
+    assert ds.drop_attrs().identical(again.drop_attrs())
 
 
-def test_the_norm_is_said_wherever_the_map_is(
-    norm: str,
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ds = lb.load(run)
-    meaning = NORMS[norm]
-    for format in ("text", "markdown", "latex"):
-        for by in ("bound", "layer"):
-            flat = " ".join(tables.render(ds, format, by=by).replace("% ", "").split())
-            assert f"norm: {norm} ({meaning})" in flat, (format, by)
+def test_the_norm_is_said_wherever_the_map_is(norm: str, run: Path, tmp_path: Path) -> None:
+    ds, meaning = lb.load(run), NORMS[norm]
+    for format, by in itertools.product(("text", "markdown", "latex"), ("bound", "layer")):
+        flat = " ".join(tables.render(ds, format, by=by).replace("% ", "").split())
+        assert f"norm: {norm} ({meaning})" in flat, (format, by)
     for made in (plots.caption(ds), tables.caption(ds)):
         assert f"; norm: {norm} ({meaning}); data: " in made
         assert "enclosed to 0.001, both ends deterministic" in made
         assert "probability" not in made
     for format in ("text", "latex"):
         paragraph = tables.methods(ds, format)
-        assert (
-            f"in the {norm} norm, norms of Jacobians ({meaning}), of one attention head"
-            in paragraph
-        )
+        words = f"in the {norm} norm, norms of Jacobians ({meaning}), of one attention head"
+        assert words in paragraph
         assert "both ends deterministic" in paragraph
         assert not any(word in paragraph for word in ("Lanczos", "probability", "seed"))
-    said = facts(ds)
-    assert said["norm"] == f"{norm} ({meaning})"
-    assert (said["method"], said["delta"], said["seed"]) == (None, None, None)
-    status, out, _ = call(capsys, monkeypatch, "info", run)
-    assert (status, norm in out) == (0, True)
-    status, out, err = call(
-        capsys, monkeypatch, "table", run, "--bounds", "default", "--width", "200"
-    )
-    assert (status, ds[BOUNDS[norm][0]].attrs["label"] in out) == (0, True), err
+    found = facts(ds)
+    assert found["norm"] == f"{norm} ({meaning})"
+    assert [found[name] for name in ("method", "delta", "seed")] == [None] * 3
+    assert norm in said(f"info {run}")
+    label = ds[BOUNDS[norm][0]].attrs["label"]
+    assert label in said(f"table {run} --bounds default --width 200")
     plots.heatmaps(ds, tmp_path / "figure.png")
     assert f"norm: {norm}" in (tmp_path / "figure.caption.txt").read_text()
 
@@ -319,32 +248,12 @@ def test_a_report_says_norms_and_that_they_differ(norm: str, run: Path, tmp_path
     assert f"{norm} (" in page
 
 
-def test_a_finished_run_from_the_command_line(
-    bert: Path,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_finished_run_from_the_command_line(bert: Path, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run.zarr"
-    options = (
-        "--data",
-        text,
-        "--samples",
-        1,
-        "--max-length",
-        8,
-        "--norm",
-        "one-token",
-        "--layers",
-        "1",
-        "--quiet",
-    )
-    status, out, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", run)
-    assert status == 0, err
+    options = f"--data {text} --samples 1 --max-length 8 --norm one-token --layers 1 --quiet"
+    out = said(f"compare {bert} {options} --out {run}")
     assert "norm: one-token" in " ".join(out.split())
-    ds: xr.Dataset = lb.load(run)
+    ds = lb.load(run)
     assert list(ds.attrs["bounds"]) == ["lipbound_one"]
-    assert torch.isfinite(torch.from_numpy(ds["exact_upper"].values)).all()
-    status, out, err = call(capsys, monkeypatch, "verify", run)
-    assert (status, "and the one-token norm" in out) == (0, True), err
+    assert bool(np.isfinite(ds["exact_upper"]).all())
+    assert "and the one-token norm" in said(f"verify {run}")

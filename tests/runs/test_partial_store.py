@@ -1,21 +1,21 @@
 """Runs that survive: interrupted, out of disk, shared by workers."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
+from support.commands import command, refused
 from support.runs import OPTIONS, TEXTS, identical
-from typer.testing import CliRunner
 
 import lipbound as lb
-from lipbound.cli import app
-from lipbound.errors import CheckpointError, LipboundError, Notice, StoreError
+from lipbound.errors import CheckpointError, Notice, StoreError
 from lipbound.models.loading import load_checkpoint
-from lipbound.runs import store
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import MeasurementSpec, work
 from lipbound.runs.partial_store import (
@@ -25,6 +25,15 @@ from lipbound.runs.partial_store import (
     partial_path,
     same_configuration,
 )
+
+DAMAGED = "1 of the 5 measured blocks of one layer each in .* is damaged, and measured again"
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing is stored any more: the process is interrupted as if by Ctrl-C."""
+    monkeypatch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    return monkeypatch
 
 
 @pytest.mark.each_value(count=(0, 3))
@@ -40,8 +49,8 @@ def test_interrupted_runs_are_taken_up(
 ) -> None:
     """After ``count`` of 8 (sample, layer) pairs: the others are computed, those are not, and the
     result is that of one go."""
-    out = tmp_path / "run.zarr"
-    replace, seen = Path.replace, []
+    out, seen = tmp_path / "run.zarr", []
+    replace, put = Path.replace, PartialRun.write
 
     def fail(self: Path, target: Path) -> Path:
         if target.suffix == ".npz":
@@ -56,11 +65,9 @@ def test_interrupted_runs_are_taken_up(
             lb.compare(bert, TEXTS, out=out, **OPTIONS)
     assert not out.exists()
     assert len(_files(partial_path(out))) == count
-    with pytest.raises(StoreError, match="unfinished run"):
-        lb.compare(bert, TEXTS, out=out, **OPTIONS)
+    refused(lambda: lb.compare(bert, TEXTS, out=out, **OPTIONS), "unfinished run", error=StoreError)
 
     again: list[tuple[int, int]] = []
-    put = PartialRun.write
 
     def log(self: PartialRun, measured: LayerResult) -> None:
         again.append((measured.start, measured.layer))
@@ -69,81 +76,38 @@ def test_interrupted_runs_are_taken_up(
     monkeypatch.setattr(PartialRun, "write", log)
     ds = lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
     assert len(again) == 8 - count
-    assert identical(store.load(out), whole)
+    assert identical(lb.load(out), whole)
     assert ds["exact"].equals(whole["exact"])
     assert not partial_path(out).exists()
-
-
-def test_the_block_of_an_unfinished_run_is_kept(
-    bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other memory would group samples otherwise, and change last digits."""
-    out = tmp_path / "run.zarr"
-    monkeypatch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        lb.compare(bert, TEXTS, out=out, **OPTIONS)
-    monkeypatch.undo()
-    assert identical(
-        lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS | {"memory": "1GB"}), whole
-    )
-
-
-def test_a_run_killed_before_its_first_file_is_begun_anew(
-    bert: Path, whole: xr.Dataset, tmp_path: Path
-) -> None:
-    partial_path(tmp_path / "run.zarr").mkdir()
-    assert identical(
-        lb.compare(bert, TEXTS, out=tmp_path / "run.zarr", resume=True, **OPTIONS), whole
-    )
-
-
-def test_other_configurations_are_refused(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "run.zarr"
-    monkeypatch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        lb.compare(bert, TEXTS, out=out, **OPTIONS)
-    monkeypatch.undo()
-    for change, field in (
-        ({"seed": 1}, "seed was 0 and is now 1"),
-        ({"tol": 1e-2}, "tol"),
-        ({"layers": [0]}, "layers"),
-        ({"bounds": "kim"}, "bounds"),
-    ):
-        with pytest.raises(StoreError, match=field):
-            lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS | change)
-    with pytest.raises(StoreError, match="data_fingerprint"):
-        lb.compare(bert, TEXTS[::-1], out=out, resume=True, **OPTIONS)
 
 
 def test_a_finished_run_is_returned_as_it_is(
     bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "run.zarr"
-    lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
+    """One that was killed before its first file is begun anew."""
+    given: dict[str, Any] = {"data": TEXTS, "out": tmp_path / "run.zarr", **OPTIONS}
+    partial_path(given["out"]).mkdir()
+    assert identical(lb.compare(bert, resume=True, **given), whole)
     monkeypatch.setattr("lipbound.runs.measure._measure", None)
-    assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS), whole)
-    with pytest.raises(StoreError, match="seed was 0 and is now 2"):
-        lb.compare(bert, TEXTS, out=out, resume=True, seed=2, **OPTIONS)
-    with pytest.raises(StoreError, match="exists already"):
-        lb.compare(bert, TEXTS, out=out, **OPTIONS)
+    assert identical(lb.compare(bert, resume=True, **given), whole)
+    call = functools.partial(lb.compare, bert, **given)
+    refused(lambda: call(resume=True, seed=2), "seed was 0 and is now 2", error=StoreError)
+    refused(call, "exists already", error=StoreError)
 
 
 def test_one_process_at_a_time(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "run.zarr"
     inner: list[str] = []
+    call = functools.partial(lb.compare, bert, TEXTS, out=tmp_path / "run.zarr", **OPTIONS)
 
     def second(*_: object) -> None:
         monkeypatch.undo()
-        with pytest.raises(StoreError, match="another process"):
-            lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
+        refused(lambda: call(resume=True), "another process", error=StoreError)
         inner.append("refused")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(PartialRun, "write", second)
     with pytest.raises(KeyboardInterrupt):
-        lb.compare(bert, TEXTS, out=out, **OPTIONS)
+        call()
     assert inner == ["refused"]
 
 
@@ -152,17 +116,13 @@ def test_workers_measure_what_one_process_measures(
 ) -> None:
     distributed = pytest.importorskip("dask.distributed")
     out = tmp_path / "run.zarr"
-    with (
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
-        ) as cluster,
-        distributed.Client(cluster) as client,
-    ):
+    how = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    with distributed.LocalCluster(**how) as cluster, distributed.Client(cluster) as client:
         ds = lb.compare(bert, TEXTS, out=out, client=client, **OPTIONS)
-        with pytest.raises(LipboundError, match="name that every worker can load"):
-            lb.compare(lb.load_checkpoint(bert).model, TEXTS, client=client, **OPTIONS)
+        loaded = functools.partial(lb.compare, lb.load_checkpoint(bert).model, TEXTS, **OPTIONS)
+        refused(lambda: loaded(client=client), "name that every worker can load")
     assert identical(ds, whole)
-    assert identical(store.load(out), whole)
+    assert identical(lb.load(out), whole)
 
 
 def test_workers_refuse_other_weights(bert: Path) -> None:
@@ -171,26 +131,8 @@ def test_workers_refuse_other_weights(bert: Path) -> None:
     config = RunConfig(str(bert), device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
     assert [m.layer for m in work(config, checkpoint.revision, job, inputs, 0, {0})] == [1]
-    with pytest.raises(CheckpointError, match="on a worker"):
-        work(config, "sha256:other", job, inputs, 0)
-
-
-@pytest.mark.parametrize("memory", ["much", 0, -1, "4XB"])
-def test_bad_memory(memory: object, bert: Path) -> None:
-    with pytest.raises(LipboundError, match="4GB"):
-        lb.compare(bert, TEXTS, **OPTIONS | {"memory": memory})
-
-
-def test_resume_needs_a_name(bert: Path) -> None:
-    with pytest.raises(LipboundError, match="needs out"):
-        lb.compare(bert, TEXTS, resume=True, **OPTIONS)
-
-
-def test_schedulers_that_are_none(bert: Path) -> None:
-    for scheduler in ("local:none", "local:0"):
-        result = CliRunner().invoke(app, ["compare", str(bert), "--scheduler", scheduler])
-        assert isinstance(result.exception, LipboundError)
-        assert "local:2" in str(result.exception)
+    other = lambda: work(config, "sha256:other", job, inputs, 0)  # noqa: E731
+    refused(other, "on a worker", error=CheckpointError)
 
 
 def test_a_partial_run_is_let_go_whatever_fails(
@@ -198,10 +140,10 @@ def test_a_partial_run_is_let_go_whatever_fails(
 ) -> None:
     """After everything is measured, too."""
     out = tmp_path / "run.zarr"
-    monkeypatch.setattr("lipbound.runs.checksums.audit", None)
-    with pytest.raises(TypeError):
-        lb.compare(bert, TEXTS, out=out, **OPTIONS)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("lipbound.runs.checksums.audit", None)
+        with pytest.raises(TypeError):
+            lb.compare(bert, TEXTS, out=out, **OPTIONS)
     monkeypatch.setattr("lipbound.runs.measure._measure", None)
     assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS), whole)
 
@@ -228,44 +170,38 @@ def _files(partial: Path) -> list[Path]:
     return sorted(partial.glob("[!.]*.npz"))
 
 
-def _emptied(partial: Path) -> None:
-    _files(partial)[0].write_bytes(b"")
+def _cut(size: int | None) -> Callable[[Path], None]:
+    """A file that ends early."""
+
+    def cut(partial: Path) -> None:
+        file = _files(partial)[0]
+        file.write_bytes(file.read_bytes()[:size])
+
+    return cut
 
 
-def _cut(partial: Path) -> None:
-    file = _files(partial)[0]
-    file.write_bytes(file.read_bytes()[:-30])
-
-
-def _edited(name: str) -> Callable[[Path], None]:
-    """One array of a file, which is otherwise whole."""
+def _edited(name: str, other: str = "") -> Callable[[Path], None]:
+    """One array of a file, which is otherwise whole; or two that changed names."""
 
     def edit(partial: Path) -> None:
         file = _files(partial)[0]
         with np.load(file) as stored:
             parts = dict(stored)
-        parts[name] = parts[name] ^ 1 if parts[name].dtype == bool else parts[name] + 1
+        if other:
+            parts[name], parts[other] = parts[other], parts[name]
+        else:
+            parts[name] = parts[name] ^ 1 if parts[name].dtype == bool else parts[name] + 1
         np.savez(file, **parts)
 
     return edit
 
 
-def _renamed(partial: Path) -> None:
-    """Values of a variable under the name of another."""
-    file = _files(partial)[0]
-    with np.load(file) as stored:
-        parts = dict(stored)
-    parts["exact"], parts["bound"] = parts["bound"], parts["exact"]
-    np.savez(file, **parts)
-
-
 def _of_another_run(partial: Path) -> None:
     """A block of other settings, whole by itself."""
-    with PartialRun(partial.with_name("other"), {"model": "other"}) as other:
-        other.write(_block(0))
-        _files(partial)[0].write_bytes(
-            _files(partial_path(partial.with_name("other")))[0].read_bytes()
-        )
+    other = partial.with_name("other")
+    with PartialRun(other, {"model": "other"}) as run:
+        run.write(_block(0))
+        _files(partial)[0].write_bytes(_files(partial_path(other))[0].read_bytes())
 
 
 def _block(k: int) -> LayerResult:
@@ -290,19 +226,18 @@ def _small(out: Path, *, written: int = 0) -> list[LayerResult]:
 
 
 def _same(one: LayerResult, other: LayerResult) -> bool:
-    arrays = [part.values | {"lengths": part.lengths} for part in (one, other)]
-    return (one.start, one.layer, one.error) == (other.start, other.layer, other.error) and all(
-        np.array_equal(arrays[0][name], arrays[1][name]) for name in {**arrays[0], **arrays[1]}
-    )
+    a, b = ({**part.values, "lengths": part.lengths} for part in (one, other))
+    same = (one.start, one.layer, one.error) == (other.start, other.layer, other.error)
+    return same and all(np.array_equal(a[name], b[name]) for name in {**a, **b})
 
 
 @pytest.mark.parametrize(
     "harm",
     [
-        _emptied,
-        _cut,
-        _renamed,
+        _cut(0),
+        _cut(-30),
         _of_another_run,
+        _edited("exact", "bound"),
         *map(
             _edited, ("exact", "steps", "sound", ".lengths", ".capture_error", ".start", ".layer")
         ),
@@ -311,13 +246,15 @@ def _same(one: LayerResult, other: LayerResult) -> bool:
 def test_nothing_damaged_is_taken_up(harm: Callable[[Path], None], tmp_path: Path) -> None:
     """Not one value of an unfinished run is taken over that is not as it was written; what is not,
     is told."""
+    expected = {(one.start, one.layer): one for one in map(_block, range(5))}
     _small(tmp_path / "run", written=5)
+    found = _small(tmp_path / "run")
+    assert len(found) == 5
+    assert all(_same(one, expected[one.start, one.layer]) for one in found)
     harm(partial_path(tmp_path / "run"))
-    message = "1 of the 5 measured blocks of one layer each in .* is damaged, and measured again"
-    with pytest.warns(Notice, match=message):
+    with pytest.warns(Notice, match=DAMAGED):
         found = _small(tmp_path / "run")
     assert [(one.start, one.layer) for one in found] == [(0, 1), (0, 2), (2, 0), (2, 1)]
-    expected = {(one.start, one.layer): one for one in map(_block, range(5))}
     assert all(_same(one, expected[one.start, one.layer]) for one in found)
 
 
@@ -337,24 +274,13 @@ def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
     assert refused > len(content) / 7 / 4
 
 
-def test_what_is_whole_is_taken_up(tmp_path: Path) -> None:
-    _small(tmp_path / "run", written=5)
-    found = {(one.start, one.layer): one for one in _small(tmp_path / "run")}
-    assert len(found) == 5
-    assert all(_same(found[one.start, one.layer], one) for one in map(_block, range(5)))
-
-
 def test_what_is_damaged_is_measured_again(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
     out = tmp_path / "run.zarr"
-    partial = _interrupted(bert, out)
-    _cut(partial)
-    with pytest.warns(
-        Notice,
-        match="1 of the 5 measured blocks of one layer each in .* is damaged, and measured again",
-    ):
+    _cut(-30)(_interrupted(bert, out))
+    with pytest.warns(Notice, match=DAMAGED):
         ds = lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
     assert identical(ds, whole)
-    assert identical(store.load(out, damaged="refuse"), whole)
+    assert identical(lb.load(out, damaged="refuse"), whole)
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"model": '])
@@ -369,11 +295,10 @@ def test_a_lost_description_costs_no_values(content: str | None, tmp_path: Path)
 def test_a_run_of_others_without_its_description_is_left_alone(bert: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.zarr"
     partial = _interrupted(bert, out)
-    description = (partial / CONFIGURATION).read_bytes()
     (partial / CONFIGURATION).unlink()
-    with pytest.raises(StoreError, match="nothing in it fits this run"):
-        lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS | {"seed": 1})
-    (partial / CONFIGURATION).write_bytes(description)
+    given = OPTIONS | {"out": out, "resume": True, "seed": 1}
+    call = lambda: lb.compare(bert, TEXTS, **given)  # noqa: E731
+    refused(call, "nothing in it fits this run", error=StoreError)
     assert len(_files(partial)) == 5
 
 
@@ -381,30 +306,43 @@ def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
     """By every command that reads runs, with what finishes them."""
     out = tmp_path / "my run.zarr"
     partial = _interrupted(bert, out)
-    sentence = r"is an unfinished run; .*--out '.*my run.zarr' --resume, finishes it"
     for path in (partial, out):
-        with pytest.raises(StoreError, match=sentence):
-            lb.load(path)
-    for command in (
-        ["info"],
-        ["heatmap", "-o", str(tmp_path / "x.pdf")],
-        ["table"],
-        ["report", "-o", str(tmp_path / "x.html")],
-        ["verify"],
-    ):
-        result = CliRunner().invoke(app, [command[0], str(partial), *command[1:]])
-        assert "is an unfinished run; " in str(result.exception)
-        assert isinstance(result.exception, StoreError)
+        words = "is an unfinished run; ", f"--out '{out}' --resume"
+        refused(lambda path=path: lb.load(path), *words, error=StoreError)
+    for name in ("info", f"heatmap -o {tmp_path}/x.pdf", "table", f"report -o {tmp_path}/x.html"):
+        status, _, err = command(f"{name} '{partial}'")
+        assert (status, "is an unfinished run; " in err) == (2, True)
 
 
 def test_what_differs_is_said_in_words(tmp_path: Path) -> None:
-    with pytest.raises(
-        StoreError,
-        match="bounds was yudin, kim and is now none; data was a story and is now none; use the "
-        "same",
+    was = {"bounds": ["yudin", "kim"], "data": "a story", "seed": 0}
+    now = {"bounds": [], "data": None, "seed": 0}
+    words = "bounds was yudin, kim and is now none; data was a story and is now none; use the same"
+    refused(lambda: same_configuration(tmp_path, was, now), words, error=StoreError)
+
+
+def test_what_a_run_cannot_be_given(bert: Path) -> None:
+    for options in ({"memory": "much"}, {"memory": 0}, {"memory": -1}, {"memory": "4XB"}):
+        refused(lambda options=options: lb.compare(bert, TEXTS, **OPTIONS | options), "4GB")
+    refused(lambda: lb.compare(bert, TEXTS, resume=True, **OPTIONS), "needs out")
+
+
+def test_only_the_same_configuration_is_taken_up(
+    bert: Path, whole: xr.Dataset, tmp_path: Path, stopped: pytest.MonkeyPatch
+) -> None:
+    """With the blocks that it began with: other memory would group samples otherwise, and change
+    last digits."""
+    given: dict[str, Any] = {"data": TEXTS, "out": tmp_path / "run.zarr", **OPTIONS}
+    with pytest.raises(KeyboardInterrupt):
+        lb.compare(bert, **given)
+    stopped.undo()
+    given["resume"] = True
+    for change, words in (
+        ({"seed": 1}, "seed was 0 and is now 1"),
+        ({"tol": 1e-2}, "tol"),
+        ({"layers": [0]}, "layers"),
+        ({"bounds": "kim"}, "bounds"),
+        ({"data": TEXTS[::-1]}, "data_fingerprint"),
     ):
-        same_configuration(
-            tmp_path,
-            {"bounds": ["yudin", "kim"], "data": "a story", "seed": 0},
-            {"bounds": [], "data": None, "seed": 0},
-        )
+        refused(functools.partial(lb.compare, bert, **given | change), words, error=StoreError)
+    assert identical(lb.compare(bert, **given | {"memory": "1GB"}), whole)

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from support.commands import call
+from support.commands import refused, said
 from support.models import build
 from support.runs import TEXTS
 
 import lipbound as lb
 from lipbound import plots, tables
-from lipbound.errors import AlteredRunError, LipboundError, StoreError
+from lipbound.errors import AlteredRunError, StoreError
 from lipbound.reporting.citations import methods
 from lipbound.reporting.labels import facts, left_out
-from lipbound.runs import store
 from lipbound.runs.config import RunConfig
 from lipbound.schema import WRT
 
@@ -86,25 +85,23 @@ def test_a_run_says_what_heads_are_functions_of(run: Path, bert: Path, text: Pat
     words = "as a function of its keys alone, as they enter the scores and a cache holds them"
     assert ds.attrs["wrt"] == "keys"
     assert ds.attrs["map_description"].endswith(words)
-    assert words in plots.caption(ds)
-    assert words in methods(ds, "text")
+    for said_there in (plots.caption(ds), methods(ds, "text"), tables.latex(ds)):
+        assert words in said_there
     assert "stated for functions of the input and were left out" in methods(ds, "text")
-    assert words in tables.latex(ds)
     assert ds["exact"].attrs["long_name"].endswith("as a function of keys")
     assert facts(ds)["function of"] == WRT["keys"]
     assert "heads as functions of their input" in left_out(ds)[0]
     assert RunConfig.of(ds).wrt == "keys"
-    again = lb.compare(bert, text, samples=2, wrt="keys", out=run, resume=True, **OPTIONS)
-    assert again.identical(ds)
-    with pytest.raises(StoreError, match="wrt was keys and is now values"):
-        lb.compare(bert, text, samples=2, wrt="values", out=run, resume=True, **OPTIONS)
+    options = {"samples": 2, "out": run, "resume": True, **OPTIONS}
+    assert lb.compare(bert, text, wrt="keys", **options).identical(ds)
+    call = lambda: lb.compare(bert, text, wrt="values", **options)  # noqa: E731
+    refused(call, "wrt was keys and is now values", error=StoreError)
 
 
 def test_a_run_is_computed_again(run: Path) -> None:
     ds = lb.load(run)
     assert lb.verify(ds, places=4).ok
-    with pytest.raises(LipboundError, match="automatic=True differentiates by the input"):
-        lb.verify(ds, automatic=True)
+    refused(lambda: lb.verify(ds, automatic=True), "automatic=True differentiates by the input")
     ds["exact"][1, 0, 2] *= 0.9
     assert not lb.verify(ds, places=1).ok
 
@@ -114,24 +111,23 @@ def test_another_function_than_was_measured_is_noticed(
     other: str | None, run: Path, tmp_path: Path
 ) -> None:
     ds = lb.load(run)
-    ds.attrs = {key: value for key, value in ds.attrs.items() if key != "wrt"} | (
-        {} if other is None else {"wrt": other}
-    )
-    store.save(ds, tmp_path / "run.zarr")
-    with pytest.raises(AlteredRunError, match="is damaged or was edited"):
-        store.load(tmp_path / "run.zarr", damaged="refuse")
+    ds.attrs["wrt"] = other
+    if other is None:
+        del ds.attrs["wrt"]
+    lb.save(ds, tmp_path / "run.zarr")
+    call = lambda: lb.load(tmp_path / "run.zarr", damaged="refuse")  # noqa: E731
+    refused(call, "is damaged or was edited", error=AlteredRunError)
 
 
 def test_runs_of_different_functions_are_not_put_together(
     run: Path, bert: Path, text: Path
 ) -> None:
     other = lb.compare(bert, text, samples=2, wrt="values", **OPTIONS)
-    with pytest.raises(LipboundError, match="wrt"):
-        lb.concat([lb.load(run), other])
+    refused(lambda: lb.concat([lb.load(run), other]), "wrt")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "words"),
     [
         ({"wrt": "key"}, "unknown wrt 'key'; did you mean 'keys'"),
         ({"wrt": "keys", "map": "layer"}, "is of one head, and map 'layer' of a whole layer"),
@@ -139,34 +135,22 @@ def test_runs_of_different_functions_are_not_put_together(
         ({"wrt": "keys", "norm": "one-token"}, "has exact norms for norm='frobenius' alone"),
     ],
 )
-def test_refusals(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(LipboundError, match=message):
-        RunConfig("m", **options)
+def test_refusals(options: dict[str, Any], words: str) -> None:
+    refused(lambda: RunConfig("m", **options), words)
 
 
 def test_layers_without_a_closed_form_are_refused_before_anything_is_measured() -> None:
     model, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
     given = lb.capture(model, {"query": x, "key": x, "value": x}, closed=False)
-    with pytest.raises(LipboundError, match="wrt='keys' does not cover layers that are measured"):
-        lb.compare(given, wrt="keys", progress=False)
-    with pytest.raises(LipboundError, match="a layer without closed form has no norm with wrt="):
-        lb.spectral_norm(given[0], wrt="keys")
+    run = lambda: lb.compare(given, wrt="keys", progress=False)  # noqa: E731
+    refused(run, "wrt='keys' does not cover layers that are measured")
+    norm = lambda: lb.spectral_norm(given[0], wrt="keys")  # noqa: E731
+    refused(norm, "a layer without closed form has no norm with wrt=")
 
 
-def test_on_the_command_line(
-    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_on_the_command_line(bert: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.zarr"
-    words = ("--data", str(text), "--samples", "1", "--max-length", "12", "--out", str(out))
-    status, _, err = call(capsys, monkeypatch, "compare", str(bert), *words, "--wrt", "values")
-    assert status == 0, err
+    options = f"--data {text} --samples 1 --max-length 12 --out {out}"
+    said(f"compare {bert} {options} --wrt values")
     assert lb.load(out).attrs["wrt"] == "values"
-    status, said, _ = call(capsys, monkeypatch, "info", str(out))
-    assert status == 0
-    assert WRT["values"] in said
-    status, _, err = call(
-        capsys, monkeypatch, "compare", str(bert), "--wrt", "values", "--map", "layer"
-    )
-    assert status == 2
-    assert "wrt='values' is of one head" in err
+    assert WRT["values"] in said(f"info {out}")

@@ -10,78 +10,38 @@ from lipbound.runs.compare import dataset
 from lipbound.runs.measure import LayerInfo, MeasurementSpec
 from lipbound.schema import Extent, RunInfo
 
-TEXTS = [
-    "the ferry is in a clock",
-    "the keeper and the lighthouse",
-    "a island of the ferry",
-    "the lighthouse",
-]
-# one sample at a time
-OPTIONS = {
-    "max_length": 12,
-    "progress": False,
-    "memory": 1,
-    "bounds": ["yudin", "lipbound"],
-}
+TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse"]
+TEXTS += ["a island of the ferry", "the lighthouse"]
+OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False, "bounds": ["yudin", "lipbound"]}
+OPTIONS["memory"] = 1  # one sample at a time
 
 
 def identical(a: xr.Dataset, b: xr.Dataset) -> bool:
     """Everything but date and command."""
-    a, b = a.copy(), b.copy()
-    for ds in (a, b):
-        ds.attrs = {
-            key: value
-            for key, value in ds.attrs.items()
-            if key not in ("date", "command", "settings_checksum")
-        }
-    return a.identical(b)
+    one, other = a.copy(), b.copy()
+    for ds in (one, other):
+        for name in ("date", "command", "settings_checksum"):
+            ds.attrs.pop(name, None)
+    return one.identical(other)
 
 
-FACTORS = {
-    "kim": 154.3,
-    "castin": 2.3e3,
-    "castin_c3": 0.91,
-    "castin_mean_field": 4e302,
-    "specformer": 9.35e6,
-    "yudin": 149.8,
-    "yudin_nobias": 142.0,
-    "lipbound": 1.3,
-    "lipbound_block": 1.99,
-}
+FACTORS = {"kim": 154.3, "castin": 2.3e3, "castin_c3": 0.91, "castin_mean_field": 4e302}
+FACTORS |= {"specformer": 9.35e6, "yudin": 149.8, "yudin_nobias": 142.0}
+FACTORS |= {"lipbound": 1.3, "lipbound_block": 1.99}
 """Bound / exact of `made_up`, on average."""
-SETTINGS: dict[str, Any] = {
-    "lipbound": "0.1.0",
-    "model": "builtin:minilm",
-    "revision": "sha256:" + "53aa5117" * 8,
-    "loaded": False,
-    "commit": None,
-    "architecture": "BertModel",
-    "data": "the text that comes with lipbound",
-    "data_fingerprint": "sha256:" + "c78ca090" * 8,
-    "source": {},
-    "preprocessing": "BertTokenizer, consecutive windows of 32 tokens",
-    "map": "head",
-    "norm": "frobenius",
-    "wrt": "input",
-    "map_description": "one attention head without output projection, x -> softmax(q k^T) v",
-    "method": "lanczos",
-    "tol": 1e-3,
-    "delta": 1e-6,
-    "dtype": "float32",
-    "device": "cpu",
-    "seed": 0,
-    "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
-    "python": "3.11.7",
-    "date": "2026-11-22T13:00:00+00:00",
-    "command": "lipbound compare builtin:minilm --out run.zarr",
-    "samples": 2,
-    "exact_samples": 2,
-    "tokens": 32,
-    "capture_error": 1.2e-6,
-    "block": 2,
-    "variants": [],
-    "not_applicable": {"castin": "does not cover sink logits"},
-}
+MAP = "one attention head without output projection, x -> softmax(q k^T) v"
+SETTINGS: dict[str, Any] = {"model": "builtin:minilm", "architecture": "BertModel"}
+SETTINGS |= {"revision": f"sha256:{'53aa5117' * 8}", "loaded": False, "commit": None}
+SETTINGS |= {"data": "the text that comes with lipbound", "source": {}}
+SETTINGS |= {"data_fingerprint": f"sha256:{'c78ca090' * 8}"}
+SETTINGS |= {"preprocessing": "BertTokenizer, consecutive windows of 32 tokens"}
+SETTINGS |= {"map": "head", "norm": "frobenius", "wrt": "input", "map_description": MAP}
+SETTINGS |= {"method": "lanczos", "tol": 1e-3, "delta": 1e-6, "seed": 0, "block": 2}
+SETTINGS |= {"dtype": "float32", "device": "cpu", "python": "3.11.7", "lipbound": "0.1.0"}
+SETTINGS |= {"versions": {"torch": "2.13.0", "transformers": "5.23.0"}}
+SETTINGS |= {"date": "2026-11-22T13:00:00+00:00", "tokens": 32, "capture_error": 1.2e-6}
+SETTINGS |= {"command": "lipbound compare builtin:minilm --out run.zarr", "variants": []}
+SETTINGS |= {"not_applicable": {"castin": "does not cover sink logits"}}
 
 
 def made_up(*, samples: int = 2, layers: int = 3, heads: int = 4) -> xr.Dataset:
@@ -99,11 +59,8 @@ def made_up(*, samples: int = 2, layers: int = 3, heads: int = 4) -> xr.Dataset:
     tables |= {name: exact * factor * (1 + (steps % 5) / 8) for name, factor in FACTORS.items()}
     tables["castin_mean_field"][1, 0, min(1, heads - 1)] = np.inf
     tables |= {"exact_steps": np.full(shape, 12, dtype=np.int32), "exact_converged": steps != 5}
-    tables |= {f"{name}_sound": np.ones(shape, dtype=bool) for name in FACTORS}
-    tables |= {
-        f"{name}_sound": np.zeros(shape, dtype=bool)
-        for name in ("castin", "castin_mean_field", "specformer", "castin_c3")
-    }
+    broken = ("castin", "castin_mean_field", "specformer", "castin_c3")
+    tables |= {f"{name}_sound": np.full(shape, name not in broken) for name in FACTORS}
     tables["yudin_nobias_sound"][0] = False
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
     spec = MeasurementSpec(tuple(FACTORS), "head", 1e-3, 1e-6, 0, samples)
