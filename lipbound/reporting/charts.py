@@ -248,17 +248,16 @@ def ball_curve(
     across = min(len(chosen), 4)
     down = -(-len(chosen) // across)
     ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
-    radius = ds["radius"].values
+    radius, there = ds["radius"].values, [name for name in ENDS if name in ds]
+    lines = {name: {"lw": 1, "label": get(name).label} for name in ds.attrs["bounds"]}
+    lines |= {name: ENDS[name] for name in there}
     with matplotlib.rc_context(styles.BASE | {"font.size": 7.0}):
         figure = styles.Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
         panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
         for axes, head in zip(panels, chosen, strict=False):
             one = ds.isel(head=head)
-            for name in ds.attrs["bounds"]:
-                axes.plot(radius, one[name], lw=1, label=get(name).label)
-            there = [name for name in ENDS if name in one]
-            for name in there:
-                axes.plot(radius, one[name], **ENDS[name])
+            for name, look in lines.items():
+                axes.plot(radius, one[name], **look)
             if len(there) == len(ENDS):
                 axes.fill_between(radius, *(one[name] for name in there), color="0.85", lw=0)
             axes.set(xscale="log", yscale="log", title=f"head {head}")
@@ -268,8 +267,8 @@ def ball_curve(
         long = f"tokens are {ds.attrs['token_norm']:.3g} long"
         figure.supxlabel(f"radius ({ball}); {long}\n{title}")
         figure.supylabel("local Lipschitz constant")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+        named = panels[0].get_legend_handles_labels()
+        figure.legend(*named, loc="outside upper center", ncols=3, frameon=False)
         return styles.written(figure, path)
 
 

@@ -11,7 +11,7 @@ import lipbound as lb
 from lipbound import plots, tables
 from lipbound.errors import LipboundError, UnknownNameError
 from lipbound.reporting import citations, labels
-from lipbound.reporting.styles import latex_caption
+from lipbound.reporting.latex import typeset
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ def test_without_bounds_the_table_is_of_exact_norms(ds: xr.Dataset) -> None:
 
 def test_marks_of_a_legend_keep_the_space_before_them(ds: xr.Dataset) -> None:
     """A mark is raised to the word before it, and is no part of a sentence that has ended."""
-    text = latex_caption(plots.caption(ds))
+    text = typeset(plots.caption(ds))
     assert ".$^" not in text
     assert ". $^\\dagger$ its assumptions do not hold on every head here." in text
     assert "Castin 2024, 3.3$^\\dagger$" in tables.latex(ds)

@@ -21,7 +21,7 @@ from lipbound.cli import main
 from lipbound.errors import StoreError
 from lipbound.formatting import replacing
 from lipbound.reporting import statistics
-from lipbound.reporting.sheets import Sheet
+from lipbound.reporting.plots import arrange
 from lipbound.reporting.styles import Drawing, look
 from lipbound.runs import store
 
@@ -55,9 +55,7 @@ def test_every_style_has_a_look(style: str) -> None:
 
 @pytest.mark.parametrize("style", ["aistats2025", "eccv2024"])
 def test_venues_without_a_choice_of_tex_are_drawn(ds: xr.Dataset, style: str) -> None:
-    with pytest.warns(
-        UserWarning, match=f"style '{style}': it leaves its font to TeX.*; STIXGeneral is taken"
-    ):
+    with pytest.warns(UserWarning, match=f"style '{style}'.*left to TeX.*; STIXGeneral is taken"):
         plots.heatmaps(ds, bounds=["yudin"], style=style)
 
 
@@ -194,16 +192,15 @@ def test_who_stays_on_an_axis_of_ratios() -> None:
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 12), (1, 1), (2, 64), (1, 64)])
 def test_one_layer_is_a_strip(layers: int, heads: int) -> None:
-    sheet = Sheet((4,), layers, heads, 7.1, 7.0)
-    assert sheet.natural(4) < 0.5 * sheet.side(4)
-    assert not sheet.beside
+    strip, square = (arrange((4,), shape, 7.1, 7.0) for shape in ((layers, heads), (12, 12)))
+    assert strip.high < 0.5 * strip.side
+    assert not strip.beside
+    assert square.high == square.side
+    assert square.beside
     figure = plots.heatmap(made_up(layers=layers, heads=heads)).figure
     figure.draw_without_rendering()
     box = figure.axes[0].get_window_extent()
     assert box.height < 0.5 * box.width
-    square = Sheet((4,), 12, 12, 7.1, 7.0)
-    assert square.natural(4) == square.side(4)
-    assert square.beside
 
 
 def test_colour_bars_of_one_value_have_legible_numbers(ds: xr.Dataset) -> None:
