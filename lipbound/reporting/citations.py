@@ -195,8 +195,12 @@ def _assumptions(ds: xr.Dataset) -> str:
 
 
 def _left_out(ds: xr.Dataset) -> str:
-    """Sentences on the bounds that do not cover such attention; the run holds only their names."""
-    return " ".join(f"{line[0].upper()}{line[1:]}." for line in said.left_out(ds))
+    """Sentence on the bounds that do not cover such attention; the run holds only their names."""
+    listed = "; ".join(get(name).label for name in ds.attrs.get("not_applicable") or ())
+    which = "whose statements do not cover such attention were"
+    if ds.attrs["wrt"] != schema.INPUT:
+        which = "are stated for functions of the input and were"
+    return f"Bounds {which} left out ({listed})." if listed else ""
 
 
 def _below_exact(ds: xr.Dataset) -> str:

@@ -135,29 +135,19 @@ def test_what_is_near_the_exact_norm_has_its_own_scale(ds: xr.Dataset) -> None:
 
 
 def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> None:
-    (tmp_path / "paper.tex").write_text("mine")
-    (tmp_path / "paper.txt").write_text("mine")
+    for kind in ("tex", "txt"):
+        (tmp_path / f"paper.{kind}").write_text("mine")
     plots.heatmaps(ds, tmp_path / "paper.pdf", bounds=["yudin"], reduce="max")
-    assert (tmp_path / "paper.caption.txt").read_text() == plots.caption(
-        ds, bounds=["yudin"], reduce="max"
-    ) + "\n"
-    assert (
-        (tmp_path / "paper.caption.tex")
-        .read_text()
-        .startswith("\\caption{$\\log_{10}$ of the local")
-    )
-    assert (tmp_path / "paper.tex").read_text() == (tmp_path / "paper.txt").read_text() == "mine"
+    said = plots.caption(ds, bounds=["yudin"], reduce="max")
+    assert (tmp_path / "paper.caption.txt").read_text() == f"{said}\n"
+    assert (tmp_path / "paper.caption.tex").read_text() == f"\\caption{{{typeset(said)}}}\n"
+    assert all((tmp_path / f"paper.{kind}").read_text() == "mine" for kind in ("tex", "txt"))
 
 
 def test_captions_for_latex_have_formulas_and_can_be_broken(ds: xr.Dataset) -> None:
     text = typeset(plots.caption(ds) + " /data/of/mine/checkpoint_5 50 %")
-    for part in (
-        "$\\log_{10}$ of the",
-        "\\mathrm{softmax}",
-        "$^\\dagger$",
-        "mine/\\allowbreak{}checkpoint",
-        "50 \\%",
-    ):
+    parts = ("$\\log_{10}$ of the", "\\mathrm{softmax}", "$^\\dagger$", "50 \\%")
+    for part in (*parts, "mine/\\allowbreak{}checkpoint"):
         assert part in text
 
 
