@@ -122,9 +122,8 @@ class Scale:
 
     def extend(self, grids: Grids) -> str:
         """The ends at which something lies beyond the bar, as matplotlib calls them."""
-        values = [grids[name] for name in self.names]
-        over = any(bool((grid > self.top).any()) for grid in values)
-        under = any(bool((grid < self.low).any()) for grid in values)
+        values = np.concatenate([grids[name].ravel() for name in self.names])
+        over, under = bool((values > self.top).any()), bool((values < self.low).any())
         return "both" if over and under else "max" if over else "min" if under else "neither"
 
 

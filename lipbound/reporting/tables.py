@@ -182,17 +182,17 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
     if not names:
         return _of_norms(ds, ["exact"], bounds=chosen)
-    numbers, (mean, spread) = summary(ds).loc[names], _of_each(ds, names)
-    audited = numbers[["violations", "compared", "sound"]].itertuples(index=False)
-    called = [f"{label}{texts.mark(counts[name])}" for name, label in numbers["label"].items()]
-    verdict = [(f"{below}/{of}", texts.holds(good, of)) for below, of, good in audited]
-    columns = (
-        {"bound": called, "name": names}
-        | mean
-        | {title: spread[title] for title in (LIKELY, RANGE)}
-    )
-    columns |= dict(zip((BELOW, HOLDS), zip(*verdict, strict=True), strict=True))
-    shown, head = pd.DataFrame(columns | spread, names), f"bound / exact{texts.over(ds)}"
+    numbers, labels = summary(ds).loc[names], [texts.label_of(ds, name) for name in names]
+    columns = _of_each(ds, names) | {
+        "bound": [
+            f"{label}{texts.mark(counts[k])}" for k, label in zip(names, labels, strict=True)
+        ],
+        "name": names,
+        BELOW: numbers["violations"].astype(str) + "/" + numbers["compared"].astype(str),
+        HOLDS: list(map(texts.holds, numbers["sound"], numbers["compared"])),
+    }
+    order = ["bound", "name", MEAN, LIKELY, RANGE, BELOW, HOLDS, "min", "max"]
+    shown, head = pd.DataFrame(columns, names)[order], f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
 
@@ -202,18 +202,18 @@ def _of_norms(
     """A table of norms rather than of bounds, a row each."""
     rows = [statistics.spread_of(ds, name) for name in names]
     numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
-    mean, spread = _of_each(ds, names)
-    shown = pd.DataFrame({"norm": [texts.label_of(ds, name) for name in names]} | mean | spread)
+    labels = {"norm": [texts.label_of(ds, name) for name in names]}
+    shown = pd.DataFrame(labels | _of_each(ds, names))
     head = f"{'exact norms and their ratio' if told else 'exact norm'}{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=bounds, keys=["norm"], told=told)
 
 
-def _of_each(ds: xr.Dataset, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_each(ds: xr.Dataset, names: Sequence[str]) -> dict[str, Any]:
     """Columns of words on the mean of each quantity over everything, and on its spread."""
     ends = [[statistics.spread_of(ds, name, end) for name in names] for end in (0, 1)]
     low, high = map(pd.DataFrame, ends)
-    mean = {MEAN: list(map(enclosed, low["geomean"], high["geomean"]))}
-    return mean, _spread_columns(low, high, "geomean")
+    mean = list(map(enclosed, low["geomean"], high["geomean"]))
+    return {MEAN: mean} | _spread_columns(low, high, "geomean")
 
 
 def extra_notes(ds: xr.Dataset) -> list[str]:
@@ -244,14 +244,14 @@ def _spread_columns(low: pd.DataFrame, high: pd.DataFrame, name: str) -> dict[st
     They have no more digits than the mean, so that rounding leaves it between them.
     """
     known = [max(2, min(3, digits(*ends))) for ends in zip(low[name], high[name], strict=True)]
-    return {
+    found = {
         title: list(map(outwards, low[least], high[most], known))
         for title, (least, most) in statistics.SPANS.items()
-    } | {
-        end: [directed(value, to, up) for value, to in zip(ends[end], known, strict=True)]
-        for end, ends, up in (("min", low, False), ("max", high, True))
-        if end in ends
     }
+    for end, ends in (("min", low), ("max", high)):
+        if end in ends:
+            found[end] = list(map(directed, ends[end], known, [end == "max"] * len(known)))
+    return found
 
 
 def _said_of_cells(
@@ -285,11 +285,10 @@ def _by_place(
     shown = table.index.to_frame().astype(str).assign(**norms)
     for name in statistics.extras(ds):
         shown[texts.extra_title(ds, name)] = column[name]
-    titles = {*shown.columns}
+    labels = [*shown, *(texts.label_of(ds, name) for name in names)]
     for name in names:
-        title = texts.label_of(ds, name)
-        title = f"{title} ({name})" if title in titles else title
-        titles.add(title)
+        label = texts.label_of(ds, name)
+        title = f"{label} ({name})" if labels.count(label) > 1 else label
         shown[title + texts.mark(counts[name])] = column[name]
     heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
     head = _said_of_cells(ds, names, by, values, reduce, exact)
