@@ -26,7 +26,7 @@ from lipbound.formatting import check_folder, enclosed, formula, plain, plain_da
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.labels import model_name, relabelled, told_apart
-from lipbound.reporting.page.details import SIDE, Details, details
+from lipbound.reporting.page.details import Details, details
 from lipbound.reporting.plots import caption, heatmaps, log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
@@ -187,7 +187,6 @@ def contents(
         "tokens": [plain(token) for token in tokens],
         "details": None if found is None else [one and _of_layer(one) for one in found],
         "reason": reason,
-        "side": SIDE,
     }
 
 
