@@ -75,7 +75,7 @@ for run in (ds, "run.zarr", Path("run.zarr")):
     lb.plots.heatmap(run, "yudin", over="exact").set_title("ratios")
     lb.report(run, "report.html")
 lb.plots.by_layer([ds, again], labels=["a", "b"])
-lb.plots.diff_heatmaps(both, "diff.pdf")
+lb.plots.heatmaps(both, "diff.pdf")
 lb.plots.heatmaps([ds, again, "run.zarr"], "several.pdf", limits=(-1, 3)).savefig("several.png")
 lb.plots.heatmap(both, path="ratio.pdf", title="ratio").set_xlabel("head")
 lb.plots.token_profile(profile, path="profile.pdf")

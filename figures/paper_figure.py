@@ -32,7 +32,8 @@ from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import Inputs, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.reporting.labels import builtin_name, model_name
-from lipbound.reporting.styles import BASE, Drawing, latex_caption, write
+from lipbound.reporting.latex import typeset
+from lipbound.reporting.styles import BASE, Drawing, write
 from lipbound.runs import store
 from lipbound.runs.config import check_folder_name
 
@@ -177,7 +178,7 @@ class PaperFigure(ABC):
     def render(self, ds: xr.Dataset, folder: Path) -> None:
         """Figure, and caption as plain text and for LaTeX, of a computed Dataset."""
         caption = f"{self.title} ({self.source}). {self.caption(ds)}"
-        texts = {".txt": caption, ".tex": f"\\caption{{{latex_caption(caption)}}}"}
+        texts = {".txt": caption, ".tex": f"\\caption{{{typeset(caption)}}}"}
         beside = {}
         for suffix, text in texts.items():
             lines = textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)

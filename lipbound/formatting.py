@@ -246,16 +246,16 @@ def formula(text: str) -> str:
     >>> formula(r"$\|x_1\| \le 2$ <b>").count("</math>"), formula("<b>")
     (1, '&lt;b&gt;')
     """
-    from latex2mathml.converter import convert  # most commands show no formulas
-
     parts = text.split("$")
     if len(parts) % 2 == 0 or not all(FORMULA.fullmatch(part) for part in parts[1::2]):
         return escape(text)
     try:
+        from latex2mathml.converter import convert  # of the extra ``report``
+
         return "".join(
             convert(part) if place % 2 else escape(part) for place, part in enumerate(parts)
         )
-    except Exception:  # the library has a type of its own for every fault
+    except Exception:  # it is not installed, or one of its types for every fault
         return escape(text)
 
 

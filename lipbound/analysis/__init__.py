@@ -40,6 +40,5 @@ def provenance(
 ) -> dict[str, Any]:
     """Return model, data, versions and settings, for the attributes of a Dataset."""
     of = {"model": checkpoint.name, "revision": checkpoint.revision} if checkpoint else {}
-    how = {"dtype": dtype, "device": device_name(device), "seed": seed}
-    found = versions()
-    return of | how | {"data": data, "versions": found, "lipbound": found["lipbound"]}
+    how = {"dtype": dtype, "device": device_name(device), "seed": seed, "data": data}
+    return of | how | {"versions": versions(), "lipbound": versions()["lipbound"]}

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import torch
 import xarray as xr
-from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -217,13 +216,12 @@ def ranking(ds: xr.Dataset, by: str = "expected") -> list[dict[str, Any]]:
     """
     check_made(ds, (*VARIABLES, *AXES), "lipbound.cache_bits")
     choice("by", by, KINDS)
-    rows = []
-    names = {f"{side}_{kind}": (side, f"bits_{kind}") for kind in KINDS for side in CACHED}
-    for layer in ds["layer"].values.tolist():
-        for head in range(ds.sizes["head"]):
-            at = ds.sel(layer=layer).isel(head=head)
-            most = {n: float(at[v].sel(side=side).max()) for n, (side, v) in names.items()}
-            rows.append({"layer": layer, "head": head} | most)
+    most = {
+        f"{side}_{kind}": ds[f"bits_{kind}"].sel(side=side, drop=True).max("sample")
+        for kind in KINDS
+        for side in CACHED
+    }
+    rows = xr.Dataset(most).to_dataframe(["layer", "head"]).reset_index().to_dict("records")
     return sorted(rows, key=lambda row: -np.nansum([row[f"{side}_{by}"] for side in CACHED]))
 
 
@@ -242,17 +240,15 @@ def agreement(ds: xr.Dataset) -> pd.DataFrame:
         LipboundError: ``ds`` is no such study.
     """
     check_made(ds, (*VARIABLES, *AXES), "lipbound.cache_bits")
-    relative = (ds["size"] / ds["output"]).transpose("side", "sample", "layer", "head")
+    ds = ds.assign(size=ds["size"] / ds["output"])
     rows = []
     for side in CACHED:
         for b in ds["bits"].values.tolist():
-            at = ds.sel(side=side, bits=b)[[*KINDS, "measured"]].stack(place=AXES)
-            measured = at["measured"].values
-            row = {name: float(at[name].median()) for name in (*KINDS, "measured")}
-            row["above"] = float((measured > at["bound"].values).mean())
-            ranked = {kind: at[kind].values for kind in KINDS}
-            ranked["size"] = relative.sel(side=side).stack(place=AXES).values
-            for name, value in ranked.items():
-                row[f"rank_{name}"] = float(stats.spearmanr(value, measured).statistic)
+            names = [*KINDS, "measured", "size"]
+            at = ds[names].sel(side=side, bits=b).to_dataframe()[names]
+            row = at[names[:-1]].median().to_dict()
+            row["above"] = float((at["measured"] > at["bound"]).mean())
+            ranks = at.corr("spearman")["measured"]
+            row |= {f"rank_{name}": float(ranks[name]) for name in (*KINDS, "size")}
             rows.append({"side": side, "bits": b} | row)
     return pd.DataFrame(rows)

@@ -56,7 +56,6 @@ def sequence_growth(
     lengths: Sequence[int] = LENGTHS,
     sequences: int = 10,
     causal: bool = False,
-    radius: float | None = None,
     layers: Sequence[int] | None = None,
     split: str | None = None,
     column: str | None = None,
@@ -71,8 +70,7 @@ def sequence_growth(
 
     The text (every row of a table) is tokenised without special tokens, and cut into ``sequences``
     sequences for every length, none of which overlap, as in the paper. Adversarial inputs are those
-    of `lipbound.analysis.adversarial_inputs.adversarial_inputs`, of the mean length of real tokens
-    (or ``radius``).
+    of `lipbound.analysis.adversarial_inputs.adversarial_inputs`, of the mean length of real tokens.
 
     Args:
         model, data, split, column, device, dtype, layers: as for `lipbound.compare`; text models
@@ -80,7 +78,6 @@ def sequence_growth(
         lengths: numbers of tokens; even ones from 2 to 100 in the paper.
         sequences: how many of each length.
         causal: run a BERT-like encoder as a decoder, with a causal mask.
-        radius: length of adversarial tokens.
         tol: relative error of exact norms (an estimate, no certificate). seed: of their start
             vectors.
 
@@ -99,12 +96,9 @@ def sequence_growth(
         raise LipboundError("lengths is empty; give numbers of tokens, such as range(10, 101, 10)")
     where = resolve_device(device)
     checkpoint = load_checkpoint(model, dtype=dtype, device=where)
-    limit = checkpoint.positions
-    if limit is not None and lengths[-1] > limit:
-        raise InputsError(
-            f"length {lengths[-1]} exceeds the {limit} positions of {checkpoint.name}; give at "
-            f"most {limit}"
-        )
+    if (limit := checkpoint.positions) is not None and lengths[-1] > limit:
+        what = f"length {lengths[-1]} exceeds the {limit} positions of {checkpoint.name}"
+        raise InputsError(f"{what}; give at most {limit}")
     counts = [sequences * n for n in lengths]
     tokens, description = stream(checkpoint, data, sum(counts), split=split, column=column)
     capturer = Capturer(checkpoint.model, layers)
@@ -115,14 +109,10 @@ def sequence_growth(
             captured = capturer.run({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             last = in_closed_form((layer.attention for layer in captured), "the study of growth")
             for att in last:
-                att.only("the study of growth, which has inputs without biases and positions,")
-                if causal:
-                    _check_causal(att, checkpoint.name)
+                _check(att, causal, checkpoint.name)
             real.append(by_layer([_real(att, tol, seed) for att in last], "sequence", "head"))
     ds = xr.concat(real, "length")
     ds["radius"] = ds["magnitude"].mean(("sequence", "length"))
-    if radius is not None:
-        ds["radius"][:] = radius
     pairs = list(zip(last, ds["radius"].values.tolist(), strict=True))
     adversarial = [
         by_layer([_adversarial(att, n, r, tol, seed) for att, r in pairs], "head") for n in lengths
@@ -174,7 +164,7 @@ def causal_mask(n: int, att: Attention) -> Tensor:
 def decoder(model: PreTrainedModel, causal: bool) -> Iterator[None]:
     """The model with a causal mask, where its class (BERT and its kin) makes one for decoders."""
     if not causal or not hasattr(model.config, "is_decoder"):
-        yield  # models that are decoders anyway; `_check_causal` says where this is not so
+        yield  # models that are decoders anyway; `_check` says where this is not so
         return
     # transformers before 5 asks modules too
     told = [one for one in (model.config, *model.modules()) if hasattr(one, "is_decoder")]
@@ -182,9 +172,11 @@ def decoder(model: PreTrainedModel, causal: bool) -> Iterator[None]:
         yield
 
 
-def _check_causal(att: Attention, name: str) -> None:
+def _check(att: Attention, causal: bool, name: str) -> None:
+    """Refuse a layer that the study does not cover, or that is not causal as it was asked for."""
+    att.only("the study of growth, which has inputs without biases and positions,")
     mask = causal_mask(att.tokens, att)
-    if not bool((att.forbid(torch.zeros_like(mask)[None, None]) == mask).all()):
+    if causal and not bool((att.forbid(torch.zeros_like(mask)[None, None]) == mask).all()):
         raise LipboundError(
             f"{name} cannot be run with a causal mask: its attention is not causal even as a "
             "decoder"
@@ -216,12 +208,11 @@ def exponents(values: xr.DataArray) -> xr.Dataset:
     kept = kept.stack(point=[d for d in ("sequence", "length") if d in kept.dims])
     x = np.log(kept["length"].values)
 
-    def fit(y: np.ndarray) -> tuple[float, float, float]:
+    def fit(y: np.ndarray) -> np.ndarray:
         line = stats.linregress(x, np.log(y))
         half = stats.t.ppf(0.975, len(x) - 2) * line.stderr
-        return line.slope, line.slope - half, line.slope + half
+        return line.slope + half * np.array([0, -1, 1])
 
-    found = xr.apply_ufunc(
-        fit, kept, input_core_dims=[["point"]], output_core_dims=[[], [], []], vectorize=True
-    )
-    return xr.Dataset(dict(zip(("exponent", "low", "high"), found, strict=True)))
+    how: Any = {"input_core_dims": [["point"]], "output_core_dims": [["value"]]}
+    found = xr.apply_ufunc(fit, kept, vectorize=True, **how)
+    return found.assign_coords(value=["exponent", "low", "high"]).to_dataset("value")

@@ -194,14 +194,12 @@ DASHES = ("-", "--", ":", "-.")
 def _line(
     axes: Axes, values: xr.DataArray, reduce: str | float, label: str, style: dict[str, Any]
 ) -> None:
-    """One line against layers, with its interval as a band."""
+    """One line against layers, with its interval as a band; none where it is infinite."""
     dims = [str(dim) for dim in values.dims if dim != "layer"]
     x, middle = values["layer"].values, statistics.reduce_samples(values, reduce, dims)
-    axes.plot(x, np.where(np.isfinite(middle), middle, np.nan), label=label, **style)
-    lower, upper = (end.values for end in statistics.spread(values, reduce, dims))
-    known = np.isfinite(lower) & np.isfinite(upper)
-    band: Any = {"color": style["color"], "alpha": 0.2, "lw": 0}
-    axes.fill_between(x, lower, upper, where=known.tolist(), **band)
+    axes.plot(x, middle.where(np.isfinite(middle)), label=label, **style)
+    lower, upper = (end.where(np.isfinite(end)) for end in statistics.spread(values, reduce, dims))
+    axes.fill_between(x, lower, upper, color=style["color"], alpha=0.2, lw=0)
 
 
 def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
@@ -248,17 +246,16 @@ def ball_curve(
     across = min(len(chosen), 4)
     down = -(-len(chosen) // across)
     ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
-    radius = ds["radius"].values
+    radius, there = ds["radius"].values, [name for name in ENDS if name in ds]
+    lines = {name: {"lw": 1, "label": get(name).label} for name in ds.attrs["bounds"]}
+    lines |= {name: ENDS[name] for name in there}
     with matplotlib.rc_context(styles.BASE | {"font.size": 7.0}):
         figure = styles.Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
         panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
         for axes, head in zip(panels, chosen, strict=False):
             one = ds.isel(head=head)
-            for name in ds.attrs["bounds"]:
-                axes.plot(radius, one[name], lw=1, label=get(name).label)
-            there = [name for name in ENDS if name in one]
-            for name in there:
-                axes.plot(radius, one[name], **ENDS[name])
+            for name, look in lines.items():
+                axes.plot(radius, one[name], **look)
             if len(there) == len(ENDS):
                 axes.fill_between(radius, *(one[name] for name in there), color="0.85", lw=0)
             axes.set(xscale="log", yscale="log", title=f"head {head}")
@@ -268,8 +265,8 @@ def ball_curve(
         long = f"tokens are {ds.attrs['token_norm']:.3g} long"
         figure.supxlabel(f"radius ({ball}); {long}\n{title}")
         figure.supylabel("local Lipschitz constant")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+        named = panels[0].get_legend_handles_labels()
+        figure.legend(*named, loc="outside upper center", ncols=3, frameon=False)
         return styles.written(figure, path)
 
 
@@ -401,29 +398,27 @@ def token_profile(
     with matplotlib.rc_context(settings):
         figure = styles.Drawing(figsize=size, layout="constrained")
         panels = figure.subplots(2, 1, sharex=True)
-        if rows == 1:
-            for axes, grid in zip(panels, grids, strict=True):
+        logs = [np.log10(np.where(grid > 0, grid, np.nan)) for grid in grids]
+        low, high = np.nan_to_num(statistics.ends(np.concatenate(logs)))
+        options: Any = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
+        for axes, grid, colors, words in zip(panels, grids, logs, PANELS, strict=True):
+            lines = "\n".join(styles.folded(words, room, points))
+            axes.set_title(lines, fontsize=points, parse_math=False)
+            axes.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
+            if rows == 1:
                 axes.bar(range(count), grid[0], color="0.35", width=0.8)
                 head = "" if profile.lower.ndim == 2 else f", head {chosen[0]}"
                 axes.set(ylabel=f"norm{head}", xlim=(-0.5, count - 0.5))
-        else:
-            logs = [np.log10(np.where(grid > 0, grid, np.nan)) for grid in grids]
-            low, high = np.nan_to_num(statistics.ends(np.concatenate(logs)))
-            options: Any = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
-            for axes, grid in zip(panels, logs, strict=True):
-                picture = axes.imshow(grid, vmin=low, vmax=high, **options)
+            else:
+                picture = axes.imshow(colors, vmin=low, vmax=high, **options)
                 each = slice(None, None, max(1, -(-rows // 12)))
                 axes.set_yticks(range(rows)[each], list(map(str, chosen))[each])
                 axes.set_ylabel("head")
+        if rows > 1:
             bar = figure.colorbar(picture, ax=panels, aspect=40, pad=0.02, fraction=0.08)
             bar.set_label("log10 of the norm", loc="center")
-        for axes, words in zip(panels, PANELS, strict=True):
-            lines = "\n".join(styles.folded(words, room, points))
-            axes.set_title(lines, fontsize=points, parse_math=False)
         step = max(1, -(-count // max(1, int(inches * 0.82 * 72 / (1.15 * points)))))
         panels[1].set_xticks(range(0, count, step), names[::step], rotation=90, parse_math=False)
-        for axes in panels:
-            axes.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
         if step > 1:
             panels[1].set_xlabel(f"one token of {step} is named")
         if title:

@@ -173,8 +173,8 @@ def _comparison(ds: xr.Dataset) -> str:
     sources: dict[str, list[str]] = {}
     for name in schema.bounds_there(ds):
         label = f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"
-        sources.setdefault(get(name).citation, []).append(label)
-    listed = "; ".join(f"{', '.join(those)} {_cited(key)}" for key, those in sources.items())
+        sources.setdefault(_cited(get(name).citation), []).append(label)
+    listed = "; ".join(f"{', '.join(those)} {source}" for source, those in sources.items())
     means = said.over(ds)
     if means:
         means = f"; ratios, bound over exact constant, are geometric means{means}"
@@ -196,22 +196,20 @@ def _assumptions(ds: xr.Dataset) -> str:
 
 def _left_out(ds: xr.Dataset) -> str:
     """Sentence on the bounds that do not cover such attention; the run holds only their names."""
-    names = ds.attrs.get("not_applicable")
+    listed = "; ".join(get(name).label for name in ds.attrs.get("not_applicable") or ())
     which = "whose statements do not cover such attention were"
     if ds.attrs["wrt"] != schema.INPUT:
         which = "are stated for functions of the input and were"
-    listed = "; ".join(get(name).label for name in names or ())
-    return f"Bounds {which} left out ({listed})." if names else ""
+    return f"Bounds {which} left out ({listed})." if listed else ""
 
 
 def _below_exact(ds: xr.Dataset) -> str:
     """A sentence for every bound that is below an exact constant."""
-    broken = {name: entry for name, entry in audit(ds).items() if entry["violations"]}
     return " ".join(
         f"{_labels(ds, [name])} is below the constant it should bound in {entry['violations']} of "
-        f"{entry['compared']} cases"
-        + (f", because {entry['why']}." if entry["why"] else f": {said.broken_words(ds)}.")
-        for name, entry in broken.items()
+        f"{entry['compared']} cases, because {entry['why'] or said.broken_words(ds)}."
+        for name, entry in audit(ds).items()
+        if entry["violations"]
     )
 
 
@@ -219,9 +217,9 @@ def _other_map(ds: xr.Dataset) -> str:
     """The bounds on L2 attention, which are compared with another constant."""
     names = [name for name in schema.bounds_there(ds) if schema.compared_with(ds, name) != "exact"]
     return bool(names) * (
-        f"The bound on L2 attention ({_labels(ds, names)}) is compared with the constant of "
-        "that map, with the same weights, an estimate to a relative tolerance of "
-        f"{small(float(ds.attrs['tol']))} without upper bound."
+        f"{_labels(ds, names)} is compared with the constant of L2 attention with the same "
+        f"weights, an estimate to a relative tolerance of {small(float(ds.attrs['tol']))} without "
+        "upper bound."
     )
 
 
@@ -240,11 +238,11 @@ def _extras(ds: xr.Dataset) -> str:
 def _environment(ds: xr.Dataset) -> str:
     """The sentence on device, versions and date, of every run that was put together."""
     each = []
-    for one in schema.origins(ds):
-        made, there = one["versions"], ("torch", "transformers")
-        versions = ", ".join(f"{name} {made[name]}" for name in there if name in made)
-        ran = f"on {one['device']} with {versions}, Python {one['python']}"
-        each.append(f"{ran}, on {one['date'][:10]}")
+    for run in schema.origins(ds):
+        known = [name for name in ("torch", "transformers") if name in run["versions"]]
+        versions = [f"{name} {run['versions'][name]}" for name in known]
+        versions.append(f"Python {run['python']}")
+        each.append(f"on {run['device']} with {', '.join(versions)}, on {run['date'][:10]}")
     return f"Computed {'; and '.join(dict.fromkeys(each))}."
 
 

@@ -1,21 +1,42 @@
 """A diff of two runs, A and B, as a run whose norms are the ratios B / A, and words on it."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from lipbound.errors import UnknownNameError
+from lipbound.errors import LipboundError, UnknownNameError, shown
 from lipbound.formatting import plain, small
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import checkpoint_words, exact_words, setting_words
 from lipbound.reporting.statistics import quantity
-from lipbound.runs.store import sides
-from lipbound.schema import SIDES, bounds_there
+from lipbound.runs.store import diff_of, load, sides
+from lipbound.schema import SIDES, bounds_there, is_diff
 
 NAMES = {"a": "A", "b": "B"}
 """Names of the two runs in tables and figures."""
+
+
+def opened(given: Any, **of_runs: object) -> Any:
+    """Read what was given where it is a path, and complete it where it is a diff.
+
+    Args:
+        given: a diff, or anything else, which stays as it is.
+        of_runs: values of options, by their names, that a diff has not; true where they are given.
+
+    Raises:
+        LipboundError: one of them is given with a diff.
+    """
+    ds = load(given) if isinstance(given, str | Path) else given
+    if not is_diff(ds):
+        return ds
+    for name, value in of_runs.items():
+        if value:
+            what = f"{name} is {shown(value)}, which is not for a diff of two runs"
+            raise LipboundError(f"{what}; leave it out")
+    return diff_of(ds)
 
 
 def side_names(labels: Mapping[str, str] | None = None) -> dict[str, str]:

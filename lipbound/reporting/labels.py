@@ -87,7 +87,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
     usual = {name: ds[one].attrs.get("label", name) for name, one in known.items()} | given
     labelled = {one: ds[one].assign_attrs(label=str(usual[k])) for k, one in known.items()}
     called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in others if name in given}
-    return ds.assign(labelled).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
+    return ds.assign(labelled).assign_attrs({CALLED: called} if called else {})
 
 
 def check_numbers(ds: xr.Dataset) -> None:

@@ -33,9 +33,10 @@ FORMULA = re.compile(
     r"\b[xh] ->(?: ?(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+]))+"  # a map
     r"|\|\|[A-Z]+(?:_[A-Z])?\|\|(?:_F)?(?:\^\d)?|sqrt\([A-Za-z0-9]\)|\b[A-Z]'(?!\w)"
     r"|\b[A-Z] = \d+\b|\b[A-Z]+\^T\b|(?<=layers )x(?= \d)"
-    r"|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b"
+    r"|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b"
 )
 """Mathematics that our statements, labels and descriptions write as plain text."""
+SYMBOLS = {"x": "\\times", "log10": "\\log_{10}"}
 HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
 LONG = 22
 """Characters of a word from which on it may be broken."""
@@ -79,8 +80,8 @@ def _formula(text: str) -> str:
     if power := re.fullmatch(r"(1 [+-] )?(.*)e-(\d+)", text):
         factor = "" if power[2] == "1" else f"{power[2]} \\times "
         return f"{power[1] or ''}{factor}10^{{-{power[3]}}}"
-    if text == "x":
-        return "\\times"
+    if text in SYMBOLS:
+        return SYMBOLS[text]
     text = text.replace("->", "\\to").replace("||", "\\|").replace("^T", "^{T}")
     text = re.sub(r"sqrt\((\w)\)", r"\\sqrt{\1}", text)
     return re.sub(r"softmax|layer|norm", lambda word: f"\\mathrm{{{word[0]}}}", text)

@@ -1,26 +1,47 @@
-"""Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
+"""Layer x head heatmaps of runs, in the manner of Figure 6 of Yudin et al. 2025.
 
+Panels share colour scales, figures fit on paper; the other charts of ``lipbound.plots`` are in
+`lipbound.reporting.charts`.
+"""
+
+import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import PaperError, UnknownNameError, choice, nearest, tell
-from lipbound.formatting import enclosed, joined, plain
-from lipbound.reporting import charts, sheets, statistics
+from lipbound.errors import (
+    LipboundError,
+    PaperError,
+    UnknownNameError,
+    choice,
+    flag,
+    knows_options,
+    nearest,
+    shown,
+    tell,
+    whole,
+)
+from lipbound.formatting import counted, enclosed, joined, plain
+from lipbound.reporting import charts, statistics, styles
 from lipbound.reporting import labels as texts
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
-from lipbound.reporting.diffs import diff_notes, diff_words, ratio_run, side_names
-from lipbound.reporting.sheets import COLORMAP
-from lipbound.reporting.statistics import reduce_samples
-from lipbound.runs.store import Run, run_of, sides, takes_diff, takes_run
-from lipbound.schema import EXTRAS, bounds_there, compared_with
+from lipbound.reporting.diffs import diff_notes, diff_words, opened, ratio_run, side_names
+from lipbound.reporting.statistics import across, extras, panel, ratio, reduce_samples
+from lipbound.runs.store import Run, run_of, sides
+from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
 __all__ += ["over_steps", "reduce_samples", "token_profile"]
@@ -30,110 +51,491 @@ def __dir__() -> list[str]:
     return __all__
 
 
+QUANTITY, RATIO = "log10 of the local Lipschitz constant", "log10 of bound / exact"
+"""Labels of colour bars: of norms and bounds themselves, and of their ratios."""
+Grids = dict[str, np.ndarray]
+"""log10 of the values of panels, by name."""
+Limits = tuple[float, float] | None
+"""Ends of a colour scale, log10; None for those of its values."""
 Bounds = Iterable[str] | None
 How = statistics.Reduction | None
+COLORMAP = "cividis"
+NEAR_COLORMAP = "viridis"
+"""Colours of rows with a scale of their own, so that nobody reads them off the other one."""
+DIVERGING = "RdBu_r"
+"""Colours of ratios of two runs: blue below one, red above."""
+NEAR = 1.0
+"""Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the
+exact norm."""
+ABOVE, BELOW, MISSING = "#fff7bc", "#cfe0f3", "#dddddd"
+"""Beyond the upper end of a scale, beyond the lower end, and where there is no value."""
 NO_RATIO = ("\u221e for some heads", "no positive norm")
 MARKS = {
     "\u2021": "it is below the exact norm of some {}",
     "\u2020": "its assumptions do not hold on every {} here",
 }
 """Meaning of the audit's marks, of heads or layers."""
+LINE = 1.35
+"""Height of a line of type over its size."""
+NARROW, FLAT = 6.0, 2.0
+"""Least width and height of a panel, in lines of type."""
+WIDE = 36.0
+"""Width of a figure, in lines of type, from which on colour bars stand on the right of their panels
+rather than below them."""
 
 
-def diff_heatmaps(
-    ds: xr.Dataset,
-    path: str | Path | None = None,
-    *,
-    reduce: str | float | None = None,
-    width: str | float = "page",
-    columns: int | None = None,
-    font_size: float | None = None,
-    style: str | None = None,
-    caption: bool = False,
-    labels: Mapping[str, str] | None = None,
-) -> Figure:
-    """Draw exact norms of both runs on one scale, and their ratio on one centred on 1.
+# -- colour scales ---------------------------------------------------------------------------------
 
-    Dots mark heads whose interval over samples, or range of few samples, contains 1.
+
+@dataclass(frozen=True)
+class Scale:
+    """Panels that are read off one colour bar.
+
+    Attributes:
+        names: the panels, in order.
+        low, high: ends of the bar, log10.
+        colors: name of the colormap.
+        quantity: what the bar is labelled with.
+    """
+
+    names: tuple[str, ...]
+    low: float
+    high: float
+    colors: str = COLORMAP
+    quantity: str = QUANTITY
+
+    def mark(self, bar: Colorbar) -> None:
+        """Number a diverging bar by ratios rather than by logarithms."""
+        if self.colors == DIVERGING:
+            places = np.linspace(-0.8, 0.8, 5) * self.high  # its label is at the end
+            bar.set_ticks(list(places), labels=[f"{10**place:.4g}" for place in places])
+
+    @property
+    def short(self) -> str:
+        """The label without what the logarithms are of."""
+        return self.quantity.partition(" of ")[0]
+
+    @property
+    def top(self) -> float:
+        """Upper end of the bar, so far above the lower one that its numbers are legible."""
+        return self.high if self.high > self.low + 1e-4 else self.low + 0.1
+
+    def extend(self, grids: Grids) -> str:
+        """The ends at which something lies beyond the bar, as matplotlib calls them."""
+        values = np.concatenate([grids[name].ravel() for name in self.names])
+        over, under = bool((values > self.top).any()), bool((values < self.low).any())
+        return "both" if over and under else "max" if over else "min" if under else "neither"
+
+
+def log10(
+    ds: xr.Dataset, names: Iterable[str], reduce: str | float, over: str | None = None
+) -> Grids:
+    """Logarithms of the values of panels; -inf for zero, NaN where there is no value.
 
     Args:
-        ds: a diff.
-        path, width, columns, font_size, style, caption: as in `lipbound.reporting.plots.heatmaps`.
-        reduce: over samples; the geometric mean by default.
-        labels: names of the runs, by "a" and "b".
+        ds: a run. names: of the panels. reduce: over samples, as in `reduce_samples`.
+        over: "exact": of bound / exact, of the bound's own map; None: of the values.
+    """
+    values = {name: ds[name] if over is None else ratio(ds, name) for name in names}
+    with np.errstate(all="ignore"):
+        return {name: np.log10(panel(one, reduce).values) for name, one in values.items()}
+
+
+def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> list[Scale]:
+    """The colour bars of a figure, in the order in which their panels stand.
+
+    Extras have a bar each, whatever the way.
+
+    Args:
+        ds: a run.
+        grids: log10 of the values of each panel; they may be infinite or missing. Without "exact"
+            among them they are of ratios to it.
+        how: "rows" (the exact norm and what is near it on a bar of their own, before the others),
+            "shared" (one bar) or "panel" (a bar each).
+        limits: ends of the bars, log10, of one bar in place of "rows"; of those of extras, where
+            these are alone.
 
     Raises:
-        LipboundError: see `lipbound.reporting.plots.heatmaps`.
+        UnknownNameError: another way.
     """
-    how, names = "geomean" if reduce is None else reduce, side_names(labels)
-    given, models = labels or {}, dict(zip(names, map(texts.model_name, sides(ds)), strict=False))
-    called = [names[k] if k in given else plain(f"{names[k]}: {models[k]}") for k in models]
-    runs, grids, bars, titles, _ = _of_several(sides(ds), None, how, None, None, called)
-    ratio, bar = _ratio_panel(ds, how, names["ratio"])
-    mean = enclosed(*statistics.mean_ends(ratio_run(ds), "exact"))
-    titles["ratio"], runs["ratio"] = [f"{names['ratio']}: {mean}"], ds
-    words = diff_caption(ds, reduce=reduce, labels=labels)
-    panels = runs, grids | ratio, [*bars, bar], titles, words
-    paper, dots = (width, columns, font_size, style, caption), _undecided(ds["ratio"], how)
-    return sheets.figure_of(panels, path, paper, dots={"ratio": dots}, own_bars=True)
+    choice("scale", how, ("rows", "shared", "panel"))
+    others = [name for name in grids if name in extras(ds)]
+    names = [name for name in grids if name not in others]
+    ends = None if names else limits
+    own = [
+        scale_of([one], grids, f"log10 of the {texts.extra_title(ds, one)}", ends) for one in others
+    ]
+    words = QUANTITY if "exact" in grids else RATIO
+    if how == "panel" or not names:
+        return [*(scale_of([name], grids, words, limits) for name in names), *own]
+    close = [name for name in names if _near(ds, grids, name)]
+    far = [name for name in names if name not in close]
+    if how == "shared" or limits or not far or not close:
+        return [scale_of(names, grids, words, limits), *own]
+    # The exact norm of another map has bounds of its own map beside it and would take up colours
+    # that all others need.
+    measured = [name for name in far if name in bounds_there(ds)] or far
+    rest = replace(scale_of(measured, grids, words), names=tuple(far))
+    return [replace(scale_of(close, grids, words), colors=NEAR_COLORMAP), rest, *own]
 
 
-def diff_heatmap(
-    ds: xr.Dataset,
+def _near(ds: xr.Dataset, grids: Grids, name: str) -> bool:
+    """True for the exact norm, and for bounds on it with a median at most ten times as large."""
+    if "exact" not in grids:
+        return _median(grids[name]) <= NEAR
+    if name not in bounds_there(ds):
+        return name == "exact"
+    above = _median(grids[name]) - _median(grids["exact"])
+    return compared_with(ds, name) == "exact" and above <= NEAR
+
+
+def _median(grid: np.ndarray) -> float:
+    known = grid[~np.isnan(grid)]
+    return float(np.median(known)) if known.size else math.nan
+
+
+def scale_of(names: Sequence[str], grids: Grids, words: str, limits: Limits = None) -> Scale:
+    """A colour bar of some panels, from end to end of their values or between limits.
+
+    Raises:
+        LipboundError: limits that are no two numbers, the lower one first.
+    """
+    low, high = statistics.shared_scale({name: grids[name] for name in names})
+    if limits is not None:
+        try:
+            low, high = map(float, limits)
+        except (TypeError, ValueError):
+            low = high = math.nan
+        if not -math.inf < low < high < math.inf:
+            raise LipboundError(
+                f"limits is {shown(limits)}; give log10 of both ends of the colour scale, the "
+                "lower one first, such as (0, 2)"
+            )
+    return Scale(tuple(names), low, high, COLORMAP, words)
+
+
+# -- figures that fit on paper ---------------------------------------------------------------------
+
+
+class Panels(NamedTuple):
+    """What a figure is of.
+
+    Attributes:
+        runs: by panel, its run or diff. grids: by panel, log10 of its values.
+        bars: the colour bars, with their panels in order.
+        titles: by panel, a label, which is folded, and lines below it.
+        caption: of the figure.
+        own_bars: every panel has a colour bar beside it, rather than every scale one.
+        dots: by panel, whether a cell has a dot.
+    """
+
+    runs: Mapping[str, xr.Dataset]
+    grids: Grids
+    bars: list[Scale]
+    titles: Mapping[str, Sequence[str]]
+    caption: str
+    own_bars: bool = False
+    dots: Mapping[str, np.ndarray] = {}
+
+
+class Layout(NamedTuple):
+    """Sizes of a figure that fits on the paper, in inches, and of its type, in points.
+
+    Attributes:
+        points, line: size of the type, and height of a line of it.
+        across: panels in a row. side, high: width and height of a panel. tall: of the figure.
+        beside: colour bars stand on the right of their panels.
+        words: the caption that is drawn, in lines.
+    """
+
+    points: float
+    line: float
+    across: int
+    side: float
+    high: float
+    tall: float
+    beside: bool
+    words: str
+
+
+def arrange(
+    counts: Sequence[int],
+    shape: Sequence[int],
+    inches: float,
+    points: float,
     *,
-    ax: Axes | None = None,
-    path: str | Path | None = None,
-    reduce: str | float | None = None,
-    colorbar: bool = True,
-    title: str | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> Axes:
-    """Draw the ratio of two runs alone; arguments as in `heatmap` and `diff_heatmaps`."""
-    how, name = "geomean" if reduce is None else reduce, side_names(labels)["ratio"]
-    words, above = name + _over_samples(ds, ", ", how), name if title is None else title
-    return sheets.one_panel(ds, *_ratio_panel(ds, how, words), above, ax, path, colorbar)
+    columns: int | None = None,
+    shrink: bool = False,
+    own_bars: bool = False,
+    caption: str = "",
+) -> Layout:
+    """Choose the panels in a row, and the size of type, so that a figure fits on the paper.
 
+    Args:
+        counts: panels of each section; sections stand below one another.
+        shape: rows and columns of a panel. inches: width of the figure. points: size of its type.
+        columns: panels in a row, where they are asked for; else the fewest with which panels keep
+            their natural height, or those with which they are largest.
+        shrink: whether smaller type may be taken where panels would become too flat.
+        own_bars: as in `Panels`. caption: what is drawn into the picture.
 
-def diff_caption(
-    ds: xr.Dataset,
-    *,
-    reduce: str | float | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> str:
-    """The caption that `diff_heatmaps` writes beside the figure."""
-    how, (a, b, ratio) = "geomean" if reduce is None else reduce, side_names(labels).values()
-    spread = statistics.spread_title(statistics.samples_of(ds["ratio"]), how)
-    dots = f" Dots: the {spread} of the cell contains 1." * bool(_undecided(ds["ratio"], how).any())
-    notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in diff_notes(ds, labels))
-    return plain(
-        f"log10 of the local Lipschitz constants of {a} and {b}, and {ratio} on a logarithmic "
-        f"colour scale centred on 1{_over_samples(ds, ', each the ', how)}; above it its geometric "
-        f"mean over everything. {diff_words(ds, labels)}.{dots}{notes}"
+    Raises:
+        PaperError: so many panels in so few columns are taller than the paper.
+    """
+    layers, cells = shape
+    limit = styles.paper_height(inches, captioned=bool(caption))
+    for size in (points * share for share in ((1.0, 0.9, 0.8, 0.7) if shrink else (1.0,))):
+        line = size / 72 * LINE
+        # strips are too low for a bar beside them
+        strips = layers <= 2 or layers < 0.2 * cells
+        beside = own_bars or (inches / line >= WIDE and not strips)
+        around, right = (3.8, 0.0) if own_bars else (0.9, 4.4 * beside)
+        words = textwrap.fill(caption, int(inches * 72 / size * 1.95))
+        room = inches - (3.2 + right) * line
+        most = min(max(counts), max(1, int((room - around * line) / (NARROW + 1) / line)))
+        usual = max(1, min(most, round(inches * 4 / size)))
+        found: list[tuple[float, Layout]] = []
+        for abreast in [columns] if columns else range(usual, most + 1):
+            side = room / abreast - around * line
+            # cells are square, or nearly so
+            square = side * min(max(layers / cells, min(0.55, 3 * layers / cells)), 1.25)
+            natural = max(1.25 * FLAT * line, min(square, 3.5 * layers * line))
+            rows = sum(-(-count // abreast) for count in counts)
+            # titles (long labels in two lines), numbers below panels, colour bars, the caption
+            lines = (1.15 * (3 if side < 10 * line else 2) + 0.6) * rows
+            lines += len(counts) * (2.8 if beside else 6.4)
+            lines += 2.4 * sum(count > abreast and count % abreast > 0 for count in counts)
+            lines += 1.25 * (words.count("\n") + 2) * bool(caption) + 0.3
+            high = min(natural, (limit - lines * line) / rows)
+            tall = lines * line + rows * high
+            one = Layout(size, line, abreast, side, high, tall, beside, words)
+            found.append((high / natural, one))
+        _, best = max(found, key=lambda one: one[0])  # of equals the first
+        if best.high >= FLAT * line and best.side >= 2 * line:
+            return best
+    many = counted(columns, "column") if columns else "as many columns as are legible"
+    raise PaperError(
+        f"{sum(counts)} panels in {many} do not fit on a figure of {inches:g} x {limit:.3g} "
+        f"inches; ask for {'other columns, ' if columns else ''}a larger width, another style or "
+        "fewer bounds"
     )
 
 
-def _ratio_panel(
-    ds: xr.Dataset, how: str | float, words: str
-) -> tuple[dict[str, np.ndarray], sheets.Scale]:
-    """Logarithms of the ratios of a diff, and a scale with 1 in its middle."""
+Paper = tuple[str | float, int | None, float | None, str | None, bool]
+"""Width, columns, font_size, style and caption of `heatmaps`."""
+
+
+def figure_of(panels: Panels, path: str | Path | None, paper: Paper) -> Figure:
+    """Draw panels on a sheet of their own, and write it with its caption.
+
+    Args:
+        panels: what is drawn. path: where to write it; None for nowhere. paper: what it is drawn
+            on.
+    """
+    width, columns, font_size, style, captioned = paper
+    settings, inches, points = styles.look(style, width, font_size)
+    columns = None if columns is None else whole("columns", columns, least=1)
+    grids, own_bars = panels.grids, panels.own_bars
+    counts = [len(grids)] if own_bars else [len(bar.names) for bar in panels.bars]
+    shape = [max(sizes) for sizes in zip(*(grid.shape for grid in grids.values()), strict=True)]
+    how: Any = {"columns": columns, "shrink": font_size is None and style is None}
+    how |= {"own_bars": own_bars, "caption": panels.caption if captioned else ""}
+    layout = arrange(counts, shape, inches, points, **how)
+    with matplotlib.rc_context(settings | {"font.size": layout.points}):
+        pad = 0.4 * layout.line
+        engine = ConstrainedLayoutEngine(h_pad=pad, w_pad=pad)
+        figure = styles.Drawing(figsize=(inches, layout.tall), layout=engine)
+        rows = [-(-count // layout.across) for count in counts]
+        places = figure.subplots(sum(rows), layout.across, squeeze=False)
+        sections = [panels.bars] if own_bars else [[bar] for bar in panels.bars]
+        for section, end, high in zip(sections, np.cumsum(rows), rows, strict=True):
+            _draw_section(figure, panels, layout, section, places[end - high : end].ravel())
+        if layout.words:
+            look: Any = {"linespacing": 1.3, "parse_math": False}
+            figure.supxlabel(layout.words, fontsize=layout.points - 0.5, **look)
+        return styles.written(figure, path, panels.caption)
+
+
+def _draw_section(
+    figure: Figure, panels: Panels, layout: Layout, bars: list[Scale], block: np.ndarray
+) -> None:
+    """Draw panels in rows of axes, with one colour bar for all of them or one for each."""
+    grids, size, line = panels.grids, layout.points, layout.line
+    alike = len({grid.shape for grid in grids.values()}) == 1
+    named = [(name, scale) for scale in bars for name in scale.names]
+    count = len(named)
+    for k, ((name, scale), axes) in enumerate(zip(named, block, strict=False)):
+        picture = image(axes, grids[name], scale)
+        if name in panels.dots:
+            down, right = np.nonzero(panels.dots[name])
+            axes.scatter(right, down, s=4, color="black", linewidths=0)
+        _say_beyond(axes, grids[name], scale)
+        label, *below = panels.titles[name]
+        title = [*styles.folded(label, layout.side, size), *below]
+        axes.set_title("\n".join(title), fontsize=size, pad=3, parse_math=False)
+        left = k % layout.across == 0 or not alike
+        lowest = k + layout.across >= count or not alike
+        _number_axes(axes, panels.runs[name], max(1, int(layout.high / line)))
+        axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=size - 1)
+        axes.tick_params(labelbottom=lowest, labelleft=left)
+        axes.set_xlabel(axes.get_xlabel() if lowest else "", labelpad=1)
+        axes.set_ylabel("layer" if left else "", labelpad=1)
+        if panels.own_bars:
+            bar = figure.colorbar(picture, ax=axes, extend=scale.extend(grids), aspect=20)
+            bar.ax.tick_params(labelsize=size - 1, width=0.5)
+            small: Any = {"fontsize": size - 1, "labelpad": 2, "parse_math": False}
+            bar.ax.set_xlabel(scale.short, **small)  # below: beside is the next panel
+            scale.mark(bar)
+    for axes in block[count:]:
+        axes.set_visible(False)
+    if not panels.own_bars:
+        sides = len(block) / layout.across * layout.high, 0.9 * figure.get_figwidth()
+        long, thick = sides if layout.beside else sides[::-1]
+        at: Any = {"location": "right" if layout.beside else "bottom"}
+        at |= {"fraction": 1.5 * line / thick, "pad": 0.5 * line / thick}
+        at |= {"aspect": long / (0.7 * line), "extend": scale.extend(grids)}
+        bar = figure.colorbar(picture, ax=block.tolist(), **at)
+        bar.set_label(scale.short if long < 12 * line else scale.quantity, labelpad=2)
+        bar.ax.tick_params(width=0.5, length=2, pad=1.5)
+
+
+def one_panel(
+    ds: xr.Dataset, grids: Grids, scale: Scale, title: str, ax: Any, path: Any, colorbar: bool
+) -> Axes:
+    """Draw a panel with its colour bar, labelled in words, in axes given or of a new figure."""
+    (name,) = scale.names
+    low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
+    below = ax is None and low <= 2
+    axes = styles.given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
+    picture = image(axes, grids[name], scale)
+    axes.set_title(title, parse_math=False)
+    _number_axes(axes, ds)
+    if flag("colorbar", colorbar):
+        at: Any = {"location": "bottom", "aspect": 35} if below else {"aspect": 20}
+        bar = axes.figure.colorbar(picture, ax=axes, extend=scale.extend(grids), **at)
+        bar.set_label(scale.quantity)
+        scale.mark(bar)
+    return styles.written(axes, path)
+
+
+def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
+    """Logarithms as colours; infinite ones beyond the scale, missing ones grey."""
+    colors = matplotlib.colormaps[scale.colors]
+    values = np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid))
+    colormap = colors.with_extremes(over=ABOVE, bad=MISSING, under=BELOW)
+    return axes.imshow(values, cmap=colormap, norm=Normalize(scale.low, scale.top), aspect="auto")
+
+
+def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
+    """The range of the values of a panel most of which lies beyond its colour scale."""
+    known = grid[~np.isnan(grid)]
+    # infinite ones have an order, and no mean
+    middle = float(np.sort(known)[known.size // 2]) if known.size else scale.low
+    if side := "above" if middle > scale.top else "below" if middle < scale.low else "":
+        low, high = statistics.ends(grid)
+        ends = dict.fromkeys(f"{end / 10:.1f}" for end in (np.floor(10 * low), np.ceil(10 * high)))
+        said = " to ".join(ends).replace("inf", "\u221e").replace("-", "\u2212")
+        at: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": "black"}
+        axes.text(0.5, 0.5, f"{side} the scale:\n{said}", **at)
+
+
+def _number_axes(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
+    """Numbers of heads, at most about six, and of layers, at most ``most`` too."""
+    axes.set(xlabel=across(ds), ylabel="layer")
+    for axis, name, limit in ((axes.xaxis, across(ds), 6), (axes.yaxis, "layer", min(6, most))):
+        ticks = ds[name].values
+        step = max(1, -(-len(ticks) // limit))
+        axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])
+
+
+# -- figures of a run, of several runs, of a diff --------------------------------------------------
+
+
+def _of_run(
+    ds: xr.Dataset, bounds: Bounds, reduce: How, scale: str, over: str | None, limits: Limits = None
+) -> Panels:
+    """Panels of the exact norm, bounds and extras of a run, or of ratios."""
+    how = _reduction(reduce, over)
+    chosen = bounds.split(",") if isinstance(bounds, str) else bounds
+    chosen = None if chosen is None else [name.strip() for name in chosen]
+    if over:
+        names = statistics.compared(ds, chosen)
+    elif chosen is None:
+        names = [*statistics.panels(ds), *extras(ds)]
+    else:
+        own = [_extra(ds, name) for name in chosen if name in EXTRAS]
+        names = [*statistics.panels(ds, [one for one in chosen if one not in EXTRAS]), *own]
+    grids = log10(ds, names, how, over)
+    bars = scales(ds, grids, scale, limits)
+    words = _caption(ds, bars, how, scale)
+    runs, titles = dict.fromkeys(grids, ds), _titles(ds, names)
+    return Panels(runs, grids, bars, titles, words, scale == "panel")
+
+
+def _of_several(
+    given: Any, bounds: Bounds, reduce: How, limits: Limits, over: str | None, labels: Any
+) -> Panels:
+    """Panels of several runs on one colour scale."""
+    found, names = charts.together(given, labels, "colour scale")
+    how, runs, titles = _reduction(reduce, over), {}, {}
+    grids: Grids = {}
+    for k, (ds, name) in enumerate(zip(found, names, strict=True)):
+        of = statistics.compared(ds, bounds) if over else statistics.panels(ds, bounds or ())
+        own, called = log10(ds, of, how, over), _titles(ds, of)
+        for one, (label, *below) in called.items():
+            key, title = f"{k} {one}", name if len(of) == 1 else f"{name}: {label}"
+            runs[key], grids[key], titles[key] = ds, own[one], [title, *below]
+    bar = scale_of(list(grids), grids, RATIO if over else QUANTITY, limits)
+    each = _over_samples(found[0], ", each the ", how)
+    pairs = zip(names, map(texts.run_caption, found), strict=True)
+    told = " ".join(f"{name}: {words}." if labels else f"{words}." for name, words in pairs)
+    return Panels(runs, grids, [bar], titles, plain(f"{bar.quantity}{each}, on one scale. {told}"))
+
+
+def _of_diff(ds: xr.Dataset, reduce: How, labels: Mapping[str, str] | None) -> Panels:
+    """Panels of the norms of both runs of a diff, and of their ratio, the last one."""
+    how, names = "geomean" if reduce is None else reduce, side_names(labels)
+    a, b, name = names.values()
+    models = dict(zip(names, map(texts.model_name, sides(ds)), strict=False))
+    given = labels or {}
+    called = [names[k] if k in given else plain(f"{names[k]}: {models[k]}") for k in models]
+    both = _of_several(sides(ds), None, how, None, None, called)
     with np.errstate(all="ignore"):
-        grid = np.log10(statistics.panel(ds["ratio"], how).values)
+        grid = np.log10(panel(ds["ratio"], how).values)
     most = max(map(abs, statistics.ends(grid[np.isfinite(grid)])), default=0.0)
     most = max(most, 1e-3) if np.isfinite(most) else 1.0
-    return {"ratio": grid}, sheets.Scale(("ratio",), -most, most, sheets.DIVERGING, words)
+    undecided = np.zeros(grid.shape, dtype=bool)
+    samples = statistics.samples_of(ds["ratio"])
+    if across(ds) == "head" and samples > 1:
+        lower, upper = (
+            end.transpose("layer", "head") for end in statistics.spread(ds["ratio"], how)
+        )
+        undecided = ((lower <= 1) & (upper >= 1)).values
+    spread = statistics.spread_title(samples, how)
+    dots = f" Dots: the {spread} of the cell contains 1." * bool(undecided.any())
+    notes = "".join(f" {note[:1].upper()}{note[1:]}." for note in diff_notes(ds, labels))
+    words = plain(
+        f"log10 of the local Lipschitz constants of {a} and {b}, and {name} on a logarithmic "
+        f"colour scale centred on 1{_over_samples(ds, ', each the ', how)}; above it its geometric "
+        f"mean over everything. {diff_words(ds, labels)}.{dots}{notes}"
+    )
+    return Panels(
+        {**both.runs, "ratio": ds},
+        both.grids | {"ratio": grid},
+        [*both.bars, Scale(("ratio",), -most, most, DIVERGING, name)],
+        {
+            **both.titles,
+            "ratio": [f"{name}: {enclosed(*statistics.mean_ends(ratio_run(ds), 'exact'))}"],
+        },
+        words,
+        own_bars=True,
+        dots={"ratio": undecided},
+    )
 
 
-def _undecided(ratio: xr.DataArray, how: str | float) -> np.ndarray:
-    """Cells whose interval or range contains 1, (layer, head); none for whole layers."""
-    if statistics.across(ratio) == "sample" or statistics.samples_of(ratio) < 2:
-        return np.zeros((ratio.sizes["layer"], ratio.sizes["sample"]), dtype=bool)
-    lower, upper = (end.transpose("layer", "head") for end in statistics.spread(ratio, how))
-    return ((lower <= 1) & (upper >= 1)).values
-
-
-@takes_diff(diff_heatmaps)
+@knows_options
 def heatmaps(
-    ds: xr.Dataset | Sequence[Run],
+    ds: Run | Sequence[Run],
     path: str | Path | None = None,
     *,
     bounds: Iterable[str] | None = None,
@@ -157,9 +559,10 @@ def heatmaps(
     is wider than paper. With ``path``, the caption is written beside it, as ``NAME.caption.txt``
     and ``NAME.caption.tex`` (``\input`` that in a figure).
 
-    Of a diff of two runs, their exact norms and the ratio are drawn (see
-    `lipbound.reporting.plots.diff_heatmaps`); of a list of runs, such as several checkpoints for a
-    paper, the exact norm of each, and bounds that are asked for, all on one colour scale.
+    Of a diff of two runs, their exact norms are drawn on one scale, and their ratio on one centred
+    on 1; dots mark heads whose interval over samples, or range of few samples, contains 1. Of a
+    list of runs, such as several checkpoints for a paper, the exact norm of each is drawn, and
+    bounds that are asked for, all on one colour scale.
 
     Args:
         ds: a run, from `lipbound.compare` or `lipbound.load`, or a list of runs of one map and
@@ -185,7 +588,8 @@ def heatmaps(
             widths of "page" and "column".
         caption: draw the caption into the picture too.
         labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
-            "data"; of a list of runs a list of names of their models.
+            "data"; of a list of runs a list of names of their models; of a diff the names of its
+            runs, by "a" and "b".
 
     Returns:
         A matplotlib Figure that is not registered with pyplot; ``.axes`` are its panels and bars.
@@ -194,34 +598,29 @@ def heatmaps(
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the
             paper; a file that cannot be written.
     """
-    paper, each = (width, columns, font_size, style, caption), scale == "panel"
-    if isinstance(ds, list | tuple):
-        several = _of_several(ds, bounds, reduce, limits, over, labels)
-        return sheets.figure_of(several, path, paper, own_bars=False)
-    ds = texts.relabelled(run_of(ds), labels)
-    own = statistics.extras(ds)
-
-    def drawn(bounds: Iterable[str] | None) -> Figure:
-        grids, bars, how = _panels(ds, bounds, reduce, scale, over, limits)
-        words, runs = _caption(ds, bars, how, scale), dict.fromkeys(grids, ds)
-        panels = runs, grids, bars, _titles(ds, grids), words
-        return sheets.figure_of(panels, path, paper, own_bars=each)
-
+    paper = (width, columns, font_size, style, caption)
+    given = opened(ds, bounds=bounds, over=over, scale=scale != "rows" and scale, limits=limits)
+    if is_diff(given):
+        return figure_of(_of_diff(given, reduce, labels), path, paper)
+    if isinstance(given, list | tuple):
+        return figure_of(_of_several(given, bounds, reduce, limits, over, labels), path, paper)
+    ds = texts.relabelled(run_of(given), labels)
     try:
-        return drawn(bounds)
+        return figure_of(_of_run(ds, bounds, reduce, scale, over, limits), path, paper)
     except PaperError:
+        own = [name for name in EXTRAS if EXTRAS[name] in extras(ds)]
         if bounds is not None or not own:
             raise
-    figure = drawn(bounds_there(ds))
-    names = ",".join(name for name in EXTRAS if EXTRAS[name] in own)
+    panels = _of_run(ds, bounds_there(ds), reduce, scale, over, limits)
+    figure = figure_of(panels, path, paper)
+    names = ",".join(own)
     tell(f"the extras of the run do not fit on this figure; bounds='{names}' draws one of them")
     return figure
 
 
-@takes_diff(diff_heatmap)
-@takes_run
+@knows_options
 def heatmap(
-    ds: xr.Dataset,
+    ds: Run,
     name: str = "exact",
     *,
     over: str | None = None,
@@ -236,7 +635,7 @@ def heatmap(
     """One panel of `heatmaps` with a colour scale beside it, in axes of yours.
 
     Args:
-        ds: a run.
+        ds: a run, or a diff, whose ratio is drawn.
         name: "exact", "exact_l2", a bound of the run, or "frobenius" or "condition", of runs with
             these ``extras``.
         over: "exact": bound / exact, as in `heatmaps`.
@@ -253,39 +652,25 @@ def heatmap(
     Raises:
         UnknownNameError: a variable that the run has not, an unknown reduction.
     """
-    ds = texts.relabelled(ds, labels)
+    given = opened(ds, name=name != "exact" and name, over=over, limits=limits)
+    if is_diff(given):
+        grids, bar = (panels := _of_diff(given, reduce, labels)).grids, panels.bars[-1]
+        words = bar.quantity + _over_samples(given, ", ", "geomean" if reduce is None else reduce)
+        above = bar.quantity if title is None else title
+        return one_panel(given, grids, replace(bar, quantity=words), above, ax, path, colorbar)
+    ds = texts.relabelled(run_of(given), labels)
     reduce = _reduction(reduce, over)
-    known = [*statistics.panels(ds), *statistics.extras(ds)]
+    known = [*statistics.panels(ds), *extras(ds)]
     known = statistics.compared(ds) if over else known
     wanted = name if over or name not in EXTRAS else _extra(ds, name)
     if wanted not in known:
         what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
         raise UnknownNameError(f"{what}; {nearest(name, known)}")
-    grids = sheets.log10(ds, [wanted], reduce, over)
-    (shown,) = sheets.scales(ds, grids, "panel", limits)
-    words = (sheets.RATIO if over else "log10") + _over_samples(ds, ", ", reduce)
+    grids = log10(ds, [wanted], reduce, over)
+    (bar,) = scales(ds, grids, "panel", limits)
+    words = (RATIO if over else "log10") + _over_samples(ds, ", ", reduce)
     above = texts.label_of(ds, wanted) if title is None else title
-    return sheets.one_panel(ds, grids, replace(shown, quantity=words), above, ax, path, colorbar)
-
-
-def _of_several(
-    given: Any, bounds: Bounds, reduce: How, limits: sheets.Limits, over: str | None, labels: Any
-) -> tuple[dict[str, xr.Dataset], sheets.Grids, list[sheets.Scale], dict[str, Any], str]:
-    """Runs, values, colour scale and titles of the panels of several runs, and their caption."""
-    found, names = charts.together(given, labels, "colour scale")
-    how, runs, titles = _reduction(reduce, over), {}, {}
-    grids: sheets.Grids = {}
-    for k, (ds, name) in enumerate(zip(found, names, strict=True)):
-        of = statistics.compared(ds, bounds) if over else statistics.panels(ds, bounds or ())
-        own, called = sheets.log10(ds, of, how, over), _titles(ds, of)
-        for one, (label, *below) in called.items():
-            key, title = f"{k} {one}", name if len(of) == 1 else f"{name}: {label}"
-            runs[key], grids[key], titles[key] = ds, own[one], [title, *below]
-    bar = sheets.scale_of(list(grids), grids, sheets.RATIO if over else sheets.QUANTITY, limits)
-    each = _over_samples(found[0], ", each the ", how)
-    pairs = zip(names, map(texts.run_caption, found), strict=True)
-    told = " ".join(f"{name}: {words}." if labels else f"{words}." for name, words in pairs)
-    return runs, grids, [bar], titles, plain(f"{bar.quantity}{each}, on one scale. {told}")
+    return one_panel(ds, grids, replace(bar, quantity=words), above, ax, path, colorbar)
 
 
 def _extra(ds: xr.Dataset, name: str) -> str:
@@ -294,7 +679,7 @@ def _extra(ds: xr.Dataset, name: str) -> str:
     Raises:
         UnknownNameError: the run has it not.
     """
-    if EXTRAS[name] in statistics.extras(ds):
+    if EXTRAS[name] in extras(ds):
         return EXTRAS[name]
     if EXTRAS[name] in ds:
         raise UnknownNameError(f"no value of {name!r} is known; shorter inputs may have some")
@@ -303,7 +688,7 @@ def _extra(ds: xr.Dataset, name: str) -> str:
 
 def _over_samples(ds: xr.Dataset, before: str, reduce: str | float) -> str:
     """Words on how the values of panels are reduced; none where they are not."""
-    single = statistics.across(ds) == "sample" or ds.sizes["sample"] == 1
+    single = across(ds) == "sample" or ds.sizes["sample"] == 1
     return "" if single else f"{before}{statistics.reduction_name(reduce)} over samples"
 
 
@@ -312,25 +697,6 @@ def _reduction(reduce: str | float | None, over: str | None) -> str | float:
     if over is not None:
         choice("over", over, ("exact",))
     return ("mean" if over is None else "geomean") if reduce is None else reduce
-
-
-def _panels(
-    ds: xr.Dataset, bounds: Bounds, reduce: How, scale: str, over: str | None, limits: sheets.Limits
-) -> tuple[dict[str, np.ndarray], list[sheets.Scale], str | float]:
-    """Values of the panels, log10, their colour scales, and how they are reduced."""
-    reduce = _reduction(reduce, over)
-    if isinstance(bounds, str):
-        bounds = [part.strip() for part in bounds.split(",")]
-    if over:
-        names = statistics.compared(ds, bounds)
-    elif bounds is None:
-        names = [*statistics.panels(ds), *statistics.extras(ds)]
-    else:
-        chosen = list(bounds)
-        own = [_extra(ds, name) for name in chosen if name in EXTRAS]
-        names = [*statistics.panels(ds, [one for one in chosen if one not in EXTRAS]), *own]
-    grids = sheets.log10(ds, names, reduce, over)
-    return grids, sheets.scales(ds, grids, scale, limits), reduce
 
 
 def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
@@ -346,10 +712,9 @@ def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
     return titles
 
 
-@takes_diff(diff_caption)
-@takes_run
+@knows_options
 def caption(
-    ds: xr.Dataset,
+    ds: Run,
     *,
     bounds: Iterable[str] | None = None,
     over: str | None = None,
@@ -358,31 +723,32 @@ def caption(
     labels: Mapping[str, str] | None = None,
 ) -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
-    ds = texts.relabelled(ds, labels)
-    _, bars, reduce = _panels(ds, bounds, reduce, scale, over, None)
-    return _caption(ds, bars, reduce, scale)
+    given = opened(ds, bounds=bounds, over=over, scale=scale != "rows" and scale)
+    if is_diff(given):
+        return _of_diff(given, reduce, labels).caption
+    return _of_run(texts.relabelled(run_of(given), labels), bounds, reduce, scale, over).caption
 
 
-def _caption(ds: xr.Dataset, bars: list[sheets.Scale], reduce: str | float, scale: str) -> str:
+def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str) -> str:
     """Caption of a figure with these colour bars."""
     each = " (a colour scale for each panel)" if scale == "panel" else ""
-    shown = [name for bar in bars for name in bar.names]
+    names = [name for bar in bars for name in bar.names]
     several = [bar for bar in bars if bar.quantity == bars[0].quantity]
     rows, first = "", bars[0].names if scale == "rows" and len(several) > 1 else ()
     if first:
         own = "scale of their own" if len(first) > 1 else "scale of its own"
         rows = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour {own}."
-    for name in filter(statistics.extras(ds).__contains__, shown):
+    for name in filter(extras(ds).__contains__, names):
         infinite = ", infinite ones in the colour beyond it" * bool(np.isinf(ds[name]).any())
         label, title = texts.label_of(ds, name), texts.extra_title(ds, name)
         rows += f" {label}: log10 of the {title}, on a scale of its own{infinite}."
-    marks = [texts.mark(entry).strip() for name, entry in audit(ds).items() if name in shown]
+    marks = [texts.mark(entry).strip() for name, entry in audit(ds).items() if name in names]
     place = "head" if "head" in ds.dims else "layer"
     meaning = [f" {sign} {MARKS[sign].format(place)}." for sign in MARKS if sign in marks]
     ratios, and_bounds, means = "", "", texts.over(ds)
     if marks:
         ratios = f" Above the panels: bound / exact{', geometric mean' if means else ''}{means}."
-        if bars[0].quantity == sheets.QUANTITY:
+        if bars[0].quantity == QUANTITY:
             and_bounds = f" and its {'bounds' if len(marks) > 1 else 'bound'}"
     shown_is = f"{bars[0].quantity}{and_bounds}{_over_samples(ds, ', each the ', reduce)}{each}"
     return plain(f"{shown_is}.{rows} {texts.run_caption(ds)}.{ratios}{''.join(meaning)}")

@@ -10,7 +10,7 @@ import xarray as xr
 from lipbound.bounds.audit import allowance, audit
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
-from lipbound.reporting.labels import check_numbers
+from lipbound.reporting.labels import check_numbers, label_of
 from lipbound.runs.store import sides, takes_run
 from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, is_diff, norm_of, sound
 
@@ -192,7 +192,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     names, counts, rows = bounds_there(ds), audit(ds), []
     for name in names:
         lower = geomean(quantity(ds, name, 0)) if has_upper(ds, name) else float("nan")
-        row = {"label": ds[name].attrs["label"], "geomean_lower": lower}
+        row = {"label": label_of(ds, name), "geomean_lower": lower}
         rows.append(row | spread_of(ds, name) | counts[name])
     # of which pandas shows the first two and the last two where there is no room
     columns = ["geomean", *AUDITED, "label", "geomean_lower", *INTERVAL, *SPREAD[1:]]

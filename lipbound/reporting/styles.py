@@ -43,8 +43,8 @@ FILES: Any = {
 BASE: Any = FILES | {"font.family": "sans-serif", "axes.linewidth": 0.5}
 TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
 """Names in tueplots of our widths, for journals of two columns."""
-SPARE = {"serif": "STIXGeneral"}
-"""Like Times, and always there: for machines without the venue's fonts."""
+SPARE = {"serif": "STIXGeneral", "sans-serif": "DejaVu Sans"}
+"""Fonts that are always there, for machines without the venue's."""
 LETTERS = 1.65
 """Letters in a line over its width, in sizes of its type."""
 FIGURE = "figure.pdf"
@@ -102,14 +102,13 @@ def look(
 def _font(style: str, found: dict[str, Any]) -> str:
     """The first font of a venue that is installed; else a like one, which is told."""
     family = found["font.family"]
-    # none: the venue leaves them to TeX
-    fonts = found.get(f"font.{family}", []) if family in ("serif", "sans-serif") else [family]
+    fonts = found.get(f"font.{family}", []) if family in SPARE else [family]
     for font in fonts:
         if font in font_manager.get_font_names():
             return str(font)
     spare = SPARE.get(family, "DejaVu Sans")
-    missing = f"of its fonts ({', '.join(fonts)}) none is installed"
-    tell(f"style {style!r}: {missing if fonts else 'it leaves its font to TeX'}; {spare} is taken")
+    named = ", ".join(fonts) or "left to TeX"
+    tell(f"style {style!r}: none of its fonts ({named}) is installed; {spare} is taken")
     return spare
 
 
@@ -176,7 +175,7 @@ def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
         file, beside = file_path(path, FIGURE), dict[Path, str]()
         if caption:
             beside[file.with_name(f"{file.stem}.caption.txt")] = f"{caption}\n"
-            text = f"\\caption{{{latex_caption(caption)}}}\n"
+            text = f"\\caption{{{typeset(caption)}}}\n"
             beside[file.with_name(f"{file.stem}.caption.tex")] = text
         write(figure, file, beside)
     return drawn
@@ -223,12 +222,3 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str]) -> None:
             drawn.write_bytes(whole.getvalue())
         for file, words in zip(others, beside.values(), strict=True):
             file.write_text(words, encoding="utf-8")
-
-
-def latex_caption(text: str) -> str:
-    r"""A caption for LaTeX: formulas in mathematics, foreign text escaped, long names breakable.
-
-    >>> latex_caption("log10 of 50 %")
-    '$\\log_{10}$ of 50 \\%'
-    """
-    return typeset(text).replace("log10 of", "$\\log_{10}$ of")

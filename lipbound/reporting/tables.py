@@ -12,18 +12,18 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, choice, knows_options
-from lipbound.formatting import counted, digits, directed, enclosed, outwards
+from lipbound.formatting import counted, digits, directed, enclosed, outwards, plain
 from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
-from lipbound.reporting.diffs import diff_notes, diff_words, ratio_run
+from lipbound.reporting.diffs import diff_notes, diff_words, opened, ratio_run
 from lipbound.reporting.labels import footnotes, left_out
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.statistics import LIKELY, RANGE, ROWS, breakdown, panels, ratio, summary
-from lipbound.reporting.text_tables import Table, csv_table, markdown_table, text_table
-from lipbound.runs.store import Run, takes_diff, takes_run
-from lipbound.schema import EXTRAS, Contents, bounds_there, with_exact
+from lipbound.reporting.text_tables import Table, markdown_table, text_table
+from lipbound.runs.store import Run, run_of
+from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, with_exact
 
 __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
@@ -34,7 +34,7 @@ def __dir__() -> list[str]:
 
 
 WRITERS: dict[str, Callable[..., str]] = {"text": text_table, "markdown": markdown_table}
-WRITERS |= {"latex": latex_table, "csv": csv_table}
+WRITERS |= {"latex": latex_table, "csv": lambda table: str(table.numbers.to_csv())}
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, NO_SPREAD = "geom. mean", "one sample: no interval over samples"
@@ -93,55 +93,9 @@ def render(
     return WRITERS[format](made, width) if format in FITTED else WRITERS[format](made)
 
 
-def _check_rows(by: str, reduce: str | float, values: str) -> None:
-    """Refuse rows that there are not, and what rows by bound do not have."""
-    choice("rows", by, ROWS)
-    if by == "bound" and (reduce, values) != ("geomean", "ratio"):
-        raise LipboundError(
-            f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
-            f"{values!r}; these are for rows by layer or head"
-        )
-
-
-def diff_table(
-    ds: xr.Dataset,
-    by: str = "bound",
-    *,
-    bounds: Iterable[str] | None = None,
-    reduce: str | float = "geomean",
-    labels: Mapping[str, str] | None = None,
-) -> Table:
-    """Table of a diff: of the norms of both runs and of their ratio, over everything or by place.
-
-    Args:
-        ds: a diff. by: "bound" (over everything), "layer" or "head".
-        bounds: of rows by bound: those whose ratios stand there, too; all that both have by
-            default.
-        reduce: of rows by place, as in `render`. labels: names of the runs, by "a" and "b".
-
-    Raises:
-        LipboundError: unknown names, heads of whole layers.
-    """
-    _check_rows(by, reduce, "ratio")
-    run = ratio_run(ds, labels)
-    told = diff_words(ds, labels), diff_notes(ds, labels)
-    if by != "bound":
-        if bounds is not None:
-            raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
-        made = _by_place(run, by, [], reduce, "ratio", told)
-        names = {f"exact{end}": f"ratio{end}" for end in ("", "_lower", "_upper")}
-        return replace(made, numbers=made.numbers.rename(columns=names))
-    norms, given = ["a", "b", "exact"], [bounds] if isinstance(bounds, str) else bounds
-    both = [str(name) for name in run.data_vars if f"{name}_upper" in run]
-    both = [name for name in both if name not in norms]
-    chosen = both if given is None else [choice("bound", name, both) for name in given]
-    return _of_norms(run, [*norms, *chosen], told)
-
-
-@takes_diff(diff_table)
-@takes_run
+@knows_options
 def table_of(
-    ds: xr.Dataset,
+    ds: Run,
     by: str = "bound",
     *,
     bounds: Iterable[str] | None = None,
@@ -152,15 +106,39 @@ def table_of(
     """Table that `render` writes, before it has a format.
 
     ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table. Of a diff of two
-    runs it is of both and of B / A (see `lipbound.reporting.tables.diff_table`).
+    runs it is of the norms of both and of their ratio B / A, over everything or by place;
+    ``bounds`` are then those whose ratios stand there too (all that both have by default), and
+    ``labels`` names of the runs, by "a" and "b".
 
     Raises:
-        LipboundError: unknown names; another mean than geometric, or values, for rows by bound.
+        LipboundError: unknown names, heads of whole layers; another mean than geometric, or values,
+            for rows by bound.
     """
-    _check_rows(by, reduce, values)
-    ds = texts.relabelled(ds, labels)
-    chosen = None if bounds is None else statistics.present(ds, bounds)
-    return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
+    choice("rows", by, ROWS)
+    if by == "bound" and (reduce, values) != ("geomean", "ratio"):
+        raise LipboundError(
+            f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
+            f"{values!r}; these are for rows by layer or head"
+        )
+    given = opened(ds, values=values != "ratio" and values)
+    if not is_diff(given):
+        run = texts.relabelled(run_of(given), labels)
+        chosen = None if bounds is None else statistics.present(run, bounds)
+        if by == "bound":
+            return _by_bound(run, chosen)
+        return _by_place(run, by, chosen, reduce, values)
+    run, told = ratio_run(given, labels), (diff_words(given, labels), diff_notes(given, labels))
+    if by == "bound":
+        norms, wanted = ["a", "b", "exact"], [bounds] if isinstance(bounds, str) else bounds
+        both = [str(name) for name in run.data_vars if f"{name}_upper" in run]
+        both = [name for name in both if name not in norms]
+        chosen = both if wanted is None else [choice("bound", name, both) for name in wanted]
+        return _of_norms(run, [*norms, *chosen], told)
+    if bounds is not None:
+        raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
+    made = _by_place(run, by, [], reduce, "ratio", told)
+    names = {f"exact{end}": f"ratio{end}" for end in ("", "_lower", "_upper")}
+    return replace(made, numbers=made.numbers.rename(columns=names))
 
 
 def latex(ds: Run, **options: Any) -> str:
@@ -195,6 +173,7 @@ def _table(
         shown = shown.drop(columns=LIKELY)
     else:
         spread.insert(0, f"{LIKELY}: Student's t over {samples} samples, on logarithms")
+    shown = shown.map(plain).rename(columns=plain)
     return Table(numbers, shown, WORDS, head, said, [*spread, *notes], tuple(keys), spare)
 
 
@@ -203,17 +182,17 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
     if not names:
         return _of_norms(ds, ["exact"], bounds=chosen)
-    numbers, (mean, spread) = summary(ds).loc[names], _of_each(ds, names)
-    audited = numbers[["violations", "compared", "sound"]].itertuples(index=False)
-    called = [f"{label}{texts.mark(counts[name])}" for name, label in numbers["label"].items()]
-    verdict = [(f"{below}/{of}", texts.holds(good, of)) for below, of, good in audited]
-    columns = (
-        {"bound": called, "name": names}
-        | mean
-        | {title: spread[title] for title in (LIKELY, RANGE)}
-    )
-    columns |= dict(zip((BELOW, HOLDS), zip(*verdict, strict=True), strict=True))
-    shown, head = pd.DataFrame(columns | spread, names), f"bound / exact{texts.over(ds)}"
+    numbers, labels = summary(ds).loc[names], [texts.label_of(ds, name) for name in names]
+    columns = _of_each(ds, names) | {
+        "bound": [
+            f"{label}{texts.mark(counts[k])}" for k, label in zip(names, labels, strict=True)
+        ],
+        "name": names,
+        BELOW: numbers["violations"].astype(str) + "/" + numbers["compared"].astype(str),
+        HOLDS: list(map(texts.holds, numbers["sound"], numbers["compared"])),
+    }
+    order = ["bound", "name", MEAN, LIKELY, RANGE, BELOW, HOLDS, "min", "max"]
+    shown, head = pd.DataFrame(columns, names)[order], f"bound / exact{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
 
 
@@ -223,18 +202,18 @@ def _of_norms(
     """A table of norms rather than of bounds, a row each."""
     rows = [statistics.spread_of(ds, name) for name in names]
     numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
-    mean, spread = _of_each(ds, names)
-    shown = pd.DataFrame({"norm": [texts.label_of(ds, name) for name in names]} | mean | spread)
+    labels = {"norm": [texts.label_of(ds, name) for name in names]}
+    shown = pd.DataFrame(labels | _of_each(ds, names))
     head = f"{'exact norms and their ratio' if told else 'exact norm'}{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=bounds, keys=["norm"], told=told)
 
 
-def _of_each(ds: xr.Dataset, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_each(ds: xr.Dataset, names: Sequence[str]) -> dict[str, Any]:
     """Columns of words on the mean of each quantity over everything, and on its spread."""
     ends = [[statistics.spread_of(ds, name, end) for name in names] for end in (0, 1)]
     low, high = map(pd.DataFrame, ends)
-    mean = {MEAN: list(map(enclosed, low["geomean"], high["geomean"]))}
-    return mean, _spread_columns(low, high, "geomean")
+    mean = list(map(enclosed, low["geomean"], high["geomean"]))
+    return {MEAN: mean} | _spread_columns(low, high, "geomean")
 
 
 def extra_notes(ds: xr.Dataset) -> list[str]:
@@ -265,14 +244,14 @@ def _spread_columns(low: pd.DataFrame, high: pd.DataFrame, name: str) -> dict[st
     They have no more digits than the mean, so that rounding leaves it between them.
     """
     known = [max(2, min(3, digits(*ends))) for ends in zip(low[name], high[name], strict=True)]
-    return {
+    found = {
         title: list(map(outwards, low[least], high[most], known))
         for title, (least, most) in statistics.SPANS.items()
-    } | {
-        end: [directed(value, to, up) for value, to in zip(ends[end], known, strict=True)]
-        for end, ends, up in (("min", low, False), ("max", high, True))
-        if end in ends
     }
+    for end, ends in (("min", low), ("max", high)):
+        if end in ends:
+            found[end] = list(map(directed, ends[end], known, [end == "max"] * len(known)))
+    return found
 
 
 def _said_of_cells(
@@ -306,11 +285,10 @@ def _by_place(
     shown = table.index.to_frame().astype(str).assign(**norms)
     for name in statistics.extras(ds):
         shown[texts.extra_title(ds, name)] = column[name]
-    titles = {*shown.columns}
+    labels = [*shown, *(texts.label_of(ds, name) for name in names)]
     for name in names:
-        title = texts.label_of(ds, name)
-        title = f"{title} ({name})" if title in titles else title
-        titles.add(title)
+        label = texts.label_of(ds, name)
+        title = f"{label} ({name})" if labels.count(label) > 1 else label
         shown[title + texts.mark(counts[name])] = column[name]
     heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
     head = _said_of_cells(ds, names, by, values, reduce, exact)

@@ -1,4 +1,4 @@
-"""Tables before they have a format, the columns with room in a line; as text, Markdown, CSV.
+"""Tables before they have a format, the columns with room in a line; as text and Markdown.
 
 Words fold, columns are left out in a stated order or go on below. Numbers stay whole.
 """
@@ -9,7 +9,7 @@ import io
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -56,12 +56,6 @@ class Table:
     keys: tuple[str, ...]
     spare: tuple[str, ...] = ()
 
-    def plain(self) -> Table:
-        """The same table with cells and titles on one line, without control characters."""
-        shown = self.shown.astype(str).map(plain).rename(columns=plain)
-        words, keys = tuple(map(plain, self.words)), tuple(map(plain, self.keys))
-        return replace(self, shown=shown, words=words, keys=keys)
-
     def data(self) -> dict[str, Any]:
         """Numbers in full precision as plain data.
 
@@ -74,9 +68,9 @@ class Table:
         return text_table(self)
 
     def _repr_html_(self) -> str:
-        made, notes = self.plain(), [self.head, *self.notes]
-        titles, cells = list(made.shown.columns), made.shown.values.tolist()
-        return html_table(titles, cells, title=self.caption, notes=notes, words=made.words)
+        titles, cells = list(self.shown.columns), self.shown.values.tolist()
+        notes = [self.head, *self.notes]
+        return html_table(titles, cells, title=self.caption, notes=notes, words=self.words)
 
 
 def fit(
@@ -99,21 +93,20 @@ def fit(
     least = min(widths[first], narrow) if first in table.words else widths[first]
 
     def over(titles: Sequence[str]) -> float:
-        return sum(gap + widths[title] for title in titles) - gap - widths[first] - room
+        return least + sum(gap + widths[title] for title in titles[1:]) - room
 
     for title in table.spare:
-        if over(kept) + least <= 0:
-            break
-        if title in kept:
+        if title in kept and over(kept) > 0:
             kept.remove(title)
             left_out.append(title)
-    blocks, keys = list[list[str]](), [title for title in kept if title in table.keys]
-    for title in () if table.spare else [title for title in kept if title not in keys]:
-        if not blocks or (len(blocks[-1]) > len(keys) and over([*blocks[-1], title]) + least > 0):
+    keys = [title for title in kept if title in table.keys]
+    blocks = [kept] if table.spare or keys == kept else list[list[str]]()
+    for title in () if blocks else kept[len(keys) :]:
+        if not blocks or (len(blocks[-1]) > len(keys) and over([*blocks[-1], title]) > 0):
             blocks.append(list(keys))
         blocks[-1].append(title)
-    fitted = {**widths, first: max(least, min(widths[first], -over(kept)))}
-    return [{title: fitted[title] for title in block} for block in blocks or [kept]], left_out
+    fitted = {**widths, first: max(least, min(widths[first], least - over(kept)))}
+    return [{title: fitted[title] for title in block} for block in blocks], left_out
 
 
 def heading(title: str, width: float) -> list[str]:
@@ -136,7 +129,7 @@ def text_table(table: Table, width: str | float | None = None) -> str:
         raise LipboundError(
             f"width is {width!r}; that of text is a number of characters, at least {LEAST}"
         )
-    table, room = table.plain(), int(width) if width and width < ENDLESS else ENDLESS
+    room = int(width) if width and width < ENDLESS else ENDLESS
     widths = {}
     for title in table.shown.columns:
         cells = max(map(cell_len, table.shown[title]), default=0)
@@ -173,12 +166,12 @@ def _block(table: Table, widths: Mapping[str, float]) -> list[str]:
 
 def markdown_table(table: Table) -> str:
     """Write a table as Markdown, with its caption above and a line for every note below."""
-    cells = table.shown.map(escape_markdown).rename(columns=escape_markdown)
-    above = [_markdown_note(part) for part in (table.caption, table.head) if part]
-    align = ["left" if title in table.words else "right" for title in table.shown.columns]
-    body = str(cells.to_markdown(index=False, disable_numparse=True, colalign=align))
+    rule = ["---" if title in table.words else "--:" for title in table.shown]
+    cells = map(escape_markdown, [*table.shown, *rule, *table.shown.values.ravel()])
+    rows = [f"| {' | '.join(row)} |" for row in zip(*[cells] * len(rule), strict=True)]
+    above = [f"{_markdown_note(part)}\n" for part in (table.caption, table.head) if part]
     notes = [f"{_markdown_note(note)}<br>" for note in table.notes]
-    return "\n".join([*(f"{part}\n" for part in above), body, "", *notes]).rstrip()
+    return "\n".join([*above, *rows, "", *notes]).rstrip()
 
 
 def _markdown_note(text: str) -> str:
@@ -187,11 +180,3 @@ def _markdown_note(text: str) -> str:
     ``_ | * ~ $``, which names and formulas hold, stay as they are.
     """
     return re.sub(r"\\([_|*~$])", r"\1", escape_markdown(text))
-
-
-def csv_table(table: Table) -> str:
-    """Full precision, without notes."""
-    numbers = table.numbers.rename(columns=plain)
-    if "label" in numbers:
-        numbers = numbers.assign(label=numbers["label"].map(plain)).rename(index=plain)
-    return str(numbers.to_csv())

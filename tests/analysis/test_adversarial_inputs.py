@@ -55,20 +55,12 @@ def test_steepness_is_that_of_the_big_matrix() -> None:
 
 def test_steepness_without_real_eigenvalues() -> None:
     turn = torch.tensor([[[0.0, -1.0], [1.0, 0.0]]], dtype=torch.float64)
-    eye = torch.eye(2, dtype=torch.float64)[None]
+    eye, x = torch.eye(2, dtype=torch.float64)[None], torch.ones(1, 3, 3, dtype=torch.float64)
     with pytest.raises(LipboundError, match="no real eigenvalue"):
-        adversarial_inputs.steepness(
-            Attention(torch.ones(1, 3, 2, dtype=torch.float64), turn, eye, eye)
-        )
-    wide = torch.zeros(1, 3, 2, dtype=torch.float64)
-    wide[:, :2] = turn
-    key = torch.zeros(1, 3, 2, dtype=torch.float64)
-    key[:, :2] = eye
-    steep = adversarial_inputs.steepness(
-        Attention(torch.ones(1, 3, 3, dtype=torch.float64), wide, key, key)
-    )
-    assert float(steep.gamma[0]) == 0
-    assert float(steep.eigenvalue[0]) == 0
+        adversarial_inputs.steepness(Attention(x[..., :2], turn, eye, eye))
+    wide, key = (torch.cat([w, torch.zeros_like(w[:, :1])], 1) for w in (turn, eye))
+    steep = adversarial_inputs.steepness(Attention(x, wide, key, key))
+    assert float(steep.gamma[0]) == float(steep.eigenvalue[0]) == 0
 
 
 @examples(60)
@@ -139,11 +131,8 @@ def test_limit_of_padded_layers_counts_real_tokens() -> None:
     valid = torch.tensor([[True] * 4 + [False] * 2])
     padded = Attention(att.x, att.w_q, att.w_k, att.w_v, valid=valid)
     short = Attention(att.x[:, :4], att.w_q, att.w_k, att.w_v)
-    for mine, theirs in zip(
-        castin_inputs.large_radius_limit(padded),
-        castin_inputs.large_radius_limit(short),
-        strict=True,
-    ):
+    found = map(castin_inputs.large_radius_limit, (padded, short))
+    for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 

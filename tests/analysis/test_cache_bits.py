@@ -129,16 +129,15 @@ def test_what_is_no_study(ds: xr.Dataset, gpt2_run: xr.Dataset) -> None:
 
 
 def test_the_ranking_has_all_heads_in_order(ds: xr.Dataset) -> None:
-    heads = study.ranking(ds)
-    places = {(row["layer"], row["head"]) for row in heads}
-    assert places == {(i, h) for i in range(ds.sizes["layer"]) for h in range(ds.sizes["head"])}
-    total = [row["keys_expected"] + row["values_expected"] for row in heads]
-    assert total == sorted(total, reverse=True)
+    for kind in study.KINDS:
+        heads = study.ranking(ds, by=kind)
+        places = {(row["layer"], row["head"]) for row in heads}
+        assert places == {(i, h) for i in range(ds.sizes["layer"]) for h in range(ds.sizes["head"])}
+        total = [row[f"keys_{kind}"] + row[f"values_{kind}"] for row in heads]
+        assert total == sorted(total, reverse=True)
     first = heads[0]
     at = ds["bits_bound"].sel(side="keys", layer=first["layer"]).isel(head=first["head"])
     assert first["keys_bound"] == pytest.approx(float(at.max()))
-    total = [row["keys_bound"] + row["values_bound"] for row in study.ranking(ds, by="bound")]
-    assert total == sorted(total, reverse=True)
     assert len(study.agreement(ds)) == 2 * len(BITS)
 
 

@@ -1,5 +1,6 @@
 """Weighted attention and copies of tokens, against dense Jacobians."""
 
+import itertools
 import math
 
 import castin_inputs
@@ -64,10 +65,9 @@ def test_weights_are_copies() -> None:
     att = random_attention("plain", 5).select(slice(0, 1))
     counts = torch.tensor([1, 2, 3, 1, 2, 2])
     copied = Attention(att.x.repeat_interleave(counts, 1), att.w_q, att.w_k, att.w_v)
-    weighted = mean_field.weighted_norm(att, (counts / counts.sum())[None].double(), tol=1e-9).lower
-    own = mean_field.query_block_norms(
-        mean_field.weighted(att, (counts / counts.sum())[None].double())
-    )[..., counts > 1].amax(-1)
+    a = (counts / counts.sum())[None].double()
+    weighted = mean_field.weighted_norm(att, a, tol=1e-9).lower
+    own = mean_field.query_block_norms(mean_field.weighted(att, a))[..., counts > 1].amax(-1)
     torch.testing.assert_close(oracle(copied), torch.maximum(weighted, own), rtol=1e-7, atol=0)
 
 
@@ -113,45 +113,28 @@ def test_two_diracs_for_symmetric_weights_are_the_prediction() -> None:
 def test_query_blocks_against_autograd() -> None:
     """B_i is the derivative of output i with respect to its own query alone, times W_Q^T."""
     att = random_attention("biases", 2)
-    for s in range(att.samples):
-        for h in range(att.heads):
-            k, v = att.k[s, h], att.v[s, h]
-
-            def out(q: torch.Tensor, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
-                return torch.softmax(att.scale * q @ k.mT, -1) @ v
-
-            for i in range(att.tokens):
-                block = torch.func.jacrev(out)(att.q[s, h, i]) @ att.w_q[h].mT
-                expected = float(torch.linalg.matrix_norm(block, 2))
-                assert float(mean_field.query_block_norms(att)[s, h, i]) == pytest.approx(
-                    expected, rel=1e-8, abs=1e-12
-                )
+    found = mean_field.query_block_norms(att)
+    for s, h, i in itertools.product(*map(range, found.shape)):
+        k, v = att.k[s, h], att.v[s, h]
+        out = lambda q, k=k, v=v: torch.softmax(att.scale * q @ k.mT, -1) @ v  # noqa: E731
+        block = torch.func.jacrev(out)(att.q[s, h, i]) @ att.w_q[h].mT
+        expected = float(torch.linalg.matrix_norm(block, 2))
+        assert float(found[s, h, i]) == pytest.approx(expected, rel=1e-8, abs=1e-12)
 
 
 @pytest.mark.parametrize("copies", [2, 3])
 def test_duplicated_norm_is_exact(copies: int) -> None:
-    worst = 0.0
     for seed in range(60):
         kind = ("plain", "biases", "sharp", "flat", "causal")[seed % 5]
         att = random_attention(kind, seed).select(slice(0, 1))
-        mask = (
-            None
-            if att.mask is None
-            else causal(att.tokens).repeat_interleave(copies, 0).repeat_interleave(copies, 1)
-        )
-        many = Attention(
-            att.x.repeat_interleave(copies, 1),
-            att.w_q,
-            att.w_k,
-            att.w_v,
-            b_q=att.b_q,
-            b_k=att.b_k,
-            b_v=att.b_v,
-            mask=mask,
-        )
+        mask = None if att.mask is None else causal(att.tokens)
+        for axis in (0, 1):
+            mask = None if mask is None else mask.repeat_interleave(copies, axis)
+        parts = {"b_q": att.b_q, "b_k": att.b_k, "b_v": att.b_v, "mask": mask}
+        x = att.x.repeat_interleave(copies, 1)
+        exact = oracle(Attention(x, att.w_q, att.w_k, att.w_v, **parts))
         mine = mean_field.duplicated_norm(att, oracle(att))
-        worst = max(worst, float((oracle(many) / mine - 1).abs().max()))
-    assert worst < 1e-12
+        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=0)
 
 
 def test_bad_weights() -> None:

@@ -1,6 +1,6 @@
 """Whole networks: against the dense Jacobian of the model itself, float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -28,39 +28,26 @@ def own(
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
     """The network after its embeddings, taken apart by hand, for one sample, and its
     input there."""
+
+    def through(layers: Iterable[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
+        x = x[None]
+        for layer in layers:
+            x = y[0] if isinstance(y := layer(x), tuple) else y
+            x = x if x.ndim == 3 else x[None]
+        return x
+
     if name == "vit":
-        x = model.vit.embeddings(inputs["pixel_values"])[s]
-
-        def vit(x: torch.Tensor) -> torch.Tensor:
-            for layer in (
-                model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer
-            ):
-                x = layer(x[None])
-                x = (x[0] if isinstance(x, tuple) else x)[0]
-            return model.classifier(model.vit.layernorm(x[None])[:, 0])[0]
-
-        return vit, x
+        vit = model.vit
+        layers = vit.layers if hasattr(vit, "layers") else vit.encoder.layer
+        x = vit.embeddings(inputs["pixel_values"])[s]
+        return lambda x: model.classifier(vit.layernorm(through(layers, x))[:, 0])[0], x
     if name == "bert":
-        x = model.bert.embeddings(input_ids=inputs["input_ids"])[s]
-
-        def bert(x: torch.Tensor) -> torch.Tensor:
-            for layer in model.bert.encoder.layer:
-                x = layer(x[None])
-                x = (x[0] if isinstance(x, tuple) else x).reshape(
-                    -1, x.shape[-1] if not isinstance(x, tuple) else x[0].shape[-1]
-                )
-            return model.classifier(model.bert.pooler(x[None]))[0]
-
-        return bert, x
-    x = model.transformer.wte(inputs["input_ids"])[s] + model.transformer.wpe(
-        torch.arange(inputs["input_ids"].shape[1])
-    )
-
-    def gpt2(x: torch.Tensor) -> torch.Tensor:
-        positions = model.transformer.wpe(torch.arange(len(x)))
-        return model(inputs_embeds=(x - positions)[None]).logits[0]
-
-    return gpt2, x
+        bert = model.bert
+        x = bert.embeddings(input_ids=inputs["input_ids"])[s]
+        return lambda x: model.classifier(bert.pooler(through(bert.encoder.layer, x)))[0], x
+    places = model.transformer.wpe(torch.arange(inputs["input_ids"].shape[1]))
+    x = model.transformer.wte(inputs["input_ids"])[s] + places
+    return lambda x: model(inputs_embeds=(x - places)[None]).logits[0], x
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -115,13 +102,12 @@ def test_one_block_against_its_own_module() -> None:
 def test_padding_is_held_fixed() -> None:
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT))).double()
     padded = inputs_for(model, padded=True)
-    mine = network_norm(model, padded, end="last_hidden_state", tol=1e-8)
-    short = {
-        "input_ids": padded["input_ids"][1:, :6],
-        "attention_mask": padded["attention_mask"][1:, :6],
-    }
-    alone = network_norm(model, short, end="last_hidden_state", tol=1e-8)
-    assert float(mine.lower[1]) == pytest.approx(float(alone.lower[0]), rel=1e-7)
+    short = {name: padded[name][1:, :6] for name in ("input_ids", "attention_mask")}
+    mine, alone = (
+        network_norm(model, given, end="last_hidden_state", tol=1e-8).lower
+        for given in (padded, short)
+    )
+    assert float(mine[1]) == pytest.approx(float(alone[0]), rel=1e-7)
 
 
 def test_batches_and_float32_agree() -> None:
@@ -180,43 +166,29 @@ def test_bad_ends() -> None:
 def test_an_encoders_padding_is_not_the_decoders() -> None:
     """From the encoder's embeddings to the decoder's outputs, which have as many tokens, none of
     them padding."""
-    config = tf.BartConfig(
-        vocab_size=60,
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        max_position_embeddings=40,
-    )
+    sizes = {"layers": 1, "attention_heads": 2, "ffn_dim": 8}
+    both = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in sizes.items()}
+    config = tf.BartConfig(vocab_size=60, d_model=8, max_position_embeddings=40, **both)
     model = build(lambda: tf.BartModel(config)).double()
     ids = torch.arange(3, 9)[None]
-    inputs = {
-        "input_ids": ids,
-        "decoder_input_ids": ids + 9,
-        "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0]]),
-    }
+    inputs = {"input_ids": ids, "decoder_input_ids": ids + 9}
+    inputs["attention_mask"] = torch.tensor([[1, 1, 1, 0, 0, 0]])
     model.set_attn_implementation("eager")
     entered: list[torch.Tensor] = []
-    hook = model.encoder.layers[0].register_forward_pre_hook(
-        lambda module, args: entered.append(args[0])
-    )
-    model(**inputs, use_cache=False)
-    hook.remove()
 
-    def outputs(x: torch.Tensor) -> torch.Tensor:
-        whole = torch.cat([x, entered[0][0, 3:]])[None]
-        inside = model.encoder.layers[0].register_forward_pre_hook(
-            lambda module, args: (whole, *args[1:])
-        )
+    def outputs(x: torch.Tensor | None) -> torch.Tensor:
+        def enter(module: object, args: tuple) -> tuple:
+            entered.append(args[0])
+            whole = args[0] if x is None else torch.cat([x, entered[0][0, 3:]])[None]
+            return (whole, *args[1:])
+
+        hook = model.encoder.layers[0].register_forward_pre_hook(enter)
         value = model(**inputs, use_cache=False).last_hidden_state
-        inside.remove()
+        hook.remove()
         return value
 
+    outputs(None)
     jacobian = torch.autograd.functional.jacobian(outputs, entered[0][0, :3].detach())
     expected = float(torch.linalg.svdvals(jacobian.reshape(48, 24))[0])
-    assert float(
-        network_norm(model, inputs, end="last_hidden_state", tol=1e-8).lower
-    ) == pytest.approx(expected, rel=1e-6)
+    found = network_norm(model, inputs, end="last_hidden_state", tol=1e-8).lower
+    assert float(found) == pytest.approx(expected, rel=1e-6)

@@ -1,6 +1,7 @@
 """Attacks: against what can be worked out by hand, and against each other."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ import transformers as tf
 from robustness import embedding_accuracy, robust_accuracy
 from support.models import IMAGE, TEXT, build
 from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lipbound.errors import LipboundError
+
+NORMAL = {"mean": [0.5] * 3, "std": [0.5] * 3}
 
 
 @pytest.fixture(scope="module")
@@ -31,32 +35,15 @@ def trained() -> tuple[tf.PreTrainedModel, Tensor, Tensor]:
 
 
 def test_pixel_attacks_are_ordered(trained: tuple[tf.PreTrainedModel, Tensor, Tensor]) -> None:
-    model, images, labels = trained
-    found = robust_accuracy(
-        model,
-        images,
-        labels,
-        mean=[0.5] * 3,
-        std=[0.5] * 3,
-        attacks=("clean", "fgsm-2", "pgd-2", "pgd-60", "fgsm-60", "autoattack-60"),
-    )
+    attacks = ["clean", "fgsm-2", "pgd-2", "pgd-60", "fgsm-60", "autoattack-60"]
+    found = robust_accuracy(*trained, **NORMAL, attacks=attacks)
     assert found["clean"] == 100
     assert found["clean"] >= found["fgsm-2"] >= found["fgsm-60"]
     assert found["pgd-2"] >= found["pgd-60"] >= found["autoattack-60"]
     assert found["pgd-60"] < 60
-    again = robust_accuracy(
-        model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=("pgd-60",)
-    )
+    again = robust_accuracy(*trained, **NORMAL, attacks=("pgd-60",))
     assert again["pgd-60"] == found["pgd-60"]
-    far = robust_accuracy(
-        model,
-        images,
-        labels,
-        mean=[0.5] * 3,
-        std=[0.5] * 3,
-        attacks=("pgd-0.01", "pgd-20"),
-        norm="l2",
-    )
+    far = robust_accuracy(*trained, **NORMAL, attacks=("pgd-0.01", "pgd-20"), norm="l2")
     assert far["pgd-0.01"] == 100
     assert far["pgd-20"] < 60
 
@@ -71,18 +58,9 @@ def test_fgsm_moves_every_pixel_by_the_budget(
         nn.functional.cross_entropy(model(pixel_values=(x - 0.5) / 0.5).logits, labels).backward()
         assert x.grad is not None
         moved = (images + budget / 255 * x.grad.sign()).clamp(0, 1)
-        by_hand = (
-            float(
-                (model(pixel_values=(moved - 0.5) / 0.5).logits.argmax(-1) == labels)
-                .double()
-                .mean()
-            )
-            * 100
-        )
-        found = robust_accuracy(
-            model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=(f"fgsm-{budget}",)
-        )
-        assert found[f"fgsm-{budget}"] == pytest.approx(by_hand)
+        right = model(pixel_values=(moved - 0.5) / 0.5).logits.argmax(-1) == labels
+        found = robust_accuracy(*trained, **NORMAL, attacks=(f"fgsm-{budget}",))
+        assert found[f"fgsm-{budget}"] == pytest.approx(100 * float(right.double().mean()))
 
 
 class Linear(tf.PreTrainedModel):
@@ -97,19 +75,12 @@ class Linear(tf.PreTrainedModel):
         self.layers = nn.ModuleList([nn.Identity() for _ in range(config.num_hidden_layers)])
         self.head = nn.Linear(config.hidden_size, 2)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object
-    ) -> object:
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, **_: object) -> object:
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        weights = (
-            torch.ones_like(x[..., :1])
-            if attention_mask is None
-            else attention_mask[..., None].to(x.dtype)
-        )
-        from transformers.modeling_outputs import SequenceClassifierOutput
-
+        weights = torch.ones_like(x[..., :1])
+        weights = weights if attention_mask is None else attention_mask[..., None].to(x.dtype)
         return SequenceClassifierOutput(logits=self.head((x * weights).sum(1) / weights.sum(1)))
 
 
@@ -160,11 +131,12 @@ def test_text_classifier_and_padding() -> None:
 
 def test_bad_requests(trained: tuple[tf.PreTrainedModel, Tensor, Tensor]) -> None:
     model, images, labels = trained
-    with pytest.raises(LipboundError, match="unknown attack 'cw-2'"):
-        robust_accuracy(model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=("cw-2",))
-    with pytest.raises(LipboundError, match="before normalisation"):
-        robust_accuracy(model, images * 2, labels, mean=[0.5] * 3, std=[0.5] * 3)
-    with pytest.raises(LipboundError, match="'linf' or 'l2'"):
-        robust_accuracy(model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, norm="l1")
+    for pixels, options, message in (
+        (images, {"attacks": ("cw-2",)}, "unknown attack 'cw-2'"),
+        (images * 2, {}, "before normalisation"),
+        (images, {"norm": "l1"}, "'linf' or 'l2'"),
+    ):
+        with pytest.raises(LipboundError, match=message):
+            robust_accuracy(model, pixels, labels, **NORMAL, **options)
     with pytest.raises(LipboundError, match="must be positive"):
         embedding_accuracy(model, {"pixel_values": images}, labels, 0.0)

@@ -40,17 +40,9 @@ def causal() -> tf.PreTrainedModel:
 
 def classifier() -> tf.PreTrainedModel:
     """A model that does not."""
-    config = tf.DistilBertConfig(
-        vocab_size=60,
-        dim=24,
-        hidden_dim=32,
-        n_layers=2,
-        n_heads=4,
-        max_position_embeddings=40,
-        dropout=0,
-        attention_dropout=0,
-        seq_classif_dropout=0,
-    )
+    off = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0)
+    sizes = {"dim": 24, "hidden_dim": 32, "n_layers": 2, "n_heads": 4}
+    config = tf.DistilBertConfig(vocab_size=60, max_position_embeddings=40, **sizes, **off)
     model = build(lambda: tf.DistilBertForSequenceClassification(config))
     model.accepts_loss_kwargs = False
     return model
@@ -78,22 +70,11 @@ def trainer_of(
     kind: type = SmallTrainer,
     **options: Any,
 ) -> Any:
-    arguments = tf.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=1,
-        per_device_train_batch_size=4 // steps,
-        gradient_accumulation_steps=steps,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        learning_rate=0.1,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=1e9,
-        **options,
-    )
+    options |= {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
+    options |= {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    options |= {"learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant"}
+    options |= {"max_steps": 1, "logging_steps": 1, "max_grad_norm": 1e9}
+    arguments = tf.TrainingArguments(output_dir=str(folder), **options)
     return kind(model=make(), args=arguments, train_dataset=data(make is classifier))
 
 
@@ -253,15 +234,8 @@ def test_padding_does_not_count_in_any_penalty(name: str, side: str) -> None:
     real = torch.arange(10) < torch.tensor([10, 5, 0])[:, None]
     real = real.flip(1) if side == "left" else real
     places = (real.long().cumsum(-1) - 1).clamp_min(0)
-    penalties = [
-        JaSMin(),
-        JaSMin(reduce="mean"),
-        JaSMin(2, "mean"),
-        SoundPenalty(),
-        SoundPenalty("lipbound"),
-        ExactNorm(tol=1e-10),
-    ]
-    for penalty in penalties:
+    penalties = [JaSMin(), JaSMin(reduce="mean"), JaSMin(2, "mean")]
+    for penalty in (*penalties, SoundPenalty(), SoundPenalty("lipbound"), ExactNorm(tol=1e-10)):
         context = attention_layers if isinstance(penalty, LayerPenalty) else attention_probabilities
         with context(model) as found:
             model(ids, attention_mask=real.long(), position_ids=places)
@@ -270,29 +244,19 @@ def test_padding_does_not_count_in_any_penalty(name: str, side: str) -> None:
             with context(model) as alone:
                 model(ids[s : s + 1, real[s]])
             values.append(penalty(alone))
-        assert float(penalty(found).detach()) == pytest.approx(
-            float(torch.stack(values).mean().detach()), rel=1e-6
-        )
+        mine, exact = penalty(found), torch.stack(values).mean()
+        assert float(mine.detach()) == pytest.approx(float(exact.detach()), rel=1e-6)
         if not isinstance(penalty, LayerPenalty):
-            assert float(penalty(list(found), real).detach()) == float(penalty(found).detach())
-        for mine, exact in zip(
-            gradient(model, penalty(found)),
-            gradient(model, torch.stack(values).mean()),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-8)
+            assert float(penalty(list(found), real).detach()) == float(mine.detach())
+        pairs = zip(gradient(model, mine), gradient(model, exact), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
 
 
 def gradient(model: nn.Module, value: Tensor) -> list[Tensor]:
-    found = torch.autograd.grad(
-        value,
-        [
-            p
-            for n, p in model.named_parameters()
-            if "weight" in n and "embed" not in n and "wpe" not in n
-        ],
-        allow_unused=True,
-    )
+    named = {n: p for n, p in model.named_parameters() if "embed" not in n and "wpe" not in n}
+    weights = [p for n, p in named.items() if "weight" in n]
+    found = torch.autograd.grad(value, weights, allow_unused=True)
     return [torch.zeros(()) if g is None else g for g in found]
 
 
@@ -311,33 +275,28 @@ SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
 @pytest.mark.parametrize("name", marked(SEQ2SEQ, {"t5": "T5 calls no attention function"}))
 def test_encoders_and_decoders_have_their_own_padding(name: str) -> None:
     """At equal lengths: encoder, decoder and cross-attention give what the two texts give alone."""
-    model, ids = (
-        build(SEQ2SEQ[name]).double(),
-        torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2)),
-    )
+    model = build(SEQ2SEQ[name]).double()
+    ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))
+    others = ids.flip(1)
     real = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
     own = torch.tensor([[1] * 6 + [0] * 2, [1] * 8])
     with torch.no_grad(), attention_probabilities(model) as found:
-        model(ids, attention_mask=real, decoder_input_ids=ids.flip(1), decoder_attention_mask=own)
+        model(ids, attention_mask=real, decoder_input_ids=others, decoder_attention_mask=own)
+    assert len(found) == 3
     for penalty in (JaSMin(), JaSMin(reduce="mean")):
         values = []
         for s in range(2):
+            inside = others[s : s + 1, own[s] > 0]
             with torch.no_grad(), attention_probabilities(model) as alone:
-                model(
-                    ids[s : s + 1, real[s] > 0],
-                    decoder_input_ids=ids.flip(1)[s : s + 1, own[s] > 0],
-                )
+                model(ids[s : s + 1, real[s] > 0], decoder_input_ids=inside)
             values.append(penalty(alone))
-        assert len(found) == 3
         assert float(penalty(found)) == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
 
 
 def test_nothing_but_padding() -> None:
-    model = build(AFFINE["bert"])
+    model, ids = build(AFFINE["bert"]), torch.ones(1, 4, dtype=torch.long)
     with attention_probabilities(model) as found, attention_layers(model) as layers:
-        model(
-            torch.ones(1, 4, dtype=torch.long), attention_mask=torch.zeros(1, 4, dtype=torch.long)
-        )
+        model(ids, attention_mask=0 * ids)
     assert float(JaSMin(0, "mean")(found)) == 0
     assert layers == []
 
@@ -370,11 +329,8 @@ def test_autocast_rounds_no_penalty() -> None:
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
     with attention_layers(model) as layers:
         model(torch.arange(3, 9)[None])
-    for penalty in (
-        lambda: SoundPenalty()(layers),
-        lambda: ExactNorm()(layers),
-        lambda: Specformer(1, 1, 1)(model),
-    ):
-        exact = float(penalty().detach())
+    made = Specformer(1, 1, 1)
+    for penalty, given in ((SoundPenalty(), layers), (ExactNorm(), layers), (made, model)):
+        exact = float(penalty(given).detach())
         with torch.autocast("cpu", torch.bfloat16):
-            assert float(penalty().detach()) == pytest.approx(exact, rel=1e-6)
+            assert float(penalty(given).detach()) == pytest.approx(exact, rel=1e-6)

@@ -15,8 +15,9 @@ from support.runs import made_up
 
 from lipbound import plots
 from lipbound.errors import LipboundError, UnknownNameError
-from lipbound.reporting.sheets import FLAT, Sheet, arrange, scales
-from lipbound.reporting.styles import folded, latex_caption, paper_height
+from lipbound.reporting.latex import typeset
+from lipbound.reporting.plots import FLAT, arrange, scales
+from lipbound.reporting.styles import folded, paper_height
 
 WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}
 
@@ -35,19 +36,9 @@ def inches(text: str, points: float) -> float:
     return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 72
 
 
-def sheet(
-    counts: tuple[int, ...],
-    width: str,
-    shape: tuple[int, int] = (12, 12),
-    *,
-    own: bool = False,
-    caption: str = "",
-) -> Sheet:
-    return Sheet(counts, *shape, *WIDTHS[width], own, caption)
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_figures_fit_on_the_paper(width: str) -> None:
+    inches_, points = WIDTHS[width]
     for counts, shape, own, caption in itertools.product(
         [(1,), (3, 13), (4, 16), (16,)],
         [(3, 12), (6, 12), (12, 12), (36, 12)],
@@ -56,28 +47,22 @@ def test_figures_fit_on_the_paper(width: str) -> None:
     ):
         if own and len(counts) > 1:
             continue
-        wanted = sheet(counts, width, shape, own=own, caption=caption)
-        found, across = arrange(wanted, shrink=True)
-        assert 0.7 * wanted.points <= found.points <= wanted.points
-        high = found.height(across)
-        assert FLAT * found.line <= high <= 1.25 * found.side(across) + FLAT * found.line
-        total = found.fixed(across) + found.rows(across) * high
-        assert total <= paper_height(found.inches, captioned=bool(caption)) + 1e-9
-        assert 1 <= across <= max(counts)
-        side = found.side(across)
-        lines = [line for label in LABELS for line in folded(label, side, found.points)]
-        assert max(inches(line, found.points) for line in lines) <= side
+        options = {"shrink": True, "own_bars": own, "caption": caption}
+        found = arrange(counts, shape, inches_, points, **options)
+        assert 0.7 * points <= found.points <= points
+        assert FLAT * found.line <= found.high <= 1.25 * found.side + FLAT * found.line
+        assert found.tall <= paper_height(inches_, captioned=bool(caption)) + 1e-9
+        assert 1 <= found.across <= max(counts)
+        lines = [line for label in LABELS for line in folded(label, found.side, found.points)]
+        assert max(inches(line, found.points) for line in lines) <= found.side
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(
-        LipboundError,
-        match=r"16 panels in 1 column do not fit on a figure of 7.1 x 7.79 inches; ask for other "
-        r"columns",
-    ):
-        arrange(sheet((16,), "page"), columns=1)
+    few = "16 panels in 1 column do not fit on a figure of 7.1 x 7.79 inches; ask for other columns"
+    with pytest.raises(LipboundError, match=few):
+        arrange((16,), (12, 12), *WIDTHS["page"], columns=1)
     with pytest.raises(LipboundError, match="400 panels in as many columns as are legible"):
-        arrange(sheet((400,), "column"), shrink=True)
+        arrange((400,), (12, 12), *WIDTHS["column"], shrink=True)
 
 
 def extents(figure: Figure) -> list[tuple[str, tuple[float, float, float, float]]]:
@@ -150,29 +135,19 @@ def test_what_is_near_the_exact_norm_has_its_own_scale(ds: xr.Dataset) -> None:
 
 
 def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> None:
-    (tmp_path / "paper.tex").write_text("mine")
-    (tmp_path / "paper.txt").write_text("mine")
+    for kind in ("tex", "txt"):
+        (tmp_path / f"paper.{kind}").write_text("mine")
     plots.heatmaps(ds, tmp_path / "paper.pdf", bounds=["yudin"], reduce="max")
-    assert (tmp_path / "paper.caption.txt").read_text() == plots.caption(
-        ds, bounds=["yudin"], reduce="max"
-    ) + "\n"
-    assert (
-        (tmp_path / "paper.caption.tex")
-        .read_text()
-        .startswith("\\caption{$\\log_{10}$ of the local")
-    )
-    assert (tmp_path / "paper.tex").read_text() == (tmp_path / "paper.txt").read_text() == "mine"
+    said = plots.caption(ds, bounds=["yudin"], reduce="max")
+    assert (tmp_path / "paper.caption.txt").read_text() == f"{said}\n"
+    assert (tmp_path / "paper.caption.tex").read_text() == f"\\caption{{{typeset(said)}}}\n"
+    assert all((tmp_path / f"paper.{kind}").read_text() == "mine" for kind in ("tex", "txt"))
 
 
 def test_captions_for_latex_have_formulas_and_can_be_broken(ds: xr.Dataset) -> None:
-    text = latex_caption(plots.caption(ds) + " /data/of/mine/checkpoint_5 50 %")
-    for part in (
-        "$\\log_{10}$ of the",
-        "\\mathrm{softmax}",
-        "$^\\dagger$",
-        "mine/\\allowbreak{}checkpoint",
-        "50 \\%",
-    ):
+    text = typeset(plots.caption(ds) + " /data/of/mine/checkpoint_5 50 %")
+    parts = ("$\\log_{10}$ of the", "\\mathrm{softmax}", "$^\\dagger$", "50 \\%")
+    for part in (*parts, "mine/\\allowbreak{}checkpoint"):
         assert part in text
 
 

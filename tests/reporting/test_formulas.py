@@ -31,39 +31,25 @@ def test_every_statement_says_the_same_in_latex(name: str) -> None:
         ), letter  # nothing is lost
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "(a",
-        "a)",
-        "||x",
-        "x_",
-        "^2",
-        "]",
-        "(" * 5000,
-        "</math><img src=x onerror=alert(1)>",
-        "a | b || c ] <script>",
-    ],
-)
+BROKEN = ["(a", "a)", "||x", "x_", "^2", "]", "(" * 5000, "a | b || c ] <script>"]
+FOREIGN = [
+    "$<img src=x onerror=alert(1)>$",
+    r"$\text{<script>alert(1)</script>}$",
+    r"$\href{javascript:alert(1)}{x}$",
+    r"$\style{color:red}{x}$",
+    "$a",
+    "$x_$ <script>",
+]
+
+
+@pytest.mark.parametrize("text", [*BROKEN, "</math><img src=x onerror=alert(1)>"])
 def test_what_is_no_formula_is_text(text: str) -> None:
-    assert words_of(formula(text)).replace(
-        "\u00a0", " "
-    ).strip() == text.strip() or "<math>" in formula(text)
+    found = words_of(formula(text)).replace("\u00a0", " ").strip()
+    assert found == text.strip() or "<math>" in formula(text)
     assert "<img" not in formula(text)
     assert "<script" not in formula(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "$<img src=x onerror=alert(1)>$",
-        r"$\text{<script>alert(1)</script>}$",
-        r"$\href{javascript:alert(1)}{x}$",
-        r"$\style{color:red}{x}$",
-        "$a",
-        "$x_$ <script>",
-    ],
-)
+@pytest.mark.parametrize("text", FOREIGN)
 def test_foreign_formulas_are_text(text: str) -> None:
-    html = formula(text)
-    assert html == escape(text)
+    assert formula(text) == escape(text)

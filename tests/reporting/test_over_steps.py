@@ -92,25 +92,25 @@ def run(
 
 
 def test_commands_take_a_step(path: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
-    status, out, _ = run("table", path, "--step", "5", "--by", "layer")
-    assert status == 0
-    assert "after 5 steps of training" in " ".join(out.split())
-    status, out, _ = run("heatmap", path, "-o", tmp_path / "map.png")
-    assert status == 0
-    assert "after 10 steps of training" in (tmp_path / "map.caption.txt").read_text()
-    status, out, _ = run("info", path)
-    assert "at 3 steps of training from 0 to 10" in out
-    assert "hold" in out
+    page, last = tmp_path / "page.html", "at 3 steps of training from 0 to 10"
+    for words, said in (
+        (("table", path, "--step", "5", "--by", "layer"), "after 5 steps of training"),
+        (("cite", path, "--format", "text", "--step", "0"), "after 0 steps of training"),
+        (("info", path), last),
+    ):
+        status, out, _ = run(*words)
+        assert status == 0
+        assert said in " ".join(out.split())
+    for words, file, step in (
+        (("heatmap", path, "-o", tmp_path / "map.png"), tmp_path / "map.caption.txt", 10),
+        (("report", path, "-o", page), page, 10),
+        (("report", path, "-o", page, "--step", "5"), page, 5),
+    ):
+        assert run(*words)[0] == 0
+        assert f"after {step} steps of training" in file.read_text(encoding="utf-8")
     status, _, err = run("table", path, "--step", "6")
     assert status == 2
     assert "step 6 was not measured; of 3 steps, from 0 to 10, the nearest are 0, 5, 10" in err
-    status, out, _ = run("cite", path, "--format", "text", "--step", "0")
-    assert "after 0 steps of training" in out
-    page = tmp_path / "page.html"
-    for words, last in (((), 10), (("--step", "5"), 5)):
-        status, out, _ = run("report", path, "-o", page, *words)
-        assert status == 0
-        assert f"after {last} steps of training" in page.read_text(encoding="utf-8")
 
 
 def test_other_runs_have_no_steps(

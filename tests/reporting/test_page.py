@@ -5,6 +5,7 @@ import base64
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def data_of(page: Path) -> list[dict[str, Any]]:
     return result
 
 
+def without_data(page: Path) -> str:
+    """What a browser shows before a script runs."""
+    text = page.read_text()
+    return re.sub(r'<script type="text/plain".*?</script>', "", text, flags=re.DOTALL)
+
+
 @pytest.fixture(scope="module")
 def ds(bert: Path, text: Path) -> xr.Dataset:
     return lb.compare(bert, text, samples=3, max_length=12, progress=False)
@@ -58,20 +65,15 @@ def test_numbers_are_those_of_the_run(ds: xr.Dataset, page: Path) -> None:
     (run,) = data_of(page)
     geomean = lambda x: np.exp(np.log(x).mean("sample")).values  # noqa: E731
     for name in ("exact", "exact_l2", *ds.attrs["bounds"]):
-        np.testing.assert_allclose(
-            np.array(run["grids"][name], dtype=float), geomean(ds[name]), rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            np.array(run["values"][name], dtype=float), ds[name].values, rtol=1e-5
-        )
+        np.testing.assert_allclose(run["grids"][name], geomean(ds[name]), rtol=1e-5)
+        np.testing.assert_allclose(run["values"][name], ds[name].values, rtol=1e-5)
     for name in ds.attrs["bounds"]:
-        exact = ds["exact_l2" if name == "kim" else "exact"]
-        np.testing.assert_allclose(run["ratios"][name], geomean(ds[name] / exact), rtol=1e-5)
-        counts = run["histograms"][name]
-        assert sum(counts["counts"]) == exact.size
-        expected, _ = np.histogram(np.log10((ds[name] / exact).values), bins=counts["edges"])
-        assert np.abs(expected - counts["counts"]).sum() <= 2  # edges are rounded
-        assert len(counts["counts"]) == BINS
+        ratio = ds[name] / ds["exact_l2" if name == "kim" else "exact"]
+        np.testing.assert_allclose(run["ratios"][name], geomean(ratio), rtol=1e-5)
+        found = run["histograms"][name]
+        assert (sum(found["counts"]), len(found["counts"])) == (ratio.size, BINS)
+        expected, _ = np.histogram(np.log10(ratio.values), bins=found["edges"])
+        assert np.abs(expected - found["counts"]).sum() <= 2  # edges are rounded
     np.testing.assert_allclose(run["upper"], geomean(ds["exact_upper"]), rtol=1e-5)
     assert [row[0] for row in run["summary"]["rows"]] == ds.attrs["bounds"]
     assert run["summary"]["rows"][0][2] == lb.tables.readable(ds)["geom. mean"].iloc[0]
@@ -80,22 +82,16 @@ def test_numbers_are_those_of_the_run(ds: xr.Dataset, page: Path) -> None:
 
 def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None:
     (run,) = data_of(page)
-    attention = np.frombuffer(unpacked(page.read_text(), "attention-data"), dtype=np.uint8).reshape(
-        2, 4, 12, 12
-    )
+    packed = np.frombuffer(unpacked(page.read_text(), "attention-data"), dtype=np.uint8)
+    attention = packed.reshape(2, 4, 12, 12)
     checkpoint = load_checkpoint(bert)
-    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12).block(
-        0, 1, "cpu"
-    )
-    for layer, att in enumerate(lb.capture(checkpoint.model, inputs)):
+    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12)
+    for layer, att in enumerate(lb.capture(checkpoint.model, inputs.block(0, 1, "cpu"))):
         np.testing.assert_allclose((attention[layer] / 255.0) ** 2, att.p[0], atol=0.005)
-        detail = run["details"][layer]
-        norm = lb.spectral_norm(att, tol=1e-8, vectors=True)
+        detail, norm = run["details"][layer], lb.spectral_norm(att, tol=1e-8, vectors=True)
+        rows, profile = softmax.jacobian_norm(att.p[0]).upper, lb.token_profile(att)
         np.testing.assert_allclose(detail["right"], (norm.right[0] ** 2).sum(-1), atol=5e-3)
-        np.testing.assert_allclose(
-            detail["softmax_norm"], softmax.jacobian_norm(att.p[0]).upper, rtol=1e-4
-        )
-        profile = lb.token_profile(att)
+        np.testing.assert_allclose(detail["softmax_norm"], rows, rtol=1e-4)
         np.testing.assert_allclose(detail["alone"], profile.lower[0], rtol=1e-3)
         np.testing.assert_allclose(detail["reached"], profile.output_lower[0], rtol=1e-3)
     assert len(run["tokens"]) == 12
@@ -217,26 +213,11 @@ def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None
     """With queries and keys shrunk to nothing and P kept, the published bounds are their value
     terms."""
     att = random_attention(kind)
-    for name in (
-        "yudin",
-        "yudin_g1",
-        "yudin_nobias",
-        "yudin_sqrt_n",
-        "yudin_closed",
-        "castin",
-        "castin_bias",
-        "castin_c3",
-    ):
-        still = Attention(
-            att.x,
-            0 * att.w_q,
-            att.w_k,
-            att.w_v,
-            b_q=None if att.b_q is None else 0 * att.b_q,
-            b_k=att.b_k,
-            b_v=att.b_v,
-            mask=att.mask,
-        )
+    names = "yudin yudin_g1 yudin_nobias yudin_sqrt_n yudin_closed castin castin_bias castin_c3"
+    b_q = None if att.b_q is None else 0 * att.b_q
+    for name in names.split():
+        parts = {"b_q": b_q, "b_k": att.b_k, "b_v": att.b_v, "mask": att.mask}
+        still = Attention(att.x, 0 * att.w_q, att.w_k, att.w_v, **parts)
         still.cache.keep("p", att.p)
         power = 2 if name.startswith("castin") else 1
         expected = (lb.bounds.get(name)(still) / lb.bounds.get(name)(att)) ** power
@@ -244,9 +225,8 @@ def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None
 
 
 def test_the_page_is_alone(page: Path) -> None:
-    text = page.read_text()
+    text, outside = page.read_text(), without_data(page)
     assert len(text) < 6e6
-    outside = re.sub(r'<script type="text/plain".*?</script>', "", text, flags=re.DOTALL)
     assert not re.search(r"(?:src|href)=[\"'](?!data:)", outside)
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket", outside)
     assert "default-src 'none'" in outside
@@ -255,22 +235,28 @@ def test_the_page_is_alone(page: Path) -> None:
 
 def test_hostile_text_stays_text(ds: xr.Dataset, tmp_path: Path) -> None:
     other = ds.copy(deep=True)
-    for name in ("model", "data", "architecture", "command", "map_description", "preprocessing"):
-        other.attrs[name] = HOSTILE
-    for key in ("label", "statement", "source"):
-        other["yudin"].attrs[key] = HOSTILE
+    names = ("model", "data", "architecture", "command", "map_description", "preprocessing")
+    other.attrs |= dict.fromkeys(names, HOSTILE)
+    other["yudin"].attrs |= dict.fromkeys(("label", "statement", "source"), HOSTILE)
     for entry in (other, [other, ds]):
         report(entry, tmp_path / "x.html", details=False)
-        text = re.sub(
-            r'<script type="text/plain".*?</script>',
-            "",
-            (tmp_path / "x.html").read_text(),
-            flags=re.DOTALL,
-        )
+        text = without_data(tmp_path / "x.html")
         assert "<img" not in text
         assert "&lt;img src=x onerror=alert(1)&gt; {{7*7}}" in text
         assert "\x1b" not in text
         assert text.count("<script") == 1
+
+
+@pytest.mark.parametrize("name", ["plotly", "latex2mathml"])
+def test_what_is_not_installed_is_named(
+    ds: xr.Dataset, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounds are still shown, their formulas as text."""
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(LipboundError, match=rf"needs {name}; pip install 'lipbound\[report\]'"):
+        report(ds, tmp_path / "x.html", details=False)
+    monkeypatch.setitem(sys.modules, "latex2mathml.converter", None)
+    assert "norm" in get("yudin")._repr_html_()
 
 
 def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path) -> None:
@@ -311,14 +297,8 @@ def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path
 
 
 def test_other_weights_do_not_pass_for_the_runs(tmp_path: Path) -> None:
-    lb.compare(
-        "builtin:gpt2",
-        samples=1,
-        max_length=8,
-        bounds=["yudin"],
-        progress=False,
-        out=tmp_path / "run.zarr",
-    )
+    options = {"samples": 1, "max_length": 8, "bounds": ["yudin"], "progress": False}
+    lb.compare("builtin:gpt2", out=tmp_path / "run.zarr", **options)
     model = load_checkpoint("builtin:gpt2").model
     assert report(tmp_path / "run.zarr", tmp_path / "x.html", model=model) == []
     for block in model.h[3:]:
@@ -328,12 +308,9 @@ def test_other_weights_do_not_pass_for_the_runs(tmp_path: Path) -> None:
 
 
 def test_whole_layers_show_every_sample(tmp_path: Path) -> None:
-    model = build(AFFINE["gpt2"])
-    inputs = {"input_ids": torch.arange(60).view(20, 3)}
-    report(
-        lb.compare(model, inputs, samples=20, map="layer", bounds=["lipbound"], progress=False),
-        tmp_path / "x.html",
-    )
+    model, inputs = build(AFFINE["gpt2"]), {"input_ids": torch.arange(60).view(20, 3)}
+    options = {"map": "layer", "bounds": ["lipbound"], "progress": False}
+    report(lb.compare(model, inputs, samples=20, **options), tmp_path / "x.html")
     (run,) = data_of(tmp_path / "x.html")
     assert np.array(run["values"]["exact"]).shape == (2, 20)
 
@@ -374,25 +351,24 @@ def test_runs_without_bounds_have_pages(bert: Path, text: Path, tmp_path: Path) 
 def test_runs_side_by_side_have_daggers_and_tell_what_differs(
     ds: xr.Dataset, bert: Path, text: Path, tmp_path: Path
 ) -> None:
-    short = lb.compare(
-        bert, text, samples=3, max_length=6, bounds=["castin", "lipbound"], progress=False
-    )
+    options = {"samples": 3, "bounds": ["castin", "lipbound"], "progress": False}
+    short = lb.compare(bert, text, max_length=6, **options)
     report([ds, short], tmp_path / "x.html", details=False)
     page = (tmp_path / "x.html").read_text()
-    (row,) = re.findall(r'<tr><th scope="row">Castin 2024, 3.3</th>(.*?)</tr>', page)
-    shown = [lb.tables.readable(run).loc["castin", "geom. mean"] for run in (ds, short)]
-    assert re.findall(r"<td>(.*?)</td>", row) == [f"{x} \u2020" for x in shown]
-    (row,) = re.findall(r'<tr><th scope="row">Yudin 2025, Thm 3</th>(.*?)</tr>', page)
-    assert re.findall(r"<td>(.*?)</td>", row)[1] == "not computed"
-    notices = re.findall(r'<p class="notice">(.*?)</p>', page)
-    assert [line.split(":")[0] for line in notices if "differ" in line] == [
-        "Lengths in tokens differ"
+    cells = [
+        re.findall(r"<td>(.*?)</td>", re.findall(f'"row">{label}</th>(.*?)</tr>', page)[0])
+        for label in ("Castin 2024, 3.3", "Yudin 2025, Thm 3")
     ]
+    shown = [lb.tables.readable(run).loc["castin", "geom. mean"] for run in (ds, short)]
+    assert cells[0] == [f"{x} \u2020" for x in shown]
+    assert cells[1][1] == "not computed"
+    notices = re.findall(r'<p class="notice">(.*?)</p>', page)
+    differ = [line.split(":")[0] for line in notices if "differ" in line]
+    assert differ == ["Lengths in tokens differ"]
     assert re.search(r"at most 12 in .*, 6 in ", notices[0])
     report([ds, ds], tmp_path / "same.html", details=False)
-    assert "differ:" not in re.sub(
-        r"<script.*?</script>", "", (tmp_path / "same.html").read_text(), flags=re.DOTALL
-    )
+    same = (tmp_path / "same.html").read_text()
+    assert "differ:" not in re.sub(r"<script.*?</script>", "", same, flags=re.DOTALL)
 
 
 def test_panels_are_those_of_the_figures(ds: xr.Dataset, page: Path) -> None:

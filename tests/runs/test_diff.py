@@ -24,7 +24,7 @@ from lipbound import plots, tables
 from lipbound.attention.layer import Attention
 from lipbound.errors import AlteredRunError, Notice, StoreError
 from lipbound.models.loading import GivenLayers, load_checkpoint
-from lipbound.reporting.sheets import DIVERGING, Scale
+from lipbound.reporting.plots import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
 from lipbound.runs.checksums import faults
 from lipbound.runs.store import GIVEN, diff_of, sides

@@ -9,7 +9,8 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,16 @@ import jinja2
 import numpy as np
 import xarray as xr
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from lipbound.bounds.audit import allowance, audit
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError, file_path, knows_options
-from lipbound.formatting import check_folder, enclosed, formula, plain, replacing
+from lipbound.formatting import check_folder, enclosed, formula, plain, plain_data, replacing
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.labels import model_name, relabelled, told_apart
-from lipbound.reporting.page.details import SIDE, Details, details
-from lipbound.reporting.plots import diff_caption, diff_heatmaps
-from lipbound.reporting.sheets import log10, scales
+from lipbound.reporting.page.details import Details, details
+from lipbound.reporting.plots import caption, heatmaps, log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
 from lipbound.runs.store import diff_of, run_of, sides
@@ -36,6 +35,8 @@ from lipbound.runs.verify import replay
 from lipbound.schema import AXES, INPUT, Contents, bounds_there, compared_with, is_diff, norm_of
 
 HERE = Path(__file__).parent
+NEEDED = ("latex2mathml", "plotly")
+"""Packages that only the page needs: the extra ``report``."""
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
 BINS = 40
@@ -83,6 +84,9 @@ def report(
         LipboundError: no run, an unknown reduction, no such sample or device, a file that cannot be
             written.
     """
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        them = " and ".join(missing)
+        raise LipboundError(f"a report needs {them}; pip install 'lipbound[report]'")
     given: Any = runs
     single = isinstance(runs, xr.Dataset | str | Path) or not isinstance(runs, Iterable)
     several = [given] if single else list(given)
@@ -128,12 +132,12 @@ def report(
 def _diff(ds: xr.Dataset) -> dict[str, str]:
     """Figure of a diff, as the address of an image, and its tables, in HTML."""
     drawn = io.BytesIO()
-    diff_heatmaps(ds).savefig(drawn, format="svg", metadata={"Date": None})
+    heatmaps(ds).savefig(drawn, format="svg", metadata={"Date": None})
     made = [replace(tables.table_of(ds, by), caption="") for by in ("bound", "layer")]
     return {
         "image": f"data:image/svg+xml;base64,{base64.b64encode(drawn.getvalue()).decode()}",
-        "words": diff_caption(ds),
-        "tables": Markup("".join(one._repr_html_() for one in made)),
+        "words": caption(ds),
+        "tables": "".join(one._repr_html_() for one in made),
     }
 
 
@@ -141,18 +145,18 @@ def _page(pages: list[dict[str, Any]], attention: bytes, diffs: list[dict[str, s
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    numbers: Any = {"default": _numbers, "allow_nan": False, "separators": (",", ":")}
-    data = _packed(json.dumps(pages, **numbers).encode())
-    parts = {"data": data, "attention": _packed(attention), "plotly": _plotly()}
     # escapes what is no formula
     environment.filters["formula"] = lambda text: Markup(formula(text))
-    template = environment.get_template("page.html")
-    return template.render(runs=pages, parts=parts, diffs=diffs)
+    data = json.dumps(pages, default=_numbers, allow_nan=False, separators=(",", ":"))
+    parts = {"data": _packed(data.encode()), "attention": _packed(attention), "plotly": _plotly()}
+    return environment.get_template("page.html").render(runs=pages, parts=parts, diffs=diffs)
 
 
 @cache
 def _plotly() -> str:
     """The library of the figures."""
+    from plotly.offline import get_plotlyjs
+
     return _packed(get_plotlyjs().encode())
 
 
@@ -183,13 +187,12 @@ def contents(
         "tokens": [plain(token) for token in tokens],
         "details": None if found is None else [one and _of_layer(one) for one in found],
         "reason": reason,
-        "side": SIDE,
     }
 
 
 def _words(ds: xr.Dataset) -> dict[str, Any]:
     """What a run and its bounds are called and say, and what is to be said of them."""
-    names, made, there = bounds_there(ds), tables.table_of(ds).plain(), Contents.of(ds)
+    names, made, there = bounds_there(ds), tables.table_of(ds), Contents.of(ds)
     shown = made.shown.drop(columns="name", errors="ignore")
     said = {name: ds[name].attrs for name in names}
     formulas = {name: said[name].get("statement_latex", said[name]["statement"]) for name in names}
@@ -234,8 +237,6 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     whole = ds, ["layer", "sample"]
     kept, order = (ds.isel(sample=slice(SINGLE)), AXES) if "head" in ds.dims else whole
 
-    width = partial(statistics.cell_widths, ds, reduce=reduce)
-
     def grid(values: xr.DataArray) -> np.ndarray:
         return statistics.panel(values, reduce).values
 
@@ -246,7 +247,9 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
         "slack": allowance(),
         "extras": {name: statistics.EXTRA_WIDTHS[name] for name in statistics.extras(ds)},
         "scales": [asdict(scale) for scale in colours],
-        "widths": {of: width(one).values for of, one in examples.items()},
+        "widths": {
+            of: statistics.cell_widths(ds, one, reduce).values for of, one in examples.items()
+        },
         "grids": {name: grid(ds[name]) for name in panels},
         "ratios": {name: grid(ratio) for name, ratio in ratios.items()},
         "upper": grid(ds["exact_upper"]) if upper else None,
@@ -298,12 +301,8 @@ def _same(stored: np.ndarray, norm: np.ndarray, tol: float) -> bool:
 
 def _numbers(values: np.ndarray) -> Any:
     """Nested lists of rounded numbers; "inf" and null where JSON has no number."""
-    if values.ndim:
-        return [_numbers(row) for row in values]
-    x = float(values)
-    if np.isfinite(x):
-        return float(f"{x:.5e}")
-    return None if np.isnan(x) else "inf" if x > 0 else "-inf"
+    rounded = np.vectorize(lambda x: float(f"{x:.5e}"), otypes=[float])(values)
+    return plain_data(rounded.tolist())
 
 
 def _histogram(ratio: np.ndarray) -> dict[str, Any]:
