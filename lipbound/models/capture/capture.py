@@ -26,7 +26,7 @@ from lipbound.models.capture import verification
 from lipbound.models.capture.automatic import through_module
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe, score_parts
 from lipbound.models.capture.seeing import interface, recording
-from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.call import INTERFACE, Call
 from lipbound.models.capture.streams import Padding, of_stream, stream_names
 from lipbound.models.capture.token_steps import Seen, surroundings, watching
 from lipbound.models.capture.verification import assemble
@@ -145,13 +145,13 @@ class Capturer:
         self.count = len(rows)
         chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
         padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], inputs)
+        of_chosen = [calls[i] for i in sorted({rows[i].call for i in chosen})]
+        with threads_for(self._work):
+            self._check_pass(inputs, of_chosen)
         with self._recording():
             closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
-        of_chosen = [calls[i] for i in sorted({rows[i].call for i in chosen})]
         self._note(*notes, *verification.about_padding(plain), *verification.about_zeros(of_chosen))
-        with threads_for(self._work):
-            self._check_pass(inputs, of_chosen)
         for i in chosen:
             with self._recording():
                 row, call = rows[i], calls[rows[i].call]
@@ -268,15 +268,18 @@ class Capturer:
     def _check_pass(self, inputs: Mapping[str, Tensor], calls: Sequence[Call]) -> None:
         """Compare calls with the model's own, each once without padding, and once with."""
         samples: dict[int, list[Call]] = {}
-        keys = [(call.valid_keys is not None, call.name, call.turn) for call in calls]
-        for call, key in zip(calls, keys, strict=True):
-            if key not in self._verified:
-                valid = call.valid_keys
+        for call in calls:
+            valid = call.valid_keys
+            if (valid is not None, call.name, call.turn) not in self._verified:
                 sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
                 samples.setdefault(sample, []).append(call)
         for sample, some in sorted(samples.items()):
-            verification.check_pass(self.model, inputs, some, sample)
-        self._verified.update(keys)
+            for call in verification.check_pass(self.model, inputs, some, sample):
+                if call.way == INTERFACE and not call.reason:
+                    why = "hands on its heads in no form in which they can be checked"
+                    call.reason = str(call.unsupported(why))
+        compared = [call for call in calls if not call.reason]
+        self._verified |= {(c.valid_keys is not None, c.name, c.turn) for c in compared}
 
     def _probed(self, row: Row, call: Call) -> ProbedWeights:
         weights = self._weights.get(row)

@@ -5,6 +5,7 @@ attention makes. A sample also runs alone, or with a cache, and its head outputs
 """
 
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -239,7 +240,7 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
 
 def check_pass(
     model: nn.Module, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int
-) -> None:
+) -> list[Call]:
     """Check that a recorded pass is what the model computes by itself.
 
     One sample, or all where none uses transformers' interface, runs through its untouched eager
@@ -250,6 +251,9 @@ def check_pass(
         inputs: of all samples.
         calls: recorded, of the layers to compare.
         sample: its number.
+
+    Returns:
+        The calls whose outputs could not be compared.
 
     Raises:
         UnfaithfulPassError: it is not.
@@ -285,7 +289,7 @@ def check_pass(
                     found.clear()
         if whole:
             interface.forward(model, inputs)
-    part = slice(None) if whole else slice(sample, sample + 1)
+    part, unseen = slice(None) if whole else slice(sample, sample + 1), []
     for call in calls:
         run = call.run
         given = run.args[0] if run.args else run.kwargs.get("hidden_states")
@@ -308,6 +312,8 @@ def check_pass(
                 f"layer {call.name}: what it computes when it is captured differs from the model's "
                 f"own eager attention by {off:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e})"
             )
+        unseen += [call] if math.isnan(off) else []
+    return unseen
 
 
 def _apart(
@@ -315,7 +321,7 @@ def _apart(
 ) -> float:
     """Return the largest relative difference of samples in two passes, padding left out.
 
-    It is 0 where shapes differ, so that they cannot be compared.
+    It is NaN where shapes differ, so that they cannot be compared.
 
     Args:
         call: of the layer.
@@ -326,10 +332,10 @@ def _apart(
     """
     own = found[call.turn] if call.turn < len(found) else None
     if not isinstance(recorded, Tensor) or not isinstance(own, Tensor) or not own.numel():
-        return 0.0
+        return math.nan
     (count, rest), valid = divmod(recorded.numel(), own.numel()), call.valid_rows
     if rest or count not in (1, call.samples) or not recorded.is_floating_point():
-        return 0.0
+        return math.nan
     mine = recorded.reshape(count, *own.shape)[part.start or 0 if count > 1 else 0]
     if valid is not None and own.ndim == 3 and own.shape[:2] == valid[part].shape:
         mine, own = mine[valid[part]], own[valid[part].to(own.device)]
