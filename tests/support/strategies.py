@@ -16,6 +16,11 @@ from lipbound.attention.layer import Attention
 INPUTS = ("plain", "duplicates", "pairs", "collinear", "outlier", "tiny", "huge", "zero")
 WEIGHTS = ("plain", "tied", "no_query", "one_hot", "rank_one_values")
 MASKS = ("none", "causal", "window", "offsets", "padded")
+MODERATE = {
+    "inputs": ("plain", "duplicates", "pairs", "collinear", "tiny"),
+    "weights": ("plain", "tied", "no_query", "rank_one_values"),
+}
+"""Families of `layers` without huge inputs and one-hot attention."""
 SAMPLES, HEADS = 6, 10
 SHARE = "LIPBOUND_TESTS_SHARE"
 """Environment variable: the share of every property's examples that are drawn, 1 unless said

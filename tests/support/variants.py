@@ -14,6 +14,16 @@ LINEAR = ("rotation", "norm", "together", "cap", "sinks")
 """Those that leave values alone."""
 VARIANTS = (*LINEAR, "values", "latent", "gate")
 MASKS = ("none", "causal", "window", "padded", "offsets")
+HAS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("rotation",),
+    ("norm",),
+    ("together", "rotation"),
+    ("cap",),
+    ("sinks",),
+    ("rotation", "cap", "sinks"),
+)
+"""Sets of variants for bounds: none of them, each of those that leave values alone, and several."""
 
 
 def layer(
