@@ -24,97 +24,67 @@ def norm(m: Tensor) -> float:
     return float(torch.linalg.matrix_norm(m.double(), 2))
 
 
+def longest(m: Tensor) -> float:
+    """The largest length of a row."""
+    return float(m.norm(dim=-1).max())
+
+
 def naive(att: Attention, s: int, h: int) -> dict[str, float]:
     """The statements, term by term, on one head at one sample."""
     keep = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
     x, p = att.x[s][keep], att.p[s, h][keep][:, keep]
-    n = len(x)
+    n, one = len(x), torch.ones(len(x), 1, dtype=x.dtype)
     w_q, w_k, w_v = att.w_q[h], att.w_k[h], att.w_v[h]
     b_q = torch.zeros(att.d, dtype=x.dtype) if att.b_q is None else att.b_q[h]
-    a, v, r = att.scale * w_q @ w_k.mT, norm(w_v), float(x.norm(dim=1).max())
-    m = [torch.diag(row) - row[:, None] * row for row in p]
-    largest_m = max(norm(mi) for mi in m)
-    top = p.sort(dim=1, descending=True).values
-    second = top[:, 1] if n > 1 else torch.zeros(n)
-    g1 = float((top[:, 0] * (1 - top[:, 0] + second)).max())
+    a, v, r = att.scale * w_q @ w_k.mT, norm(w_v), longest(x)
+    m = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    largest_m = max(map(norm, m))
+    top = torch.cat([p, 0 * one], 1).sort(dim=1, descending=True).values
+    g1 = float((top[:, 0] * (1 - top[:, 0] + top[:, 1])).max())
     biased = att.b_q is not None
-    xe = torch.cat([x, torch.ones(n, 1, dtype=x.dtype)], 1) if biased else x
-    qe = torch.cat([w_q, b_q[None]]) if biased else w_q
-    ke = torch.cat([w_k, torch.zeros(1, att.d, dtype=x.dtype)]) if biased else w_k
-    ae = norm(att.scale * qe @ ke.mT)
-    side, other = float((x @ a.mT).norm(dim=1).max()), float((x @ a).norm(dim=1).max())
-    diameter = max(float((y - z).norm()) for y in x for z in x)
-    frobenius = float(x.norm())
-    t = norm(a) * r * r
-    shift = float((att.scale * w_k @ b_q).norm())
+    xe = torch.cat([x, one], 1) if biased else x
+    ae = norm(att.scale * torch.cat([w_q, b_q[None]]) @ w_k.mT) if biased else norm(a)
+    side, other, diameter = longest(x @ a.mT), longest(x @ a), longest(x[:, None] - x)
+    t, shift = norm(a) * r * r, att.scale * w_k @ b_q
+    yudin, closed = v * norm(p), v * math.sqrt(n)
+    sides = [t[s, h][keep] for t in (att.q, att.k, att.v)]
+    phi, root3 = float(inverse_phi(torch.tensor(n - 1.0, dtype=torch.float64))), math.sqrt(3)
+    castin = norm(a) ** 2 * r**4 * (4 * n + 1), n * r**2 * (norm(a) * r + float(shift.norm())) ** 2
+    c3, keys = diameter**2 * (n + 1), float((x @ a + shift).norm())
     return {
-        **our_bounds(x, p, att, s, h),
-        "kim": math.sqrt(n)
-        * att.scale
-        * (4 * float(inverse_phi(torch.tensor(n - 1.0, dtype=torch.float64))) + 1)
-        * norm(w_q) ** 2
-        * v,
-        "dasoulas": v
-        * (
-            float(p.norm())
-            + math.sqrt(2) * r * (side + float((x @ a + att.scale * w_k @ b_q).norm()))
-        ),
-        "specformer": n * (n + 1) * frobenius**2 * (v * norm(w_q) * norm(w_k) + v),
-        "castin": math.sqrt(3) * v * math.sqrt(norm(a) ** 2 * r**4 * (4 * n + 1) + n),
-        "castin_bias": math.sqrt(3)
-        * v
-        * math.sqrt(t**2 + n * r**2 * (norm(a) * r + shift) ** 2 + n),
-        "castin_c3": math.sqrt(3)
-        * v
-        * math.sqrt(max(side, other) ** 2 * diameter**2 * (n + 1) + n),
-        "castin_c3_as_coded": v * math.sqrt(side**2 * diameter**2 * (n + 1) + n),
+        **our_bounds(p, *sides, w_q, w_k, w_v, scale=att.scale),
+        "kim": closed * att.scale * (4 * phi + 1) * norm(w_q) ** 2,
+        "dasoulas": v * (float(p.norm()) + math.sqrt(2) * r * (side + keys)),
+        "specformer": n * (n + 1) * float(x.norm()) ** 2 * (v * norm(w_q) * norm(w_k) + v),
+        "castin": root3 * v * math.sqrt(castin[0] + n),
+        "castin_bias": root3 * v * math.sqrt(t**2 + castin[1] + n),
+        "castin_c3": root3 * v * math.sqrt(max(side, other) ** 2 * c3 + n),
+        "castin_c3_as_coded": v * math.sqrt(side**2 * c3 + n),
         "castin_mean_field": v * (1 + 3 * t) * math.exp(2 * t) if t < 350 else math.inf,
-        "yudin": v * (norm(p) + 2 * norm(xe) ** 2 * ae * largest_m),
-        "yudin_g1": v * (norm(p) + 2 * norm(xe) ** 2 * ae * g1),
-        "yudin_nobias": v * (norm(p) + 2 * norm(x) ** 2 * norm(a) * largest_m),
-        "yudin_sqrt_n": v * (norm(p) + 2 * max(norm(x.mT @ mi) for mi in m) * norm(xe) * ae),
-        "yudin_closed": v * math.sqrt(n) * (1 + 2 * float(xe.norm(dim=1).max()) ** 2 * ae),
+        "yudin": yudin + v * 2 * norm(xe) ** 2 * ae * largest_m,
+        "yudin_g1": yudin + v * 2 * norm(xe) ** 2 * ae * g1,
+        "yudin_nobias": yudin + v * 2 * norm(x) ** 2 * norm(a) * largest_m,
+        "yudin_sqrt_n": yudin + v * 2 * max(map(norm, x.mT @ m)) * norm(xe) * ae,
+        "yudin_closed": closed * (1 + 2 * longest(xe) ** 2 * ae),
     }
 
 
-def our_bounds(x: Tensor, p: Tensor, att: Attention, s: int, h: int) -> dict[str, float]:
+def our_bounds(p: Tensor, *parts: Tensor, scale: float) -> dict[str, float]:
     """Our bounds pair by pair, from explicit blocks and dense norms."""
-    n = len(x)
-    keep = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
-    q, k, v = (t[s, h][keep] for t in (att.q, att.k, att.v))
-    w_q, w_k, w_v, c = att.w_q[h], att.w_k[h], att.w_v[h], att.scale
-    o = p @ v
-    a = [(p[i][:, None] * (v - o[i])).T for i in range(n)]
-    b = [c * a[i] @ k @ w_q.T for i in range(n)]
-    qt = c * q @ w_k.T
-    e0, kk = torch.zeros(n, n, dtype=x.dtype), torch.zeros(n, n, dtype=x.dtype)
-    lengths = torch.stack([ai.norm(dim=0) for ai in a])
-    norms = [norm(ai) for ai in a]
-    for i in range(n):
-        for j in range(n):
-            reach = min(float(lengths[i] @ p[j]), norms[i] * float(p[j].norm()))
-            cross = float(p[i, j]) * norm(b[j] @ w_v) + float(
-                p[j, i] * (b[i] @ qt[j]).norm() * (v[i] - o[j]).norm()
-            )
-            cross += float((w_v.T @ qt[i]).norm()) * reach
-            e0[i, j] += cross + float(p[i] @ p[j]) * norm(w_v) ** 2
-            e0[j, i] += cross
-            kk[i, j] = abs(float(qt[i] @ qt[j])) * min(
-                norms[i] * norms[j], float(lengths[i] @ lengths[j])
-            )
-        e0[i, i] += norm(b[i]) ** 2
-    stacked = sum(float(qt[i] @ qt[i]) * a[i].T @ a[i] for i in range(n))
-    key = min(norm(torch.tensor(norms, dtype=x.dtype)[:, None] * qt) ** 2, norm(stacked))
-    sizes = [
-        [
-            float(p[i, j]) * (norm(w_v) + float((v[j] - o[i]).norm() * qt[i].norm()))
-            for j in range(n)
-        ]
-        for i in range(n)
-    ]
-    blocks = torch.tensor(sizes, dtype=x.dtype) + torch.diag(
-        torch.tensor([norm(bi) for bi in b], dtype=x.dtype)
-    )
+    q, k, v, w_q, w_k, w_v = parts
+    o, qt, size = p @ v, scale * q @ w_k.T, norm(w_v)
+    a = (p[..., None] * (v - o[:, None])).mT  # (i, d_v, j)
+    b = scale * a @ k @ w_q.T  # B_i, (i, d_v, D)
+    norms, own, seen = (torch.linalg.matrix_norm(t, 2) for t in (a, b, b @ w_v))
+    lengths = a.norm(dim=1)
+    reach = torch.minimum(lengths @ p.T, norms[:, None] * p.norm(dim=1))
+    cross = p * seen + p.T * (b @ qt.T).norm(dim=1) * (v[:, None] - o).norm(dim=-1)
+    cross = cross + (qt @ w_v).norm(dim=1)[:, None] * reach
+    e0 = cross + cross.T + p @ p.T * size**2 + own.square().diag()
+    kk = (qt @ qt.T).abs() * torch.minimum(norms[:, None] * norms, lengths @ lengths.T)
+    stacked = torch.einsum("i,iva,ivb->ab", qt.square().sum(1), a, a)
+    key = min(norm(norms[:, None] * qt) ** 2, norm(stacked))
+    blocks = p * (size + (v - o[:, None]).norm(dim=-1) * qt.norm(dim=1)[:, None]) + own.diag()
     return {
         "lipbound": math.sqrt(min(norm(e0 + kk), norm(e0) + key)),
         "lipbound_block": norm(blocks),

@@ -2,7 +2,7 @@
 
 import os
 import random
-import subprocess
+import signal
 import time
 import warnings
 from multiprocessing import forkserver
@@ -114,28 +114,25 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
     whole = lb.compare(bert, TEXTS * 2, **options)
     # with what is imported there; what dask asks of it later comes too late
     forkserver.ensure_running()
+    method = {"distributed.worker.multiprocessing-method": "forkserver", TRIMMING: None}
     with (
-        dask.config.set(
-            {"distributed.worker.multiprocessing-method": "forkserver", TRIMMING: None}
-        ),
+        dask.config.set(method),
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None
         ) as workers,
         distributed.Client(workers) as client,
+        pytest.MonkeyPatch.context() as patch,
     ):
-        killed = []
-        write = PartialRun.write
+        killed, write = [], PartialRun.write
 
         def kill(self: PartialRun, measured: LayerResult) -> None:
             if not killed:
-                process = next(iter(workers.workers.values())).process
-                killed.append(process.pid)
-                subprocess.run(["kill", "-9", str(process.pid)], check=True)
+                killed.append(next(iter(workers.workers.values())).process.pid)
+                os.kill(killed[0], signal.SIGKILL)
             write(self, measured)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PartialRun, "write", kill)
-            ds = lb.compare(bert, TEXTS * 2, client=client, out=tmp_path / "run.zarr", **options)
+        patch.setattr(PartialRun, "write", kill)
+        ds = lb.compare(bert, TEXTS * 2, client=client, out=tmp_path / "run.zarr", **options)
     assert killed
     np.testing.assert_allclose(ds["exact"], whole["exact"], rtol=1e-9)
     np.testing.assert_allclose(ds["yudin"], whole["yudin"], rtol=1e-12)

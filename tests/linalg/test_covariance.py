@@ -17,10 +17,9 @@ from lipbound.linalg.covariance import weighted_deviation_norm
 def test_one_subnormal_probability_does_not_blow_it_up(subnormal: float) -> None:
     x = random_attention("plain").x[:1, :2]
     p = torch.tensor([[1.0, subnormal], [subnormal, 1.0]], dtype=torch.float64)[None, None]
+    pairs = list(zip(*x[0].tolist(), strict=True))
     with exactly(60):  # of two tokens: sqrt(2) p (1 - p) |x_1 - x_2|
-        apart = sum(
-            (Decimal(a) - Decimal(b)) ** 2 for a, b in zip(*x[0].tolist(), strict=True)
-        ).sqrt()
+        apart = sum((Decimal(a) - Decimal(b)) ** 2 for a, b in pairs).sqrt()
         exact = Decimal(2).sqrt() * Decimal(subnormal) * (1 - Decimal(subnormal)) * apart
     found = float(weighted_deviation_norm(x, p))
     assert float(exact) <= found <= float(exact) * (1 + 1e-12) + 1e-149
