@@ -1,6 +1,8 @@
 """The source of the documentation site, without Sphinx: every bound has a page, every page is in a
 toctree, links lead somewhere."""
 
+import doctest
+import importlib
 import posixpath
 import re
 from pathlib import Path
@@ -174,3 +176,16 @@ def test_the_map_of_the_package_names_files_that_are_there() -> None:
                 assert (ROOT / "lipbound" / folder[1] / name).exists(), (folder[1], name)
                 named += 1
     assert named > 30
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in (ROOT / "lipbound").rglob("*.py") if ">>> " in path.read_text("utf-8")],
+    ids=lambda path: path.stem,
+)
+def test_examples_print_what_docstrings_say(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    found = doctest.testmod(importlib.import_module(name), optionflags=options)
+    assert found.attempted > 0
+    assert found.failed == 0

@@ -82,10 +82,11 @@ def test_every_lemma_has_statement_assumptions_proof_and_code() -> None:
 
 def test_what_docstrings_cite_is_on_the_page_they_name() -> None:
     where_is = lemmas()
-    for where, number, page in citations():
+    cited = citations()
+    for where, number, page in cited:
         assert page == f"docs/theory/{where_is.get(number)}", (where, number)
     # every lemma is cited by a docstring
-    assert {number for _, number, _ in citations()} == set(where_is)
+    assert {number for _, number, _ in cited} == set(where_is)
 
 
 def test_links_between_lemmas_lead_to_their_pages() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from support import hard_heads, judge, token_oracle
 from support.checks import close, normal
-from support.layers import HARD, changed, random_attention
+from support.layers import HARD, changed, query_bias_alone, random_attention
 from support.oracles import dense_norms
 from support.reference import dense_jacobian
 from support.strategies import MODERATE, examples, layers
@@ -134,29 +134,29 @@ def test_whole_layers(kind: str) -> None:
     for map in ("heads", "layer"):
         for s in range(att.samples):
             (whole,) = token_oracle.blocks(att, s, map)
-            least = {
-                "every-token": float(token_oracle.every_from_below(whole, 6, 20)),
-                "one-token": float(token_oracle.one(whole)[0]),
-            }
-            for name in NAMES:
-                for rule in ("best", "sum", "root_sum_square", "folded"):
-                    value = bounds.whole_layer(att, name, map=map, rule=rule)[s]
-                    assert float(value) >= least[bounds.get(name).norm] * (1 - 1e-9), (name, rule)
+            every, one = token_oracle.every_from_below(whole, 6, 20), token_oracle.one(whole)[0]
+            for name, rule in product(NAMES, ("best", "sum", "root_sum_square", "folded")):
+                least = float(every if bounds.get(name).norm == "every-token" else one)
+                value = bounds.whole_layer(att, name, map=map, rule=rule)[s]
+                assert float(value) >= least * (1 - 1e-9), (name, rule)
 
 
 # -- statements ------------------------------------------------------------------------------------
 
 
-def splitting(row: list[float]) -> float:
-    """The printed upper value of theta of a row: of the largest entry from 1/2 on, else 1."""
-    return 4 * max(row) * (1 - max(row)) if max(row) >= 0.5 else 1.0
+def subsets(p: Tensor) -> Tensor:
+    """theta of rows, over all sets of their entries; no sum is a difference from 1."""
+    sides = torch.tensor(list(product((0.0, 1.0), repeat=p.shape[-1])), dtype=torch.float64)
+    return (4 * (p @ sides.T) * (p @ (1 - sides).T)).amax(-1)
 
 
-def subsets(row: list[float]) -> float:
-    """theta of a row, over all sets of its entries; no sum is a difference from 1."""
-    sides = torch.tensor(list(product((0.0, 1.0), repeat=len(row))), dtype=torch.float64)
-    p = torch.tensor(row, dtype=torch.float64)
-    return float((4 * (sides @ p) * ((1 - sides) @ p)).max())
+def split(one: Attention, h: int, theta: Tensor) -> float:
+    """The statement of mass splitting, of one sample without padding."""
+    q, k, v = (t[0, h] for t in (one.q, one.k, one.v))
+    slopes = (one.scale * q @ one.w_k[h].T).norm(dim=-1)
+    slopes = slopes + (one.scale * (k - k.mean(0)) @ one.w_q[h].T).norm(dim=-1).max()
+    moved = torch.cdist(v, v).max() / 2 * (theta * slopes).max()
+    return float(torch.linalg.matrix_norm(one.w_v[h], 2) + moved)
 
 
 def test_mass_splitting_uses_at_least_theta(kind: str) -> None:
@@ -164,58 +164,35 @@ def test_mass_splitting_uses_at_least_theta(kind: str) -> None:
     att = random_attention(kind)
     least = brute_force(att)["every-token"]
     for s in range(att.samples):
-        keep = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
+        one = att.unpadded(s)
+        cheap, exact = splitting_bound(one.p[0]), subsets(one.p[0])
+        assert bool((cheap >= exact * (1 - 1e-12)).all())
+        close(cheap, torch.where(one.p[0].amax(-1) >= 0.5, exact, 1.0), 1e-9, 1e-300)
         for h in range(att.heads):
-            p = att.p[s, h][keep][:, keep]
-            cheap, exact = splitting_bound(p), [subsets(row.tolist()) for row in p]
-            for found, least_theta, top in zip(
-                cheap.tolist(), exact, p.amax(-1).tolist(), strict=True
-            ):
-                assert found >= least_theta * (1 - 1e-12)
-                assert found == pytest.approx(
-                    least_theta if top >= 0.5 else 1.0, rel=1e-9, abs=1e-300
-                )
-            q, k, v = (t[s, h][keep] for t in (att.q, att.k, att.v))
-            slopes = (att.scale * q @ att.w_k[h].T).norm(dim=-1)
-            slopes = slopes + (att.scale * (k - k.mean(0)) @ att.w_q[h].T).norm(dim=-1).max()
-            theta = torch.tensor(exact, dtype=torch.float64)
-            moved = torch.cdist(v, v).max() / 2 * (theta * slopes).max()
-            value = torch.linalg.matrix_norm(att.w_v[h], 2) + moved
-            assert float(value) >= float(least[s, h]) * (1 - 1e-9)
+            assert split(one, h, exact[h]) >= float(least[s, h]) * (1 - 1e-9)
 
 
-def naive(att: Attention, s: int, h: int) -> dict[str, float]:
+def naive(one: Attention, h: int) -> dict[str, float]:
     """The statements from blocks of the autograd Jacobian of the definition and dense norms of
-    their parts."""
-    keep = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
-    p, (q, k, v), (w_q, w_k, w_v) = (
-        att.p[s, h][keep][:, keep],
-        (t[s, h][keep] for t in (att.q, att.k, att.v)),
-        (att.w_q[h], att.w_k[h], att.w_v[h]),
-    )
-    n, o, qt = len(p), p @ v, att.scale * q @ w_k.T
-    dense = dense_jacobian(att, s, h).view(n, att.d_v, n, -1).transpose(1, 2)
-    d = torch.zeros(n, n, dtype=torch.float64)
-    for i in range(n):
-        own = att.scale * (p[i][:, None] * (v - o[i])).T @ k @ w_q.T
-        for j in range(n):
-            a, z = v[j] - o[i], w_v.T @ qt[i]
-            form = torch.outer(a, z) + torch.outer(z, a) + qt[i] @ qt[i] * torch.outer(a, a)
-            top = max(0.0, float(torch.linalg.eigvalsh(form)[-1]))
-            d[i, j] = p[i, j] * math.sqrt(float(torch.linalg.matrix_norm(w_v, 2)) ** 2 + top) + (
-                i == j
-            ) * torch.linalg.matrix_norm(own, 2)
+    their parts, of one sample without padding."""
+    p, q, k, v = (t[0, h] for t in (one.p, one.q, one.k, one.v))
+    n, qt, size = len(p), one.scale * q @ one.w_k[h].T, torch.linalg.matrix_norm(one.w_v[h], 2)
+    dense = dense_jacobian(one, 0, h).view(n, one.d_v, n, -1).transpose(1, 2)
+    a, z = v - (p @ v)[:, None], (qt @ one.w_v[h])[:, None, :, None]  # (i, j, d_v)
+    outer, square = a[..., None] * z.mT, qt.square().sum(1)[:, None, None, None]
+    form = outer + outer.mT + square * a[..., None] * a[..., None, :]
+    top = torch.linalg.eigvalsh(form)[..., -1].clamp_min(0)
+    own = one.scale * (p[..., None] * a).mT @ k @ one.w_q[h].T
+    d = p * (size**2 + top).sqrt() + torch.linalg.matrix_norm(own, 2).diag()
     rounding = 1e-14 * float(d.max())  # of an entry of the dense Jacobian, whatever its own size
     assert bool((d >= torch.linalg.matrix_norm(dense, 2) * (1 - 1e-9) - rounding).all())
-    theta = torch.tensor([splitting(row.tolist()) for row in p], dtype=torch.float64)
-    slopes = qt.norm(dim=-1) + (att.scale * (k - k.mean(0)) @ w_q.T).norm(dim=-1).max()
-    moved = torch.cdist(v, v).max() / 2 * (theta * slopes).max()
+    top = p.amax(-1)  # the printed upper value of theta: of the largest entry from 1/2 on, else 1
     forms = (torch.where(d > 1e-100, 1 / d, 0.0)[..., None, None] * dense @ dense.mT).sum(1)
     return {
         "lipbound_every": float((d.sum(1) * torch.linalg.eigvalsh(forms)[:, -1]).max().sqrt()),
         "lipbound_every_block": float(d.sum(1).max()),
         "lipbound_one": float(d.square().sum(0).max().sqrt()),
-        "mass_splitting": float(torch.linalg.matrix_norm(w_v, 2) + moved),
+        "mass_splitting": split(one, h, torch.where(top >= 0.5, 4 * top * (1 - top), 1.0)),
     }
 
 
@@ -225,11 +202,10 @@ def test_our_bounds_are_their_statements(kind: str) -> None:
     ``lipbound_every``, where larger ones may be better."""
     att = random_attention(kind)
     values = bounds.evaluate(att, "all", "every-token") | bounds.evaluate(att, "all", "one-token")
-    for s in range(att.samples):
-        for h in range(att.heads):
-            for name, value in naive(att, s, h).items():
-                least = 0.99 if name == "lipbound_every" else 1 - 1e-9
-                assert value * least <= float(values[name][s, h]) <= value * 1.01, name
+    for s, h in product(range(att.samples), range(att.heads)):
+        for name, value in naive(att.unpadded(s), h).items():
+            least = 0.99 if name == "lipbound_every" else 1 - 1e-9
+            assert value * least <= float(values[name][s, h]) <= value * 1.01, name
     assert bool((values["lipbound_every"] <= values["lipbound_every_block"] * (1 + 1e-12)).all())
     above = token_oracle.every_from_above(token_oracle.all_blocks(att))
     assert bool((values["lipbound_every"] <= 1.12 * above).all())
@@ -241,24 +217,13 @@ def printed_newhouse(att: Attention) -> float:
     return v * (1 + 2 * att.scale * q * k * float(att.x.norm(dim=-1).max()) ** 2)
 
 
-def biased() -> Attention:
-    """Queries that come from their bias alone, so that the formula without it has no softmax term,
-    while values differ by much."""
-    x = torch.tensor([[[0.0, 10], [0, -10]]], dtype=torch.float64)
-    w_q, w_k = (torch.tensor([[[c], [0.0]]], dtype=torch.float64) for c in (0.0, 1.0))
-    w_v, b_q = torch.eye(2, dtype=torch.float64)[None], torch.tensor([[10.0]], dtype=torch.float64)
-    return Attention(x, w_q, w_k, w_v, b_q=b_q)
-
-
 def test_newhouse_is_its_statement(kind: str) -> None:
     att = random_attention(kind)
     value = bounds.get("newhouse")(att)
     if att.b_q is None:
-        for h in range(att.heads):
-            for s in range(att.samples):
-                one = att.select(slice(s, s + 1), slice(h, h + 1))
-                assert float(value[s, h]) == pytest.approx(printed_newhouse(one), rel=1e-9)
-                assert float(value[s, h]) >= printed_newhouse(one) * (1 - 1e-15)
+        for s, h in product(range(att.samples), range(att.heads)):
+            printed = printed_newhouse(att.select(slice(s, s + 1), slice(h, h + 1)))
+            assert printed * (1 - 1e-15) <= float(value[s, h]) <= printed * (1 + 1e-9)
         return
     ones = torch.ones_like(att.x[..., :1]) * (1 if att.valid is None else att.valid[..., None])
     with_row = [
@@ -270,7 +235,8 @@ def test_newhouse_is_its_statement(kind: str) -> None:
 
 
 def test_newhouse_needs_the_query_bias_and_no_third() -> None:
-    att, least = biased(), float(brute_force(biased())["every-token"])
+    att = query_bias_alone(10, -10)  # without it the formula has no softmax term
+    least = float(brute_force(att)["every-token"])
     assert printed_newhouse(att) < 0.1 * least
     assert float(bounds.get("newhouse")(att)) >= least
     one = random_attention("one_token").select(slice(0, 1), slice(0, 1))
@@ -280,11 +246,10 @@ def test_newhouse_needs_the_query_bias_and_no_third() -> None:
 def test_newhouse_is_none_in_the_frobenius_norm() -> None:
     """All tokens attend to one: the Frobenius norm is sqrt(N) times that of the values, and numbers
     of both norms do not stand side by side."""
-    n = 9
-    mask = torch.full((n, n), -math.inf, dtype=torch.float64)
+    mask = torch.full((9, 9), -math.inf, dtype=torch.float64)
     mask[:, 0] = 0.0
-    w = torch.ones(1, 1, 1, dtype=torch.float64)
-    att = Attention(torch.ones(1, n, 1, dtype=torch.float64), 0 * w, w, w, mask=mask)
+    x, w = torch.ones(1, 9, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
+    att = Attention(x, 0 * w, w, w, mask=mask)
     assert float(bounds.get("newhouse")(att)) == pytest.approx(1.0)
     assert float(dense_norms(att)) == pytest.approx(3.0)
     assert float(brute_force(att)["every-token"]) == pytest.approx(1.0)

@@ -25,7 +25,7 @@ FAMILIES = ("bert", "gpt2", "vit", "Llama", "Gemma 2", "Phi, q/k-norm", "T5 enco
 FIGURES = (
     "which-map three-norms token-profile mass-splitting yudin-2 yudin-multihead castin-2 castin-3"
 ).split()
-EVERY_TOKEN = {"norm": "every-token", "layers": [0], "tol": 1e-2}
+EVERY_TOKEN = {"norm": "every-token", "layers": [0]}
 CLOSE = {"float64": 1e-6, "float32": 5e-4}
 Call = Callable[..., Any]
 

@@ -23,7 +23,6 @@ from lipbound.errors import AlteredRunError, CaptureError, CheckpointError, Stor
 from lipbound.models.loading import load_checkpoint
 from lipbound.models.weight_files import unreadable
 from lipbound.runs.store import read
-from lipbound.signs import Signs
 
 OLD = Version(tf.__version__).major < 5
 LLAMA = {"rope_theta": 500000.0, "rope_type": "default"}
@@ -171,10 +170,3 @@ def test_a_part_that_is_missed_in_a_store_of_a_newer_zarr(tmp_path: Path) -> Non
 def test_pickled_weights_that_an_old_torch_may_not_read_are_not_called_damaged() -> None:
     said = "even with `weights_only=True`, we now require users to upgrade torch to at least v2.6"
     assert unreadable(ValueError(said)).startswith("pickled weights are read with torch 2.6")
-
-
-def test_progress_that_is_off_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rich before 14 ends a line all the same."""
-    with Signs("measuring", show=False) as signs:
-        signs.say("measuring", 2)
-    assert capsys.readouterr().err == ""

@@ -2,11 +2,8 @@
 right, or not converged."""
 
 import operator
-import warnings
 from functools import partial
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from support import hard_heads, judge, mp_oracle
@@ -19,7 +16,6 @@ from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.maps import SIDE_OF
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.deflated_lanczos import smallest_excluded
 from lipbound.linalg.enclose import Problem, estimate
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
@@ -139,13 +135,3 @@ def test_norms_that_nearly_vanish(scale: float, seed: int, delta: float | None, 
     for att, wrt in ((faint(seed, scale), "keys"), (faint(seed, scale, sinks=True), "input")):
         norm = spectral_norm(att, wrt=wrt, delta=delta, tol=tol)
         hold(norm, mp_oracle.norms(att, "head", SIDE_OF.get(wrt)), tol, converged=True)
-
-
-def test_what_overflows_is_not_excluded_and_warns_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recurrences whose sizes exceed the target by more than float64 can say."""
-    large, steps = SimpleNamespace(columns=np.full((5, 1, 1), 1e200)), np.ones(1, dtype=int)
-    none = lambda rows, steps, x: np.zeros(x.shape, dtype=bool)  # noqa: E731
-    monkeypatch.setattr("lipbound.linalg.deflated_lanczos.excluded", none)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert smallest_excluded(large, steps, np.zeros(1))[0] == np.inf

@@ -19,6 +19,8 @@ from lipbound.errors import LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 METHODS = ("lanczos", "dense")
+ESTIMATE = "lanczos without delta"
+"""The method of lower ends alone."""
 L2 = "lanczos (L2)"
 """The enclosure of L2 attention's norm."""
 WHOLE = ("heads", "layer")
@@ -94,7 +96,8 @@ def _enclosures(
     att: Attention, name: str, method: str, exact: Norms, *, map: str, tol: float, delta: float
 ) -> Iterator[Verdict]:
     def measure(part: Attention) -> tuple[Tensor, Tensor, Tensor]:
-        norm = spectral_norm(part, map=map, method=method, tol=tol, delta=delta)
+        how = {"delta": None} if method == ESTIMATE else {"method": method, "delta": delta}
+        norm = spectral_norm(part, map=map, tol=tol, **how)
         return norm.lower, norm.upper, norm.converged
 
     for where, value, found in _each(att, name, method, exact, map, measure):

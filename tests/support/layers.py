@@ -57,6 +57,14 @@ def random_attention(
     return Attention(x, w_q, w_k, w_v, **extra)
 
 
+def query_bias_alone(*values: float) -> Attention:
+    """Queries that come from their bias alone, so A = 0, while values differ by much: |J| grows
+    with the bias."""
+    x = torch.tensor([[[0.0, value] for value in values]], dtype=torch.float64)
+    w_k, w_v = torch.tensor([[[1.0], [0.0]]]).double(), torch.eye(2, dtype=torch.float64)[None]
+    return Attention(x, 0 * w_k, w_k, w_v, b_q=torch.tensor([[10.0]], dtype=torch.float64))
+
+
 GIVEN = (
     "x w_q w_k w_v b_q b_k b_v w_o scale mask valid rotation norm_q norm_k norm_v cap sinks"
 ).split()
