@@ -34,9 +34,12 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_norms, "reproducible_float32", lambda: False)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("kind", ["plain", "biases", "causal", "padded", "flat", "one_token"])
-def test_published_bounds(kind: str, name: str) -> None:
+@pytest.mark.usefixtures("tight")
+@pytest.mark.parametrize("name", [*PUBLISHED, *TOKENS])
+@pytest.mark.parametrize(
+    "kind", ["plain", "biases", "causal", "padded", "flat", "one_token", "wide_values"]
+)
+def test_bounds_of_papers_and_in_norms_of_tokens(kind: str, name: str) -> None:
     att, bound = random_attention(kind), bounds.get(name)
     if bound(att).isinf().any():  # the mean-field bound of steep heads: smaller ones have a number
         att = changed(att, w_q=0.01 * att.w_q)
@@ -52,17 +55,6 @@ def test_published_bounds_with_variants(has: tuple[str, ...], name: str) -> None
     att, bound = layer(0, frozenset(has)), bounds.get(name)
     exact, difference = slopes(bound, att, 1e-6, seed=2)
     assert exact == pytest.approx(difference, rel=1e-4, abs=1e-8 * float(bound(att).sum()))
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", TOKENS)
-@pytest.mark.parametrize(
-    "kind", ["plain", "biases", "causal", "padded", "flat", "one_token", "wide_values"]
-)
-def test_bounds_in_norms_of_tokens(kind: str, name: str) -> None:
-    att, bound = random_attention(kind), bounds.get(name)
-    exact, difference = slopes(bound, att, 1e-6)
-    assert exact == pytest.approx(difference, rel=2e-3, abs=1e-4 * float(bound(att).sum()))
 
 
 def smooth_heads(att: Attention, name: str) -> int:

@@ -1,7 +1,6 @@
 """What README.md and the pages of the documentation say stays true."""
 
 import ast
-import importlib.util
 import json
 import re
 import shlex
@@ -11,6 +10,7 @@ from types import ModuleType
 import pytest
 import typer
 from sitegen import measured, published, tree
+from support.checks import script
 
 import lipbound as lb
 from lipbound import bounds
@@ -38,12 +38,7 @@ the same."""
 
 def benchmark(name: str) -> ModuleType:
     """A script of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(ROOT / "benchmarks" / f"{name}.py")
 
 
 def test_the_page_of_published_bounds_has_all() -> None:

@@ -1,7 +1,10 @@
 """What tests say on every page: random tensors and layers, closeness, refusals, and derivatives
 against differences."""
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -49,6 +52,16 @@ def refused(call: Callable[[], Any], *words: str, error: type[Exception] = Lipbo
     said = str(raised.value)
     assert "\n" not in said
     assert [word for word in words if word not in said] == [], said
+
+
+def script(path: Path) -> ModuleType:
+    """A program as a module."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def given_parts(att: Attention) -> dict[str, Tensor]:

@@ -135,41 +135,23 @@ def _each(
     try:
         found = [t.view(len(exact), -1).tolist() for t in measure(att)]
     except Exception as error:
-        for verdict in _broken(method, name, error):
-            yield name, exact[0][0], verdict
-        for part, where, inner in _parts(att, name, exact, map):
-            if part is None:
-                yield where, inner[0][0], Verdict(method, where, True)
-            else:
-                yield from _each(part, where, method, inner, map, measure)
-        return
-    for s, row in enumerate(exact):
-        for h, value in enumerate(row):
-            yield _where(name, s, h), value, [values[s][h] for values in found]
-
-
-def _broken(method: str, name: str, error: Exception) -> Iterator[Verdict]:
-    """To refuse is right; to end in an error of some library is a miss, even where the norms are
-    right one by one."""
-    if not isinstance(error, LipboundError):
-        yield Verdict(method, f"{name}: {error}", False, math.inf)
-
-
-def _parts(
-    att: Attention, name: str, exact: Norms, map: str
-) -> Iterator[tuple[Attention | None, str, Norms]]:
-    """What is refused together may be taken one by one; a norm that is by itself
-    already is None."""
+        # to refuse is right; to end in an error of some library is a miss, even where the norms are
+        # right one by one
+        if not isinstance(error, LipboundError):
+            yield name, exact[0][0], Verdict(method, f"{name}: {error}", False, math.inf)
+        found = []
     alone = att.samples == 1 and (att.heads == 1 or map in WHOLE)
     for s, row in enumerate(exact):
         for h, value in enumerate(row):
-            heads = slice(None) if map in WHOLE else slice(h, h + 1)
-            part = None if alone else att.select(slice(s, s + 1), heads)
-            yield part, _where(name, s, h), [[value]]
-
-
-def _where(name: str, sample: int, head: int) -> str:
-    return name if "[" in name else f"{name}[{sample},{head}]"
+            where = name if "[" in name else f"{name}[{s},{h}]"
+            if found:
+                yield where, value, [values[s][h] for values in found]
+            elif alone:
+                yield where, value, Verdict(method, where, True)
+            else:
+                heads = slice(None) if map in WHOLE else slice(h, h + 1)
+                part = att.select(slice(s, s + 1), heads)
+                yield from _each(part, where, method, [[value]], map, measure)
 
 
 def above(lower: float, norm: Enclosed) -> float:
