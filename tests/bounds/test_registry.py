@@ -97,6 +97,7 @@ def test_names_and_citation_keys_are_taken_once() -> None:
         )(always)
     with pytest.raises(ValueError, match="already registered"):
         bounds.bound("yudin", **TEXTS, condition=always)(always)
+    refused(lambda: bounds.get("yudin_g2"), "did you mean 'yudin_g1'", error=UnknownNameError)
 
 
 @pytest.mark.each_value(kind=HARD)
@@ -218,11 +219,6 @@ def test_float64_is_not_advised_where_it_is_used() -> None:
         operator_norm(op, tol=1e-18, delta=1e-10)
     assert "float64 or" not in str(error.value)
     assert "larger tol" in str(error.value)
-
-
-def test_unknown_bounds_are_unknown_names() -> None:
-    with pytest.raises(UnknownNameError):
-        bounds.get("yudin_g2")
 
 
 def _run(code: str) -> list[str]:
