@@ -78,6 +78,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 # Reports in a real browser; tables and citations through LaTeX, in an article, in two columns and on slides, without overfull boxes: needs Debian's chromium, texlive and poppler-utils (`make debian`).

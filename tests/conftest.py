@@ -34,12 +34,8 @@ torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Notebooks start first, then what else is in integration/: long tests at the end would keep
     one process busy when the others are done."""
-    items.sort(
-        key=lambda item: (
-            not item.name.startswith("test_notebook_runs"),
-            item.path.parent.name != "integration",
-        )
-    )
+    items.sort(key=lambda item: item.path.parent.name != "integration")
+    items.sort(key=lambda item: not item.name.startswith("test_notebook_runs"))
     for item in combinations_left_out(items):
         item.add_marker(pytest.mark.slow)
 
@@ -57,17 +53,20 @@ def att(kind: str) -> Attention:
 
 
 def _digest(folder: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _unchanged(folder: Path) -> Iterator[Path]:
     before = _digest(folder)
     yield folder
     assert _digest(folder) == before, f"a test wrote to {folder}; it must copy what it changes"
+
+
+def _shared(ds: xr.Dataset) -> Iterator[xr.Dataset]:
+    before = ds.copy(deep=True)
+    yield ds
+    assert ds.identical(before), "a test changed the run that others share"
 
 
 @pytest.fixture(scope="session")
@@ -90,9 +89,8 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A file of words that the small BERT knows."""
     folder = tmp_path_factory.mktemp("text")
-    (folder / "text.txt").write_text(
-        "the ferry is in a clock of the keeper and the lighthouse " * 8
-    )
+    words = "the ferry is in a clock of the keeper and the lighthouse "
+    (folder / "text.txt").write_text(words * 8)
     for _ in _unchanged(folder):
         yield folder / "text.txt"
 
@@ -105,9 +103,7 @@ def gpt2_run() -> Iterator[xr.Dataset]:
 
     model = build(AFFINE["gpt2"])
     ds = lb.compare(model, inputs_for(model), progress=False)
-    before = ds.copy(deep=True)
-    yield ds
-    assert ds.identical(before), "a test changed the run that others share"
+    yield from _shared(ds)
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +118,4 @@ def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[xr.D
     lb.compare(bert, TEXTS, out=path, **OPTIONS)
     assert not partial_path(path).exists()
     ds = store.load(path).load()
-    before = ds.copy(deep=True)
-    yield ds
-    assert ds.identical(before), "a test changed the run that others share"
+    yield from _shared(ds)

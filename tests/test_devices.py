@@ -29,14 +29,11 @@ def test_results_are_in_order_and_threads_are_shared_out(threads):
         return name, torch.get_num_threads(), torch.is_grad_enabled()
 
     with torch.no_grad():
-        assert side_by_side([lambda: task("a"), lambda: task("b")]) == [
-            ("a", 2, False),
-            ("b", 2, False),
-        ]
+        found = side_by_side([lambda: task("a"), lambda: task("b")])
+    assert found == [("a", 2, False), ("b", 2, False)]
     assert torch.get_num_threads() == 4
-    assert side_by_side([lambda: (torch.get_num_threads(), threading.current_thread())]) == [
-        (4, threading.current_thread())
-    ]
+    alone = side_by_side([lambda: (torch.get_num_threads(), threading.current_thread())])
+    assert alone == [(4, threading.current_thread())]
 
 
 def test_an_error_is_raised_once_all_have_ended(threads):
@@ -68,16 +65,16 @@ def test_little_work_is_left_to_one_thread(threads):
 
 def test_layers_of_one_sample_are_measured_side_by_side(threads, monkeypatch):
     found, at_once = [], []
+
+    def counted(tasks):
+        at_once.append(len(tasks))
+        return side_by_side(tasks)
+
+    monkeypatch.setattr("lipbound.runs.measure.side_by_side", counted)
     for count in (1, 3):
         threads(count)
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                "lipbound.runs.measure.side_by_side",
-                lambda tasks: at_once.append(len(tasks)) or side_by_side(tasks),
-            )
-            found.append(
-                lb.compare("builtin:minilm", samples=1, layers="0-3", max_length=16, progress=False)
-            )
+        options = {"samples": 1, "layers": "0-3", "max_length": 16, "bounds": ["yudin", "lipbound"]}
+        found.append(lb.compare("builtin:gpt2", progress=False, **options))
     assert at_once == [1, 1, 1, 1, 0, 3, 1]
     for name, values in found[0].items():
         np.testing.assert_allclose(found[1][name].values, values, rtol=1e-12)
@@ -85,19 +82,11 @@ def test_layers_of_one_sample_are_measured_side_by_side(threads, monkeypatch):
 
 @pytest.mark.parametrize("checkpoint", ["builtin:gpt2", "builtin:llama"])
 def test_numbers_do_not_depend_on_how_many_threads_there_are(checkpoint, threads):
-    runs = []
+    runs, options = [], {"samples": 3, "exact_samples": 2, "max_length": 24, "layers": [0]}
     for count in (1, 2, 5):
         threads(count)
-        runs.append(
-            lb.compare(
-                checkpoint,
-                samples=3,
-                exact_samples=2,
-                max_length=24,
-                layers=[0],
-                bounds=["lipbound", "yudin_sqrt_n", "castin"],
-            )
-        )
+        names = ["lipbound", "yudin_sqrt_n", "castin"]
+        runs.append(lb.compare(checkpoint, bounds=names, progress=False, **options))
     assert int(np.isfinite(runs[0].exact).sum()) == 2 * runs[0].sizes["head"]
     # sums over tokens and inputs, which the processor's library adds up in another order
     rounding = 24 * 128 * np.finfo(float).eps

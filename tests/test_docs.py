@@ -1,9 +1,10 @@
 """The source of the documentation site, without Sphinx: every bound has a page, every page is in a
 toctree, links lead somewhere."""
 
+import doctest
+import importlib
 import posixpath
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,21 +29,16 @@ def children(place: str) -> list[str]:
     for match in TOCTREE.finditer(SITE.pages[place]):
         for line in (match[1] or match[2]).splitlines():
             entry = re.sub(r".*<(.+)>$", r"\1", line.strip())
-            if entry and not entry.startswith(":"):
-                found += [
-                    posixpath.join(folder, f"{entry}{suffix}")
-                    for suffix in (".md", ".rst", ".ipynb")
-                ]
+            path = posixpath.join(folder, entry)
+            found += [f"{path}{suffix}" for suffix in (".md", ".rst", ".ipynb") if entry]
     return [one for one in found if one in SITE.pages]
 
 
 def labels(text: str) -> set[str]:
     """What links within a page may lead to: labels, and headings as MyST writes them."""
     headings = re.findall(r"^#{1,3} (.+)$", text, re.MULTILINE)
-    slugs = {
-        re.sub(r"[^\w\- ]", "", re.sub(r"`", "", one).lower()).strip().replace(" ", "-")
-        for one in headings
-    }
+    words = [re.sub(r"[^\w\- ]", "", one.replace("`", "").lower()).strip() for one in headings]
+    slugs = {one.replace(" ", "-") for one in words}
     return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
 
 
@@ -56,42 +52,25 @@ def test_every_page_is_in_a_toctree() -> None:
     assert len(reached) > 100
 
 
-@pytest.mark.parametrize("name", bounds.names(None))
-def test_every_bound_has_a_page(name: str) -> None:
-    page, bound = SITE.pages[f"bounds/{name}.md"], bounds.get(name)
-    assert bound.label in page.splitlines()[0]
-    for part in (
-        "## Statement",
-        "## Proof",
-        "## How tight it is",
-        f"pictures/tight-{name}.svg",
-        "```{eval-rst}",
-        bound.cost,
-    ):
-        assert part in page
-    assert f"pictures/tight-{name}.svg" in tree.DRAWN
-    assert ("## Where it fails" in page) == (name in counterexamples.EXAMPLES)
+def test_every_bound_has_a_page() -> None:
+    """And one with a caveat the layer that shows it."""
+    for name in bounds.names(None):
+        page, bound = SITE.pages[f"bounds/{name}.md"], bounds.get(name)
+        picture = f"pictures/tight-{name}.svg"
+        assert bound.label in page.splitlines()[0]
+        titles = ("## Statement", "## Proof", "## How tight it is")
+        for part in (*titles, picture, "```{eval-rst}", bound.cost):
+            assert part in page
+        assert picture in tree.DRAWN
+        fails = "## Where it fails" in page, name in counterexamples.EXAMPLES
+        assert fails == (bool(bound.caveat),) * 2, name
 
 
 def test_proofs_are_our_own_lemmas() -> None:
     """Those that docstrings cite or that name the bound; "Lemma 3.2" of a paper is none."""
-    found = {
-        name: site_bounds.proofs(bounds.get(name))
-        for name in ("castin_mean_field", "castin_bias", "lipbound", "yudin")
-    }
-    assert found == {
-        "castin_mean_field": [38],
-        "castin_bias": [34, 35],
-        "lipbound": [16, 78],
-        "yudin": [31, 32, 33],
-    }
-
-
-def test_what_fails_has_an_example() -> None:
-    """A bound with a caveat has the layer that shows it."""
-    assert set(counterexamples.EXAMPLES) == {
-        name for name in bounds.names(None) if bounds.get(name).caveat
-    }
+    cited = {"castin_mean_field": [38], "castin_bias": [34, 35], "lipbound": [16, 78]}
+    cited |= {"yudin": [31, 32, 33]}
+    assert {name: site_bounds.proofs(bounds.get(name)) for name in cited} == cited
 
 
 @pytest.mark.parametrize("name", counterexamples.EXAMPLES)
@@ -104,30 +83,25 @@ def test_examples_show_the_failure(name: str) -> None:
     assert not bool(bound.sound(found.att).any())
 
 
-@cache
-def every_label() -> set[str]:
-    return {label for page in SITE.pages.values() for label in labels(page)}
-
-
-@pytest.mark.parametrize("place", [place for place in SITE.pages if place.endswith(".md")])
-def test_relative_links_lead_somewhere(place: str) -> None:
-    text = SITE.pages[place]
-    text = "".join(
-        part
-        for i, part in enumerate(tree.FENCE.split(text))
-        if i % 2 == 0 or "{figure}" in part or "{eval-rst}" not in part
-    )
-    for _, target, _ in [*tree.LINK.findall(text), *tree.FIGURE.findall(text)]:
-        path, _, anchor = target.partition("#")
-        if re.match(r"[a-z]+:", target) or not re.search(r"\.\w+$|^$", path):
+def test_relative_links_lead_somewhere() -> None:
+    every_label = {label for page in SITE.pages.values() for label in labels(page)}
+    for place, page in SITE.pages.items():
+        if not place.endswith(".md"):
             continue
-        found = (
-            posixpath.normpath(posixpath.join(posixpath.dirname(place), path)) if path else place
+        parts = tree.FENCE.split(page)
+        text = "".join(
+            part for i, part in enumerate(parts) if i % 2 == 0 or "{eval-rst}" not in part
         )
-        assert found in SITE.pages or found in SITE.files or found in tree.DRAWN, target
-        if anchor and found in SITE.pages:
-            assert anchor in (every_label() if not path else labels(SITE.pages[found])), target
-    assert not re.search("^<!-- table:", text, re.MULTILINE)
+        for _, target, _ in [*tree.LINK.findall(text), *tree.FIGURE.findall(text)]:
+            path, _, anchor = target.partition("#")
+            if re.match(r"[a-z]+:", target) or not re.search(r"\.\w+$|^$", path):
+                continue
+            beside = posixpath.join(posixpath.dirname(place), path)
+            found = posixpath.normpath(beside) if path else place
+            assert {found} & {*SITE.pages, *SITE.files, *tree.DRAWN}, (place, target)
+            if anchor and found in SITE.pages:
+                assert anchor in (labels(SITE.pages[found]) if path else every_label), target
+        assert not re.search("^<!-- table:", text, re.MULTILINE), place
 
 
 def test_files_that_pages_show_exist() -> None:
@@ -142,9 +116,8 @@ def test_links_are_set_right() -> None:
         "[c](https://x.org/a.md)\n```\n[d](minilm.png)\n```\n"
     )
     changed = site.relinked(text, "figures/README.md", "findings/papers.md")
-    assert changed == text.replace("../docs/theory", "../theory").replace(
-        "![b](minilm.png)", "![b](../files/figures/minilm.png)"
-    )
+    expected = text.replace("../docs/theory", "../theory")
+    assert changed == expected.replace("![b](minilm", "![b](../files/figures/minilm")
     assert site.files == {"files/figures/minilm.png": ROOT / "figures" / "minilm.png"}
 
 
@@ -153,10 +126,8 @@ def test_every_notebook_is_in_the_gallery() -> None:
     names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert children("gallery/index.md") == [f"gallery/{name}.ipynb" for name in names]
     assert all(f":link: {name}\n" in page for name in names)
-    assert all(
-        gallery.picture(ROOT / "notebooks" / name).startswith(b"\x89PNG")
-        for name in gallery.NOTEBOOKS
-    )
+    for name in gallery.NOTEBOOKS:
+        assert gallery.picture(ROOT / "notebooks" / name).startswith(b"\x89PNG")
 
 
 def test_the_command_line_is_told_in_words() -> None:
@@ -171,19 +142,14 @@ def test_the_command_line_is_told_in_words() -> None:
 
 
 def test_every_public_name_has_a_page() -> None:
-    named = {*(name for names in api.GROUPS.values() for name in names), *api.MODULES}
-    assert named == set(lb.__all__)
-    assert all(
-        f"reference/api/lipbound.{name}.rst" in SITE.pages
-        for names in api.GROUPS.values()
-        for name in names
-    )
+    named = {name for names in api.GROUPS.values() for name in names}
+    assert named | set(api.MODULES) == set(lb.__all__)
+    assert all(f"reference/api/lipbound.{name}.rst" in SITE.pages for name in named)
 
 
 def test_every_module_is_documented() -> None:
-    texts = "\n".join(
-        text for place, text in SITE.pages.items() if place.startswith("reference/api/")
-    )
+    pages = SITE.pages.items()
+    texts = "\n".join(text for place, text in pages if place.startswith("reference/api/"))
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in (ROOT / "lipbound").rglob("*.py")
@@ -210,3 +176,16 @@ def test_the_map_of_the_package_names_files_that_are_there() -> None:
                 assert (ROOT / "lipbound" / folder[1] / name).exists(), (folder[1], name)
                 named += 1
     assert named > 30
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in (ROOT / "lipbound").rglob("*.py") if ">>> " in path.read_text("utf-8")],
+    ids=lambda path: path.stem,
+)
+def test_examples_print_what_docstrings_say(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    found = doctest.testmod(importlib.import_module(name), optionflags=options)
+    assert found.attempted > 0
+    assert found.failed == 0

@@ -1,15 +1,36 @@
-"""What our bounds on plain heads make of every row of P: never below norms of the matrices
-themselves, and hardly above."""
+"""What our bounds make of every row of P, of plain heads and of heads with variants: never below
+norms of the matrices themselves, and hardly above."""
 
 import pytest
 import torch
+from support.checks import close, refused
 from support.variants import MASKS, layer
+from torch import Tensor
 
+from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ours import block_norms
+from lipbound.bounds.ours import block_norms, pairwise_variants, token_block_norms
 from lipbound.bounds.ours.block_norms import BlockNorms
+from lipbound.bounds.ours.token_block_norms import VariantHead
+from lipbound.jacobians.token_tangents import Tangents
 
 LEAST = 1 - 1e-13
+OURS = ["lipbound", "lipbound_block"]
+HAS = ["rotation", "norm", "together cap", "sinks", "rotation norm", "rotation cap sinks"]
+
+
+def variant(has: str, seed: int, **options) -> Attention:
+    return layer(seed, frozenset(has.split()), **options)
+
+
+def between(
+    found: Tensor, true: Tensor, above: float, of_largest: float, lost: float = 0.0
+) -> bool:
+    """Not below the truth (by more than ``lost`` of the largest), nor above it by more than a share
+    of it and of the largest."""
+    largest = true.amax()
+    low = found >= true * LEAST - lost * largest
+    return bool((low & (found <= true * (1 + above) + of_largest * largest)).all())
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 9])
@@ -18,9 +39,7 @@ def test_norms_are_those_of_the_matrices(
     mask: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_norms, "ROW_BYTES", 8 * 3 * 3 * 4 * at_once)
-    att = layer(1, frozenset(), mask=mask, n=9, samples=1)
-    if att.valid is not None:
-        att = att.unpadded(0)
+    att = variant("", 1, mask=mask, n=9, samples=1).unpadded(0)
     with torch.no_grad():
         found = BlockNorms(att, gram=True)
     p, k, v, q = (t[0] for t in (att.p, att.centred_k, att.centred_v, att.scale * att.q))
@@ -28,42 +47,26 @@ def test_norms_are_those_of_the_matrices(
     steep = att.scale * torch.einsum("hija,hjc,hdc->hiad", a, k, att.w_q)  # B_i, (heads, i, d_v, D)
     through = torch.einsum("hkc,hdc->hkd", q, att.w_k)  # q~_k
     seen = torch.einsum("hiad,hkd->hika", steep, through).norm(dim=-1)
-    for name, true in (
-        ("a", torch.linalg.matrix_norm(a, 2)),
-        ("b", torch.linalg.matrix_norm(steep, 2)),
-        ("b_v", torch.linalg.matrix_norm(steep @ att.w_v[:, None], 2)),
-        ("b_q", torch.where(p.mT > 0, seen, 0.0)),
-    ):
-        value = getattr(found, name)
-        assert bool((value >= true * LEAST).all()), name
-        above = 1e-3 if name == "b_q" else 2e-2  # norms of blocks are rounded upwards
-        where = p.mT > 0 if name == "b_q" else torch.ones_like(value, dtype=torch.bool)
-        assert bool((value <= true * (1 + above) + 1e-4 * true.amax())[where].all()), name
-    if mask == "causal":
-        assert bool((found.b_q[:, 4, :3] == 0).all()) or at_once == 9
-
-
-def many_small(n: int) -> torch.Tensor:
-    """n numbers most of which a sum of squares rounds down one after the other."""
-    x = torch.full((n,), 2.0**-27.51, dtype=torch.float64)
-    x[:7] = 7**-0.5
-    return x
+    # norms of blocks are rounded upwards
+    assert between(found.a, torch.linalg.matrix_norm(a, 2), 2e-2, 1e-4)
+    assert between(found.b, torch.linalg.matrix_norm(steep, 2), 2e-2, 1e-4)
+    assert between(found.b_v, torch.linalg.matrix_norm(steep @ att.w_v[:, None], 2), 2e-2, 1e-4)
+    real = p.mT > 0
+    assert between(torch.where(real, found.b_q, 0.0), torch.where(real, seen, 0.0), 1e-3, 1e-4)
+    assert mask != "causal" or at_once == 9 or bool((found.b_q[:, 4, :3] == 0).all())
 
 
 def test_values_wider_than_queries() -> None:
     """Images of queries are lengths of d_v numbers, whatever d is."""
-    one, x = (
-        torch.ones(1, 1, 1, dtype=torch.float64),
-        torch.tensor([[[0.5], [1.0]]], dtype=torch.float64),
-    )
-    att = Attention(x, one, one, many_small(2000).view(1, 1, -1), scale=1.0)
+    one, x = torch.ones(1, 1, 1).double(), torch.tensor([[[0.5], [1.0]]]).double()
+    w_v = torch.full((1, 1, 500), 2.0**-27.51, dtype=torch.float64)
+    w_v[..., :7] = 7**-0.5
+    att = Attention(x, one, one, w_v, scale=1.0)
     p, v, k = att.p[0, 0], att.centred_v[0, 0], att.centred_k[0, 0]
     cov = torch.einsum("ij,ijv,ja->iva", p, v - (p @ v)[:, None], k)
     with torch.no_grad():
         found = BlockNorms(att, gram=True).b_q[0]
-    true = torch.einsum("iva,ka->ikv", cov, att.q[0, 0]).norm(dim=-1)
-    assert bool((found >= true * LEAST).all())
-    assert bool((found <= true * (1 + 1e-3)).all())
+    assert between(found, torch.einsum("iva,ka->ikv", cov, att.q[0, 0]).norm(dim=-1), 1e-3, 0.0)
 
 
 @pytest.mark.parametrize("exponent", [-10, -60, -70, -80, -200])
@@ -77,3 +80,96 @@ def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
         found = block_norms.own_norms(p, v, p @ v)
     true = float(torch.linalg.matrix_norm(p[0, 0][:, None] * (v[0] - p[0] @ v[0]), 2))
     assert true <= float(found) <= true * (1 + 2e-2) + 1e-18
+
+
+# -- heads with variants ---------------------------------------------------------------------------
+
+
+def pull(tangents: Tangents, a: str, y: Tensor, tokens: Tensor) -> Tensor:
+    """Vectors y (n, d_a, r) of queries or keys brought back to their tokens, (n, D, r)."""
+    g, y = tangents._direction(a, tokens), tangents.turned(a, y.mT, tokens).mT
+    w = tangents._w[a]
+    return w @ y if g is None else w @ y[:, :-1] + g[..., None] * y[:, -1:]
+
+
+@pytest.mark.parametrize("has", ["", *HAS])
+def test_parts_are_those_of_the_maps(has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`token_block_norms.TokenVectors` of all tokens of the first head, from products with the maps
+    of single tokens: q~_ij is a vector of the layer's input."""
+    att = variant(has, 3).of_samples(slice(0, 1))
+    g, n, w_v = torch.Generator().manual_seed(0), att.tokens, att.w_v[0]
+    e = torch.rand(n, n, generator=g, dtype=torch.float64) ** 8
+    cov = torch.randn(n, att.d_v, att.d, generator=g, dtype=torch.float64)
+    head, every = VariantHead(att, 0), slice(0, n)
+    monkeypatch.setattr(head, "covariances", lambda rows, keys: cov[rows])
+    monkeypatch.setattr(head, "by_query", lambda rows: cov[rows].norm(dim=(1, 2)))
+    found = head.vectors(every, every, head.queries(every, every, squarings=1), e)
+    tangents, tokens, q = Tangents(att, 0, 0), torch.arange(n), att.scale * att.q[0, 0]
+    turned = pull(tangents, "k", q.mT[None].expand(n, -1, -1), tokens)  # (j, D, i)
+    steep = pull(tangents, "q", cov.mT, tokens).mT  # B_i, (i, d_v, D)
+    # norms of blocks are rounded upwards; roots of what rounding leaves of squares
+    assert between(found.b, torch.linalg.matrix_norm(steep, 2), 2e-2, 2e-3, 1e-14)
+    assert between(found.b_v, torch.linalg.matrix_norm(steep @ w_v, 2), 2e-2, 2e-3, 1e-14)
+    inner = torch.einsum("ij,kj,jik->ik", e, e, (turned.mT @ turned).abs())
+    for value, true in (
+        (found.length, turned.norm(dim=1).mT),
+        (found.image, (turned.mT @ w_v).norm(dim=-1).mT),
+        (found.inner, inner),
+        (found.b_q, (steep @ turned).norm(dim=1)),
+    ):
+        assert between(value, true, 1e-6, 1e-7, 1e-14)
+
+
+@pytest.mark.parametrize("has", ["", *HAS])
+def test_covariances_are_those_of_their_definition(has: str) -> None:
+    att = variant(has, 3, n=7).of_samples(slice(0, 1))
+    head = VariantHead(att, 0)
+    t, k, v = att.weights[0, 0] / head.unit, att.centred_k[0, 0], att.centred_v[0, 0]
+    a = t[..., None] * (v - (att.p[0, 0] @ v)[:, None])
+    close(head.covariances(slice(None)), att.scale * a.mT @ k, 1e-7, 1e-7)
+    sizes = abs(att.scale) * a.abs().mT.matmul(k.abs()).norm(dim=(1, 2))
+    sizes = sizes * Tangents(att, 0, 0).size("q", torch.arange(7))
+    assert bool((head.by_query(slice(None)) >= sizes * (1 - 1e-12)).all())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("has", ["rotation", "rotation norm", "together cap", "sinks"])
+def test_what_a_mask_forbids_is_skipped_and_not_missed(
+    has: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_block_norms, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
+    few = bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS)
+    formed: list[int] = []
+    plain_seen = token_block_norms.seen
+
+    def all_of_them(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
+        found = plain_seen(t, step)
+        formed.extend(sum(p[side].stop - p[side].start for p in found) for side in (1, 2))
+        return [(part, slice(0, len(t)), slice(0, len(t))) for part, _, _ in found]
+
+    monkeypatch.setattr(token_block_norms, "seen", all_of_them)
+    for name, value in bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS).items():
+        close(few[name], value, 1e-5)  # sums of other lengths round otherwise
+    assert mask not in ("causal", "window") or max(formed) < 5 * 9
+
+
+def test_parts_and_what_they_see() -> None:
+    t = torch.zeros(5, 5)
+    t[1, 0] = t[2, 2] = t[4, 1] = t[4, 3] = 1
+    assert token_block_norms.seen(t, 2) == [
+        (slice(0, 2), slice(1, 5), slice(0, 1)),
+        (slice(2, 4), slice(2, 5), slice(2, 3)),
+        (slice(4, 5), slice(5, 5), slice(1, 4)),
+    ]
+
+
+@pytest.mark.parametrize("has", HAS)
+def test_long_heads_have_all_bounds_but_the_one_with_inner_products(
+    has: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = bounds.get("lipbound_block")(variant(has, 4, n=9))
+    monkeypatch.setattr(pairwise_variants, "LONGEST", 8)
+    att = variant(has, 4, n=9)
+    close(bounds.get("lipbound_block")(att), short, 1e-6)
+    words = "up to 8 tokens of such heads, and there are 9", "take exact_upper"
+    refused(lambda: bounds.get("lipbound")(att), *words)

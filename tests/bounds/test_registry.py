@@ -1,29 +1,34 @@
-"""The registry: what it takes, what it refuses, what it imports, and that nothing in it depends on
-what ran before."""
+"""The registry: what it takes, what it refuses and in which words, what it imports, and that
+nothing in it depends on what ran before."""
 
+import math
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from support.layers import HARD, random_attention
+from support.checks import refused
+from support.layers import HARD, changed, random_attention
 from support.variants import layer as variant_layer
 from torch import Tensor
 
+import lipbound as lb
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.bounds import registry
-from lipbound.errors import AttentionError
+from lipbound.errors import AttentionError, UnknownNameError
+from lipbound.linalg.operator_norm import operator_norm
+from lipbound.linalg.operators import AutogradJacobian
+from lipbound.runs.config import RunConfig
 
-TEXTS = {
-    "label": "l",
-    "citation": "doe2027",
-    "statement": "s",
-    "statement_latex": "$s$",
-    "source": "s",
-    "assumptions": "a",
-    "cost": "c",
-}
+TEXTS = dict.fromkeys(
+    ("label", "citation", "statement", "statement_latex", "source", "assumptions", "cost"),
+    "doe2027",
+)
+ATT = random_attention("plain")
+BIASED = random_attention("biases")
 
 
 def always(att: Attention) -> Tensor:
@@ -45,64 +50,54 @@ def test_each_kind_of_head_has_its_formula() -> None:
         """The statement."""
         return torch.ones(1, 1)
 
-    @doe.extends(
-        "rotation",
-        "cap",
-        condition=lambda att: ~always(att),
-        terms=lambda bound, att: {"values": bound(att)},
-    )
+    def terms(bound: bounds.Bound, att: Attention) -> dict[str, Tensor]:
+        return {"values": bound(att)}
+
+    @doe.extends("rotation", "cap", condition=lambda att: ~always(att), terms=terms)
     def _(att: Attention) -> Tensor:
         return torch.full((1, 1), 2.0)
 
-    plain, turned, sink = (
-        random_attention("plain"),
-        variant_layer(0, frozenset({"rotation"})),
-        variant_layer(0, frozenset({"rotation", "sinks"})),
+    turned, sink = (
+        variant_layer(0, frozenset(has)) for has in (["rotation"], ["rotation", "sinks"])
     )
     assert doe is bounds.get("doe")
     assert doe.__doc__ == "The statement."
     assert bounds.names()[-1] == "doe"
     assert registry.bibliography()["doe2027"] == "@misc{doe2027}"
     assert doe.covers == {"rotation", "cap"}
-    assert doe(plain).unique().tolist() == [pytest.approx(1.0, rel=1e-11)]
+    assert doe(ATT).unique().tolist() == [pytest.approx(1.0, rel=1e-11)]
     assert doe(turned).unique().tolist() == [pytest.approx(2.0, rel=1e-11)]
     assert (doe(turned).dtype, doe(turned).shape) == (torch.float64, (2, 3))
-    assert [bool(doe.sound(att).all()) for att in (plain, turned)] == [True, False]
-    assert doe.terms(plain) is None
+    assert [bool(doe.sound(att).all()) for att in (ATT, turned)] == [True, False]
+    assert doe.terms(ATT) is None
     assert set(doe.terms(turned)) == {"values"}
     assert not doe.applies(sink)
     assert doe.terms(sink) is None
     for call in (lambda: doe(sink), lambda: bounds.whole_layer(sink, "doe", map="heads")):
-        with pytest.raises(AttentionError, match="bound 'doe' does not cover sink logits"):
-            call()
+        refused(call, "bound 'doe' does not cover sink logits", error=AttentionError)
     with pytest.raises(ValueError, match="must cover more than"):
         doe.extends("cap", condition=always)(always)
 
 
 @pytest.mark.usefixtures("scratch")
 def test_a_layers_own_bound_is_its_best() -> None:
-    @bounds.bound(
-        "doe",
-        **TEXTS,
-        condition=always,
-        layer=lambda bound, att, map: torch.zeros(att.samples, dtype=torch.float64),
-    )
-    def doe(att: Attention) -> Tensor:
-        return torch.ones(1, 1)
-
-    att = random_attention("plain")
-    assert bounds.whole_layer(att, "doe", map="heads").tolist() == [0.0, 0.0]
-    assert bounds.whole_layer(att, "doe", map="heads", rule="sum").tolist() == pytest.approx(
-        [3.0, 3.0]
-    )
+    zeros = torch.zeros(2, dtype=torch.float64)
+    make = bounds.bound("doe", **TEXTS, condition=always, layer=lambda bound, att, map: zeros)
+    make(lambda att: torch.ones(1, 1))
+    assert bounds.whole_layer(ATT, "doe", map="heads").tolist() == [0.0, 0.0]
+    summed = bounds.whole_layer(ATT, "doe", map="heads", rule="sum")
+    assert summed.tolist() == pytest.approx([3.0, 3.0])
 
 
 @pytest.mark.usefixtures("scratch")
-def test_a_citation_key_has_one_entry() -> None:
+def test_names_and_citation_keys_are_taken_once() -> None:
     with pytest.raises(ValueError, match="'yudin2025pay' is already that of another entry"):
         bounds.bound(
             "doe", **TEXTS | {"citation": "yudin2025pay"}, condition=always, bibtex="@misc{other}"
         )(always)
+    with pytest.raises(ValueError, match="already registered"):
+        bounds.bound("yudin", **TEXTS, condition=always)(always)
+    refused(lambda: bounds.get("yudin_g2"), "did you mean 'yudin_g1'", error=UnknownNameError)
 
 
 @pytest.mark.each_value(kind=HARD)
@@ -121,40 +116,131 @@ def test_block_bound_does_not_depend_on_what_ran_before(kind: str, dtype: torch.
         assert torch.equal(alone, after)
 
 
-def _run(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+def test_norms_do_not_mix() -> None:
+    tokens = [*bounds.names("every-token"), *bounds.names("one-token")]
+    assert bounds.names(None) == [*bounds.names(), *tokens]
+    assert bounds.resolve("all") == bounds.names() == bounds.resolve("all", "frobenius")
+    assert list(bounds.evaluate(ATT, "default", "one-token")) == bounds.names("one-token")
+    assert list(bounds.evaluate(ATT, "lipbound_one")) == ["lipbound_one"]
+    for name in bounds.names(None):
+        assert bounds.get(name).facts()["norm"] == bounds.get(name).norm
+    assert "every token moves by at most 1" in bounds.get("lipbound_every")._repr_html_()
+
+
+Call = Callable[[], Any]
+
+
+def calls(call: Callable[..., Any], *cases: tuple[dict[str, Any], str]) -> list[tuple[Call, str]]:
+    """A call with each of these options, and what is said."""
+    return [(lambda given=given: call(**given), said) for given, said in cases]
+
+
+REFUSED: list[tuple[Call, str]] = [
+    *calls(
+        lambda radius, **more: bounds.over_ball(BIASED, radius, **more),
+        ({"radius": []}, "radius is empty"),
+        ({"radius": [1, "x"]}, "radius is 'x'"),
+        ({"radius": -1.0}, "radius is -1"),
+        ({"radius": math.nan}, "radius is nan"),
+        ({"radius": 1e200}, "at most 1e60"),
+        ({"radius": 1.0, "ball": "tokens"}, "did you mean 'token'"),
+        ({"radius": 1.0, "at": "kim"}, "bounds another map"),
+        ({"radius": 1.0, "at": "castin"}, "is not a bound here"),
+        ({"radius": 1.0, "at": "lipbound_one"}, "is stated in the one-token norm"),
+    ),
+    (lambda: bounds.get("castin").over_ball(ATT, "x"), "radius is 'x'; it must be"),
+    (lambda: bounds.get("yudin_g1").over_ball(ATT, 1.0), "without a radius"),
+    *calls(
+        lambda **given: lb.spectral_norm(ATT, **given),
+        ({"tol": math.nan}, "tol is nan"),
+        ({"delta": 1.5}, "between 0 and 1"),
+        ({"seed": [1] * 5}, "5 seeds"),
+        ({"max_steps": 0}, "max_steps is 0; it must be a whole number, at least 1"),
+        ({"map": "heda"}, "did you mean 'head'"),
+        ({"method": "lanzcos"}, "did you mean 'lanczos'"),
+    ),
+    (lambda: lb.spectral_norm(None), "spectral_norm was given is None"),
+    *calls(
+        lambda radius=1.0, **given: lb.attack(ATT, radius, **given),
+        ({"radius": []}, "radius is []"),
+        ({"steps": 0}, "steps is 0"),
+        ({"starts": 0}, "starts is 0; it must be a whole number, at least 1"),
+        ({"ball": "x"}, "unknown ball 'x'"),
+    ),
+    (lambda: lb.radius_curve(ATT, []), "radius is empty"),
+    (lambda: bounds.get("yudin_g2"), "did you mean 'yudin_g1'"),
+    (lambda: bounds.get([]), "unknown bound []"),
+    (lambda: bounds.names("every"), "unknown norm 'every'; did you mean 'every-token'"),
+    (lambda: bounds.evaluate(ATT, ["nothing"]), "unknown bound 'nothing'"),
+    (lambda: bounds.evaluate(ATT, None), "bounds is None"),
+    (lambda: bounds.evaluate(3, "yudin"), "was given is 3; give one Attention"),
+    *calls(
+        lambda name="yudin", **given: bounds.whole_layer(ATT, name, **given),
+        ({"name": "kim"}, "leave it out"),
+        ({"map": "head"}, "unknown map of a whole layer 'head'"),
+        ({"rule": "sums"}, "did you mean 'sum'"),
+        ({"rule": 3}, "unknown rule 3"),
+    ),
+    *calls(
+        lambda **given: changed(ATT, **given),
+        ({"x": [[1.0]]}, "x is [[1.0]]; it must be a torch tensor"),
+        ({"mask": "x"}, "mask is 'x'; it must be a torch tensor"),
+        ({"mask": torch.tensor(0.0)}, "mask is one number"),
+        ({"scale": "x"}, "scale is 'x'"),
+        ({"cap": "x"}, "cap is 'x'"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_is_wrong_is_refused_in_one_sentence(call: Call, said: str) -> None:
+    refused(call, said)
+
+
+@pytest.mark.parametrize(
+    ("call", "norm"),
+    [
+        (lambda: bounds.evaluate(ATT, ["yudin", "lipbound_one"]), "one-token"),
+        (lambda: bounds.resolve("lipbound_one, lipbound_every"), "every-token"),
+        (lambda: bounds.resolve(["lipbound_one"], "frobenius"), "one-token"),
+        (lambda: bounds.resolve("yudin", "every-token"), "frobenius"),
+        (lambda: RunConfig("builtin:minilm", bounds="lipbound_one"), "one-token"),
+        (lambda: RunConfig("builtin:minilm", bounds=("yudin", "lipbound_one")), "one-token"),
+        (lambda: RunConfig("builtin:minilm", bounds=["lipbound_every"]), "every-token"),
+    ],
+)
+def test_bounds_of_several_norms_are_refused(call: Call, norm: str) -> None:
+    refused(call, f"is stated in the {norm} norm and ", "are not compared; take some of ")
+
+
+def test_float64_is_not_advised_where_it_is_used() -> None:
+    op = AutogradJacobian(torch.sin, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(lb.errors.LipboundError) as error:
+        operator_norm(op, tol=1e-18, delta=1e-10)
+    assert "float64 or" not in str(error.value)
+    assert "larger tol" in str(error.value)
+
+
+def _run(code: str) -> list[str]:
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
 
 
 def test_the_registry_is_imported_without_torch() -> None:
+    """And names of papers are taken before those are imported."""
     code = """
 import sys, lipbound.bounds.registry, lipbound.bounds.audit
 print("torch" in sys.modules)
-lipbound.bounds.names()
-print("torch" in sys.modules)
-"""
-    assert _run(code).split() == ["False", "True"]
-
-
-@pytest.mark.slow
-def test_public_names_are_functions_whatever_was_imported_first() -> None:
-    code = """
-import lipbound.bounds.audit, lipbound.bounds.whole_layer_rules, lipbound.bounds.papers.specformer2024
-from lipbound import bounds
-print(bounds.audit.__name__, bounds.whole_layer.__name__, bounds.over_ball.__name__, sorted(bounds.__all__) == dir(bounds), *bounds.names())
-"""  # noqa: E501
-    assert _run(code).split() == ["audit", "whole_layer", "over_ball", "True", *bounds.names()]
-
-
-@pytest.mark.slow
-def test_names_of_papers_are_taken_before_they_are_imported() -> None:
-    code = """
 from lipbound import bounds
 texts = dict.fromkeys(("label", "citation", "statement", "statement_latex", "source", "assumptions", "cost"), "")
 try:
     bounds.bound("yudin", **texts, condition=len)(len)
 except ValueError as error:
-    print(error)
+    print("registered" in str(error))
+bounds.names()
+print("torch" in sys.modules)
+print(bounds.audit.__name__, bounds.whole_layer.__name__, bounds.over_ball.__name__)
+print(sorted(bounds.__all__) == dir(bounds), *bounds.names())
 """  # noqa: E501
-    assert _run(code) == "a bound named 'yudin' is already registered"
+    names = ["audit", "whole_layer", "over_ball", "True", *bounds.names()]
+    assert _run(code) == ["False", "True", "True", *names]

@@ -1,5 +1,7 @@
-"""What starting lipbound loads: commands and public names import what they need when they run."""
+"""The command line as a process of its own, and what starting lipbound loads: commands and public
+names import what they need when they run."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -10,118 +12,79 @@ import pytest
 import lipbound as lb
 from lipbound import cli
 
-HEAVY = (
-    "torch",
-    "numpy",
-    "xarray",
-    "pandas",
-    "scipy",
-    "zarr",
-    "matplotlib",
-    "transformers",
-    "datasets",
-    "plotly",
-    "PIL",
+HEAVY = set(
+    "torch numpy xarray pandas scipy zarr matplotlib transformers datasets plotly PIL".split()
 )
 COMMANDS = [
     command.name or command.callback.__name__
     for command in cli.app.registered_commands
     if command.callback is not None
 ]
+APP = """
+from lipbound.cli import app
+def run(*words):
+    try:
+        app(list(map(str, words)))
+    except SystemExit as end:
+        assert not end.code, end.code
+"""
 
 
 def loaded(code: str, *arguments: object) -> set[str]:
     """Which of `HEAVY` a fresh process has loaded after some code."""
-    script = (
-        f"import sys\n{code}\nprint('LOADED', *(name for name in {HEAVY!r} if name in sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    script = f"import sys\n{code}\nprint('LOADED', *({HEAVY!r} & set(sys.modules)))"
+    words = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.rpartition("LOADED")[2].split())
 
 
-def after(*arguments: object) -> set[str]:
-    """The same, after a command that ends well, or after several with "then" between them."""
-    code = """
-from lipbound.cli import app
-given = [[]]
-for word in sys.argv[1:]:
-    given.append([]) if word == "then" else given[-1].append(word)
-for words in given:
-    try:
-        app(words)
-    except SystemExit as end:
-        assert not end.code, end.code
-"""
-    return loaded(code, *arguments)
-
-
 def test_loading_is_seen() -> None:
     """The other tests can fail."""
-    assert loaded("import numpy, xarray") >= {"numpy", "xarray", "pandas"}
-    assert "torch" in loaded("import lipbound\nlipbound.Attention")
+    code = "import pandas, lipbound as lb\nlb.devices.available, lb.bounds.over_ball, lb.Attention"
+    assert loaded(code) >= {"numpy", "pandas", "torch"}
 
 
-def test_importing_lipbound_loads_nothing() -> None:
-    assert loaded("import lipbound\nlipbound.__version__\ndir(lipbound)") == set()
-
-
-def test_modules_are_found_without_importing_them() -> None:
-    """As attributes, in a process that has used nothing else."""
-    assert (
-        loaded("import lipbound as lb\nlb.errors.StoreError, lb.attention, lb.linalg, lb.runs")
-        == set()
-    )
-    assert "torch" in loaded(
-        "import lipbound as lb\nlb.devices.available, lb.bounds.whole_layer, lb.bounds.over_ball"
-    )
-
-
-def test_help_loads_nothing() -> None:
-    """One after the other: what one had loaded would be there at the end."""
-    assert (
-        after(
-            "--version",
-            "then",
-            "--help",
-            *(word for command in COMMANDS for word in ("then", command, "--help")),
-        )
-        == set()
-    )
+def test_importing_and_helping_load_nothing() -> None:
+    """Neither do modules that are found as attributes, nor lists of models."""
+    code = f"""
+import lipbound as lb
+lb.__version__, dir(lb), lb.errors.StoreError, lb.attention, lb.linalg, lb.runs
+{APP}
+run("--help")
+for command in {COMMANDS!r}:
+    run(command, "--help")
+run("models", "--json")
+"""
+    assert loaded(code) == set()
 
 
 def test_a_mistyped_builtin_is_told_before_anything_is_loaded() -> None:
-    code = (
-        "from lipbound import cli\ntry:\n    cli.main()\nexcept SystemExit as end:\n    "
-        "assert end.code == 2, end.code"
-    )
+    code = """
+from lipbound.__main__ import main
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 2, end.code
+"""
     assert loaded(code, "compare", "builtin:nope") == set()
 
 
-def test_models_are_listed_without_loading_anything() -> None:
-    assert after("models", "--json") == set()
+def test_the_package_runs() -> None:
+    for words, status, out, err in (
+        (("compare", "builtin:nope"), 2, "", "error: unknown builtin checkpoint 'nope'"),
+        (("--version",), 0, f"lipbound {lb.__version__}\n", ""),
+    ):
+        command = [sys.executable, "-m", "lipbound", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout, done.stderr[: len(err)]) == (status, out, err)
+    assert done.stderr == ""
+    assert lb.__version__ == importlib.metadata.version("lipbound")
 
 
 def test_datasets_are_loaded_for_datasets_alone(bert: Path, tmp_path: Path) -> None:
-    """And silenced where they are."""
+    """And nothing draws random numbers of the caller's stream: rich does when it is loaded."""
     (tmp_path / "rows.csv").write_text("text\nthe ferry is in a clock\n")
-    code = """
-import lipbound as lb
-data = ["the ferry is in a clock"] if sys.argv[2] == "text" else sys.argv[2]
-options = {"bounds": "castin", "max_length": 8, "layers": [0], "progress": False}
-assert lb.compare(sys.argv[1], data, **options).sizes["sample"] == 1
-"""
-    assert "datasets" not in loaded(code, bert, "text")
-    assert "datasets" in loaded(code, bert, tmp_path / "rows.csv")
-
-
-def test_imports_draw_no_random_numbers() -> None:
-    """Of the caller's stream: rich does when it is first loaded."""
     code = """
 import random
 before = random.getstate()
@@ -129,8 +92,12 @@ import lipbound as lb
 lb.Monitor, lb.compare, lb.plots, lb.tables, lb.report
 assert "rich.style" in sys.modules
 assert random.getstate() == before
+for data in (["the ferry is in a clock"], sys.argv[2]):
+    assert "datasets" not in sys.modules
+    options = {"bounds": "castin", "max_length": 8, "layers": [0], "progress": False}
+    assert lb.compare(sys.argv[1], data, **options).sizes["sample"] == 1
 """
-    loaded(code)
+    assert "datasets" in loaded(code, bert, tmp_path / "rows.csv")
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals of one's own here")
@@ -145,68 +112,38 @@ def test_a_terminal_is_told_what_is_going_on_from_the_start(bert: Path) -> None:
         env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
     )
     os.close(writer)
-    shown = b""
-    while True:
+    shown, part = b"", b"-"
+    while part:
         try:
             part = os.read(reader, 4096)
         except OSError:  # the other end is closed
-            break
-        if not part:
-            break
+            part = b""
         shown += part
     os.close(reader)
     assert process.wait(timeout=240) == 0, shown
-    said = ("loading PyTorch", "looking at its layers", ": layers")
-    places = [shown.find(one.encode()) for one in said]
+    places = [
+        shown.find(said) for said in (b"loading PyTorch", b"looking at its layers", b": layers")
+    ]
     assert places == sorted(places), shown
     assert min(places) >= 0, shown
 
 
-@pytest.fixture(scope="module")
-def run(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("run") / "run.zarr"
-    lb.compare(
-        bert,
-        ["the ferry is in a clock"],
-        bounds="yudin,castin",
-        max_length=8,
-        out=path,
-        progress=False,
+@pytest.mark.slow
+def test_stored_runs_are_shown_without_torch_or_models(bert: Path, tmp_path: Path) -> None:
+    """Neither do provenance and checksums need it; BibTeX stands in the papers' files."""
+    run, figure, models = tmp_path / "run.zarr", tmp_path / "run.pdf", {"transformers", "datasets"}
+    options = {"bounds": "yudin,castin", "max_length": 8, "progress": False}
+    lb.compare(bert, ["the ferry is in a clock"], out=run, **options)
+    altered = "from lipbound.runs.checksums import altered\nassert altered(load(sys.argv[1])) == []"
+    tables = (
+        "run('table', sys.argv[1], '--json'); run('info', sys.argv[1]); run('table', sys.argv[1])"
     )
-    return path
-
-
-@pytest.mark.slow
-def test_stored_runs_are_shown_without_torch_or_models(run: Path, tmp_path: Path) -> None:
-    models = {"transformers", "datasets"}
-    assert not after(
-        "table", run, "--json", "then", "info", run, "--json", "then", "table", run
-    ) & (models | {"torch", "matplotlib", "plotly"})
-    # BibTeX stands in the papers' files
-    assert not after("cite", run) & (models | {"matplotlib", "plotly"})
-    assert not after("heatmap", run, "-o", tmp_path / "run.pdf") & (models | {"torch", "plotly"})
-    assert (tmp_path / "run.pdf").stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_stored_runs_are_read_without_torch(run: Path) -> None:
-    """Neither do provenance and checksums need it."""
-    code = (
-        "from pathlib import Path\nfrom lipbound.runs.store import load\nfrom "
-        "lipbound.runs.checksums import altered\n"
-        "assert altered(load(sys.argv[1])) == []"
-    )
-    assert not loaded(code, run) & {"torch", "transformers", "datasets", "matplotlib"}
-
-
-@pytest.mark.slow
-def test_bounds_are_listed_without_models() -> None:
-    assert not after("bounds") & {
-        "transformers",
-        "datasets",
-        "matplotlib",
-        "xarray",
-        "pandas",
-        "zarr",
-        "plotly",
-    }
+    for code, absent in (
+        (f"from lipbound.runs.store import load\n{altered}", {"torch", "matplotlib"}),
+        (f"{APP}{tables}", {"torch", "matplotlib", "plotly"}),
+        (f"{APP}run('cite', sys.argv[1])", {"matplotlib", "plotly"}),
+        (f"{APP}run('heatmap', sys.argv[1], '-o', sys.argv[2])", {"torch", "plotly"}),
+        (f"{APP}run('bounds')", {"matplotlib", "xarray", "pandas", "zarr", "plotly"}),
+    ):
+        assert not loaded(code, run, figure) & (absent | models), code
+    assert figure.stat().st_size > 1000

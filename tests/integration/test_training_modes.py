@@ -1,18 +1,20 @@
 """Penalties in two processes, in half precision and in compiled models: the loss of one plain
 step."""
 
+import functools
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from support.checks import close
 from support.models import GPT2, build
 from support.versions import newer_torch
-from torch import Tensor
 
 from lipbound.regularizers import ExactNorm, JaSMin, PenaltyMixin, SoundPenalty, Specformer
 
@@ -25,6 +27,7 @@ PENALTIES: dict[str, Any] = {
     "exact": lambda: ExactNorm(tol=1e-6),
 }
 STRENGTH = 0.5
+Plain = Callable[[str], dict[str, Any]]
 
 
 class SmallTrainer(PenaltyMixin, tf.Trainer):
@@ -43,20 +46,14 @@ def trained(name: str, folder: str, texts: int = 4, **options: Any) -> dict[str,
         {"input_ids": i, "attention_mask": m.long(), "labels": i.masked_fill(~m, -100)}
         for i, m in zip(ids, masks, strict=True)
     ]
+    step = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 1e9}
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
     arguments = tf.TrainingArguments(
         output_dir=folder,
-        max_steps=1,
         per_device_train_batch_size=texts,
-        report_to=[],
         use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        learning_rate=0.1,
-        optim="sgd",
         lr_scheduler_type="constant",
-        max_grad_norm=1e9,
-        **options,
+        **step | quiet | options,
     )
     trainer: Any = SmallTrainer(model=model, args=arguments, train_dataset=data)
     trainer.penalty, trainer.strength = PENALTIES[name](), 0.0 if name == "none" else STRENGTH
@@ -67,18 +64,22 @@ def trained(name: str, folder: str, texts: int = 4, **options: Any) -> dict[str,
     return {name: logged.get(name) for name in ("loss", "task_loss", "penalty")} | {"w": weights}
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """The plain step with a penalty, which is trained once."""
+    return functools.cache(lambda name: trained(name, str(tmp_path_factory.mktemp("plain"))))
+
+
 def ranked(rank: int, port: int, folder: str) -> None:
     """What one of two processes does for every penalty; both keep what they found."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    found = {
-        (name, steps): trained(
-            name, folder, 2 // steps, ddp_backend="gloo", gradient_accumulation_steps=steps
-        )
-        for name in PENALTIES
-        for steps in (1, 2)
-    }
+    found = {}
+    for name in PENALTIES:
+        for steps in (1, 2):
+            options = {"ddp_backend": "gloo", "gradient_accumulation_steps": steps}
+            found[name, steps] = trained(name, folder, 2 // steps, **options)
     torch.save(found, Path(folder) / f"rank-{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -88,11 +89,10 @@ def compared(found: dict[str, Any], expected: dict[str, Any], rel: float) -> Non
     for name in ("loss", "task_loss", "penalty"):
         if expected[name] is not None:
             assert found[name] == pytest.approx(expected[name], rel=rel), name
-    step: Tensor = expected["w"]
-    torch.testing.assert_close(found["w"], step, rtol=rel, atol=rel)
+    close(found["w"], expected["w"], rel, rel)
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, plain: Plain) -> None:
     """Two ranks of two texts each, together or one after the other: the step of one process on
     four."""
     with socket.socket() as free:
@@ -110,17 +110,24 @@ def test_two_processes(tmp_path: Path) -> None:
         compared(second[name, steps], mine, 1e-9)
         # power iteration of Specformer goes on in every batch
         rel = 1e-2 if name == "specformer" and steps > 1 else 1e-4
-        compared(mine, trained(name, str(tmp_path)), rel)
+        compared(mine, plain(name), rel)
 
 
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+NEWER = newer_torch("2.6", "running a compiled model as it is written")
+
+
+@pytest.mark.parametrize(
+    ("options", "rel"),
+    [pytest.param({"bf16": True}, 2e-2, id="half"), pytest.param(COMPILED, 1e-4, marks=NEWER)],
+)
 @pytest.mark.parametrize("name", PENALTIES)
-def test_half_precision(name: str, tmp_path: Path) -> None:
+def test_half_precision_and_compiled(
+    name: str,
+    options: dict[str, Any],
+    rel: float,
+    tmp_path: Path,
+    plain: Plain,
+) -> None:
     """bfloat16 rounds what the model computes by 2^-8, and no penalty further."""
-    compared(trained(name, str(tmp_path), bf16=True), trained(name, str(tmp_path)), 2e-2)
-
-
-@newer_torch("2.6", "running a compiled model as it is written")
-@pytest.mark.parametrize("name", PENALTIES)
-def test_compiled(name: str, tmp_path: Path) -> None:
-    options = {"torch_compile": True, "torch_compile_backend": "eager"}
-    compared(trained(name, str(tmp_path), **options), trained(name, str(tmp_path)), 1e-4)
+    compared(trained(name, str(tmp_path), **options), plain(name), rel)

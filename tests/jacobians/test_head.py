@@ -1,143 +1,107 @@
+"""The Jacobian of a head as an operator: its products, kept whole or streamed, against dense
+autograd Jacobians and against each other."""
+
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from scipy.sparse.linalg import svds
-from support.layers import random_attention
+from support.checks import close, near, normal, refused
+from support.layers import HARD, random_attention
 from support.oracles import oracle
 from support.reference import dense_jacobian, head_function
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError
+from lipbound.jacobians import streaming
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.products import matrices as products
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.streaming import StreamedHeadJacobian, head_jacobian
 from lipbound.linalg.operators import AutogradJacobian, JacobianOperator
-
-
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("kind_of", [HeadJacobian, L2HeadJacobian])
 def test_products_are_adjoint_and_match_the_matrix(
     att: Attention, kind_of: type[JacobianOperator]
 ) -> None:
-    op = kind_of(att)
+    op, draw = kind_of(att), normal(1)
     x, y = draw(op.batch, *op.in_shape), draw(op.batch, *op.out_shape)
     matrix = JacobianOperator.dense(op)
     scale = float(matrix.abs().amax()) or 1.0
-    torch.testing.assert_close(op.dense() / scale, matrix / scale, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(
-        (matrix @ x.flatten(1)[..., None])[..., 0],
-        op.jvp(x).flatten(1),
-        rtol=1e-9,
-        atol=1e-10 * scale,
-    )
-    torch.testing.assert_close(
-        (matrix.mT @ y.flatten(1)[..., None])[..., 0],
-        op.vjp(y).flatten(1),
-        rtol=1e-9,
-        atol=1e-10 * scale,
-    )
-    torch.testing.assert_close(op.gram(y), op.jvp(op.vjp(y)), rtol=1e-8, atol=1e-9 * scale**2)
+    close(op.dense() / scale, matrix / scale, atol=1e-12)
+    image, pulled = matrix @ x.flatten(1)[..., None], matrix.mT @ y.flatten(1)[..., None]
+    close(image[..., 0], op.jvp(x).flatten(1), atol=1e-10 * scale)
+    close(pulled[..., 0], op.vjp(y).flatten(1), atol=1e-10 * scale)
+    close(op.gram(y), op.jvp(op.vjp(y)), 1e-8, 1e-9 * scale**2)
 
 
 def test_matrix_has_the_singular_values_of_the_autograd_jacobian(att: Attention) -> None:
-    op = HeadJacobian(att)
-    matrices = op.dense()
-    for i in range(op.batch):
-        s, h = divmod(i, att.heads)
-        own, reference = (
-            torch.linalg.svdvals(matrices[i]),
-            torch.linalg.svdvals(dense_jacobian(att, s, h)),
-        )
+    for i, matrix in enumerate(HeadJacobian(att).dense()):
+        reference = torch.linalg.svdvals(dense_jacobian(att, *divmod(i, att.heads)))
+        own = torch.linalg.svdvals(matrix)
         count = min(len(own), len(reference))
-        torch.testing.assert_close(
-            own[:count], reference[:count], rtol=1e-9, atol=1e-11 * float(reference[0])
-        )
+        close(own[:count], reference[:count], atol=1e-11 * float(reference[0]))
 
 
 def test_lift_is_the_cotangent_of_the_input() -> None:
     att = random_attention("biases")
     op = HeadJacobian(att)
-    y = draw(op.batch, *op.out_shape)
-    pulled = op.lift(op.vjp(y))
-    for i in range(op.batch):
-        s, h = divmod(i, att.heads)
-        reference = dense_jacobian(att, s, h).mT @ y[i].flatten()
-        torch.testing.assert_close(pulled[i].flatten(), reference, rtol=1e-9, atol=1e-10)
+    y = normal(1)(op.batch, *op.out_shape)
+    for i, pulled in enumerate(op.lift(op.vjp(y))):
+        reference = dense_jacobian(att, *divmod(i, att.heads)).mT @ y[i].flatten()
+        close(pulled.flatten(), reference, atol=1e-10)
 
 
 def test_l2_operator_is_the_derivative_of_l2_attention() -> None:
     att = random_attention("causal")
-    op = L2HeadJacobian(att)
-    for i in range(op.batch):
+    for i, matrix in enumerate(L2HeadJacobian(att).dense()):
         s, h = divmod(i, att.heads)
+        w, v = att.w_q[h], att.scale * att.w_q[h] @ att.w_q[h].mT @ att.w_v[h]
 
-        def f(x: torch.Tensor, h: int = h) -> torch.Tensor:
-            q = x @ att.w_q[h]
+        def f(x: torch.Tensor, w: torch.Tensor = w, v: torch.Tensor = v) -> torch.Tensor:
+            q = x @ w
             logits = -att.scale * ((q[:, None] - q[None]) ** 2).sum(-1) + att.mask
-            return (
-                torch.softmax(logits, -1)
-                @ x
-                @ (att.scale * att.w_q[h] @ att.w_q[h].mT)
-                @ att.w_v[h]
-            )
+            return torch.softmax(logits, -1) @ x @ v
 
-        jacobian = torch.func.jacrev(f)(att.x[s])
-        reference = torch.linalg.svdvals(jacobian.reshape(24, -1))
-        torch.testing.assert_close(
-            torch.linalg.svdvals(op.dense()[i])[:24], reference, rtol=1e-9, atol=1e-9
-        )
+        reference = torch.linalg.svdvals(torch.func.jacrev(f)(att.x[s]).reshape(24, -1))
+        close(torch.linalg.svdvals(matrix)[:24], reference, atol=1e-9)
 
 
 def test_autograd_operator_matches_the_dense_oracle() -> None:
     att = random_attention("window")
     op = AutogradJacobian(head_function(att, 0, 1), att.x[0])
-    torch.testing.assert_close(op.dense()[0], dense_jacobian(att, 0, 1), rtol=1e-9, atol=1e-9)
+    close(op.dense()[0], dense_jacobian(att, 0, 1), atol=1e-9)
     with pytest.raises(IndexError, match="index 0"):
         op.select(torch.tensor([1]))
 
 
-def test_scipy_can_use_it() -> None:
-    att = random_attention("causal")
-    operator = HeadJacobian(att).to_scipy(4)
-    start = np.random.default_rng(0).standard_normal(min(operator.shape))
-    sigma = svds(operator, k=1, return_singular_vectors=False, v0=start)
-    assert abs(sigma[0] / float(oracle(att).flatten()[4]) - 1) < 1e-8
-
-
 def test_select_is_a_part_of_the_batch() -> None:
-    op = HeadJacobian(random_attention("biases"))
-    index = torch.tensor([5, 2])
-    torch.testing.assert_close(op.select(index).dense(), op.dense()[index])
+    op, index = HeadJacobian(random_attention("biases")), torch.tensor([5, 2])
+    near(op.select(index).dense(), op.dense()[index], 1e-12)
 
 
 def test_huge_biases_do_not_cancel() -> None:
     att = random_attention("plain", dtype=torch.float32)
     shifted = Attention(att.x, att.w_q, att.w_k, att.w_v, b_v=torch.full((3, 4), 1e4))
-    ratio = (
-        torch.linalg.svdvals(HeadJacobian(shifted).dense().double())[:, 0]
-        / torch.linalg.svdvals(HeadJacobian(att).dense().double())[:, 0]
+    far, own = (
+        torch.linalg.svdvals(HeadJacobian(one).dense().double())[:, 0] for one in (shifted, att)
     )
-    assert float((ratio - 1).abs().max()) < 2e-3  # v itself is rounded at 1e-3 there
+    close(far, own, 2e-3)  # v itself is rounded at 1e-3 there
 
 
 def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(
     att: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     op = HeadJacobian(att)
-    y = torch.randn(
-        op.batch, *op.out_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    y = normal()(op.batch, *op.out_shape)
     with torch.no_grad():
         whole = op.gram(y)
         for size in (1, 4 * 8 * att.tokens**2):
             monkeypatch.setattr(products, "GRAM_BYTES", size)
-            torch.testing.assert_close(
-                HeadJacobian(att).gram(y), whole, rtol=0, atol=1e-13 * float(whole.abs().max())
-            )
+            near(HeadJacobian(att).gram(y), whole, 1e-13)
 
 
 @pytest.mark.parametrize("kind", ["biases", "causal", "padded"])
@@ -153,6 +117,78 @@ def test_scipy_sees_the_dense_jacobian_of_one_head(kind: str) -> None:
         assert operator.shape == (n * att.d_v, n * d)
         np.testing.assert_allclose(operator @ np.eye(n * d), dense, atol=1e-12)
         np.testing.assert_allclose(operator.T @ np.eye(n * att.d_v), dense.T, atol=1e-12)
-    for sample, head in ((att.samples, 0), (0, att.heads)):
-        with pytest.raises(LipboundError, match=r"there are .* samples and .* heads"):
-            op.as_linear_operator(sample, head)
+    for place in ((att.samples, 0), (0, att.heads)):
+        refused(partial(op.as_linear_operator, *place), "there are ", " samples and ", " heads")
+    operator = op.to_scipy(4)
+    start = np.random.default_rng(0).standard_normal(min(operator.shape))
+    (sigma,) = svds(operator, k=1, return_singular_vectors=False, v0=start)
+    assert sigma == pytest.approx(float(oracle(att)[1, 1]), rel=1e-8)
+
+
+# -- heads whose attention matrices are never kept -------------------------------------------------
+
+
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 150, 2**23])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that stream: one row at a time, three, all."""
+    monkeypatch.setitem(streaming.ROW_BYTES, "cpu", request.param)
+    monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 0)
+    return request.param
+
+
+@pytest.mark.each_value(kind=HARD)
+def test_streamed_products_are_those_of_whole_heads(att: Attention, rows: int) -> None:
+    whole, streamed, draw = HeadJacobian(att), StreamedHeadJacobian(att), normal()
+    index = torch.tensor([4, 1])
+    for a, b in (
+        (whole, streamed),
+        (whole.select(index), streamed.select(index)),
+        (whole.double(), streamed.double()),
+    ):
+        x, y = draw(a.batch, *a.in_shape), draw(a.batch, *a.out_shape)
+        with torch.no_grad():
+            near(b.jvp(x), a.jvp(x), 1e-12)
+            near(b.vjp(y), a.vjp(y), 1e-12)
+            near(b.gram(y), a.gram(y), 1e-12)
+        if rows > 1:  # many products
+            near(b.dense(), a.dense(), 1e-12)
+
+
+@pytest.mark.each_value(kind=HARD)
+@pytest.mark.parametrize("map", ["head", "head_out", "heads", "layer"])
+def test_streamed_norms_are_those_of_whole_heads(
+    kind: str, map: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    att = random_attention(kind)
+    # a few rows at a time, products are slow: they are compared above, and plain norms here
+    measure = partial(
+        spectral_norm, att, map=map, tol=1e-9, delta=1e-6 if rows > 150 else None, vectors=True
+    )
+    assert isinstance(head_jacobian(att), StreamedHeadJacobian)
+    streamed = measure()
+    assert att.cache.get("p", lambda: None) is None  # all of P was never formed
+    att.cache.drop("p")
+    _ = att.p  # whether it is there decides nothing
+    assert isinstance(head_jacobian(att), StreamedHeadJacobian)
+    monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 2e9)
+    assert isinstance(head_jacobian(att), HeadJacobian)
+    whole = measure()
+    close(streamed.lower, whole.lower, 1e-8, 1e-12)
+    assert streamed.left.shape == whole.left.shape
+    assert streamed.right.shape == whole.right.shape
+    exact = oracle(att, map)
+    assert bool((streamed.lower <= exact * (1 + 1e-12)).all())
+    assert bool((streamed.upper >= exact * (1 - 1e-12)).all())
+
+
+def test_float32_streams_as_precisely() -> None:
+    att, y = random_attention("sharp", dtype=torch.float32), normal(0, torch.float32)(6, 6, 4)
+    with torch.no_grad():
+        near(StreamedHeadJacobian(att).gram(y), HeadJacobian(att).gram(y), 3e-6)
+
+
+def test_large_layers_are_streamed() -> None:
+    """N = 16384: the attention matrix of one head alone is a gigabyte."""
+    assert not isinstance(head_jacobian(random_attention("plain")), StreamedHeadJacobian)
+    att = Attention(torch.zeros(1, 16384, 2), *(torch.zeros(1, 2, 1) for _ in range(3)))
+    assert att.tokens**2 * streaming.SCORE_BYTES > streaming.WHOLE_BYTES["cpu"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from support.checks import close, normal
 from support.layers import random_attention
 from support.models import TEXT, build, inputs_for
 
@@ -24,12 +25,6 @@ from lipbound.linalg.operators import AutogradJacobian
 from lipbound.linalg.solution import normal_numbers, seeds_each, start_vectors
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    """What a user draws."""
-    torch.manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64)
-
-
 def norm_of_rms(x: torch.Tensor) -> float:
     """Of the normalisation of tokens by their root mean squares: the inverse of the smallest, by
     correctly rounded sums."""
@@ -42,7 +37,7 @@ def test_data_drawn_with_the_same_seed_do_not_blind_a_norm(
     seed: int, shape: tuple[int, int]
 ) -> None:
     # a normalisation does not see its own point, which was where the search started
-    x = drawn(seed, *shape)
+    x = normal(seed)(*shape)
     op = AutogradJacobian(lambda t: t / t.square().mean(-1, keepdim=True).sqrt(), x)
     exact = norm_of_rms(x)
     upper, lower = operator_norm(op, delta=1e-6, seed=seed), operator_norm(op, seed=seed)
@@ -52,17 +47,13 @@ def test_data_drawn_with_the_same_seed_do_not_blind_a_norm(
 
 
 def test_nor_does_it_that_of_a_layer_with_its_normalisation() -> None:
-    x = drawn(0, 1, 40, 32)
-    zero = torch.zeros(1, 32, 4, dtype=torch.float64)
-    att = Attention(x, drawn(1, 1, 32, 4), drawn(2, 1, 32, 4), zero, w_o=zero.mT)
-    att.surroundings = ResidualContext(
-        None, "post", Normaliser(x, torch.ones(32, dtype=torch.float64), centred=False)
-    )
+    x = normal()(1, 40, 32)
+    zero, ones = torch.zeros(1, 32, 4).double(), torch.ones(32).double()
+    att = Attention(x, normal(1)(1, 32, 4), normal(2)(1, 32, 4), zero, w_o=zero.mT)
+    att.surroundings = ResidualContext(None, "post", Normaliser(x, ones, centred=False))
     exact = norm_of_rms(x[0])
-    for norm in (
-        spectral_norm(att, map="post_norm"),
-        spectral_norm(att, map="post_norm", delta=1e-6),
-    ):
+    for delta in (None, 1e-6):
+        norm = spectral_norm(att, map="post_norm", delta=delta)
         assert float(norm.lower) == pytest.approx(exact, rel=2e-4)
         assert float(norm.upper) >= exact * (1 - 1e-12)
 
@@ -72,37 +63,30 @@ def bert_norm(delta: float | None) -> object:
     return network_norm(model, inputs_for(model), end="last_hidden_state", delta=delta, tol=1e-2)
 
 
-def around() -> Attention:
+def layer(map: str) -> Attention:
+    """With the normalisation that a map takes."""
     att = random_attention("plain")
-    one = torch.ones(att.x.shape[2], dtype=torch.float64)
-    att.surroundings = ResidualContext(Normaliser(att.x, one), "pre", None)
+    norm = Normaliser(att.x, torch.ones(att.x.shape[2], dtype=torch.float64))
+    if map == "pre_norm":
+        att.surroundings = ResidualContext(norm, "pre", None)
+    if map == "post_norm":
+        att.surroundings = ResidualContext(None, "post", norm)
     return att
 
 
-def after() -> Attention:
-    att = random_attention("plain")
-    att.surroundings = ResidualContext(
-        None, "post", Normaliser(att.x, torch.ones(att.x.shape[2], dtype=torch.float64))
-    )
-    return att
-
-
+SINE = AutogradJacobian(torch.sin, torch.ones(5, dtype=torch.float64))
 ENTRIES: dict[str, Callable[[float | None], object]] = {
-    "operator_norm": lambda delta: operator_norm(
-        AutogradJacobian(torch.sin, torch.ones(5, dtype=torch.float64)), delta=delta
-    ),
+    "operator_norm": lambda delta: operator_norm(SINE, delta=delta),
     "network_norm": bert_norm,
     "weighted_norm": lambda delta: mean_field.weighted_norm(
         random_attention("plain"), torch.full((2, 6), 1 / 6, dtype=torch.float64), delta=delta
     ),
     "l2": lambda delta: l2_spectral_norm(random_attention("plain")),
     **{
-        f"spectral_norm {name}": lambda delta, name=name: spectral_norm(
-            {"pre_norm": around, "post_norm": after}.get(name, lambda: random_attention("plain"))(),
-            map=name,
-            delta=delta,
+        f"spectral_norm {map}": lambda delta, map=map: spectral_norm(
+            layer(map), map=map, delta=delta
         )
-        for name in MAPS
+        for map in MAPS
     },
 }
 
@@ -143,17 +127,10 @@ def test_no_other_generator_stands_where_probabilities_are_promised() -> None:
 
 def test_the_stream_is_not_what_users_draw() -> None:
     ours = torch.stack([normal_numbers(64, seed) for seed in range(50)])
-    theirs = torch.stack(
-        [
-            torch.randn(64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            for seed in range(50)
-        ]
-    )
-    cosines = (
-        torch.nn.functional.normalize(ours, dim=1) @ torch.nn.functional.normalize(theirs, dim=1).mT
-    )
+    theirs = torch.stack([normal(seed)(64) for seed in range(50)])
+    unit = torch.nn.functional.normalize
     # of 2500 pairs of independent directions one in 10,000 has such a pair
-    assert float(cosines.abs().max()) < 0.65
+    assert float((unit(ours, dim=1) @ unit(theirs, dim=1).mT).abs().max()) < 0.65
 
 
 def test_the_stream_is_normal_and_its_parts_are_independent() -> None:
@@ -170,12 +147,9 @@ def test_a_start_does_not_depend_on_what_shares_the_batch() -> None:
     assert seeds_each(6, [1, 2, 3])[2:4] == seeds_each(2, [2])
     att = random_attention("plain", dtype=torch.float32)
     whole = spectral_norm(att, delta=1e-6, seed=3)
-    assert torch.equal(
-        whole.steps[:1, :2],
-        spectral_norm(att.select(slice(0, 1), slice(0, 2)), delta=1e-6, seed=3).steps,
-    )
     alone = spectral_norm(att.select(slice(0, 1), slice(0, 2)), delta=1e-6, seed=3)
-    torch.testing.assert_close(whole.lower[:1, :2], alone.lower, rtol=1e-12, atol=0)
+    assert torch.equal(whole.steps[:1, :2], alone.steps)
+    close(whole.lower[:1, :2], alone.lower, 1e-12)
 
 
 def test_what_is_drawn_is_known_digit_by_digit() -> None:

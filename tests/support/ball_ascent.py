@@ -20,10 +20,9 @@ class Heads:
         self.x = att.x.double().repeat_interleave(att.heads, 0)
         self.w = [spread(w) for w in (att.w_q, att.w_k, att.w_v)]
         self.b = [spread(b) for b in (att.b_q, att.b_k, att.b_v)]
-        mask = torch.zeros(att.tokens, att.tokens) if att.mask is None else att.mask.double()
-        self.mask = mask.expand(att.samples, att.heads, att.tokens, att.tokens).reshape(
-            many, att.tokens, att.tokens
-        )
+        n = att.tokens
+        mask = torch.zeros(n, n) if att.mask is None else att.mask.double()
+        self.mask = mask.expand(att.samples, att.heads, n, n).reshape(many, n, n)
         self.scale = att.scale
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -47,11 +46,15 @@ class Heads:
         return (blocks + eye * own[:, :, None]).transpose(2, 3).flatten(1, 2).flatten(2)
 
 
+def length(move: Tensor, ball: str) -> Tensor:
+    """Of every token, or of all of them."""
+    dim = -1 if ball == "token" else (-2, -1)
+    return torch.linalg.vector_norm(move, dim=dim, keepdim=True).clamp_min(1e-300)
+
+
 def unit(move: Tensor, ball: str) -> Tensor:
     """Of length one for every token, or for all of them."""
-    return move / torch.linalg.vector_norm(
-        move, dim=-1 if ball == "token" else (-2, -1), keepdim=True
-    ).clamp_min(1e-300)
+    return move / length(move, ball)
 
 
 def climb(att: Attention, radius: float, ball: str, *, steps: int = 12, seed: int = 0) -> Tensor:
@@ -60,11 +63,8 @@ def climb(att: Attention, radius: float, ball: str, *, steps: int = 12, seed: in
     heads, g = Heads(att), torch.Generator().manual_seed(seed)
     best = torch.zeros(len(heads.x), dtype=torch.float64)
     for start in (0.0, 1.0):
-        move = (
-            start
-            * radius
-            * unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), ball)
-        )
+        random = torch.randn(heads.x.shape, generator=g, dtype=torch.float64)
+        move = start * radius * unit(random, ball)
         for step in range(steps + 1):
             x = (heads.x + move).requires_grad_()
             j = heads.jacobian(x)
@@ -75,10 +75,7 @@ def climb(att: Attention, radius: float, ball: str, *, steps: int = 12, seed: in
             (up,) = torch.autograd.grad(torch.einsum("bm,bmn,bn->", u[:, :, 0], j, vh[:, 0]), x)
             up = up / up.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
             move = move + radius * (1.0 if step < steps / 2 else 0.2) * unit(up, ball)
-            size = torch.linalg.vector_norm(
-                move, dim=-1 if ball == "token" else (-2, -1), keepdim=True
-            )
-            move = move * (radius * (1 - 1e-12) / size.clamp_min(1e-300)).clamp(max=1.0)
+            move = move * (radius * (1 - 1e-12) / length(move, ball)).clamp(max=1.0)
     return best.view(att.samples, att.heads)
 
 
@@ -98,11 +95,9 @@ def small_layer(seed: int, *, samples: int = 4, heads: int = 5) -> tuple[Attenti
         for low, high in ((1, 8), (2, 9), (1, 5), (1, 5))
     )
     family = FAMILIES[seed % len(FAMILIES)]
-    x, w_q = (
-        draw(samples, n, width),
-        10 ** float(torch.rand((), generator=g) * 2 - 1) * draw(heads, width, d) / width**0.5,
-    )
-    w_k, w_v = draw(heads, width, d), draw(heads, width, d_v)
+    x, size = draw(samples, n, width), 10 ** float(torch.rand((), generator=g) * 2 - 1)
+    w_q, w_k, w_v = draw(heads, width, d), draw(heads, width, d), draw(heads, width, d_v)
+    w_q = size * w_q / width**0.5
     if family == "repeated":
         x[:, n // 2 :] = x[:, :1]
     if family == "outlier":
@@ -111,11 +106,10 @@ def small_layer(seed: int, *, samples: int = 4, heads: int = 5) -> tuple[Attenti
         x = x[:, :1] * torch.linspace(-1, 1, n, dtype=torch.float64)[:, None]
     w_q = w_q * {"one-hot": 100.0, "uniform": 0.0}.get(family, 1.0)
     far = 30.0 if family == "far biases" else 1.0
-    biases = (
-        {"b_q": draw(heads, d), "b_k": far * draw(heads, d), "b_v": far * draw(heads, d_v)}
-        if seed % 3
-        else {}
-    )
+    biases = {}
+    if seed % 3:
+        b_q, b_k, b_v = draw(heads, d), far * draw(heads, d), far * draw(heads, d_v)
+        biases = {"b_q": b_q, "b_k": b_k, "b_v": b_v}
     mask = (None, torch.full((n, n), -torch.inf).triu(1).double(), draw(heads, n, n))[seed // 7 % 3]
     att = Attention(x, w_q, w_k, w_v, **biases, mask=mask)
     radius = 10 ** float(torch.rand((), generator=g) * 4.5 - 4) * float(x.norm(dim=-1).mean())

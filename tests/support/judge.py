@@ -2,14 +2,16 @@
 is allowed for rounding."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
 import torch
 from support import mp_oracle
 from support.hard_heads import FAMILIES
 from support.mp_oracle import Enclosed
+from torch import Tensor
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
@@ -17,9 +19,12 @@ from lipbound.errors import LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 METHODS = ("lanczos", "dense")
+ESTIMATE = "lanczos without delta"
+"""The method of lower ends alone."""
 L2 = "lanczos (L2)"
 """The enclosure of L2 attention's norm."""
 WHOLE = ("heads", "layer")
+Norms = list[list[Enclosed]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def judge(
     methods: Iterable[str] = METHODS,
     chosen: Iterable[str] | None = None,
     l2: bool = True,
-    exact: list[list[Enclosed]] | None = None,
+    exact: Norms | None = None,
 ) -> Iterator[Verdict]:
     """The verdicts on all norms of a layer.
 
@@ -88,113 +93,80 @@ def judge(
 
 
 def _enclosures(
+    att: Attention, name: str, method: str, exact: Norms, *, map: str, tol: float, delta: float
+) -> Iterator[Verdict]:
+    def measure(part: Attention) -> tuple[Tensor, Tensor, Tensor]:
+        how = {"delta": None} if method == ESTIMATE else {"method": method, "delta": delta}
+        norm = spectral_norm(part, map=map, tol=tol, **how)
+        return norm.lower, norm.upper, norm.converged
+
+    for where, value, found in _each(att, name, method, exact, map, measure):
+        if isinstance(found, Verdict):
+            yield found
+            continue
+        low, high, converged = found
+        miss = max(above(low, value), below(high, value))
+        yield Verdict(method, where, False, miss, bool(converged), _ratio(high, low))
+
+
+def _bounds(att: Attention, name: str, bound: str, exact: Norms) -> Iterator[Verdict]:
+    entry, method = bounds.get(bound), f"bound {bound}"
+    both = _each(att, name, method, exact, "head", lambda part: (entry(part), entry.sound(part)))
+    for where, value, found in both:
+        if isinstance(found, Verdict):
+            yield found
+        elif found[1]:
+            miss = below(found[0], value)
+            yield Verdict(method, where, False, miss, None, _ratio(found[0], value.value))
+        elif math.isnan(found[0]):
+            yield Verdict(method, where, False, math.inf)
+
+
+def _each(
     att: Attention,
     name: str,
     method: str,
-    exact: list[list[Enclosed]],
-    *,
+    exact: Norms,
     map: str,
-    tol: float,
-    delta: float,
-) -> Iterator[Verdict]:
+    measure: Callable[[Attention], tuple[Tensor, ...]],
+) -> Iterator[tuple[str, Enclosed, Any]]:
+    """What is measured, norm by norm; what is refused together is taken one by one, and a verdict
+    where that is refused too."""
     try:
-        norm = spectral_norm(att, map=map, method=method, tol=tol, delta=delta)
+        found = [t.view(len(exact), -1).tolist() for t in measure(att)]
     except Exception as error:
-        yield from _broken(method, name, error)
-        for part, where, inner in _parts(att, name, exact, map):
-            if part is None:
-                yield Verdict(method, where, True)
-            else:
-                yield from _enclosures(part, where, method, inner, map=map, tol=tol, delta=delta)
-        return
-    columns = len(exact[0])
-    lower, upper, converged = (
-        t.view(-1, columns).tolist() for t in (norm.lower, norm.upper, norm.converged)
-    )
-    for s, row in enumerate(exact):
-        for h, value in enumerate(row):
-            low, high = lower[s][h], upper[s][h]
-            miss = max(above(low, value), below(high, value))
-            yield Verdict(
-                method, _where(att, name, s, h), False, miss, converged[s][h], _ratio(high, low)
-            )
-
-
-def _bounds(
-    att: Attention, name: str, bound: str, exact: list[list[Enclosed]]
-) -> Iterator[Verdict]:
-    entry = bounds.get(bound)
-    try:
-        values, sound = entry(att).tolist(), entry.sound(att).tolist()
-    except Exception as error:
-        yield from _broken(f"bound {bound}", name, error)
-        for part, where, inner in _parts(att, name, exact, "head"):
-            if part is None:
-                yield Verdict(f"bound {bound}", where, True)
-            else:
-                yield from _bounds(part, where, bound, inner)
-        return
-    for s, row in enumerate(exact):
-        for h, value in enumerate(row):
-            if sound[s][h]:
-                yield Verdict(
-                    f"bound {bound}",
-                    _where(att, name, s, h),
-                    False,
-                    below(values[s][h], value),
-                    None,
-                    _ratio(values[s][h], value.value),
-                )
-            elif math.isnan(values[s][h]):
-                yield Verdict(f"bound {bound}", _where(att, name, s, h), False, math.inf)
-
-
-def _broken(method: str, name: str, error: Exception) -> Iterator[Verdict]:
-    """To refuse is right; to end in an error of some library is a miss, even where the norms are
-    right one by one."""
-    if not isinstance(error, LipboundError):
-        yield Verdict(method, f"{name}: {error}", False, math.inf)
-
-
-def _parts(
-    att: Attention, name: str, exact: list[list[Enclosed]], map: str
-) -> Iterator[tuple[Attention | None, str, list[list[Enclosed]]]]:
-    """What is refused together may be taken one by one; a norm that is by itself
-    already is None."""
+        # to refuse is right; to end in an error of some library is a miss, even where the norms are
+        # right one by one
+        if not isinstance(error, LipboundError):
+            yield name, exact[0][0], Verdict(method, f"{name}: {error}", False, math.inf)
+        found = []
     alone = att.samples == 1 and (att.heads == 1 or map in WHOLE)
     for s, row in enumerate(exact):
         for h, value in enumerate(row):
-            heads = slice(None) if map in WHOLE else slice(h, h + 1)
-            yield (
-                None if alone else att.select(slice(s, s + 1), heads),
-                _where(att, name, s, h),
-                [[value]],
-            )
-
-
-def _where(att: Attention, name: str, sample: int, head: int) -> str:
-    return name if "[" in name else f"{name}[{sample},{head}]"
+            where = name if "[" in name else f"{name}[{s},{h}]"
+            if found:
+                yield where, value, [values[s][h] for values in found]
+            elif alone:
+                yield where, value, Verdict(method, where, True)
+            else:
+                heads = slice(None) if map in WHOLE else slice(h, h + 1)
+                part = att.select(slice(s, s + 1), heads)
+                yield from _each(part, where, method, [[value]], map, measure)
 
 
 def above(lower: float, norm: Enclosed) -> float:
     """How far a lower end is above the norm, relative to it."""
-    if math.isnan(lower):
-        return math.inf
-    if Decimal(lower) <= norm.upper:
-        return 0.0
-    return _beyond(Decimal(lower), norm.upper)
+    return math.inf if math.isnan(lower) else _beyond(Decimal(lower), norm.upper)
 
 
 def below(upper: float, norm: Enclosed) -> float:
     """How far an upper end is below the norm, relative to that end."""
-    if math.isnan(upper):
-        return math.inf
-    if Decimal(upper) >= norm.lower:
-        return 0.0
-    return _beyond(norm.lower, Decimal(upper))
+    return math.inf if math.isnan(upper) else _beyond(norm.lower, Decimal(upper))
 
 
 def _beyond(large: Decimal, small: Decimal) -> float:
+    if large <= small:
+        return 0.0
     with mp_oracle.exactly(80):
         return float(large / small - 1) if small > 0 else math.inf
 
@@ -209,10 +181,8 @@ def summary(verdicts: Iterable[Verdict]) -> str:
     for verdict in verdicts:
         if verdict.miss > 0:
             wrong.setdefault(verdict.method, []).append(verdict)
-    worst = {
-        method: max(found, key=lambda verdict: verdict.miss) for method, found in wrong.items()
-    }
-    return "".join(
-        f"\n{method}: {len(wrong[method])} misses, the worst by {v.miss:.3g} at {v.case}"
-        for method, v in worst.items()
-    )
+    lines = []
+    for method, found in wrong.items():
+        worst = max(found, key=lambda verdict: verdict.miss)
+        lines += [f"\n{method}: {len(found)} misses, the worst by {worst.miss:.3g} at {worst.case}"]
+    return "".join(lines)

@@ -8,19 +8,8 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 
 KINDS = (
-    "plain",
-    "biases",
-    "causal",
-    "window",
-    "offsets",
-    "padded",
-    "one_token",
-    "wide_values",
-    "duplicates",
-    "flat",
-    "sharp",
-    "no_query",
-)
+    "plain biases causal window offsets padded one_token wide_values duplicates flat sharp no_query"
+).split()
 HARD = ("biases", "padded", "duplicates", "sharp", "wide_values", "offsets")
 """Those of them that `make test` takes for tests that cost much: what is causal, windowed, flat or
 without biases is a case of these, or easier."""
@@ -48,28 +37,16 @@ def random_attention(
 
     samples, heads, n, width, d = 2, 3, 1 if kind == "one_token" else 6, 9, 4
     d_v = 7 if kind == "wide_values" else d
-    x, w_q, w_k, w_v = (
-        draw(samples, n, width),
-        draw(heads, width, d),
-        draw(heads, width, d),
-        draw(heads, width, d_v),
-    )
+    x, w_q, w_k = draw(samples, n, width), draw(heads, width, d), draw(heads, width, d)
+    w_v = draw(heads, width, d_v)
     extra: dict[str, Tensor | None] = {"w_o": draw(heads, d_v, width)} if w_o else {}
     if kind == "duplicates":
         x[:, 1:4] = x[:, :1]
-    if kind == "flat":
-        w_q = w_q * 1e-3
-    if kind == "sharp":
-        w_q = w_q * 30
-    if kind == "no_query":
-        w_q = w_q * 0
+    w_q = w_q * {"flat": 1e-3, "sharp": 30, "no_query": 0}.get(kind, 1)
     if kind in ("biases", "padded", "window"):
-        extra |= {
-            "b_q": 3 * draw(heads, d),
-            "b_k": 20 * draw(heads, d),
-            "b_v": 20 * draw(heads, d_v),
-        }
-    if kind == "causal":
+        b_q, b_k, b_v = 3 * draw(heads, d), 20 * draw(heads, d), 20 * draw(heads, d_v)
+        extra |= {"b_q": b_q, "b_k": b_k, "b_v": b_v}
+    if kind in ("causal", "padded"):
         extra["mask"] = causal(n, dtype)
     if kind == "window":
         extra["mask"] = window(n, 1, dtype)
@@ -77,8 +54,15 @@ def random_attention(
         extra["mask"] = draw(1, heads, n, n)
     if kind == "padded":
         extra["valid"] = torch.tensor([[True] * n, [True] * (n - 2) + [False] * 2])
-        extra["mask"] = causal(n, dtype)
     return Attention(x, w_q, w_k, w_v, **extra)
+
+
+def query_bias_alone(*values: float) -> Attention:
+    """Queries that come from their bias alone, so A = 0, while values differ by much: |J| grows
+    with the bias."""
+    x = torch.tensor([[[0.0, value] for value in values]], dtype=torch.float64)
+    w_k, w_v = torch.tensor([[[1.0], [0.0]]]).double(), torch.eye(2, dtype=torch.float64)[None]
+    return Attention(x, 0 * w_k, w_k, w_v, b_q=torch.tensor([[10.0]], dtype=torch.float64))
 
 
 def changed(att: Attention, **parts: object) -> Attention:

@@ -14,22 +14,10 @@ from lipbound.attention.layer import Attention
 from lipbound.models.capture.capture import capture
 from lipbound.models.capture.seeing import interface, recording
 
-TEXT = {
-    "vocab_size": 60,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "max_position_embeddings": 40,
-}
-IMAGE = {
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "image_size": 16,
-    "patch_size": 4,
-}
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 32}
+TEXT = {"vocab_size": 60, "max_position_embeddings": 40, **SMALL}
+IMAGE = {"image_size": 16, "patch_size": 4, **SMALL}
 GPT2 = {"vocab_size": 60, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40}
 
 AFFINE: dict[str, Callable[[], tf.PreTrainedModel]] = {
@@ -60,21 +48,13 @@ LLAMA = {**TEXT, "num_key_value_heads": 2}
 WIDE = {**TEXT, "hidden_size": 32}
 NARROW = {**LLAMA, "head_dim": 8, "sliding_window": 4}
 MIX = ["sliding_attention", "full_attention"]
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 2.5,
-    "original_max_position_embeddings": 16,
-}
+SHORT = {"original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **SHORT}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.5, **SHORT}
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+LOCAL = {"attention_bias": True, "local_attention": 4, "global_attn_every_n_layers": 2}
 
 MODERN: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "Llama": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, attention_bias=True)),
@@ -83,9 +63,7 @@ MODERN: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "Mistral": lambda: tf.MistralModel(tf.MistralConfig(**NARROW)),
     "Qwen 2": lambda: tf.Qwen2Model(tf.Qwen2Config(**LLAMA)),
     "Qwen 3": lambda: tf.Qwen3Model(tf.Qwen3Config(**LLAMA, head_dim=8, attention_bias=True)),
-    "Gemma": lambda: tf.GemmaModel(
-        tf.GemmaConfig(**{**LLAMA, "num_key_value_heads": 1}, head_dim=8)
-    ),
+    "Gemma": lambda: tf.GemmaModel(tf.GemmaConfig(**TEXT, num_key_value_heads=1, head_dim=8)),
     "Gemma 2": lambda: tf.Gemma2Model(
         tf.Gemma2Config(**NARROW, attn_logit_softcapping=2.0, layer_types=MIX)
     ),
@@ -95,25 +73,11 @@ MODERN: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "GPT-NeoX": lambda: tf.GPTNeoXModel(tf.GPTNeoXConfig(**WIDE)),
     "GPTBigCode": lambda: tf.GPTBigCodeModel(tf.GPTBigCodeConfig(**GPT2, **IDS)),
     "gpt-oss": lambda: tf.GptOssModel(
-        tf.GptOssConfig(
-            **NARROW,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            rope_parameters=YARN,
-            layer_types=MIX,
-        )
+        tf.GptOssConfig(**NARROW, **EXPERTS, rope_parameters=YARN, layer_types=MIX)
     ),
     "OLMo 2": lambda: tf.Olmo2Model(tf.Olmo2Config(**LLAMA, attention_bias=True, **IDS)),
     "ModernBERT": lambda: tf.ModernBertModel(
-        tf.ModernBertConfig(
-            **TEXT,
-            **IDS,
-            cls_token_id=1,
-            sep_token_id=2,
-            attention_bias=True,
-            local_attention=4,
-            global_attn_every_n_layers=2,
-        )
+        tf.ModernBertConfig(**TEXT, **IDS, **LOCAL, cls_token_id=1, sep_token_id=2)
     ),
     "T5 encoder": lambda: tf.T5EncoderModel(
         tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)
@@ -140,28 +104,12 @@ MODERN: dict[str, Callable[[], tf.PreTrainedModel]] = {
 }
 """Attention of today's language models: rotation, shared keys, q/k-norm, caps, sinks, windows,
 relative biases."""
-LATENT = {
-    **TEXT,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 6,
-    "first_k_dense_replace": 2,
-}
-GATED = {
-    **LLAMA,
-    "head_dim": 8,
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "layer_types": ["full_attention"] * 2,
-}
+LATENT = {**TEXT, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "n_group": 2}
+LATENT |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+LATENT |= {"topk_group": 1, "first_k_dense_replace": 2}
+GATED = {**LLAMA, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1}
+GATED |= {"layer_types": ["full_attention"] * 2}
 
 
 def no_attention() -> tf.PreTrainedModel:
@@ -203,35 +151,27 @@ def own_heads(
 ) -> tuple[Attention, Callable[[Tensor], Tensor]]:
     """A layer of a float64 model, and its heads' outputs for the first sample by the model's own
     code, (N, D) -> (N, heads, d_v)."""
-    batch = {
-        name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()
-    }
+    inputs = inputs_for(model).items()
+    batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs}
     with interface.implementation(model, interface.RECORDING_ATTENTION):
         call = recording.record(model, batch)[0][layer]
     att = capture(model, batch)[layer]
     model.set_attn_implementation("eager")
     seen: list[Tensor] = []
     call.consumer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    rest = {
-        k: v for k, v in call.run.kwargs.items() if k not in ("past_key_values", "hidden_states")
-    }
+    moving = ("past_key_values", "hidden_states")
+    rest = {name: value for name, value in call.run.kwargs.items() if name not in moving}
 
     def first(value: object) -> object:
-        return (
-            value[:1]
-            if isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2
-            else value
-        )
+        both = isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2
+        return value[:1] if both else value
 
     def heads(x: Tensor) -> Tensor:
         seen.clear()
         kwargs = {k: first(v) for k, v in rest.items()}
         args = [first(a) for a in call.run.args[1:]]
-        out = (
-            call.module(x[None], *args, **kwargs)
-            if call.run.args
-            else call.module(hidden_states=x[None], **kwargs)
-        )
+        own = ((x[None], *args), {}) if call.run.args else ((), {"hidden_states": x[None]})
+        out = call.module(*own[0], **own[1], **kwargs)
         flat = seen[0] if seen else out[0]  # some modules leave the output projection to others
         return flat[0].reshape(len(x), att.heads, att.d_v)
 
@@ -240,35 +180,14 @@ def own_heads(
 
 def save_tokenizer(folder: Path) -> None:
     """A word-level tokenizer of 60 tokens with [CLS], [SEP] and [PAD]."""
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "the",
-        "a",
-        "of",
-        "ferry",
-        "island",
-        "clock",
-        "lighthouse",
-        "and",
-        "is",
-        "in",
-        "keeper",
-    ]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words = [*special, *"the a of ferry island clock lighthouse and is in keeper".split()]
     words += [f"w{k}" for k in range(60 - len(words))]
     core = Tokenizer(WordLevel({w: k for k, w in enumerate(words)}, unk_token="[UNK]"))
     core.pre_tokenizer = Whitespace()
-    special = {
-        "unk_token": "[UNK]",
-        "pad_token": "[PAD]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-    }
-    tf.PreTrainedTokenizerFast(
-        tokenizer_object=core, **special, model_max_length=40
-    ).save_pretrained(folder)
+    named = {f"{word[1:-1].lower()}_token": word for word in special}
+    fast = tf.PreTrainedTokenizerFast(tokenizer_object=core, **named, model_max_length=40)
+    fast.save_pretrained(folder)
 
 
 def save_bert(folder: Path) -> Path:

@@ -8,21 +8,12 @@ mode; the softmax as a quotient), in `decimal` arithmetic of the standard librar
 have 18 digits. No q, k, P or output of lipbound is used, and no closed form of a Jacobian.
 """
 
+import decimal
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from decimal import (
-    MAX_EMAX,
-    MIN_EMIN,
-    Context,
-    Decimal,
-    DivisionByZero,
-    InvalidOperation,
-    Overflow,
-    getcontext,
-    localcontext,
-)
+from decimal import Context, Decimal, getcontext, localcontext
 from typing import Any
 
 import numpy as np
@@ -65,13 +56,8 @@ class Enclosed:
     def width(self) -> float:
         """upper / lower - 1."""
         with exactly(DIGITS[0]):
-            return (
-                float(self.upper / self.lower - 1)
-                if self.lower
-                else math.inf
-                if self.upper
-                else 0.0
-            )
+            without = math.inf if self.upper else 0.0
+            return float(self.upper / self.lower - 1) if self.lower else without
 
 
 @dataclass(frozen=True)
@@ -113,13 +99,9 @@ def norm(
 @contextmanager
 def exactly(digits: int) -> Iterator[Context]:
     """Arithmetic of so many digits; numbers below 1e-999999999999999999 are zero."""
+    traps = [decimal.InvalidOperation, decimal.DivisionByZero, decimal.Overflow]
     with localcontext(
-        Context(
-            prec=digits,
-            Emin=MIN_EMIN,
-            Emax=MAX_EMAX,
-            traps=[InvalidOperation, DivisionByZero, Overflow],
-        )
+        Context(prec=digits, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=traps)
     ) as context:
         yield context
 
@@ -129,9 +111,8 @@ def exact(t: Tensor | float) -> Any:
     arithmetic."""
     if not isinstance(t, Tensor):
         return +Decimal(t)
-    return np.array(
-        [+Decimal(value) for value in t.detach().double().flatten().tolist()], dtype=object
-    ).reshape(t.shape)
+    numbers = [+Decimal(value) for value in t.detach().double().flatten().tolist()]
+    return np.array(numbers, dtype=object).reshape(t.shape)
 
 
 # -- the Jacobian ----------------------------------------------------------------------------------
@@ -190,9 +171,7 @@ def _normalised(x: Exact, given: Vectors, norm: QKNorm, head: int) -> Vectors:
     gain = exact(norm.gain[head])
     whole = given
     if norm.over is not None:
-        whole = _projected(
-            x, exact(norm.over[0]), None if norm.over[1] is None else exact(norm.over[1])
-        )
+        whole = _projected(x, *(None if t is None else exact(t) for t in norm.over))
     n = whole.y.shape[1]
     s = [((row * row).sum() / n + exact(norm.eps)).sqrt() for row in whole.y]
     ds = [
@@ -239,79 +218,92 @@ def _turned(given: Vectors, cos: Exact, sin: Exact) -> Vectors:
     )
 
 
-def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None) -> Differentiated:
-    """The Jacobian of one head: every score's derivatives with respect to its query's and its key's
-    token, then those of the softmax's quotient."""
-    assert att.variants <= KNOWN, f"the oracle does not know {sorted(att.variants - KNOWN)}"
-    n = att.tokens
-    keep = list(range(n)) if att.valid is None else att.valid[sample].nonzero()[:, 0].tolist()
-    x, scale = exact(att.x[sample][keep]), exact(att.scale)
+def _real(valid: Tensor | None, sample: int, count: int) -> list[int]:
+    """Which tokens are not padding."""
+    return list(range(count)) if valid is None else valid[sample].nonzero()[:, 0].tolist()
+
+
+def _sides(
+    att: Attention, sample: int, head: int, x: Exact, l2: bool
+) -> tuple[Vectors, Vectors, Vectors]:
+    """Queries, keys and values as they enter."""
     w_q, w_v = exact(att.w_q[head]), exact(att.w_v[head])
     b_q, b_k, b_v = (
         None if b is None or l2 else exact(b[head]) for b in (att.b_q, att.b_k, att.b_v)
     )
     if l2:
-        w_v = scale * (w_q @ (w_q.T @ w_v))
+        w_v = exact(att.scale) * (w_q @ (w_q.T @ w_v))
     q, v = _projected(x, w_q, b_q), _projected(x, w_v, b_v)
     k = q if l2 else _projected(x, exact(att.w_k[head]), b_k)
     assert not att.norm_late, "the oracle turns what is normalised"
-    q, k = (
+    q, k, v = (
         side if norm is None else _normalised(x, side, norm, head)
-        for side, norm in ((q, att.norm_q), (k, att.norm_k))
+        for side, norm in ((q, att.norm_q), (k, att.norm_k), (v, att.norm_v))
     )
-    if att.norm_v is not None:
-        v = _normalised(x, v, att.norm_v, head)
     if att.rotation is not None:
+        keep = _real(att.valid, sample, att.tokens)
         angles = exact(att.rotation.cos[keep]), exact(att.rotation.sin[keep])
         q, k = _turned(q, *angles), _turned(k, *angles)
-    rows, keys = (
-        range(count) if valid is None else valid[sample].nonzero()[:, 0].tolist()
-        for count, valid in ((att.rows, att.valid_rows), (att.keys, att.valid_keys))
-    )
     other = att.other_stream
-    if other is not None:
-        q = q if other.q is None else _held(other.q[head, sample][list(rows)], x.shape[1])
-        k = k if other.k is None else _held(other.k[head, sample][list(keys)], x.shape[1])
-        v = v if other.v is None else _held(other.v[head, sample][list(keys)], x.shape[1])
+    if other is None:
+        return q, k, v
+    rows, keys = _real(att.valid_rows, sample, att.rows), _real(att.valid_keys, sample, att.keys)
+    held = ((q, other.q, rows), (k, other.k, keys), (v, other.v, keys))
+    q, k, v = (
+        own if given is None else _held(given[head, sample][real], x.shape[1])
+        for own, given, real in held
+    )
+    return q, k, v
+
+
+def _capped(z: Exact, cap: Decimal) -> tuple[Exact, Exact]:
+    """Scores under a cap, and the slopes there."""
+    shrunk = np.frompyfunc(lambda t: (-2 * abs(t) / cap).exp(), 1, 1)(z)
+    slopes = 4 * shrunk / (1 + shrunk) ** 2
+    return np.where(z < 0, -cap, cap) * (1 - shrunk) / (1 + shrunk), slopes
+
+
+def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None) -> Differentiated:
+    """The Jacobian of one head: every score's derivatives with respect to its query's and its key's
+    token, then those of the softmax's quotient."""
+    assert att.variants <= KNOWN, f"the oracle does not know {sorted(att.variants - KNOWN)}"
+    x, scale = exact(att.x[sample][_real(att.valid, sample, att.tokens)]), exact(att.scale)
+    rows, keys = _real(att.valid_rows, sample, att.rows), _real(att.valid_keys, sample, att.keys)
+    q, k, v = _sides(att, sample, head, x, l2)
     if side is not None:
         sides = {"q": q, "k": k, "v": v}
         width = sides[side].y.shape[1]
         q, k, v = (_alone(t, side == name, width) for name, t in sides.items())
     z, by_query, by_key = _distances(q, scale) if l2 else _products(q, k, scale)
-    score, slope = (
-        abs(scale) * q.size * k.size * q.y.shape[1],
-        abs(scale) * (q.size * k.slope + k.size * q.slope) * q.y.shape[1],
-    )
+    unit = abs(scale) * q.y.shape[1]
+    score, slope = unit * q.size * k.size, unit * (q.size * k.slope + k.size * q.slope)
     if att.cap is not None:
         cap = exact(att.cap)
-        shrunk = np.frompyfunc(lambda t: (-2 * abs(t) / cap).exp(), 1, 1)(z)
-        slopes = 4 * shrunk / (1 + shrunk) ** 2
-        z = np.where(z < 0, -cap, cap) * (1 - shrunk) / (1 + shrunk)
+        z, slopes = _capped(z, cap)
         by_query, by_key = slopes[..., None] * by_query, slopes[..., None] * by_key
         slope *= 1 + score / cap
         score += cap
     allowed = np.ones((len(rows), len(keys)), dtype=bool)
     if att.mask is not None:
         shape = att.samples, att.heads, att.rows, att.keys
-        mask = att.mask.expand(shape)[sample, head].double()[list(rows)][:, list(keys)]
+        mask = att.mask.expand(shape)[sample, head].double()[rows][:, keys]
         allowed = (mask > BLOCKED).numpy()
         finite = exact(mask.masked_fill(mask <= BLOCKED, 0.0))
         z, score = z + finite, score + _largest(finite)
     sink = None if att.sinks is None else exact(float(att.sinks[head]))
+    other = att.other_stream
     moves = other is None or other.q is None, other is None or other.k is None
     if side is not None:
         moves = side == "q", side != "q"
     jacobian, outputs = _softmax(z, by_query, by_key, v, allowed, sink, moves)
-    n = max(n, att.rows, att.keys)
     if sink is not None:
         score += abs(sink)
     gate = att.gate
     if gate is not None:
         jacobian, more = _gated(x, gate, head, jacobian, outputs, held=side is not None)
         v = replace(v, slope=v.slope + more * v.size, size=v.size * (1 + more))
-    return Differentiated(
-        jacobian, 1000 * n * x.shape[1] * _ulp() * (1 + score) * (v.size * slope + v.slope)
-    )
+    error = 1000 * max(att.tokens, att.rows, att.keys) * x.shape[1] * _ulp()
+    return Differentiated(jacobian, error * (1 + score) * (v.size * slope + v.slope))
 
 
 def _alone(given: Vectors, moves: bool, width: int) -> Vectors:
@@ -426,9 +418,8 @@ def enclosed(found: Differentiated) -> Enclosed:
     s = _length(y)
     across = (y / s) @ j
     rest = (j - np.multiply.outer(y / s, across)).astype(float)
-    rho = Decimal(float(np.linalg.svd(rest, compute_uv=False)[0])) * (1 + SVD_ERROR) + s * Decimal(
-        "1e-290"
-    )
+    rho = Decimal(float(np.linalg.svd(rest, compute_uv=False)[0])) * (1 + SVD_ERROR)
+    rho += s * Decimal("1e-290")
     e = _length(across - s * v)
     trace = s * s + e * e + rho * rho
     upper = ((trace + max(Decimal(0), trace * trace - 4 * s * s * rho * rho).sqrt()) / 2).sqrt()

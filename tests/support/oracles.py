@@ -8,7 +8,27 @@ from support.reference import head_function
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.jacobians.maps import WHOLE
+from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.solution import Norm
+
+
+def allowance(att: Attention, map: str = "head") -> Tensor:
+    """How far the rounding of a layer's tensors may move its norms, as the layer itself says:
+    (samples, heads), of maps of whole layers (samples,)."""
+    measured = PreparedMap(att.double(), map)
+    error, unit = measured.roundoff.tensors, 2.0**measured.exponents
+    return error.view(att.samples, -1) * unit if map in ("head", "head_out") else error * unit[0]
+
+
+def assert_encloses(
+    att: Attention, norm: Norm, exact: Tensor, tol: float, map: str = "head"
+) -> None:
+    """Ends hold norms of a layer that are known to 1e-12, no further off than ``tol`` and its own
+    rounding; and norms are converged where rounding is a tenth of ``tol`` at most."""
+    error = allowance(att, map)
+    assert encloses(norm, exact, tol, error)
+    assert bool((norm.converged | (error > 0.1 * tol * exact)).all())
 
 
 def encloses(norm: Norm, exact: Tensor, tol: float, error: Tensor) -> bool:
@@ -38,13 +58,8 @@ def capture_error(att: Attention) -> float:
     scores = (att.scale * att.q @ att.k.mT).abs().amax((-1, -2))
     deviation = (att.p @ att.v.square() - att.out.square()).clamp_min(0).sqrt().amax((-1, -2))
     out, values = att.out.abs().amax((-1, -2)), att.v.abs().amax((-1, -2))
-    return (
-        8
-        * 2.0**-24
-        * float(
-            (((1 + scores) * deviation + 2 * values) / torch.maximum(out, 1e-3 * values)).amax()
-        )
-    )
+    share = ((1 + scores) * deviation + 2 * values) / torch.maximum(out, 1e-3 * values)
+    return 8 * 2.0**-24 * float(share.amax())
 
 
 def jacobians(att: Attention, sample: int) -> Tensor:
@@ -54,11 +69,22 @@ def jacobians(att: Attention, sample: int) -> Tensor:
     return torch.func.jacrev(lambda x: torch.stack([head(x) for head in heads], 1))(x).flatten(3)
 
 
-def oracle(att: Attention) -> Tensor:
-    """Exact norms by float64 SVD of the autograd Jacobian of the definition, (samples, heads)."""
-    att = att.double()
-    rows = [jacobians(att, s).transpose(0, 1).flatten(1, 2) for s in range(att.samples)]
-    return torch.stack([torch.linalg.svdvals(row)[:, 0] for row in rows])
+def matrices(att: Attention, sample: int, map: str = "head") -> Tensor:
+    """Autograd Jacobians of the heads of a sample, or of all of them together, padding left out:
+    (heads or 1, outputs, n D)."""
+    j = jacobians(att.double(), sample)
+    if map in ("head_out", "layer"):
+        assert att.w_o is not None
+        j = torch.einsum("nhvx,hvo->nhox", j, att.w_o.double())
+    j = j.sum(1, keepdim=True) if map == "layer" else j
+    return j.flatten(0, 2)[None] if map in WHOLE else j.transpose(0, 1).flatten(1, 2)
+
+
+def oracle(att: Attention, map: str = "head") -> Tensor:
+    """Exact norms by float64 SVD of the autograd Jacobian of the definition, (samples, heads); of
+    maps of whole layers (samples,)."""
+    rows = [torch.linalg.svdvals(matrices(att, s, map))[:, 0] for s in range(att.samples)]
+    return torch.cat(rows) if map in WHOLE else torch.stack(rows)
 
 
 def dense_norms(att: Attention, map: str = "head") -> Tensor:
@@ -84,27 +110,13 @@ def dense_jacobians(att: Attention, map: str = "head") -> Tensor:
         for b, w in ((att.b_q, att.w_q), (att.b_k, att.w_k), (att.b_v, att.w_v))
     )
 
-    def head(
-        x: Tensor,
-        w_q: Tensor,
-        w_k: Tensor,
-        w_v: Tensor,
-        b_q: Tensor,
-        b_k: Tensor,
-        b_v: Tensor,
-        m: Tensor,
-        rows: Tensor,
-    ) -> Tensor:
+    def head(x, w_q, w_k, w_v, b_q, b_k, b_v, m, rows):
         if map == "head":
-            return rows[:, None] * (
-                torch.softmax(att.scale * (x @ w_q + b_q) @ (x @ w_k + b_k).mT + m, -1)
-                @ (x @ w_v + b_v)
-            )
-        q = x @ w_q
-        distances = ((q[:, None] - q[None]) ** 2).sum(-1)
-        return rows[:, None] * (
-            torch.softmax(-att.scale * distances + m, -1) @ (x @ (att.scale * w_q @ w_q.mT @ w_v))
-        )
+            scores, v = att.scale * (x @ w_q + b_q) @ (x @ w_k + b_k).mT, x @ w_v + b_v
+        else:
+            q, v = x @ w_q, x @ (att.scale * w_q @ w_q.mT @ w_v)
+            scores = -att.scale * ((q[:, None] - q[None]) ** 2).sum(-1)
+        return rows[:, None] * (torch.softmax(scores + m, -1) @ v)
 
     over_heads = torch.func.vmap(torch.func.jacrev(head), in_dims=(None, 0, 0, 0, 0, 0, 0, 0, None))
     found: Tensor = torch.func.vmap(

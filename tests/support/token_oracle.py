@@ -79,11 +79,8 @@ def _ascent(j: Tensor, starts: int, steps: int, seed: int) -> Tensor:
     for _ in range(steps):
         y = y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)
         pulled = _pulled(j, y)
-        y = torch.einsum(
-            "...ijrx,...isjx->...isr",
-            j,
-            pulled / pulled.norm(dim=-1, keepdim=True).clamp_min(1e-300),
-        )
+        pulled = pulled / pulled.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+        y = torch.einsum("...ijrx,...isjx->...isr", j, pulled)
     return y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)
 
 
@@ -109,10 +106,8 @@ def every_from_above(j: Tensor) -> Tensor:
             return float(values[-1]), (slope - (slope * d).sum()) * d
 
         z = np.log(traces / traces.sum())
-        best = min(
-            value(z)[0],
-            minimize(value, z, jac=True, method="L-BFGS-B", options={"maxiter": 200}).fun,
-        )
+        found = minimize(value, z, jac=True, method="L-BFGS-B", options={"maxiter": 200}).fun
+        best = min(value(z)[0], found)
         worst = max(worst, best**0.5 + 1e-13 * float(traces.sum()))
     return torch.tensor(worst, dtype=torch.float64)
 
@@ -143,10 +138,8 @@ def attained(att: Attention, sample: int, head: int) -> dict[str, Decimal]:
             x = mp_oracle.exact_vector(torch.linalg.svd(rough[:, t].flatten(0, 1)).Vh[0].numpy())
             one = max(one, _length(j[:, :, t].reshape(-1, width) @ x) / _length(x))
         unit = Decimal(1).scaleb(largest.adjusted()) * (1 - Decimal("1e-60"))
-        return {
-            "every-token": max(Decimal(0), every * unit - lost),
-            "one-token": max(Decimal(0), one * unit - lost),
-        }
+        least = (max(Decimal(0), value * unit - lost) for value in (every, one))
+        return dict(zip(("every-token", "one-token"), least, strict=True))
 
 
 def _length(x: np.ndarray) -> Decimal:

@@ -1,7 +1,7 @@
 """Small random layers with whatever may stand between projections and softmax."""
 
 import torch
-from support.layers import causal
+from support.layers import causal, window
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
@@ -14,6 +14,9 @@ LINEAR = ("rotation", "norm", "together", "cap", "sinks")
 """Those that leave values alone."""
 VARIANTS = (*LINEAR, "values", "latent", "gate")
 MASKS = ("none", "causal", "window", "padded", "offsets")
+SETS = ("", "rotation", "norm", "together rotation", "cap", "sinks", "rotation cap sinks")
+HAS = tuple(tuple(names.split()) for names in SETS)
+"""Sets of variants for bounds: none of them, each of those that leave values alone, and several."""
 
 
 def layer(
@@ -41,9 +44,8 @@ def layer(
     if same:
         x[:, 1:] = x[:, :1]
     w_q, w_k, w_v = draw(heads, 7, d), draw(heads, 7, d), draw(heads, 7, d_v)
-    b_q, b_k, b_v = (
-        (draw(heads, d), 3 * draw(heads, d), 5 * draw(heads, d_v)) if biases else (None, None, None)
-    )
+    shifts = ((1, d), (3, d), (5, d_v))
+    b_q, b_k, b_v = (size * draw(heads, k) if biases else None for size, k in shifts)
     extra: dict = {}
     if "rotation" in has:
         turn = Rotation.of_angles(3 * draw(n, max(1, d // 2 - seed % 2)))
@@ -51,14 +53,9 @@ def layer(
         extra["rotation"] = Rotation(factor * turn.cos, factor * turn.sin)
     if has & {"norm", "together"}:
         for side, w, b in (("norm_q", w_q, b_q), ("norm_k", w_k, b_k)):
-            whole = (
-                (w.transpose(0, 1).flatten(1), None if b is None else b.flatten())
-                if "together" in has
-                else None
-            )
-            extra[side] = QKNorm(
-                1 + draw(heads, d), draw(heads, d) if seed % 2 else None, 1e-6, whole
-            )
+            whole = w.transpose(0, 1).flatten(1), None if b is None else b.flatten()
+            gain, shift = 1 + draw(heads, d), draw(heads, d) if seed % 2 else None
+            extra[side] = QKNorm(gain, shift, 1e-6, whole if "together" in has else None)
         if seed % 5 == 0:
             extra.pop("norm_k")
     if "values" in has:
@@ -81,14 +78,12 @@ def layer(
     if mask == "causal":
         extra["mask"] = causal(n)
     if mask == "window":
-        i = torch.arange(n)
-        extra["mask"] = torch.where((i[:, None] - i).abs() < 2, 0.0, -torch.inf).double()
+        extra["mask"] = window(n)
     if mask == "offsets":
         extra["mask"] = draw(heads, n, n)
     if mask == "padded":
-        extra["valid"] = (
-            torch.arange(n) < torch.tensor([n, max(1, n - 2)] * samples)[:samples, None]
-        )
+        lengths = torch.tensor([n, max(1, n - 2)] * samples)[:samples, None]
+        extra["valid"] = torch.arange(n) < lengths
     return Attention(x, w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=draw(heads, d_v, 7), **extra)
 
 

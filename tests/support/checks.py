@@ -1,0 +1,102 @@
+"""What tests say on every page: random tensors and layers, closeness, refusals, and derivatives
+against differences."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.layers import changed
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.errors import LipboundError
+
+PARTS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
+"""What a layer is differentiated by."""
+
+
+def normal(seed: int = 0, dtype: torch.dtype = torch.float64) -> Callable[..., Tensor]:
+    """A source of normal numbers, of which ``draw(2, 3)`` takes the next."""
+    g = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+
+
+def normal_layer(
+    seed: int, n: int, width: int, d: int, *, samples: int = 1, heads: int = 1, **more: Any
+) -> Attention:
+    """A float64 layer of normal numbers, keys as wide as values, without biases but for those
+    given."""
+    draw = normal(seed)
+    weights = [draw(heads, width, d) for _ in range(3)]
+    return Attention(draw(samples, n, width), *weights, **more)
+
+
+def close(found: Any, expected: Any, rtol: float = 1e-9, atol: float = 0.0) -> None:
+    """Of one shape and dtype, and equal but for so much."""
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def near(found: Tensor, expected: Tensor, share: float) -> None:
+    """Equal but for a share of the largest entry."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=share * float(expected.abs().max()))
+
+
+def refused(call: Callable[[], Any], *words: str, error: type[Exception] = LipboundError) -> None:
+    """A call ends in one sentence with all of these words."""
+    with pytest.raises(error) as raised:
+        call()
+    said = str(raised.value)
+    assert "\n" not in said
+    assert [word for word in words if word not in said] == [], said
+
+
+def script(path: Path) -> ModuleType:
+    """A program as a module."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def given_parts(att: Attention) -> dict[str, Tensor]:
+    """Those of `PARTS` that a layer has."""
+    return {name: t for name in PARTS if (t := getattr(att, name)) is not None}
+
+
+def gradients(f: Callable[[Attention], Tensor], att: Attention) -> tuple[Tensor, dict[str, Tensor]]:
+    """f at a layer, and the derivatives of its sum by what the layer is made of."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in given_parts(att).items()}
+    value = f(changed(att, **leaves))
+    found = torch.autograd.grad(value.sum(), list(leaves.values()), materialize_grads=True)
+    return value.detach(), dict(zip(leaves, found, strict=True))
+
+
+def slopes(
+    f: Callable[[Attention], Tensor], att: Attention, *steps: float, seed: int = 1
+) -> tuple[Tensor, ...]:
+    """Along a random direction of everything a layer is made of: the derivatives of all entries of
+    f, and their differences of fourth order for each step."""
+    draw, given = normal(seed), given_parts(att)
+    along = {name: t.abs().max() * draw(*t.shape).to(t) for name, t in given.items()}
+
+    def moved(step: float) -> Attention:
+        return changed(att, **{name: t + step * along[name] for name, t in given.items()})
+
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in given.items()}
+    value = f(changed(att, **leaves)).flatten()
+    found = [
+        torch.autograd.grad(y, leaves.values(), retain_graph=True, materialize_grads=True)
+        for y in value
+    ]
+    exact = [sum((a * b).sum() for a, b in zip(row, along.values(), strict=True)) for row in found]
+    differences = [
+        (8 * (f(moved(h)) - f(moved(-h))) - (f(moved(2 * h)) - f(moved(-2 * h)))) / (12 * h)
+        for h in steps
+    ]
+    return torch.stack(exact).detach(), *(t.detach().flatten() for t in differences)
