@@ -21,12 +21,12 @@ from lipbound.linalg.matrix_norms import (
 from lipbound.linalg.solution import normal_numbers
 
 FIRST_STEPS, STEPS, CONVEX_STEPS, LAST_STEPS = 6, 24, 240, 500
-"""Steps of vectors of all rows, of those that are left open, of matrices, and of the best vector in
-the end."""
-SETTLED = 1e-12
-"""Relative growth of its sum in a step at which it has arrived."""
-LEADERS = 8
-"""Blocks of each map that are looked at first."""
+"""Steps of vectors of all rows, of those that are left open, of matrices, and of the best vectors
+in the end."""
+SETTLED = 2e-13
+"""Relative growth of their sums in a step at which they have arrived."""
+LEADERS = 4
+"""Rows of each map that climb to the end, and half of the blocks that are looked at first."""
 FLOOR = 1e-6
 """Weights are no smaller than this times the size of their block, which keeps rounding small."""
 FLAT_BYTES = 2**26
@@ -96,7 +96,7 @@ def largest_block(blocks: Blocks, tol: float) -> BestRows:
     for m, bounds in enumerate(every.flatten(1)):
         bounds, order = bounds.sort(descending=True)
         best, upper, place = torch.zeros_like(bounds[0]), torch.zeros_like(bounds[0]), order[0]
-        vector, first, together = bounds.new_zeros(blocks.width), 0, LEADERS
+        vector, first, together = bounds.new_zeros(blocks.width), 0, 2 * LEADERS
         while (left := int((bounds > best * (1 + tol / 2)).sum())) > first:
             part = order[first : min(first + together, left)]
             first, together = first + len(part), step
@@ -142,11 +142,13 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
             blocks.select(part), y[m, i], lengths[m, i], tol
         )
         steps[m] = FIRST_STEPS + CONVEX_STEPS
-    row = total.argmax(-1)
-    last = blocks.select(torch.stack([at, row], -1)), y[at, row][:, None, None]
-    y, _, value = _climb(*last, LAST_STEPS, SETTLED)
-    token = blocks.token[at, row]
-    return BestRows(value[:, 0], token, token, y[:, 0], upper.amax(-1), steps)
+    leaders = total.topk(min(LEADERS, total.shape[1]), -1).indices
+    chosen = torch.stack([at[:, None].expand_as(leaders), leaders], -1).flatten(0, 1)
+    last = blocks.select(chosen), y[chosen[:, 0], chosen[:, 1]][:, None, None]
+    y, _, total = _climb(*last, LAST_STEPS, SETTLED)
+    value, best = total.view_as(leaders).max(-1)
+    token, vector = blocks.token[at, leaders[at, best]], y.view(*leaders.shape, -1)[at, best]
+    return BestRows(value, token, token, vector, upper.amax(-1), steps)
 
 
 def _closed(blocks: Blocks, y: Tensor, lengths: Tensor, tol: float) -> tuple[Tensor, ...]:
