@@ -229,7 +229,7 @@ class ModuleCopy:
         end: Any = None
         try:
             with ExitStack() as around:
-                if (inner := self._projection()) is not None:
+                if place == PROJECTION and (inner := self._projection()) is not None:
                     hook = inner.register_forward_pre_hook(follower.given, prepend=True)
                     around.enter_context(hook)
                 if self.call.way == BY_HAND:
