@@ -588,8 +588,7 @@ def heatmaps(
             widths of "page" and "column".
         caption: draw the caption into the picture too.
         labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
-            "data"; of a list of runs a list of names of their models; of a diff the names of its
-            runs, by "a" and "b".
+            "data"; of a list of runs names of their models; of a diff those of its "a" and "b".
 
     Returns:
         A matplotlib Figure that is not registered with pyplot; ``.axes`` are its panels and bars.
@@ -611,10 +610,9 @@ def heatmaps(
         own = [name for name in EXTRAS if EXTRAS[name] in extras(ds)]
         if bounds is not None or not own:
             raise
-    panels = _of_run(ds, bounds_there(ds), reduce, scale, over, limits)
-    figure = figure_of(panels, path, paper)
-    names = ",".join(own)
-    tell(f"the extras of the run do not fit on this figure; bounds='{names}' draws one of them")
+    figure = figure_of(_of_run(ds, bounds_there(ds), reduce, scale, over, limits), path, paper)
+    what = "the extras of the run do not fit on this figure"
+    tell(f"{what}; bounds='{','.join(own)}' draws one of them")
     return figure
 
 
