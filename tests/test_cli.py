@@ -59,7 +59,7 @@ def test_models_and_data_that_do_not_fit(bert: Path, tmp_path: Path) -> None:
     Image.new("RGB", (4, 4)).save(tmp_path / "p.png")
     for line, words in (
         (f"compare {tmp_path} --samples 1", "no attention that can be captured"),
-        (f"compare {bert} --data {tmp_path / 'p.png'} --max-length 8", "reads text"),
+        (f"compare {bert} --data {tmp_path / 'p.png'} --max-length 8", "takes text"),
         ("--debug compare builtin:gpt3", "Traceback"),
     ):
         status, _, err = command(line)

@@ -158,7 +158,7 @@ def check_values(att: "Attention", names: Collection[str] | None = None) -> None
             continue
         counted = t[att.valid] if name == "x" and att.valid is not None else t
         if counted.numel():
-            largest[name] = counted.detach().abs().amax().double()
+            largest[name] = counted.detach().abs().amax()
     sizes = torch.stack(list(largest.values())).tolist() if largest else []  # in one read
     for name, size in zip(largest, sizes, strict=True):
         if not math.isfinite(size):

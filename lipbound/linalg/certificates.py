@@ -33,6 +33,8 @@ which it is."""
 LEAST_EXCESS, MOST_EXCESS = -36.0, 60.0
 """Logarithms of the excess over the largest Ritz value, relative to it, between which a bound is
 sought."""
+LEAST_LOST = 32
+"""Units of the eigenvalue's rounding that orthogonalisation is taken to lose at least."""
 EXCESS = 0.03
 """Accuracy of that excess."""
 ESTIMATE_DELTA = 1e-3
@@ -107,9 +109,11 @@ class Certificate:
             if self._products is not None:
                 # if x is the largest eigenvalue, J is no longer than its root (Lemma 65)
                 p, root = self._products[index][:, None], np.sqrt(x)[:, None]
-                images = np.sqrt(alpha + part.lost + 3 * root * p + p * p)
+                # digits that differ from run to run count as no fewer than some units
+                lost = np.maximum(part.lost, LEAST_LOST * UNIT * x[:, None])
+                images = np.sqrt(alpha + lost + 3 * root * p + p * p)
                 sums = 2 * (np.arange(k) + 40) * UNIT * x[:, None]
-                each = 1.01 * (part.lost + (root + images + p) * p) + sums
+                each = 1.01 * (lost + (root + images + p) * p) + sums
                 total = tail + (y * each).sum(1)
             beyond = (pivots > 0).all(1) & np.isfinite(total) & (x > 0)
         total, tail = (np.where(beyond, t * (1 + 1e-6), np.inf) for t in (total, tail))

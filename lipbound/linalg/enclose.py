@@ -30,6 +30,8 @@ HIDDEN = 4
 its length on average."""
 ROUGH = 1e-3
 """Share of a tolerance that rounding of a length may take."""
+FINER = 0.2
+"""Share of a tolerance to which a run goes on where rounding lets it."""
 SMALL = 1e-60
 """Norms below this are enclosed in units of their size: their fourth powers, and what rounding adds
 to these, may underflow."""
@@ -146,24 +148,28 @@ def _beyond(
     known = goal
     certificate = Certificate(n, delta, roundoff.products.numpy())
 
-    def enough(index: Array, top: Array) -> Array:
+    def enough(index: Array, top: Array, tol: float) -> Array:
         if known is not None:
             return known[index]
         sigma, lost = np.sqrt(np.nan_to_num(top)), noise[index].clip(max=1e150)
         # where rounding is wider than tol, twice what it takes; a little less than asked for, so
         # that other rounding does not decide
-        wide = 0.999 * np.maximum(problem.tol, 4 * np.minimum(lost / sigma.clip(1e-100), 1e6))
+        wide = 0.999 * np.maximum(tol, 4 * np.minimum(lost / sigma.clip(1e-100), 1e6))
         low = np.maximum(sigma * (1 - 4 * n * UNIT) - lost, 0)
         return np.maximum(low * (1 + wide) - tensors[index], 0) ** 2
 
     def rule(index: Array, part: Recurrence) -> Array:
-        aim = enough(index, part.top)
-        shown, _, hopeless = certificate.shows(index, part, aim, starts[index])
+        aim = enough(index, part.top, problem.tol)
+        shown, some, hopeless = certificate.shows(index, part, aim, starts[index])
+        if known is None and shown.any():  # another digit, which takes a step, but no more starts
+            aim = enough(index, part.top, FINER * problem.tol)
+            finer, more, _ = certificate.shows(index, part, aim, starts[index])
+            shown &= finer | (more > some)
         return shown | hopeless
 
     runs = Runs(problem.op, start, rule, limit=min(problem.max_steps, n))
     found, everyone = runs.recurrence, np.arange(len(start))
-    goal = enough(everyone, found.top)
+    goal = enough(everyone, found.top, problem.tol)
     starts = certificate.shows(everyone, found, goal, starts)[1]
     return runs, certificate.bound(found, starts, goal), starts, goal
 

@@ -185,6 +185,10 @@ def order(count: int, seed: int) -> list[int]:
     return [int(i) for i in np.argsort(np.random.Philox(seed).random_raw(count), kind="stable")]
 
 
+CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
+"""Usual names of the column that says of what class a row is."""
+
+
 @dataclass
 class DataItems:
     """The items of some data.
@@ -193,13 +197,15 @@ class DataItems:
         given: a sequence, or an iterator where their number is not known before the end.
         description: of the data, for captions.
         made: from one of ``given``, the item; None for a row without one.
-        classes: the folder of each item, which often is its class.
+        classes: of each item, where the data say it: its folder, or what a column has.
+        kind: what these are, a folder or a class.
     """
 
     given: Iterable[Any]
     description: str
     made: Callable[[Any], Any] = lambda item: item
     classes: Sequence[str] = ()
+    kind: str = "folder"
 
     def __iter__(self) -> Iterator[Any]:
         rows, end, said = iter(self.given), object(), self.description
@@ -215,7 +221,7 @@ class DataItems:
             yield item
 
     def take(self, selection: Selection, many: str) -> tuple[list[Any], list[str]]:
-        """Return the items that are wanted, and notes on blank ones and on items of one folder.
+        """Return the items that are wanted, and notes on blank ones and on items of one class.
 
         Args:
             selection: how many, and in which order.
@@ -244,7 +250,7 @@ class DataItems:
         first, every = set(self.classes[:count]), set(self.classes)
         if selection.shuffle is None and count != 1 and len(first) == 1 < len(every):
             notes.append(
-                f"the first {count} {many} of {self.description} are all of one folder "
+                f"the first {count} {many} of {self.description} are all of one {self.kind} "
                 f"({first.pop()}); shuffle=0, or another seed, draws from all"
             )
         return taken, notes
@@ -373,7 +379,11 @@ class Reader:
                 )
             return made
 
-        return DataItems(range(len(table)) if hasattr(table, "__len__") else rows, said, item)
+        if not hasattr(table, "__len__"):
+            return DataItems(rows, said, item)
+        label = next((name for name in CLASSES if name in names), None)
+        classes = [] if label is None else list(map(str, table.with_format(None)[label]))
+        return DataItems(range(len(table)), said, item, classes, "class")
 
 
 def is_saved(folder: Path) -> bool:

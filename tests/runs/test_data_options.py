@@ -55,9 +55,9 @@ def test_shuffled_runs_are_replayed(seed: int, bert: Path, table: Path, tmp_path
     options["resume"] = True
     refused(lambda: lb.compare(bert, table, shuffle=6, **options), "data_fingerprint")
     assert lb.compare(bert, table, shuffle=seed, **options).identical(stored)
-    with pytest.warns(Notice, match="sorted by class, and the first 3 are of 1 of 2 classes"):
+    with pytest.warns(Notice, match="the first 3 texts of texts.csv are all of one class"):
         plain = lb.compare(bert, table, samples=3, **QUICK)
-    assert any("sorted by class" in note for note in plain.attrs["notes"])
+    assert any("all of one class" in note for note in plain.attrs["notes"])
     assert plain.attrs["source"]["shuffle"] is None
 
 

@@ -7,6 +7,7 @@ Functions to call by name in that process; what they take and return can be sent
 import copy
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def all_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
         _both(found, name, att, bounds.get(name))
         _both(found, f"{name}, layer", att, lambda one, n=name: whole_layer(one, n))
     for ball in ("token", "frobenius"):
-        _both(found, f"ball, {ball}", att, lambda one, b=ball: bounds.over_ball(one, 0.1, ball=b))
+        over_ball = partial(bounds.over_ball, radius=0.1, ball=ball)
+        _both(found, f"ball, {ball}", att, over_ball, 4e-4)  # norms of P to 1e-4 enter it twice
     _both(found, "attack", att, lambda one: lb.attack(one, 0.1).norm)
     return found
 

@@ -120,7 +120,8 @@ class _UpTo(Follower):
     def __init__(self, call: Call, position: int, place: str, outputs: Tensor | None = None):
         super().__init__(call.adds)
         self._call, self._place, self._outputs = call, place, outputs
-        self._form = call.form or Form(call.out.shape[2])
+        shape = call.out.shape if outputs is None else outputs.shape
+        self._form = call.form or Form(shape[2] if len(shape) > 2 else 1)
         self.numbers = [position + piece for piece in call.pieces]
         self.found: list[Heads] = []
 
