@@ -147,7 +147,7 @@ def compare(
         tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``; 1e-3 is
             finer than figures and tables show.
         delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`);
-            None for lower ends alone, which take about a third of the time. Frobenius norm only:
+            None for lower ends alone, which take two fifths of the time. Frobenius norm only:
             the others take neither delta nor seed.
         device: "auto" (CUDA where there is one), or a torch device.
         dtype: "float32" or "float64", or torch's.

@@ -51,6 +51,24 @@ def agree(found: elsewhere.Pairs, rtol: float, of_largest: float = 1e-9) -> None
         np.testing.assert_allclose(far, near, rtol=rtol + allowed, atol=of_largest, err_msg=name)
 
 
+COUNTS = {"estimate": (700, 11), "enclosure": (1000, 15), "castin_bias": (120, 4), "kim": (200, 8)}
+
+
+@pytest.mark.parametrize("what", list(COUNTS))
+def test_operations_and_reads_of_a_call(there: Call, what: str) -> None:
+    """No more than so many: on a GPU each of them waits."""
+    found = there(elsewhere.counts, what)
+    assert (found["operations"], found["reads"]) <= COUNTS[what], found
+    assert found["reads"] <= COUNTS[what][1]
+
+
+def test_a_step_of_lanczos_reads_nothing_between_looks(there: Call) -> None:
+    """Twelve more steps, four looks more."""
+    longer, shorter = (there(elsewhere.counts, what) for what in ("longer", "shorter"))
+    assert longer["reads"] - shorter["reads"] <= 5
+    assert longer["operations"] - shorter["operations"] <= 12 * 25
+
+
 def test_the_device_refuses_what_a_gpu_refuses(there: Call) -> None:
     found = there(elsewhere.refusals)
     assert len(found) == 7, found

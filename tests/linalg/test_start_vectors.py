@@ -147,7 +147,8 @@ def test_a_start_does_not_depend_on_what_shares_the_batch() -> None:
     assert seeds_each(6, [1, 2, 3])[2:4] == seeds_each(2, [2])
     att = random_attention("plain", dtype=torch.float32)
     whole = spectral_norm(att, delta=1e-6, seed=3)
-    alone = spectral_norm(att.select(slice(0, 1), slice(0, 2)), delta=1e-6, seed=3)
+    part = att.select(slice(0, 1), slice(0, 2))
+    alone = spectral_norm(part, delta=1e-6 * 2 / 6, seed=3)  # the same for each norm
     assert torch.equal(whole.steps[:1, :2], alone.steps)
     close(whole.lower[:1, :2], alone.lower, 1e-12)
 

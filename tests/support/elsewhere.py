@@ -18,6 +18,7 @@ import torch
 import xarray as xr
 import yudin2025  # noqa: F401
 from paper_figure import Setting, figure_named
+from support import far_device
 from support.far_device import LACKING, NAME, Far
 from support.layers import random_attention
 from support.models import AFFINE, MODERN
@@ -31,8 +32,10 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import LipboundError
 from lipbound.jacobians import streaming
+from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.training import attention_layers
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
@@ -341,3 +344,27 @@ def _numbers(result: Any) -> list[Any]:
     return (
         [x for part in result for x in _numbers(part)] if isinstance(result, list | tuple) else []
     )
+
+
+def counts(what: str) -> dict[str, int]:
+    """Operations and reads of one call on a layer of ViT-B's shape, and of one step of Lanczos."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    x = torch.nn.functional.layer_norm(normal(1, 197, 768) + 2 * normal(1, 1, 768), (768,))
+    parts = [x, *(normal(12, 768, 64) * size for size in (0.06, 0.06, 0.04))]
+    tensors = [t.to(far_device.NAME) for t in parts]
+    calls = {
+        "estimate": lambda att: lb.spectral_norm(att, tol=1e-4),
+        "enclosure": lambda att: lb.spectral_norm(att, tol=1e-3, delta=1e-6),
+        "longer": lambda att: operator_norm(HeadJacobian(att), tol=0, max_steps=24),
+        "shorter": lambda att: operator_norm(HeadJacobian(att), tol=0, max_steps=12),
+    }
+    call = calls.get(what, bounds.get(what) if what in bounds.names() else None)
+    for _ in range(2):  # what is found once a process is not counted
+        att = Attention(*tensors)
+        far_device.COUNTED.update(operations=0, reads=0)
+        call(att)
+    return dict(far_device.COUNTED)

@@ -24,6 +24,8 @@ PHYSICAL = {
 others do not see."""
 LACKING: list[str] = []
 """What the device does not have, of what others have."""
+COUNTED = {"operations": 0, "reads": 0}
+"""How many operations, views left out, and reads to the host there have been."""
 BY_PLACE = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operations whose indices may be on the CPU."""
 
@@ -78,6 +80,7 @@ class Far(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        _count(func, kwargs)
         far = _result_is_far(func.overloadpacket.__name__, args, kwargs)
         if kwargs.get("device") is not None:
             far, kwargs["device"] = torch.device(kwargs["device"]).type == NAME, torch.device("cpu")
@@ -102,6 +105,14 @@ class Far(torch.Tensor):
             with no_dispatch():
                 func(*args, **kwargs)
         return found
+
+
+def _count(func: Any, kwargs: dict[str, Any]) -> None:
+    name, device = func.overloadpacket.__name__, kwargs.get("device")
+    home = device is not None and torch.device(device).type == "cpu"
+    COUNTED["reads"] += name in ("_local_scalar_dense", "nonzero") or (name == "_to_copy" and home)
+    ends = [r.alias_info for r in func._schema.returns]
+    COUNTED["operations"] += not any(one is not None and not one.is_write for one in ends)
 
 
 def _result_is_far(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
