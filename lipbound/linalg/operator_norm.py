@@ -158,23 +158,17 @@ def lanczos(
     near = (n * known.tiny) ** 0.5 / known.eps
     rough = (~((size >= near) & (size <= 1 / near)) | np.isnan(found.top)).nonzero()[0]
     if len(rough) and not isinstance(op, InUnits):
-        there = torch.from_numpy(rough).to(op.device)
-        image = op.vjp(start.view(-1, *op.out_shape)).flatten(1)[there].abs().amax(1)
-        if bool(((image > 0) & (image < known.tiny)).any()):
-            name = str(op.dtype).removeprefix("torch.")
-            other = "use float64, or " if op.dtype == torch.float32 else ""
-            raise RangeError(f"Jacobian products underflow {name}; {other}rescale the weights")
-        unit = torch.where(image.isfinite(), 1 / power_of_two(image), 1.0)
-        again, seeds = InUnits(op.select(there), unit), seeds_each(op.batch, seed, "in units")
-        part, vectors[there] = lanczos(
-            again,
+        seeds = seeds_each(op.batch, seed, "in units")
+        scaled, unit = _scaled(op, start, torch.from_numpy(rough).to(op.device))
+        part, vectors[torch.from_numpy(rough).to(op.device)] = lanczos(
+            scaled,
             tol=tol,
             max_steps=max_steps,
             seed=[seeds[i] for i in rough],
             delta=None if delta is None else each * len(rough),
         )
-        ends = {name: getattr(part, name) / unit.cpu() for name in ("lower", "upper")}
-        norm.put(torch.from_numpy(rough), replace(part, **ends))
+        part = replace(part, lower=part.lower / unit, upper=part.upper / unit)
+        norm.put(torch.from_numpy(rough), part)
     check_finite(op, norm.lower)
     # A Krylov space that has ended may have ended on rounding, short of the top: what it shows is
     # in `error`; small cases are settled densely.
@@ -186,6 +180,21 @@ def lanczos(
         close = replace(upper_too, converged=dense.error <= max(tol, 1e-12))
         norm.put(early.nonzero()[:, 0], replace(close, steps=norm.steps[early]))
     return norm, vectors
+
+
+def _scaled(op: JacobianOperator, start: Tensor, index: Tensor) -> tuple[InUnits, Tensor]:
+    """Return some of the operators times powers of two (on the CPU) that bring them into range.
+
+    Raises:
+        RangeError: their images of ``start`` (batch, n) have lost digits already.
+    """
+    image = op.vjp(start.view(-1, *op.out_shape)).flatten(1)[index].abs().amax(1)
+    if bool(((image > 0) & (image < torch.finfo(op.dtype).tiny)).any()):
+        name = str(op.dtype).removeprefix("torch.")
+        other = "use float64, or " if op.dtype == torch.float32 else ""
+        raise RangeError(f"Jacobian products underflow {name}; {other}rescale the weights")
+    unit = torch.where(image.isfinite(), 1 / power_of_two(image), 1.0)
+    return InUnits(op.select(index), unit), unit.cpu()
 
 
 def power_iteration(
