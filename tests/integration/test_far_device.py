@@ -51,7 +51,8 @@ def agree(found: elsewhere.Pairs, rtol: float, of_largest: float = 1e-9) -> None
         np.testing.assert_allclose(far, near, rtol=rtol + allowed, atol=of_largest, err_msg=name)
 
 
-COUNTS = {"estimate": (700, 11), "enclosure": (1000, 15), "castin_bias": (120, 4), "kim": (200, 8)}
+COUNTS = {"estimate": (700, 11), "enclosure": (1000, 15), "castin_bias": (120, 4)}
+COUNTS |= {"kim": (120, 6), "yudin_sqrt_n": (500, 6), "lipbound": (1000, 20)}
 
 
 @pytest.mark.parametrize("what", list(COUNTS))

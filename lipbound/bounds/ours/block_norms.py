@@ -31,6 +31,8 @@ CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
 ROW_BYTES = 2**20
 """Bytes of the matrices of as many rows as are taken at a time: what a core's own cache holds."""
+FAR = 256
+"""Factor on both on other devices than the CPU, which many small operations hold up."""
 MATRICES = 17
 """Number of N x N matrices of one head in memory together, besides P of all heads."""
 STORED = 4e9
@@ -41,6 +43,11 @@ TINY = 2.0**-160
 of values and their weights."""
 RTOL = 1e-5
 """Relative excess that upper values of norms of N x N matrices may have."""
+
+
+def at_once(size: int, device: torch.device) -> int:
+    """Return the bytes that are worked on at a time, ``size`` on a CPU."""
+    return size if device.type == "cpu" else FAR * size
 
 
 def longest(heads: int) -> int:
@@ -77,7 +84,8 @@ def in_chunks(
     kind = f" of heads with {', '.join(sorted(att.variants))}" if att.variants else ""
     what = f"our bounds{kind} at {att.tokens} tokens need matrices over all their pairs"
     require(most, att.device, what, "measure shorter inputs, or name other bounds")
-    step = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
+    each = 8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens)
+    step = max(1, at_once(CHUNK, att.device) // each)
     chunks = [slice(h, min(att.heads, h + step)) for h in range(0, att.heads, step)]
     rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)[:, None]
     with torch.set_grad_enabled(att.cache.recording):
@@ -266,7 +274,7 @@ class BlockNorms:
         d) and (heads, n), the latter in the Frobenius norm.
         """
         p, v, o, k, (d_v, d) = self.p, self.v, self.o, att.scale * k, (att.d_v, att.d)
-        room, step = Room(), max(1, ROW_BYTES // (8 * len(p) * d_v * d))
+        room, step = Room(), max(1, at_once(ROW_BYTES, p.device) // (8 * len(p) * d_v * d))
         pairs, average = outer(v, k, room), p @ k
         length = lengths(k)
         lost = mean(p, lengths(v) * length) + lengths(o) * mean(p, length)
@@ -330,7 +338,7 @@ def own_norms(p: Tensor, v: Tensor, o: Tensor) -> Tensor:
     far, length, total = lengths(o), lengths(v), w.sum(-1)
     side = w @ v - total[..., None] / 2 * o
     off = mean(w, length**2) + 2 * far * mean(w, length) + total.detach() * far**2
-    squares, step = outer(v, v), max(1, ROW_BYTES // (8 * len(p) * d_v**2))
+    squares, step = outer(v, v), max(1, at_once(ROW_BYTES, p.device) // (8 * len(p) * d_v**2))
     for r in (slice(i, i + step) for i in range(0, n, step)):
         squared = (w[:, r] @ squares).unflatten(-1, (d_v, d_v))  # A_i A_i^T, less the next two
         for x, y in ((side, o), (o, side)):
