@@ -4,11 +4,10 @@
 The Jacobian of a head at one token is the transpose of W_V, so any spectrum is that of some head.
 Here the norm is 1 and stands alone above clusters, which a start vector with hardly any of the top
 singular vector in it takes for the top; runs end by their own rule, and after a few steps, where
-certificates spend their probability. What random starts leave open of operators as small as these
-is otherwise settled by a dense decomposition, which cannot fail; here the starts speak alone. Every
-run has a start vector of its own. A failure is an upper end below 1, or a lower end above it. Rates
-must not be above delta but for chance: "at most" is their upper 99.9 % confidence limit (Clopper
-and Pearson 1934), and the exit status is 1 where the lower one exceeds delta.
+certificates spend their probability. Every run has a start vector of its own. A failure is an upper
+end below 1, or a lower end above it. Rates must not be above delta but for chance: "at most" is
+their upper 99.9 % confidence limit (Clopper and Pearson 1934), and the exit status is 1 where the
+lower one exceeds delta.
 """
 
 import argparse
@@ -71,12 +70,11 @@ def missed(
     tol = max((1 - max(value for value in spectrum if value < 1)) / 4, 1e-4)
     att = head(spectrum, runs, dtype)
     wide = PreparedMap(att.double(), "head")
-    search = wide.op if dtype == torch.float64 else PreparedMap(att, "head").op
     most, seeds = steps or DEFAULT_STEPS["lanczos"], seeds_each(wide.op.batch, seed)
     # as `lipbound.spectral_norm` calls it, but that the runs of a batch do not share delta
     with torch.no_grad():
         norm = enclose.enclose(
-            enclose.Problem(wide.op, wide.roundoff, search, tol, most, seeds), delta
+            enclose.Problem(wide.op, wide.roundoff, wide.op, tol, most, seeds), delta
         )
     return torch.maximum(1 - norm.upper, norm.lower - 1).clamp_min(0)
 
@@ -105,7 +103,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the rates")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    enclose.LARGEST_DENSE = 0
     record: list[dict[str, Any]] = []
     print(
         f"{'spectrum':26s}{'dtype':>9s}{'steps':>6s}{'delta':>7s}{'failed':>8s}{'rate':>9s}{'at most':>9s}{'by > 1e-6':>11s}"  # noqa: E501

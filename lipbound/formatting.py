@@ -255,7 +255,7 @@ def formula(text: str) -> str:
         return "".join(
             convert(part) if place % 2 else escape(part) for place, part in enumerate(parts)
         )
-    except Exception:  # it is not installed, or one of its types for every fault
+    except Exception:  # not installed, or an error of the package, which has many types
         return escape(text)
 
 

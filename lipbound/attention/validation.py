@@ -49,6 +49,8 @@ def validate(att: "Attention", scale: float | None) -> None:
             raise AttentionError(f"{name} is {shown(part)}; it must be a {what}")
     for name in (*NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks"):
         _check_tensor(name, getattr(att, name), needed=name in NEEDED)
+    for name, tensor in att.tensors().items():
+        _check_tensor(name, tensor, needed=False)  # also those of its parts
     for name in NEEDED:
         axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
         shape = tuple(getattr(att, name).shape)

@@ -49,8 +49,9 @@ def spectral_norm(
             with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
             "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from
             ``lipbound.capture(..., around=True)``.
-        method: "lanczos" (on J J^T, with full reorthogonalisation) and "power" (as papers define
-            it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense"
+        method: "lanczos" (on J J^T, with full reorthogonalisation; with ``delta`` in float64) and
+            "power" (as papers define it: an absolute stopping rule, no upper end) search in the
+            dtype of ``att``. "dense"
             (singular values, for small cases) works in float64, and its ``upper`` needs no
             probability.
         tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where
@@ -135,9 +136,8 @@ def spectral_norm(
         norm = dense_svd(wide.op, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
     else:
-        if att.dtype == torch.float64:
-            op = wide.op
-        else:
+        op = wide.op
+        if checks:
             op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks, side=side).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         each = seeds_each(wide.op.batch, seeds)

@@ -47,7 +47,7 @@ class Problem:
     Attributes:
         op: the operators in float64.
         roundoff: their rounding.
-        search: the same operators in the dtype in which to search.
+        search: the same operators in the dtype in which estimates are searched.
         tol: relative width to reach, or relative error of an estimate.
         max_steps: products of one run at most.
         seeds: of all random vectors, one for each entry of the batch.

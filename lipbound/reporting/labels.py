@@ -375,7 +375,8 @@ def exact_words(ds: xr.Dataset) -> str:
     if schema.norm_of(ds) != "frobenius":
         found = f"of a model in {run.dtype}, {closely}, both ends deterministic"
     else:
-        found = f"by {METHODS.get(run.method, run.method)} in {run.dtype}, {closely}"
+        of = "of a model in" if enclosed else "in"  # what encloses works in float64
+        found = f"by {METHODS.get(run.method, run.method)} {of} {run.dtype}, {closely}"
         if run.delta and enclosed:
             each = " a step" * (schema.STEP in ds.dims)
             found += f" with failure probability {small(run.delta)}{each}"

@@ -168,8 +168,11 @@ class PartialRun:
 
     def _put(self, name: str, content: bytes) -> None:
         """Write a file, whole or not at all."""
-        with replacing(self._path / name) as (unfinished,):
-            unfinished.write_bytes(content)
+        try:
+            with replacing(self._path / name) as (unfinished,):
+                unfinished.write_bytes(content)
+        except StoreError as error:
+            raise StoreError(f"{error}; run again with resume once it can") from error
 
     def keeping(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
         """Store results as they come.

@@ -1,6 +1,5 @@
 """Runs on disk, one Zarr store each, and runs as users hand them over."""
 
-import inspect
 import json
 import os
 import shlex
@@ -21,7 +20,6 @@ from packaging.version import Version
 from lipbound import errors, schema
 from lipbound.errors import (
     AlteredRunError,
-    LipboundError,
     StoreError,
     knows_options,
     one_line,
@@ -295,40 +293,6 @@ def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
     return cast("TakesRun[P, R]", taking)
 
 
-def takes_diff(
-    of_diff: Callable[..., Any],
-) -> Callable[[Callable[Concatenate[G, P], R]], Callable[Concatenate[G | Run, P], R]]:
-    """Let a function on a run hand diffs of two runs, and their paths, over to another one.
-
-    Options that the other one does not take are refused where they are given.
-    """
-
-    def of_run(
-        function: Callable[Concatenate[G, P], R],
-    ) -> Callable[Concatenate[G | Run, P], R]:
-        known = inspect.signature(function)
-
-        @knows_options
-        @wraps(function)
-        def taking(ds: G | Run, *args: P.args, **kwargs: P.kwargs) -> R:
-            given: Any = load(ds) if isinstance(ds, str | Path) else ds
-            if not schema.is_diff(given):
-                return function(given, *args, **kwargs)
-            _, *asked = known.bind(given, *args, **kwargs).arguments.items()
-            taken = inspect.signature(of_diff).parameters
-            for name, value in asked:
-                if name not in taken and value and value != known.parameters[name].default:
-                    raise LipboundError(
-                        f"{name} is {shown(value)}, which is not for a diff of two runs; leave it "
-                        "out"
-                    )
-            return cast("R", of_diff(diff_of(given), **{k: v for k, v in asked if k in taken}))
-
-        return cast("Callable[Concatenate[G | Run, P], R]", taking)
-
-    return of_run
-
-
 def run_of(given: object) -> xr.Dataset:
     """Read or complete a run: axes sample, layer and, unless it is of whole layers, head.
 
@@ -535,14 +499,15 @@ def refuse_unlike(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
         if a != b:
             what = f"{name} is {a!r:.80} in a and {b!r:.80} in b"
             advice = "select what both have (layers=), or measure whole layers (map='layer')"
-            advice = "measure both alike" if name in schema.ALIKE else advice
+            advice = advice if name in ("layer", "head") else "measure both alike"
             raise StoreError(f"a and b cannot be compared: {what}; {advice}")
 
 
 def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:
     """Refuse inputs that are not alike, of data that are described so."""
     if not alike:
-        what = f"data is {of_a!r} in a and {of_b!r} in b, other samples, or other tokens or pixels"
+        both = of_a if of_a == of_b else f"{of_a} in a and {of_b} in b"
+        what = f"data is {both}, of other samples, tokens or pixels"
         raise StoreError(f"a and b cannot be compared: {what}; measure both on the same")
 
 
