@@ -65,7 +65,7 @@ class Command(TyperCommand):
             repeatable = getattr(param, "multiple", False) or getattr(param, "is_flag", False)
             if times > 1 and not repeatable and not ctx.resilient_parsing:
                 what = f"{param.opts[-1]} is given {times} times, and one would be ignored"
-                raise LipboundError(f"{what}; give it once (a list separated by commas)")
+                raise LipboundError(f"{what}; give it once, several values separated by commas")
         return super().parse_args(ctx, words)
 
     def invoke(self, ctx: Any) -> Any:

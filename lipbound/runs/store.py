@@ -506,8 +506,8 @@ def refuse_unlike(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
 def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:
     """Refuse inputs that are not alike, of data that are described so."""
     if not alike:
-        both = of_a if of_a == of_b else f"{of_a} in a and {of_b} in b"
-        what = f"data is {both}, of other samples, tokens or pixels"
+        both = repr(of_a) if of_a == of_b else f"{of_a!r} in a and {of_b!r} in b"
+        what = f"data is {both}, other samples, or other tokens or pixels"
         raise StoreError(f"a and b cannot be compared: {what}; measure both on the same")
 
 
