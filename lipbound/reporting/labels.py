@@ -375,8 +375,9 @@ def exact_words(ds: xr.Dataset) -> str:
     if schema.norm_of(ds) != "frobenius":
         found = f"of a model in {run.dtype}, {closely}, both ends deterministic"
     else:
-        of = "of a model in" if enclosed else "in"  # what encloses works in float64
-        found = f"by {METHODS.get(run.method, run.method)} {of} {run.dtype}, {closely}"
+        # what encloses works in float64, whatever the model
+        dtype = f"({run.dtype} model)" if enclosed else f"in {run.dtype}"
+        found = f"by {METHODS.get(run.method, run.method)} {dtype}, {closely}"
         if run.delta and enclosed:
             each = " a step" * (schema.STEP in ds.dims)
             found += f" with failure probability {small(run.delta)}{each}"
