@@ -14,6 +14,7 @@ import transformers as tf
 from support.gguf_files import save_gguf
 from support.hub import COMMIT, OLD, Asking, serve
 from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
+from support.versions import marked
 
 from lipbound.errors import CheckpointError
 from lipbound.models import loading
@@ -144,7 +145,10 @@ def test_names_and_options_that_are_refused(tmp_path: Path) -> None:
             load_checkpoint(model, **options)
 
 
-@pytest.mark.parametrize("weights", ["whole", "layers"])
+WAYS = marked(["whole", "layers"], {"layers": "weights are not left on disk"})
+
+
+@pytest.mark.parametrize("weights", WAYS)
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -163,7 +167,7 @@ def test_weights_that_do_not_fill_the_architecture(
         load_checkpoint(tmp_path, weights=weights)
 
 
-@pytest.mark.parametrize("weights", ["whole", "layers"])
+@pytest.mark.parametrize("weights", WAYS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers(tmp_path: Path, value: float, weights: str) -> None:
     model = build(AFFINE["bert"])

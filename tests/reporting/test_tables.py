@@ -207,7 +207,7 @@ def test_every_table_in_every_format(ds: xr.Dataset, by: str) -> None:
         text = " ".join(tables.render(ds, format, **options).replace("\\\\", " ").split())
         for part in ("Castin 2024, 3.3", "(castin):", "GPT2Model"):
             assert part in text
-        assert "in float32, enclosed to 0.001 with failure probability" in text
+        assert "(float32 model), enclosed to 0.001 with failure probability" in text
         assert "(specformer):" not in text  # footnotes of what is shown
         assert ("median over samples" in text.lower()) == (by != "bound")
     table = pd.read_csv(io.StringIO(tables.render(ds, "csv", **options)))
@@ -341,7 +341,11 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
         *found,
         *("lipbound 0.1.0", "2 layers x 4 heads", "torch 2.", ds.attrs["date"][:10]),
         f"2 samples of at most {ds.attrs['tokens']} tokens",
-        *("in float32", "enclosed to 0.001 with failure probability 1e-6", "at least 1 - 1e-6"),
+        *(
+            "(float32 model)",
+            "enclosed to 0.001 with failure probability 1e-6",
+            "at least 1 - 1e-6",
+        ),
         *("seed 0", "both with every rounding included"),
         *("(Yudin et al. 2025)", "(Castin et al. 2024)"),
         "is compared with the constant of L2 attention",
