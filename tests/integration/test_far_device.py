@@ -51,23 +51,24 @@ def agree(found: elsewhere.Pairs, rtol: float, of_largest: float = 1e-9) -> None
         np.testing.assert_allclose(far, near, rtol=rtol + allowed, atol=of_largest, err_msg=name)
 
 
-COUNTS = {"estimate": (700, 11), "enclosure": (1000, 15), "castin_bias": (120, 4)}
+COUNTS = {"estimate": (780, 13), "enclosure": (1100, 16), "castin_bias": (120, 4)}
 COUNTS |= {"kim": (120, 6), "yudin_sqrt_n": (500, 6), "lipbound": (1000, 20)}
 
 
 @pytest.mark.parametrize("what", list(COUNTS))
 def test_operations_and_reads_of_a_call(there: Call, what: str) -> None:
-    """No more than so many: on a GPU each of them waits."""
+    """No more than so many, with room for one look more on another processor: on a GPU each of them
+    waits."""
     found = there(elsewhere.counts, what)
     assert (found["operations"], found["reads"]) <= COUNTS[what], found
     assert found["reads"] <= COUNTS[what][1]
 
 
 def test_a_step_of_lanczos_reads_nothing_between_looks(there: Call) -> None:
-    """Twelve more steps, four looks more."""
+    """Twelve more steps, four looks more, and maybe a smaller batch."""
     longer, shorter = (there(elsewhere.counts, what) for what in ("longer", "shorter"))
     assert longer["reads"] - shorter["reads"] <= 5
-    assert longer["operations"] - shorter["operations"] <= 12 * 25
+    assert longer["operations"] - shorter["operations"] <= 12 * 27
 
 
 def test_the_device_refuses_what_a_gpu_refuses(there: Call) -> None:
