@@ -235,7 +235,7 @@ class Attention:
         return self.fixed("v") is None
 
     def _stream(self, side: Side) -> "Attention | OtherStream":
-        """What queries, or keys and values, are of."""
+        """The tokens that queries, or keys and values, are computed from."""
         other = self.other_stream
         return self if other is None or self.fixed(side) is None else other
 

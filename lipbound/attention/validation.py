@@ -23,10 +23,10 @@ KINDS: dict[str, type] = {
     "gate": Gate,
     "other_stream": OtherStream,
 }
-"""What parts of a layer that are no tensors must be."""
+"""Types of the parts of a layer that are no tensors."""
 NEEDED = ("x", "w_q", "w_k", "w_v")
 OWN_DTYPE = ("mask", "norm_", "rotation")
-"""How names of tensors begin that need not be of the layer's dtype."""
+"""Beginnings of names of tensors that may have another dtype than the layer."""
 
 
 def validate(att: "Attention", scale: float | None) -> None:

@@ -62,7 +62,7 @@ def log_inverse_epsilon(n: int, delta: float) -> float:
 
 
 class Certificate:
-    r"""What recurrences show of the largest eigenvalues, but for a probability.
+    r"""Upper bounds on largest eigenvalues from recurrences, with a failure probability.
 
     Args:
         n: dimension of the sphere that start vectors were drawn from.

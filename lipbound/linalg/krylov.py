@@ -23,7 +23,7 @@ LARGE = 2**14
 
 @dataclass
 class Recurrence:
-    r"""What Lanczos runs on :math:`G = J J^T` leave, (entries, k) of float64 each.
+    r"""Tridiagonal matrices of Lanczos runs on :math:`G = J J^T`, (entries, k) of float64 each.
 
     With the stored vectors v, :math:`G v_j` is :math:`\beta_{j-1} v_{j-1} + \alpha_j v_j + \beta_j
     v_{j+1}` but for rounding, and vectors whose lengths sum to ``lost``.

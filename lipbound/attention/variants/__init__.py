@@ -1,4 +1,4 @@
-"""What may stand between the projections of a layer and its output, besides a mask."""
+"""Names of the variants of attention: steps between projections and output, besides a mask."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What the steps between projections and scores share: named axes, and derivatives of one token."""
+"""Base classes of steps between projections and scores, and their derivatives token by token."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -78,7 +78,7 @@ OTHERS: list[tuple[Any, str, Adapter]] = []
 adapter."""
 
 DEEP = 6
-"""How deep lists, dictionaries and objects inside each other are copied."""
+"""Depth to which nested lists, dictionaries and objects are copied."""
 TORCHS = {*vars(nn.Module())} - {"_buffers"}
 """Attributes that every module has, which are the model and no state of a pass."""
 SHARED = (type, nn.Module, nn.Parameter, PretrainedConfig, str, int, float)
