@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import scoring
-from lipbound.attention.cache import Cache, derived, memoised
+from lipbound.attention.cache import Cache, derived, keep_result, memoised
 from lipbound.attention.layer_norm import ResidualContext
-from lipbound.attention.validation import check_values, validate
+from lipbound.attention.validation import check_values, largest_entries, validate
 from lipbound.attention.variants import VARIANTS, titles
 from lipbound.attention.variants.base import (
     SIDES,
@@ -183,6 +183,8 @@ class Attention:
         if valid is not None:
             self.x = torch.where(valid[..., None], x, torch.zeros_like(x))
         self.cache = Cache(differentiable=any(t.requires_grad for t in self.tensors().values()))
+        if check:
+            check_values(self)
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -438,8 +440,12 @@ class Attention:
     def _differences(self, side: Side) -> Tensor:
         if not self.plain(side):
             return centred(getattr(self, f"wide_{side}"), self.valid_keys)
-        x = centred(self.x.double(), self.valid)
-        return centred(projected(x, self.projection(side)[0]), self.valid)
+        return centred(projected(self.centred_x, self.projection(side)[0]), self.valid)
+
+    @derived
+    def centred_x(self) -> Tensor:
+        """Tokens without their mean, float64, (samples, N, D)."""
+        return centred(self.x.double(), self.valid)
 
     # -- scores and probabilities ------------------------------------------------------------------
 
@@ -580,7 +586,9 @@ class Attention:
 
     @memoised
     def _in_float64(self) -> Self:
-        return self._map(lambda t: t.double() if t.is_floating_point() else t, mask=self.mask)
+        wide = self._map(lambda t: t.double() if t.is_floating_point() else t, mask=self.mask)
+        keep_result(largest_entries, wide, largest_entries(self))
+        return wide
 
     def to(self, other: str | torch.device | torch.dtype) -> Self:
         """Return the same layer on another device, or in another floating-point dtype."""

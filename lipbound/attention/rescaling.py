@@ -1,6 +1,5 @@
 """Sizes of a layer's numbers: for which norms are computed, and values in units of theirs."""
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
+from lipbound.attention.validation import largest_entries
 from lipbound.errors import LipboundError
 
 LARGEST = 1e60
@@ -21,18 +20,9 @@ FIXED = {"qk_norm", "cross"}
 """Variants under which sizes of queries and keys do not go together."""
 
 
-@memoised
 def sizes(att: Attention) -> dict[str, list[float]]:
     """Return largest entries of a layer's tensors by name: those of weights head by head."""
-    given = {name: t for name, t in att.tensors().items() if t.is_floating_point() and t.numel()}
-    given.pop("mask", None)
-    by_head = [t if name[:2] in ("w_", "b_") else t.reshape(1, -1) for name, t in given.items()]
-    largest = [t.detach().flatten(1).abs().amax(1).to(att.dtype) for t in by_head]
-    values = torch.cat(largest).tolist()
-    ends = itertools.accumulate(map(len, largest))
-    parts = zip(given, largest, ends, strict=True)
-    found = {name: values[end - len(t) : end] for name, t, end in parts}
-    return found | {"scale": [abs(att.scale)]}
+    return largest_entries(att) | {"scale": [abs(att.scale)]}
 
 
 def check_sizes(att: Attention) -> None:
@@ -63,7 +53,7 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
         together: whether all heads are divided by the same number.
 
     Returns:
-        The layer with these values, and the powers of two, (heads,) float64.
+        The layer with these values, and the powers of two, (heads,) float64 on the CPU.
     """
     linear: tuple[str, ...] = ("w_v", "b_v")  # the tensors that values, and J, are linear in
     if att.fixed("v") is not None:
@@ -72,18 +62,19 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
         own = att.norm_v.after is None
         linear = ("norm_v.gain", "norm_v.bias") if own else ("norm_v.after",)
     given = {name: t for name, t in att.tensors().items() if name in linear}
-    size = given[linear[0]].detach().abs().flatten(1).amax(-1).double()
+    size = torch.tensor(largest_entries(att)[linear[0]], dtype=torch.float64)
     if together:
         size = size.amax().expand(len(size))
     unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
+    there = unit.to(att.device)
     parts: dict[str, Any] = {}
     for name, t in given.items():
         part, _, field = name.partition(".")
-        scaled = (t.double() / unit.view(-1, *[1] * (t.ndim - 1))).to(t.dtype)
+        scaled = (t.double() / there.view(-1, *[1] * (t.ndim - 1))).to(t.dtype)
         whole = parts.get(part, getattr(att, part))
         parts[part] = replace(whole, **{field: scaled}) if field else scaled
     other = att.over_values(parts, look_at=linear[1:])
-    other.cache.keep("centred_v", att.centred_v / unit[:, None, None])
+    other.cache.keep("centred_v", att.centred_v / there[:, None, None])
     return other, unit
 
 
@@ -98,7 +89,8 @@ def ordinary(att: Attention, *, together: bool = False) -> tuple[Attention, Tens
         together: whether J of all heads is multiplied with the same number.
 
     Returns:
-        The layer, and exponents of the powers of two that its J is to be multiplied with, (heads,).
+        The layer, and exponents of the powers of two that its J is to be multiplied with, (heads,)
+        on the CPU.
     """
     att, invariant = att.double(), not FIXED & att.variants
     names = {"x", "scale", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v"} & {*sizes(att)}
@@ -106,7 +98,7 @@ def ordinary(att: Attention, *, together: bool = False) -> tuple[Attention, Tens
     names -= {"b_k"} if blind else set()
     logs = {name: [math.frexp(t)[1] for t in sizes(att)[name]] for name in names}
     if all(abs(one) <= ORDINARY for several in logs.values() for one in several):
-        return att, torch.zeros(att.heads, dtype=torch.long, device=att.device)
+        return att, torch.zeros(att.heads, dtype=torch.long)
     e = {name: torch.tensor(several, device=att.device) for name, several in logs.items()}
     e_x, e_c = logs["x"][0], logs["scale"][0] * invariant
     q, k = (torch.maximum(e["w_" + t] + e_x, e.get("b_" + t, e["w_" + t])) for t in "qk")

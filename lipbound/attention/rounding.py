@@ -4,13 +4,14 @@ A running error analysis. The numbers a layer is made of are taken as exact. Eve
 them and P is counted: Lemmas 68 and 69 (docs/theory/rounding.md).
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.cache import memoised
-from lipbound.attention.layer import Attention, centred
+from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import BLOCKED, four_axes
 from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side
 
@@ -23,9 +24,8 @@ SMALLEST = 1e-290
 """Bound on all that underflows, far above what any sum of such numbers can be."""
 
 
-@dataclass(frozen=True)
-class TensorErrors:
-    r"""Upper values of lengths and errors, (samples, heads, N) each, float64.
+class TensorErrors(NamedTuple):
+    r"""Upper values of lengths and errors, the largest of all tokens, (samples, heads), float64.
 
     Infinite where nothing can be said. Padding counts as zero.
 
@@ -59,17 +59,14 @@ class TensorErrors:
     p: Tensor
     weights: Tensor
 
-    def peaks(self, *others: Tensor) -> tuple["TensorErrors", list[Tensor]]:
-        """Return the largest of all tokens, and others, (samples, heads) each on the CPU."""
-        every = {field.name: getattr(self, field.name) for field in fields(self)}
-        groups = [
-            [name for name, t in every.items() if t.shape[-1] == n]
-            for n in dict.fromkeys(t.shape[-1] for t in every.values())
-        ]
-        largest = [torch.stack([every[name] for name in group]).amax(-1) for group in groups]
-        found = list(torch.cat([*largest, *(t[None] for t in others)]).cpu())  # in one read
-        names = (name for group in groups for name in group)
-        return TensorErrors(**dict(zip(names, found, strict=False))), found[len(every) :]
+    def read(self, *others: Tensor) -> tuple["TensorErrors", list[Tensor]]:
+        """Return these and other numbers of their shape on the CPU, in one read."""
+        found = list(torch.stack([*self, *others]).cpu())
+        return TensorErrors(*found[: len(self)]), found[len(self) :]
+
+    def of_samples(self, index: slice) -> "TensorErrors":
+        """Return those of some samples."""
+        return TensorErrors(*(t[index] for t in self))
 
 
 @memoised
@@ -83,46 +80,45 @@ def tensor_errors(att: Attention) -> TensorErrors:
 
 @torch.no_grad()
 def _tensor_errors(att: Attention) -> TensorErrors:
-    sizes = [torch.linalg.vector_norm(x, dim=-1) for x in (att.x, centred(att.x, att.valid))]
+    reach, around = (_longest(x[:, None], att.valid) for x in (att.x, att.centred_x))
     found = []
     vectors = (att.wide_q, att.centred_k, att.centred_v)
     free = (False, att.shift_invariant, att.sinks is None)
     for side, t, differences in zip(SIDES, vectors, free, strict=True):
-        error, *slopes = _entered(att, side, *sizes, differences=differences)
-        lengths = torch.linalg.vector_norm(t, dim=-1)
+        error, *slopes = _entered(att, side, reach, around, differences=differences)
+        longest = _longest(t, att.valid_rows if side == "q" else att.valid_keys)
         if differences or side == "v":  # centring
-            error = error + 2 * UNIT * lengths
-        valid = att.valid_rows if side == "q" else att.valid_keys
-        each = torch.stack([t.expand(lengths.shape) for t in (lengths, error, *slopes)])
-        found.append(list(_upper(each, valid)))
+            error = error + 2 * UNIT * longest
+        found.append([longest, error, *slopes])
     (q, q_error, *_), (k, k_error, *_), _ = found
     # of scale q k^T in every row, and how large its entries can be
-    longest, furthest, c = k.amax(-1, keepdim=True), k_error.amax(-1, keepdim=True), abs(att.scale)
-    rounding = 2 * (att.d + 4) * UNIT * q * longest
-    score = c * (q_error * longest + (q + q_error) * furthest + rounding)
-    reach = c * q * longest
+    rounding, c = 2 * (att.d + 4) * UNIT * q * k, abs(att.scale)
+    score = c * (q_error * k + (q + q_error) * k_error + rounding)
+    reach = c * q * k
     slope: Tensor | float = 0.0
-    constant = _constants(att, reach)
-    spread = (reach + constant).clamp_max(VANISHED) if att.cap is None else VANISHED
     if att.cap is not None:
         # tanh has slope at most 1, and the logarithm of its derivative slope at most 2;
         # exponentials and tanh are off by a few units
         slope = torch.expm1(2 * score / att.cap) * (1 + 64 * UNIT) + 64 * UNIT
         score = score + 16 * UNIT * reach.clamp_max(att.cap)
     # adding the mask, where there is one, and taking differences from the largest
-    score = score + 2 * UNIT * (constant + reach) * (constant > 0) + 4 * UNIT * spread
+    if att.mask is not None or att.sinks is not None:
+        reach = reach + _constants(att, reach)
+        score = score + 2 * UNIT * reach
+    spread = reach.clamp_max(VANISHED) if att.cap is None else VANISHED
+    score = score + 4 * UNIT * spread
     p = torch.expm1(2 * score) + (2 * att.keys + 64) * UNIT
-    rest = (_upper(t, att.valid_rows) for t in (score, p, (1 + p) * (1 + slope) - 1))
-    return TensorErrors(*(t for each in zip(*found, strict=True) for t in each), *rest)
+    weights = p if att.cap is None else (1 + p) * (1 + slope) - 1
+    every = [*(t for each in zip(*found, strict=True) for t in each), score, p, weights]
+    upper = torch.stack([t.expand(score.shape) for t in every]) * MARGIN
+    # NaN, from infinity less infinity or times zero, says nothing
+    return TensorErrors(*torch.nan_to_num(upper, nan=torch.inf, posinf=torch.inf))
 
 
-def _upper(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Return upper values of numbers >= 0 from their computed values.
-
-    NaN, from infinity less infinity or times zero, says nothing.
-    """
-    x = torch.nan_to_num(x * MARGIN, nan=torch.inf, posinf=torch.inf)
-    return x if valid is None else x.masked_fill(~valid[:, None], 0.0)
+def _longest(t: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the largest lengths of vectors (samples, ..., N, n), (samples, ...)."""
+    lengths = torch.linalg.vector_norm(t, dim=-1)
+    return (lengths if valid is None else lengths.masked_fill(~valid[:, None], 0.0)).amax(-1)
 
 
 def length(w: Tensor) -> Tensor:
@@ -132,36 +128,41 @@ def length(w: Tensor) -> Tensor:
 
 def _entered(
     att: Attention, side: Side, size: Tensor, around: Tensor, *, differences: bool
-) -> Passing:
-    """Return what is known of queries, keys or values as they are used.
+) -> Iterable[Tensor]:
+    """Return what is known of queries, keys or values as they are used, the fields of `Passing`.
 
-    Of tokens of lengths ``size``, and ``around`` their mean, (samples, N) each. ``differences``:
-    whether those between tokens alone count.
+    Of tokens no longer than ``size``, and than ``around`` from their mean, (samples, 1) each.
+    ``differences``: whether those between tokens alone count.
     """
     if att.fixed(side) is not None:
-        return Passing(*[torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)] * 3)
+        return [torch.zeros(1, 1, dtype=torch.float64, device=att.device)] * 3
     (w, b), steps = att.projection(side), att.steps(side)
     if differences and not steps:
         size, b = around, None
-    reach = size[:, None] * torch.linalg.matrix_norm(w)[:, None]
-    reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)[:, None]
-    error, slope = 2 * (w.shape[1] + 8) * UNIT * reach, length(w)
-    passing = Passing(error, slope[:, None].expand_as(error), torch.zeros_like(error))
-    y = att.projected(side) if steps else error
+    norm = torch.linalg.matrix_norm(w)
+    reach = size * norm
+    reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)
+    error, slope = 2 * (w.shape[1] + 8) * UNIT * reach, norm * MARGIN
+    if not steps:
+        return error, slope, torch.zeros_like(slope)
+    slope = slope[:, None]
+    passing, y = Passing(error[..., None], slope, torch.zeros_like(slope)), att.projected(side)
     for step in steps:
         passing = step.rounded(att.x, y, passing)
         y = step.enter(att.x, y, att.valid)
-    return passing
+    if att.valid is not None:
+        passing = Passing(*(t.masked_fill(~att.valid[:, None], 0.0) for t in passing))
+    return [t.amax(-1) for t in passing]
 
 
 def _constants(att: Attention, reach: Tensor) -> Tensor:
     """Return the largest absolute value of what is added to scores or takes part beside them.
 
-    Only where its probability does not vanish; broadcasts to rows.
+    Only where its probability does not vanish; broadcasts to (samples, heads).
     """
-    largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
+    largest = torch.zeros(1, 1, dtype=torch.float64, device=att.device)
     if (mask := att.level_mask) is not None:
         mask = four_axes(mask).double()
         alive = mask >= mask.amax(-1, keepdim=True) - VANISHED - 2 * reach.amax()
-        largest = mask.abs().masked_fill(~alive | (mask <= BLOCKED), 0.0).amax(-1)
-    return largest if att.sinks is None else largest + att.sinks.double().abs()[:, None]
+        largest = mask.abs().masked_fill(~alive | (mask <= BLOCKED), 0.0).amax((-1, -2))
+    return largest if att.sinks is None else largest + att.sinks.double().abs()

@@ -140,8 +140,8 @@ def g(p: Tensor, k: int = 1) -> Tensor:
     return value * (1 - value + following)
 
 
-def largest_jacobian_norm(p: Tensor, stretch: Tensor | None = None) -> Tensor:
-    """Return max_i f_i ||M(p_i)|| over the rows of each matrix, (...), rounded upwards, float64.
+def largest_jacobian_norm(p: Tensor) -> Tensor:
+    """Return max_i ||M(p_i)|| over the rows of each matrix, (...), rounded upwards, float64.
 
     Rows whose g_1 lies below the largest known lower bound, the second order statistic of a row,
     are not solved for: Lemma 13 (docs/theory/softmax.md). The derivative is that of
@@ -149,26 +149,22 @@ def largest_jacobian_norm(p: Tensor, stretch: Tensor | None = None) -> Tensor:
 
     Args:
         p: matrices, (..., N, N).
-        stretch: f, (..., N), at least 1; what rounding of p takes, for instance: Lemma 84
-            (docs/theory/upper_values.md). One by default.
     """
     double = normalised(p.detach())
-    factor = torch.ones_like(double[..., 0]) if stretch is None else stretch.detach()
-    upper = g(double) * (1 + 1e-13) * factor
+    upper = g(double) * (1 + 1e-13)
     lower = torch.zeros_like(upper)
     if p.shape[-1] > 1:
-        lower = double.topk(2, -1).values[..., -1] * factor
+        lower = double.topk(2, -1).values[..., -1]
     candidates = upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)
     norms = torch.full_like(upper, -math.inf)
-    norms[candidates] = jacobian_norm(double[candidates]).upper * factor[candidates]
+    norms[candidates] = jacobian_norm(double[candidates]).upper
     norm, where = norms.max(-1)
     if not (p.requires_grad and torch.is_grad_enabled()):
         return norm
     place = where[..., None, None].expand(*where.shape, 1, p.shape[-1])
     row = normalised(p.gather(-2, place))[..., 0, :]
     y = top_eigenvector(row.detach())
-    variance = (row * (y - (row * y).sum(-1, keepdim=True)) ** 2).sum(-1)  # y^T M y
-    form = variance * factor.gather(-1, where[..., None])[..., 0]
+    form = (row * (y - (row * y).sum(-1, keepdim=True)) ** 2).sum(-1)  # y^T M y
     return norm + (form - form.detach())
 
 

@@ -1,5 +1,6 @@
 """Checks of the parts of an attention layer."""
 
+import itertools
 import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.scoring import BLOCKED, zero_one
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import OtherStream
@@ -25,6 +27,8 @@ KINDS: dict[str, type] = {
 }
 """Types of the parts of a layer that are no tensors."""
 NEEDED = ("x", "w_q", "w_k", "w_v")
+BY_HEAD = ("w_", "b_", "norm_v.gain", "norm_v.bias", "norm_v.after", "other_stream.v")
+"""Beginnings of names of tensors of which every head has its own size."""
 OWN_DTYPE = ("mask", "norm_", "rotation")
 """Beginnings of names of tensors that may have another dtype than the layer."""
 
@@ -57,7 +61,6 @@ def validate(att: "Attention", scale: float | None) -> None:
         if len(shape) != 3 or 0 in shape:
             raise AttentionError(f"{name} has shape {shape}; it must be {axes} with no empty axis")
     _check_shapes(att)
-    check_values(att)
     _check_mask(att)
 
 
@@ -138,9 +141,11 @@ def check_values(att: "Attention", names: Collection[str] | None = None) -> None
     Raises:
         AttentionError: they do not.
     """
-    largest: dict[str, Tensor] = {}
-    for name, t in att.tensors().items():
-        if name.endswith(("valid", "part")) or (names is not None and name not in names):
+    given = att.tensors()
+    if names is not None:
+        given = {name: t for name, t in given.items() if name in names}
+    for name, t in given.items():
+        if name.endswith(("valid", "part")):
             continue
         if t.dtype not in (torch.float32, torch.float64):
             raise AttentionError(
@@ -151,22 +156,29 @@ def check_values(att: "Attention", names: Collection[str] | None = None) -> None
             raise AttentionError(
                 f"{name} has dtype {t.dtype} but x has {att.x.dtype}; give all tensors one dtype"
             )
-        if name == "mask":
-            if bool(torch.isnan(t).any()) or bool((t == math.inf).any()):
-                raise AttentionError(
-                    "mask has NaN or +inf entries; it must be finite, or -inf where attention is "
-                    "forbidden"
-                )
-            continue
-        counted = t[att.valid] if name == "x" and att.valid is not None else t
-        if counted.numel():
-            largest[name] = counted.detach().abs().amax()
-    sizes = torch.stack(list(largest.values())).tolist() if largest else []  # in one read
-    for name, size in zip(largest, sizes, strict=True):
-        if not math.isfinite(size):
+    sizes = largest_entries(att) if names is None else _largest(given)
+    for name, largest in sizes.items():
+        if not all(map(math.isfinite, largest)):
             raise AttentionError(
                 f"{name} has NaN or infinite entries; the Jacobian is not defined there"
             )
+
+
+@memoised
+def largest_entries(att: "Attention") -> dict[str, list[float]]:
+    """Return largest entries of a layer's tensors by name, of some head by head: in one read."""
+    return _largest(att.tensors())
+
+
+def _largest(given: dict[str, Tensor]) -> dict[str, list[float]]:
+    counted = {name: t.detach() for name, t in given.items() if t.is_floating_point() and t.numel()}
+    counted.pop("mask", None)
+    largest = {
+        name: (t.flatten(1) if name.startswith(BY_HEAD) else t.reshape(1, -1)).abs().amax(1)
+        for name, t in counted.items()
+    }
+    values = iter(torch.cat([*largest.values()]).tolist() if largest else [])
+    return {name: list(itertools.islice(values, len(t))) for name, t in largest.items()}
 
 
 def _check_mask(att: "Attention") -> None:
@@ -191,6 +203,11 @@ def _check_mask(att: "Attention") -> None:
             tell(
                 "mask holds 0 and 1, which are added to the scores and forbid nothing; a mask "
                 "has 0 where attention is allowed and -inf elsewhere"
+            )
+        if bool(torch.isnan(mask).any()) or bool((mask == math.inf).any()):
+            raise AttentionError(
+                "mask has NaN or +inf entries; it must be finite, or -inf where attention is "
+                "forbidden"
             )
     if valid is not None and not bool(valid.any(-1).all()):
         raise AttentionError(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipbound.attention.cache import memoised
+from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
@@ -19,11 +19,11 @@ from lipbound.bounds.statement import Bound
 from lipbound.devices import require
 from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import (
-    UNIT,
+    factor_of_gram,
     gamma,
+    grams,
     matrix_norm,
     nonnegative_norm,
-    singular_pair,
     with_derivative,
 )
 
@@ -60,21 +60,38 @@ def size(t: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 
 
 @memoised
+def weight_grams(att: Attention) -> list[Tensor]:
+    """Gram matrices of W_Q, W_K and W_V, on the CPU."""
+    double = wide(att)
+    return grams(*(w.detach() for w in (double.w_q, double.w_k, double.w_v)))
+
+
+@memoised
+def _every_gram(att: Attention) -> list[Tensor]:
+    """`weight_grams` and that of X, in one read."""
+    double = wide(att)
+    weights = (t.detach() for t in (double.w_q, double.w_k, double.w_v))
+    every = grams(*weights, double.x.detach()[:, None])
+    keep_result(weight_grams, att, every[:3])
+    return every
+
+
+@memoised
 def norm_v(att: Attention) -> Tensor:
     """Norm ||W_V||, (heads,)."""
-    return matrix_norm(att.w_v)
+    return matrix_norm(att.w_v, weight_grams(att)[2])
 
 
 @memoised
 def norm_q(att: Attention) -> Tensor:
     """Norm ||W_Q||, (heads,)."""
-    return matrix_norm(att.w_q)
+    return matrix_norm(att.w_q, weight_grams(att)[0])
 
 
 @memoised
 def norm_k(att: Attention) -> Tensor:
     """Norm ||W_K||, (heads,)."""
-    return matrix_norm(att.w_k)
+    return matrix_norm(att.w_k, weight_grams(att)[1])
 
 
 def turn(att: Attention) -> float:
@@ -90,28 +107,24 @@ def norm_a(att: Attention) -> Tensor:
     """
     if att.rotation is not None:
         return abs(att.scale) * turn(att) ** 2 * norm_q(att) * norm_k(att)
-    return abs(att.scale) * product(att.w_q, att.w_k)
+    return abs(att.scale) * _norm_of_product(att)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Norm ||a b^T|| of a (..., m, d) and b (..., m, d), without forming it.
-
-    Lemma 86 (docs/theory/upper_values.md).
-    """
-    a, b = a.double(), b.double()
-    tall = a.shape[-2] > a.shape[-1]
-    r_a, r_b = (torch.linalg.qr(t.detach(), mode="r").R if tall else t.detach() for t in (a, b))
-    inner = r_a @ r_b.mT
-    sizes = (torch.linalg.matrix_norm(t.detach()) for t in (a, b))
-    rounding = 16 * sum(a.shape[-2:]) * UNIT * next(sizes) * next(sizes)
-    norm = matrix_norm(inner) + rounding
+def _norm_of_product(att: Attention) -> Tensor:
+    """Norm ||W_Q W_K^T||, without forming it: Lemma 86 (docs/theory/upper_values.md)."""
+    a, b, tall = att.w_q.double(), att.w_k.double(), att.x.shape[2] > att.d
+    f_a, f_b = (
+        factor_of_gram(gram, len(w[0]))[0] if tall else w.detach().cpu()
+        for w, gram in zip((a, b), weight_grams(att)[:2], strict=True)
+    )
+    inner, sizes = f_a @ f_b.mT, torch.linalg.matrix_norm(f_a) * torch.linalg.matrix_norm(f_b)
+    norm = (matrix_norm(inner) + gamma(att.d + 2) * sizes).to(att.device)
     if a.requires_grad or b.requires_grad:
-        u, s, vh = torch.linalg.svd(inner)
+        u, s, vh = (t.to(att.device) for t in torch.linalg.svd(inner))
         top = torch.where(s[..., :1] > 0, s[..., :1], 1.0)[..., None]
-        left = a.detach() @ (r_b.mT @ vh[..., 0, :, None]) / top
-        right = b.detach() @ (r_a.mT @ u[..., :, :1]) / top
-        form = ((left.mT @ a) @ (b.mT @ right))[..., 0, 0]
-        norm = with_derivative(norm, form)
+        left = a.detach() @ (f_b.to(att.device).mT @ vh[..., 0, :, None]) / top
+        right = b.detach() @ (f_a.to(att.device).mT @ u[..., :, :1]) / top
+        norm = with_derivative(norm, ((left.mT @ a) @ (b.mT @ right))[..., 0, 0])
     return norm
 
 
@@ -177,7 +190,7 @@ def frobenius(att: Attention) -> Tensor:
 @memoised
 def norm_x(att: Attention) -> Tensor:
     """Spectral norm ||X||, (samples, 1)."""
-    return matrix_norm(att.x[:, None])
+    return matrix_norm(att.x[:, None], _every_gram(att)[3])
 
 
 @memoised
@@ -201,15 +214,15 @@ def total_radius(att: Attention, radius: float, ball: str) -> Tensor:
 # -- attention: (samples, heads) -------------------------------------------------------------------
 
 
-def stretched(att: Attention, power: int) -> tuple[Tensor, Tensor]:
-    """Factors of the rows of P that stand for the exact ones, and which rows nothing is known of.
+@memoised
+def stretched(att: Attention) -> tuple[Tensor, Tensor]:
+    """Factor 1/(1 - error) from computed P to the exact one, and where nothing is known of P.
 
-    The factors are (1/(1 - error))^power, both (samples, heads, N).
+    (samples, heads) each: Lemma 84 (docs/theory/upper_values.md).
     """
     error = tensor_errors(att).p
-    known = error < UNKNOWN
-    factor = (1 / (1 - torch.where(known, error, 0.0))) ** power * (1 + gamma(att.tokens + 20))
-    return torch.where(known, factor, 1.0), ~known
+    unknown = error >= UNKNOWN
+    return (1 + gamma(att.tokens + 20)) / (1 - error.masked_fill(unknown, 0.0)), unknown
 
 
 @memoised
@@ -229,15 +242,9 @@ def probabilities(att: Attention) -> Tensor:
 @memoised
 def norm_p(att: Attention) -> Tensor:
     """Spectral norm ||P||, (samples, heads)."""
-    p, (stretch, unknown) = probabilities(att), stretched(att, 1)
-    fixed = (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
-    norm = nonnegative_norm(fixed, rtol=TIGHT, max_steps=STEPS) + TINY
-    if p.requires_grad:
-        u, y = singular_pair(fixed)
-        norm = with_derivative(norm, (u * (p @ y)).sum((-1, -2)))
-    left = unknown.sum(-1)
-    value = torch.where(left > 0, (norm**2 + left).sqrt(), norm).nan_to_num(nan=math.inf)
-    return torch.minimum(value, root_count(att))
+    factor, unknown = stretched(att)
+    norm = nonnegative_norm(probabilities(att), rtol=TIGHT, max_steps=STEPS) * factor + TINY
+    return torch.minimum(torch.where(unknown, torch.inf, norm), root_count(att))
 
 
 @memoised
@@ -249,23 +256,22 @@ def norm_m(att: Attention) -> Tensor:
 @memoised
 def largest_g1(att: Attention) -> Tensor:
     """Largest max_i g_1(P_i), (samples, heads)."""
-    return _of_rows(att, lambda p, stretch: (g(normalised(p)) * stretch).max(-1).values)
+    return _of_rows(att, lambda p: g(normalised(p)).max(-1).values)
 
 
-def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    stretch, unknown = stretched(att, 2)
-    value = largest(probabilities(att), stretch * (1 + gamma(8 * att.tokens + 100))) + TINY
-    return torch.where(unknown.any(-1) | ~(value <= 0.5), 0.5, value)
+def _of_rows(att: Attention, largest: Callable[[Tensor], Tensor]) -> Tensor:
+    factor, unknown = stretched(att)
+    value = largest(probabilities(att)) * (factor**2 * (1 + gamma(10 * att.tokens + 140))) + TINY
+    return torch.where(unknown | ~(value <= 0.5), 0.5, value)
 
 
 @memoised
 def deviation(att: Attention) -> Tensor:
     """Largest norm max_i ||X^T M(P_i)||, (samples, heads)."""
-    stretch, unknown = stretched(att, 1)
-    factor = stretch * (1 + att.tokens * stretch * (stretch - 1))
-    value = weighted_deviation_norm(att.x, probabilities(att), factor)
-    value = torch.where(unknown.any(-1) | value.isnan(), torch.inf, value)
-    return torch.minimum(value, radius(att))
+    factor, unknown = stretched(att)
+    factor = factor * (1 + att.tokens * factor * (factor - 1))
+    value = weighted_deviation_norm(att.x, probabilities(att)) * factor
+    return torch.fmin(value.masked_fill(unknown, torch.inf), radius(att))
 
 
 def entering(att: Attention) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -80,12 +80,12 @@ class OneSide:
         e, size, slopes = tensor_errors(att), length(self.through), {}
         for side in SIDES:
             none = torch.zeros_like(getattr(e, f"{side}_slope"))
-            slopes[f"{side}_slope"] = size[:, None].expand_as(none) if side == self.side else none
+            slopes[f"{side}_slope"] = size.expand_as(none) if side == self.side else none
             slopes[f"{side}_slope_error"] = none
         if self.pair is not None:  # the norm of W is from a singular value decomposition
             per = 16 * sum(t.shape[-1] for t in self.pair) * UNIT
             slopes["v_slope_error"] = per * slopes["v_slope"]
-        return replace(e, **slopes)
+        return e._replace(**slopes)
 
     def lifted(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return singular vectors of the operator (samples, heads, ...) as those of all columns."""

@@ -1,7 +1,5 @@
 """Layers ready to be measured: in units of ordinary size, with the Jacobian of the map."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -31,6 +29,7 @@ class PreparedMap:
 
     Attributes:
         attention: the layer. op: the Jacobian of the map.
+        exponents: of the powers of two that norms are to be multiplied with, (heads,), on the CPU.
         basis: (heads, D_out, r) of the outputs of "head_out", or None.
         alone: the side that moves, or None.
     """
@@ -50,25 +49,19 @@ class PreparedMap:
         self.map, self._given, self._as_given = map, att, as_given
         self._key = ("roundoff", map, as_given, estimate, side)
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
-        self._powers = torch.zeros(att.heads, dtype=torch.long, device=att.device)
+        self.exponents = torch.zeros(att.heads, dtype=torch.long)
         if not as_given and map not in BLOCKS:  # a residual's identity is seen in its own units
             together = map in WHOLE
             if att.dtype == torch.float64 and side is None:
-                att, moved = ordinary(att, together=together)
-                self._powers = moved
+                att, self.exponents = ordinary(att, together=together)
             att, unit = unit_values(att, together=together)
-            self._powers = self._powers + unit.log2().round().long()
+            self.exponents = self.exponents + unit.log2().round().long()
         self.attention, self.op, self.alone = att, _operator(att, map), None
         if side is not None and isinstance(self.op, HeadOperator):
             self.alone = self._one_side(side)
             self.op = self.alone.operator(self.op, att)
         if estimate and isinstance(self.op, HeadOperator):
             self.op = self.op.estimating()
-
-    @cached_property
-    def exponents(self) -> Tensor:
-        """Exponents of the powers of two that norms are to be multiplied with, (heads,)."""
-        return self._powers.cpu()
 
     @property
     def roundoff(self) -> Roundoff:
@@ -101,7 +94,7 @@ class PreparedMap:
         given, plain = self._given, self._plain(side)
         if side != "v":
             return plain
-        self._powers = torch.zeros_like(self._powers)
+        self.exponents = torch.zeros_like(self.exponents)
         if given.gate is not None:
             return plain
         if self.basis is None or given.w_o is None:
@@ -109,8 +102,8 @@ class PreparedMap:
         through = given.w_o @ self.basis
         if not self._as_given:
             size = through.abs().amax((-1, -2))
-            self._powers = torch.frexp(torch.where(size > 0, size, 1.0)).exponent.long()
-            through = times_power(through, -self._powers[:, None, None])
+            powers = torch.frexp(torch.where(size > 0, size, 1.0)).exponent.long()
+            through, self.exponents = times_power(through, -powers[:, None, None]), powers.cpu()
         return OneSide.of_values(through.to(given.dtype))
 
 

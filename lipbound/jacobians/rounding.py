@@ -5,7 +5,6 @@ Upper values, from the error analysis of the layer's tensors and the blocks of J
 """
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -55,20 +54,20 @@ class Mixing(NamedTuple):
 
     @staticmethod
     def of(
-        e: TensorErrors, columns: Tensor, largest: Tensor, real: Tensor | None
-    ) -> tuple[TensorErrors, "Mixing"]:
+        e: TensorErrors, columns: Tensor, largest: Tensor, real: Tensor | None, *others: Tensor
+    ) -> tuple[TensorErrors, "Mixing", list[Tensor]]:
         """From computed column sums (..., heads, keys) and largest entries (..., heads, rows).
 
         Rows that are padding, where ``real`` (..., 1, rows) is False, do not count.
 
         Returns:
-            The largest errors of all tokens, and these values, (..., heads) each on the CPU.
+            The errors, these values, and other numbers of their shape, all on the CPU.
         """
         n = max(columns.shape[-1], largest.shape[-1])
         largest = largest if real is None else largest.masked_fill(~real, 1.0)
-        peaks, (column, least) = e.peaks(columns.amax(-1), largest.amin(-1))
-        rest = (1 - least).clamp_min(0) + (n + 8) * UNIT
-        return peaks, Mixing((column * MARGIN).sqrt(), (rest * MARGIN).sqrt(), n**0.5)
+        e, (column, least, *rest) = e.read(columns.amax(-1), largest.amin(-1), *others)
+        left = (1 - least).clamp_min(0) + (n + 8) * UNIT
+        return e, Mixing((column * MARGIN).sqrt(), (left * MARGIN).sqrt(), n**0.5), rest
 
     @property
     def anything(self) -> "Mixing":
@@ -126,7 +125,7 @@ def distance(e: TensorErrors, mix: Mixing, scale: float) -> Tensor:
     known, what holds for any P.
 
     Args:
-        e: errors of the tensors, the largest of all tokens, (..., heads).
+        e: errors of the tensors, (..., heads).
         mix: about P.
         scale: of the scores.
 
@@ -164,23 +163,23 @@ def roundoff(
         att: the layer.
         op: its Jacobian.
         alone: the side whose Jacobian this is, None for the inputs.
-        values: lengths of values, (samples, heads, N), instead of those of the centred ones.
+        values: the largest lengths of values, (samples, heads), instead of the centred ones'.
 
     Returns:
         Fields (samples x heads,), on the CPU.
     """
     e, n = tensor_errors(att) if alone is None else alone.errors(att), max(att.rows, att.keys)
-    e = e if values is None else replace(e, v=values)
-    shape = e.q.shape
-    columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(*shape[:2], -1)
+    e, shape = e if values is None else e._replace(v=values), (att.samples, att.heads)
+    columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(*shape, -1)
     real = None if att.valid_rows is None else att.valid_rows[:, None]
-    e, mix = Mixing.of(e, columns, op.largest().view(shape), real)
+    largest, loss = op.largest().view(*shape, -1), op.rows.loss.expand(shape)
+    e, mix, (loss,) = Mixing.of(e, columns, largest, real, loss)
     # products take v_j and o_i one by one, whose difference may be small
     apart = mix._replace(spread=torch.ones_like(mix.spread))
     size = sum(Sizes.of(e, apart).through(mix, att.scale), start=torch.zeros_like(mix.norm))
     most = Sizes.of(e, mix.anything).through(mix.anything, att.scale)
     vanished = SMALLEST * (most[0] + most[1])
-    tensors = distance(e, mix, att.scale) + op.rows.loss * size + vanished
+    tensors = distance(e, mix, att.scale) + loss * size + vanished
     # roundings that a product of entries sees: over tokens, coordinates and widths
     steps = n + max(2 * att.d, att.d_v) + 2 * att.d + att.d_v + 40
     if not op.turned_alone:
@@ -201,7 +200,7 @@ def gated(
         att: the layer.
         gate: its gate.
         op: its Jacobian.
-        e: errors of its tensors, the largest of all tokens, on the CPU.
+        e: errors of its tensors, on the CPU.
         before: roundings of the heads before their gates, (samples x heads,).
         alone: whether the gate is held, as where one side moves alone, and scales outputs only.
     """
@@ -254,7 +253,9 @@ def folding_loss(
     per = 2 * (sum(w_o.shape[1:]) + basis.shape[2] + 16) * UNIT
     lost = left + per * (size + near * long) + near * (skew + per * (1 + long**2))
     # values of another stream are folded token by token, with what they have in common
-    values = None if att.other_stream is None else torch.linalg.vector_norm(att.wide_v, dim=-1)
+    values = (
+        None if att.other_stream is None else torch.linalg.vector_norm(att.wide_v, dim=-1).amax(-1)
+    )
     heads = roundoff(att, op, alone, values=values).size.view(att.samples, att.heads)
     return _upper(heads.to(lost.device) * lost)
 

@@ -107,10 +107,10 @@ class RowSpace:
         return (w.mT @ w).to(self._dtype)
 
     @cached_property
-    def loss(self) -> float:
-        """Upper value of how far singular values move in these coordinates, relatively."""
+    def loss(self) -> Tensor:
+        """Upper value of how far singular values move in these coordinates, relatively, ()."""
         if self.everything:
-            return 0.0
+            return torch.zeros((), dtype=torch.float64, device=self._w.device)
         (w, (u, r)), per = (self._whole(), self._both), 2.0**-53
         unit = torch.eye(u.shape[2], dtype=torch.float64, device=u.device)
         size = torch.linalg.vector_norm(w, dim=1).clamp_min(1e-290)
@@ -118,7 +118,7 @@ class RowSpace:
         length = (sum(w.shape[1:]) + 16) * per * long
         off = torch.linalg.vector_norm(torch.baddbmm(w, u, r, alpha=-1), dim=1) / size
         columns = torch.linalg.vector_norm(off, dim=-1) + length * w.shape[2] ** 0.5
-        return float((skew + length * long + 4 * columns).amax())
+        return (skew + length * long + 4 * columns).amax()
 
     def double(self) -> "RowSpace":
         """The same in float64."""

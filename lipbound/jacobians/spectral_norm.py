@@ -245,7 +245,7 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     roundoff = Roundoff(nothing, nothing, nothing)
     problem = Problem(op, roundoff, search, tol, steps, seeds_each(op.batch, seeds))
     norm = estimate(problem)
-    return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
+    return _scale(norm.view(att.samples, att.heads), unit.log2().round().long())
 
 
 def _scale(norm: Norm, exponents: Tensor) -> Norm:

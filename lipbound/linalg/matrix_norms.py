@@ -58,8 +58,8 @@ def times_power_up(t: Tensor, e: Tensor) -> Tensor:
 
 def power_of_two(size: Tensor) -> Tensor:
     """Return powers of two within a factor of two of sizes > 0, and 1 elsewhere, float64."""
-    size = torch.where((size > 0) & torch.isfinite(size), size.detach().double(), 0.5)
-    return (size / torch.frexp(size).mantissa).clamp(2.0**-1022, 2.0**1023)  # which is exact
+    size = torch.nan_to_num(size.detach().double(), nan=0.0, posinf=0.0)
+    return exact_power(torch.frexp(size).exponent.clamp(-1022, 1023))
 
 
 def ordinary(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,19 +79,23 @@ def ordinary(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return g / size[..., None, None], largest / size, size, bad
 
 
-def matrix_norm(w: Tensor) -> Tensor:
+def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
     """Return spectral norms of the last two axes, (..., m, n) -> (...), rounded upwards, float64.
 
     The largest eigenvalue of the Gram matrix of the shorter side, proved by `symmetric_norm`, and
     the rounding of that matrix: Lemma 75 (docs/theory/upper_values.md). The derivative is that of
     ``|w v|`` at a top singular vector v.
+
+    Args:
+        w: the matrices.
+        known: their `grams`, where they are at hand.
     """
-    whole = w.detach().double()
-    gram, size, bad = _gram(whole), None, None
+    whole, size, bad = w.detach().double(), None, None
+    gram = grams(whole)[0] if known is None else known
     traces = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     if not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
         fixed, _, size, bad = (t.cpu() for t in ordinary(whole))
-        gram = _gram(fixed)
+        gram = grams(fixed)[0]
     squares = gram.diagonal(dim1=-2, dim2=-1)
     rounding = 2 * gamma(2 * sum(w.shape[-2:]) + 4) * squares.sum(-1)
     top = _enlarged(gram, squares.amax(-1), eigenvalues(gram))
@@ -106,13 +110,17 @@ def matrix_norm(w: Tensor) -> Tensor:
     return with_derivative(norm, (_unit_columns(image.detach()) * image).sum((-1, -2)))
 
 
-def _gram(w: Tensor) -> Tensor:
-    """Return the Gram matrices of the shorter side, on the CPU.
+def grams(*matrices: Tensor) -> list[Tensor]:
+    """Return Gram matrices of the shorter sides of float64 matrices (..., m, n), on the CPU.
 
-    Decompositions of small matrices take longer on a GPU, where the products are formed.
+    In one read: decompositions of small matrices take longer on a GPU, where products are formed.
     """
-    tall = w if w.shape[-2] >= w.shape[-1] else w.mT
-    return (tall.mT @ tall).cpu()
+    tall = [w if w.shape[-2] >= w.shape[-1] else w.mT for w in matrices]
+    made = [w.mT @ w for w in tall]
+    if all(g.device.type == "cpu" for g in made):
+        return made
+    read = torch.cat([g.flatten() for g in made]).cpu().split([g.numel() for g in made])
+    return [part.view(g.shape) for part, g in zip(read, made, strict=True)]
 
 
 def _unit_columns(u: Tensor) -> Tensor:
@@ -124,7 +132,7 @@ def with_derivative(value: Tensor, form: Tensor) -> Tensor:
     return value + (form - form.detach())
 
 
-def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
+def upper_factor(w: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
     r"""Return a small F and r >= 0 with :math:`w^T w \preceq F^T F \preceq w^T w + r I`, float64.
 
     Hence :math:`|F y| \ge |w y|` for every y, and :math:`\|M F^T\| \ge \|M w^T\|` for every M:
@@ -132,20 +140,29 @@ def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         w: matrices (..., m, n).
+        known: their `grams`, where they are at hand.
 
     Returns:
-        F (..., min(m, n), n): w itself where it is small, or where gradients are wanted, which QR
-        has not at every w; and r (...), about 1e-12 of :math:`\|w\|_F^2`.
+        F (..., min(m, n), n): w itself where it is small, or where derivatives are wanted; and r
+        (...), about 1e-12 of :math:`\|w\|_F^2`.
     """
     w = w.double()
     m, n = w.shape[-2:]
     if w.requires_grad or m <= n:
         return w, torch.zeros_like(w[..., 0, 0]).detach()
-    eye = torch.eye(n, dtype=torch.float64, device=w.device)
-    squares = w.square().sum((-1, -2))[..., None, None] * (1 + gamma(m * n + 4))
+    f, excess = factor_of_gram(grams(w)[0] if known is None else known, m)
+    return f.to(w.device), excess.to(w.device)
+
+
+def factor_of_gram(gram: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Return `upper_factor` of matrices of m rows, from their Gram matrices (..., n, n), n < m."""
+    n = gram.shape[-1]
+    eye = torch.eye(n, dtype=torch.float64, device=gram.device)
+    squares = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] * (1 + gamma(m * n + 4))
     more = 8 * gamma(m + n + 8) * squares
-    f = torch.linalg.qr(torch.cat([w, more.sqrt() * eye], -2), mode="r").R
-    off = f.mT @ f - w.mT @ w - more * eye
+    values, vectors = decomposed(gram)
+    f = (values[..., None].clamp_min(0) + more).sqrt() * vectors.mT
+    off = f.mT @ f - gram - more * eye
     rounding = gamma(m + n + 4) * (squares + f.square().sum((-1, -2), keepdim=True) + n * more)
     proved = off.square().sum((-1, -2), keepdim=True).sqrt() + 2 * rounding <= more
     f = torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye)
@@ -335,10 +352,11 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
     eigenvector of B to rounding.
     """
     flat = p.reshape(-1, *p.shape[-2:])
-    unit, _, size, bad = ordinary(flat)  # squares of the entries must stay in range
     with torch.no_grad():
-        upper = _collatz_wielandt(unit, rtol, max_steps)
-        upper = (upper * size * (1 + 4 * UNIT)).masked_fill(bad, torch.nan)
+        fixed = flat.double()
+        size = fixed.amax((-1, -2)).clamp_min(1e-300)  # squares of the entries must stay in range
+        unit = fixed / size[:, None, None]
+        upper = _collatz_wielandt(unit, rtol, max_steps) * size * (1 + 4 * UNIT)
     if p.requires_grad:
         u, y = singular_pair(unit)
         upper = with_derivative(upper, (u * (flat.double() @ y)).sum((-1, -2)))
@@ -365,9 +383,8 @@ def singular_pair(p: Tensor) -> tuple[Tensor, Tensor]:
 def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
     """Return upper values of the norms, (batch,), by the theorem of Collatz and Wielandt."""
     n = flat.shape[-1]
-    upper = torch.full((len(flat),), torch.inf, dtype=torch.float64, device=flat.device)
-    active = torch.arange(len(flat), device=flat.device)
-    part, going = flat, torch.ones_like(active, dtype=torch.bool)
+    upper = torch.full_like(flat[:, 0, 0], torch.inf)
+    active, part = torch.arange(len(flat), device=flat.device), flat
     y = torch.ones_like(flat[:, :1])  # rows: products with columns take several times as long
     if n <= (SQUARED if flat.device.type == "cpu" else FAR_SQUARED):
         power = torch.linalg.matrix_power(flat.mT @ flat, 8)  # entries are at most n^16
@@ -375,23 +392,18 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
         y = (y @ torch.linalg.matrix_power(power, 8)).clamp_min(1e-14)
     for step in range(max_steps):
         z = (y @ part.mT) @ part
-        if step % LOOK:
-            y = z.clamp_min(1e-14)  # any y > 0 will do: keep it off zero; a few steps stay in range
-            continue
-        ratio = (z / y).amax((-1, -2))
-        least = torch.minimum(upper[active], ratio)
-        upper[active] = torch.where(going, least, upper[active])  # settled values stay as they are
-        rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
-        going = going & (upper[active] > rayleigh * (1 + 2 * rtol))
-        unsettled = active[going]
-        y = (z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)
-        if not len(unsettled):
-            break
-        if len(unsettled) <= 0.7 * len(active):
-            active, part, y = unsettled, part[going], y[going]
-            going = torch.ones_like(active, dtype=torch.bool)
-    if len(unsettled) and n <= LARGEST_DENSE_EIG:
-        dense = flat[unsettled]
-        proved = symmetric_norm(dense.mT @ dense) * (1 + gamma(2 * n))
-        upper[unsettled] = torch.minimum(upper[unsettled], proved)
+        if step % LOOK == 0:
+            least = torch.minimum(upper[active], (z / y).amax((-1, -2)))
+            upper[active] = least
+            rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
+            left = (least > rayleigh * (1 + 2 * rtol)).nonzero()[:, 0]
+            if not len(left):
+                return upper.sqrt() * (1 + 8 * n * UNIT)
+            if len(left) <= 0.7 * len(active):
+                active, part, z = active[left], part[left], z[left]
+            z = z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)
+        y = z.clamp_min(1e-14)  # any y > 0 will do: keep it off zero; a few steps stay in range
+    if n <= LARGEST_DENSE_EIG:
+        proved = symmetric_norm(part.mT @ part) * (1 + gamma(2 * n))
+        upper[active] = torch.minimum(upper[active], proved)
     return upper.sqrt() * (1 + 8 * n * UNIT)

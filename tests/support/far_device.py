@@ -59,6 +59,7 @@ class Far(torch.Tensor):
 
     def tolist(self) -> Any:
         """Numbers, as of any tensor."""
+        COUNTED["reads"] += 1
         return self.near.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -80,7 +81,7 @@ class Far(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        _count(func, kwargs)
+        _count(func, args, kwargs)
         far = _result_is_far(func.overloadpacket.__name__, args, kwargs)
         if kwargs.get("device") is not None:
             far, kwargs["device"] = torch.device(kwargs["device"]).type == NAME, torch.device("cpu")
@@ -107,10 +108,14 @@ class Far(torch.Tensor):
         return found
 
 
-def _count(func: Any, kwargs: dict[str, Any]) -> None:
+def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name, device = func.overloadpacket.__name__, kwargs.get("device")
     home = device is not None and torch.device(device).type == "cpu"
-    COUNTED["reads"] += name in ("_local_scalar_dense", "nonzero") or (name == "_to_copy" and home)
+    chosen = name in BY_PLACE and any(
+        t.dtype == torch.bool for t in tree_leaves(args[1]) if t is not None
+    )
+    reads = name in ("_local_scalar_dense", "nonzero") or (name == "_to_copy" and home)
+    COUNTED["reads"] += reads or chosen  # places of a mask are counted first
     ends = [r.alias_info for r in func._schema.returns]
     COUNTED["operations"] += not any(one is not None and not one.is_write for one in ends)
 

@@ -6,7 +6,6 @@ Lemmas 77, 78 and 79 (docs/theory/upper_values.md).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -16,12 +15,12 @@ from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import ordinary
 from lipbound.attention.rounding import TensorErrors, tensor_errors
+from lipbound.bounds.factors import norm_v, weight_grams
 from lipbound.devices import Room, require
 from lipbound.jacobians.rounding import Mixing, distance, tensor_error
 from lipbound.linalg.matrix_norms import (
     block_norm,
     gamma,
-    matrix_norm,
     nonnegative_norm,
     times_power_up,
     upper_factor,
@@ -112,15 +111,11 @@ class Sample(NamedTuple):
         one = self.layer
         with torch.no_grad():
             real = None if one.valid_rows is None else one.valid_rows[:, None]
-            e, mix = Mixing.of(self.errors, one.p.sum(-2), one.p.amax(-1), real)
+            e, mix, _ = Mixing.of(self.errors, one.p.sum(-2), one.p.amax(-1), real)
             off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
             off = off + TINY * (one.d_v**0.5 * e.v_slope + e.v)
             error = off[0].to(values.device) * (1 + 1e-6) * reach
-        return times_power_up(values + error, self.exponents)
-
-
-def _of_sample(errors: TensorErrors, index: int | slice) -> TensorErrors:
-    return TensorErrors(*(getattr(errors, field.name)[index] for field in fields(errors)))
+        return times_power_up(values + error, self.exponents.to(values.device))
 
 
 def samples_of(att: Attention) -> Iterator[Sample]:
@@ -130,7 +125,7 @@ def samples_of(att: Attention) -> Iterator[Sample]:
     for part in (slice(s, s + 1) for s in range(att.samples)):
         one = whole.of_samples(part)
         keep_result(weights_of, one, weights_of(whole))
-        yield Sample(one, _of_sample(errors, part), exponents)
+        yield Sample(one, errors.of_samples(part), exponents)
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -177,10 +172,11 @@ def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
         (count, n), order = m.shape, (m != 0).to(torch.uint8)
         most, first = order.max(-1)
         last = n - order.flip(-1).argmax(-1)
-        ends.append((torch.where(most > 0, first, n), torch.where(most > 0, last, 0)))
+        pair = torch.where(most > 0, first, n), torch.where(most > 0, last, 0)
+        ends.append(torch.stack(pair).cpu())
     found = []
     for part in (slice(i, min(i + step, count)) for i in range(0, count, step)):
-        reach = [(int(a[part].amin()), int(b[part].amax())) for a, b in ends]
+        reach = [(int(first[part].amin()), int(last[part].amax())) for first, last in ends]
         rows, *keys = (slice(a, max(a, b)) for a, b in reach)
         found.append((part, rows, keys[0] if keys else slice(None)))
     return found
@@ -207,9 +203,10 @@ class WeightNorms(NamedTuple):
 @memoised
 def weights_of(att: Attention) -> WeightNorms:
     """`WeightNorms`, once for a layer."""
-    (f_q, _), (f_k, excess) = upper_factor(att.w_q), upper_factor(att.w_k)
+    gram_q, gram_k, _ = weight_grams(att)
+    f_q, (f_k, excess) = upper_factor(att.w_q, gram_q)[0], upper_factor(att.w_k, gram_k)
     sizes = (torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v))
-    return WeightNorms(f_q, f_k, excess, matrix_norm(att.w_v), *sizes)
+    return WeightNorms(f_q, f_k, excess, norm_v(att), *sizes)
 
 
 class BlockNorms:

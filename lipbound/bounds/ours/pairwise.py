@@ -183,9 +183,8 @@ def _lipbound(att: Attention, heads: slice) -> Tensor:
     key = (matrix_norm(a[..., None] * parts.qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
     # a diagonal entry of the matrix whose norm may be smaller
     least = (rows.detach() * parts.distance.detach()).square().sum(-2).amax(-1)
-    matters = ~((key <= least) | (without + least >= together))
-    if bool(matters.any()):
-        i = matters.nonzero()[:, 0]
+    i = (~((key <= least) | (without + least >= together))).nonzero()[:, 0]
+    if len(i):
         other = _second(rows[i], v[i], o[i], off[i], key[i], without[i], together[i])
         key = key.index_put((i,), torch.minimum(key[i], other))
     return torch.stack([root(torch.minimum(together, without + key)), parts.block()], -1)
@@ -198,12 +197,9 @@ def _second(
     mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
     second = (v @ v.mT) * (rows.mT @ rows) - mixed - mixed.mT
     least = _quotient(second.detach()) + off
-    matters = ~((key <= least) | (without + least >= together))
+    i = (~((key <= least) | (without + least >= together))).nonzero()[:, 0]
     value = torch.full_like(key, torch.inf).detach()
-    if bool(matters.any()):
-        found = symmetric_norm(second[matters]) + off[matters]
-        value = value.index_put((matters.nonzero()[:, 0],), found)
-    return value
+    return value.index_put((i,), symmetric_norm(second[i]) + off[i]) if len(i) else value
 
 
 def _quotient(g: Tensor) -> Tensor:

@@ -35,10 +35,9 @@ ROOT2 = math.sqrt(2)
 @memoised
 def _frobenius_p(att: Attention) -> Tensor:
     """Norm ||P||_F, (samples, heads)."""
-    stretch, unknown = factors.stretched(att, 1)
-    p = (factors.probabilities(att) * stretch[..., None]).masked_fill(unknown[..., None], 0.0)
-    squares = p.square().sum((-1, -2)) * (1 + gamma(att.tokens**2 + 8)) + unknown.sum(-1)
-    norm = (squares.sqrt() + factors.TINY).nan_to_num(nan=math.inf)
+    squares = factors.probabilities(att).square().sum((-1, -2)) * (1 + gamma(att.tokens**2 + 8))
+    factor, unknown = factors.stretched(att)
+    norm = torch.where(unknown, torch.inf, squares.sqrt() * factor + factors.TINY)
     return torch.minimum(norm, factors.root_count(att))
 
 
@@ -113,15 +112,16 @@ def _with_variants(att: Attention) -> Tensor:
     found = []
     for sample in samples_of(att):
         one, e = sample.layer, sample.errors
-        q, k = e.q[0] + e.q_error[0], e.k[0] + e.k_error[0]
-        through_q = _slope(one, e, "q") * k.amax(-1)
-        through_k = _slope(one, e, "k") * factors.size(q, -1)
+        through_q = _slope(one, e, "q") * (e.k[0] + e.k_error[0])
+        q = one.wide_q if one.valid is None else one.wide_q * one.valid[:, None, :, None]
+        queries = factors.size(q[0], (-2, -1)) + one.tokens**0.5 * e.q_error[0]
+        through_k = _slope(one, e, "k") * queries
         slope = abs(one.scale) * (through_q + through_k)
         reach = factors.norm_v(one) * factors.radius(one)[0]
         if one.sinks is not None:
             reach = reach + factors.length_of_bias(one.b_v, one)
         value = factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope
-        found.append(times_power_up(value, sample.exponents))
+        found.append(times_power_up(value, sample.exponents.to(value.device)))
     return torch.stack(found)
 
 
@@ -131,8 +131,8 @@ def _slope(one: Attention, e: TensorErrors, side: Side) -> Tensor:
     By spectral norms of the projections in place of the Frobenius norms in which slopes are linear;
     not where all heads are normalised together.
     """
-    slope, norm = getattr(e, f"{side}_slope")[0].amax(-1), getattr(one, f"norm_{side}")
+    slope, norm = getattr(e, f"{side}_slope")[0], getattr(one, f"norm_{side}")
     if norm is None or norm.over is None:
         w = one.projection(side)[0]
         slope = slope * (matrix_norm(w) / torch.linalg.matrix_norm(w).clamp_min(1e-300))
-    return slope + getattr(e, f"{side}_slope_error")[0].amax(-1)
+    return slope + getattr(e, f"{side}_slope_error")[0]

@@ -26,15 +26,15 @@ def inverse_phi(y: Tensor) -> Tensor:
     The Lambert function :math:`W_0(y / e)`. It is enlarged until :math:`\phi`, which increases,
     exceeds y by more than its own rounding.
     """
-    found = np.real(lambertw(y.cpu().numpy() / math.e))
-    x = torch.from_numpy(np.asarray(found, dtype=np.float64)).to(y.device)
+    there, y = y.device, y.cpu()
+    x = torch.from_numpy(np.asarray(np.real(lambertw(y.numpy() / math.e)), dtype=np.float64))
     x = torch.where(y > 0, x.clamp_min(0), 0.0)
     for step in range(-50, 0):
         short = x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y
         if not bool(short.any()):
-            return x
+            return x.to(there)
         x = torch.where(short, x * (1 + 2.0**step), x)
-    return torch.where(x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y, torch.inf, x)
+    return torch.where(x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y, torch.inf, x).to(there)
 
 
 @bound(

@@ -39,7 +39,7 @@ def with_ones(att: Attention) -> Attention:
     which makes the bounds a little sharper than with them. Layers without query bias, and with
     rotation or cap, are returned as they are.
     """
-    if att.variants or not bool(conditions.has_query_bias(att).any()):
+    if att.variants or att.b_q is None or not bool(conditions.has_query_bias(att).any()):
         return att
 
     def row(w: Tensor, b: Tensor | None = None) -> Tensor:

@@ -257,7 +257,7 @@ class LayerTensors:
             to_v: of values, without scale, (b, h, n or 1, m, d_v).
         w_o: slices of the output projection, (h, d_v, r), or None.
         q_size, k_size, v_size: upper values of the Frobenius norms of these maps with absolute
-            values in their factors, (b, h, n).
+            values in their factors, the largest of all tokens, (b, h).
         roundings: how many an entry of what is computed from blocks sees at most.
     """
 
@@ -307,7 +307,7 @@ class LayerTensors:
         sizes = [SLOPE * slope for slope in (c * e.q_slope, c * e.k_slope, e.v_slope)]
         if not op.to_v.steps:
             own = torch.linalg.matrix_norm(w[2]) * (1 + 1e-6)
-            sizes[2] = own[op.head].view(att.samples, att.heads, 1).expand(e.v.shape)
+            sizes[2] = own[op.head].view(att.samples, att.heads)
         v = att.centred_v
         every = {"p": att.p, "t": att.weights, "q": att.q, "k": att.centred_k, "v": v}
         every |= {"o": att.p @ v, **{f"{a}_size": t for a, t in zip(SIDES, sizes, strict=True)}}
@@ -340,9 +340,7 @@ class LayerTensors:
         """Far more than what underflows can take from a norm, (b,); zero where J is."""
         q, v = (torch.linalg.vector_norm(x, dim=-1).amax(-1) for x in (self.q, self.v))
         k = torch.linalg.vector_norm(self.k, dim=-1).amax(-1)
-        size = self.v_size.amax(-1) + v * (
-            k * self.q_size.amax(-1) + q * self.k_size.amax(-1) + (v > 0)
-        )
+        size = self.v_size + v * (k * self.q_size + q * self.k_size + (v > 0))
         return torch.where(size > 0, VANISHED * (1 + self._projected(size)), 0.0).sum(-1)
 
     def _projected(self, size: Tensor) -> Tensor:
@@ -357,9 +355,9 @@ class LayerTensors:
         apart = torch.cdist(self.o, self.v, compute_mode="donot_use_mm_for_euclid_dist")
         lengths = self.t * apart  # of columns of A_i
         q, k = (torch.linalg.vector_norm(x, dim=-1) for x in (self.q, self.k))
-        size = self.p * self.v_size[:, :, None]
-        size = size + lengths * (q[..., None] * self.k_size[:, :, None])
-        own = (lengths * k[:, :, None]).sum(-1) * self.q_size
+        size = self.p * self.v_size[..., None, None]
+        size = size + lengths * (q * self.k_size[..., None])[..., None]
+        own = (lengths * k[:, :, None]).sum(-1) * self.q_size[..., None]
         return self._projected(size + torch.diag_embed(own)).sum(1) * (1 + 1e-6)
 
     def rows(self, rows: slice | Tensor) -> Blocks:
