@@ -13,7 +13,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError, UnknownNameError, knows_options, shown
+from lipbound.errors import (
+    LipboundError,
+    MemoryFullError,
+    UnknownNameError,
+    knows_options,
+    shown,
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -152,7 +158,8 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     Products are in the dtype of their factors (no autocast), new tensors are on the CPU unless said
     otherwise (no default device), and results can take part in derivatives later on (no inference
     mode; derivatives are then not recorded, as there). A layer on a device without float64, in
-    which norms and bounds are certified, is taken to the CPU first.
+    which norms and bounds are certified, is taken to the CPU first. Where a GPU has no memory left,
+    what torch keeps of it is given back, and a `lipbound.errors.MemoryFullError` says so.
 
     Args:
         function: any.
@@ -172,7 +179,15 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
                 stack.enter_context(torch.autocast(device, enabled=False))
             if torch.empty(0).device.type != "cpu":
                 stack.enter_context(torch.device("cpu"))
-            return function(*map(_certifiable, args), **kwargs)
+            try:
+                return function(*map(_certifiable, args), **kwargs)
+            except torch.cuda.OutOfMemoryError as error:
+                wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
+            torch.cuda.empty_cache()  # once the traceback no longer holds tensors
+            raise MemoryFullError(
+                f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'}); "
+                "measure fewer samples or layers at a time, shorter inputs, or on device='cpu'"
+            )
 
     return run
 

@@ -117,6 +117,10 @@ class TooLargeError(LipboundError):
     """A matrix is too large to be formed for this number."""
 
 
+class MemoryFullError(LipboundError):
+    """A device has no memory left for a computation."""
+
+
 class PaperError(LipboundError):
     """Panels of a figure do not fit on the paper."""
 

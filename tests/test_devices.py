@@ -1,15 +1,19 @@
 """Samples measured side by side: the same numbers, errors and interruptions as one after the other.
 Memory that is used again."""
 
+import importlib
+import math
 import threading
 
 import numpy as np
 import pytest
 import torch
+from support.layers import random_attention
 
 import lipbound as lb
 from lipbound.devices import SERIAL, Room, side_by_side, threads_for
-from lipbound.errors import LipboundError
+from lipbound.errors import LipboundError, MemoryFullError
+from lipbound.jacobians import streaming
 
 
 @pytest.fixture
@@ -103,3 +107,44 @@ def test_a_room_is_used_again_where_it_is_large_enough() -> None:
     assert room.take(like.double(), 2, 3).dtype == torch.float64
     larger = room.take(like, 5, 6)
     assert (larger.shape, larger.dtype) == ((5, 6), torch.float32)
+
+
+def test_where_memory_runs_out_rows_are_tried_and_then_told(monkeypatch):
+    att = random_attention("biased").to(torch.float32)
+    whole = lb.spectral_norm(att, tol=1e-6)
+
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+
+    monkeypatch.setattr(streaming, "HeadJacobian", full)
+    again = lb.spectral_norm(att.double().to(torch.float32), tol=1e-6)
+    torch.testing.assert_close(again.lower, whole.lower, rtol=2e-6, atol=0)
+    monkeypatch.setattr(streaming, "StreamedHeadJacobian", full)
+    with pytest.raises(MemoryFullError, match=r"2\.00 GiB.*fewer samples.*device='cpu'"):
+        lb.spectral_norm(att)
+
+
+def test_a_run_that_ran_out_of_memory_goes_on_where_it_was(monkeypatch, tmp_path):
+    """Memory is taken when half of the layers are done: what is finished is not measured again."""
+    options = {"samples": 1, "layers": [0, 1], "memory": "1 GB", "max_length": 16}
+    module = importlib.import_module("lipbound.jacobians.spectral_norm")
+    calls, measured, most = [], module._measured, [math.inf]
+
+    def counted(att, *args):
+        calls.append(att)
+        if len(calls) > most[0]:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        return measured(att, *args)
+
+    monkeypatch.setattr(module, "_measured", counted)
+    whole = lb.compare("builtin:minilm", bounds=["castin"], **options)
+    count, out = len(calls), tmp_path / "run.zarr"
+    calls.clear()
+    most[0] = count // 2
+    with pytest.raises(MemoryFullError, match="no memory left"):
+        lb.compare("builtin:minilm", bounds=["castin"], out=out, **options)
+    calls.clear()
+    most[0] = math.inf
+    resumed = lb.compare("builtin:minilm", bounds=["castin"], out=out, resume=True, **options)
+    assert 0 < len(calls) < count
+    np.testing.assert_array_equal(resumed["exact_upper"], whole["exact_upper"])

@@ -54,6 +54,10 @@ class Cache:
         known = other._values.items()
         self._values |= {place: change(value) for place, value in known if place[0] in keys}
 
+    def clear(self) -> None:
+        """Free all that is kept."""
+        self._values.clear()
+
     def drop(self, *keys: Hashable) -> None:
         """Free what is kept under these keys; it is computed again when it is needed."""
         known = self._values.items()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.rescaling import unit_values
+from lipbound.attention.variants.base import Side
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.automatic import automatic_norm
@@ -18,6 +20,7 @@ from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import MAPS, WHOLE, check_wrt
 from lipbound.jacobians.one_side import own_block_norms
 from lipbound.jacobians.prepared_map import PreparedMap
+from lipbound.jacobians.streaming import by_rows_if_full
 from lipbound.linalg.enclose import Problem, enclose, estimate
 from lipbound.linalg.matrix_norms import times_power, times_power_up
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, dense_svd, operator_norm
@@ -128,6 +131,23 @@ def spectral_norm(
     if method == "power":
         plain = PreparedMap(att, map, as_given=True, side=side)
         return _power(att, plain, tol, delta, vectors, seeds, max_steps)
+    steps = DEFAULT_STEPS["lanczos"] if max_steps is None else max_steps
+    measure = partial(_measured, att, map, side, method, tol, delta, vectors, seeds, steps)
+    return by_rows_if_full(att, measure)
+
+
+def _measured(
+    att: Attention,
+    map: str,
+    side: Side | None,
+    method: str,
+    tol: float,
+    delta: float | None,
+    vectors: bool,
+    seeds: list[int],
+    max_steps: int,
+) -> Norm:
+    """`spectral_norm` of a layer in closed form: in range, operator, allowance, search."""
     checks = delta is None and method != "dense" and att.dtype == torch.float32
     wide = PreparedMap(att.double(), map, estimate=checks, side=side)
     if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
@@ -139,9 +159,8 @@ def spectral_norm(
         op = wide.op
         if checks:
             op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks, side=side).op
-        steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         each = seeds_each(wide.op.batch, seeds)
-        problem = Problem(wide.op, wide.roundoff, op, tol, steps, each)
+        problem = Problem(wide.op, wide.roundoff, op, tol, max_steps, each)
         with torch.no_grad():
             if delta is None:
                 norm = estimate(problem, vectors=vectors)

@@ -3,18 +3,22 @@
 P is formed for some rows, and the keys they see, at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import add_mask
+from lipbound.errors import MemoryFullError
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products.row_blocks import ROWS, Group, RowBlock, RowBlocks
 from lipbound.linalg.operators import PerEntry
+
+T = TypeVar("T")
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
 """Bytes of attention matrices and their temporaries above which they are not kept."""
@@ -29,6 +33,29 @@ FEW = 0.6
 """Share of them up to which blocks that are formed for themselves are the faster."""
 
 
+BY_ROWS = ContextVar("by_rows", default=False)
+"""Whether no attention matrix is kept as a whole, whatever fits: where memory has run out."""
+
+
+def by_rows_if_full(att: Attention, measure: Callable[[], T]) -> T:
+    """Return what is measured of a layer; where memory runs out, of rows of P at a time.
+
+    Raises:
+        MemoryFullError: they do not fit either.
+    """
+    try:
+        return measure()
+    except (torch.cuda.OutOfMemoryError, MemoryFullError):
+        pass  # its traceback, which holds tensors, ends here
+    att.cache.clear()
+    torch.cuda.empty_cache()
+    before = BY_ROWS.set(True)
+    try:
+        return measure()
+    finally:
+        BY_ROWS.reset(before)
+
+
 def head_jacobian(att: Attention) -> HeadOperator:
     """`HeadJacobian` where all of P fits and is worth its memory, else `StreamedHeadJacobian`.
 
@@ -36,7 +63,8 @@ def head_jacobian(att: Attention) -> HeadOperator:
     """
     if "cross" in att.variants:
         return HeadJacobian(att)
-    if att.samples * att.heads * att.tokens**2 * SCORE_BYTES > _budget(WHOLE_BYTES, att.device):
+    needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
+    if needed > _budget(WHOLE_BYTES, att.device) or BY_ROWS.get():
         return StreamedHeadJacobian(att)
     if att.device.type != "cpu" or att.tokens < LONG or (att.mask is None and att.valid is None):
         return HeadJacobian(att)
@@ -120,7 +148,7 @@ class StreamedHeadJacobian(HeadOperator):
         self.total = torch.ones_like(self.top)
         self.o, self.blocks, self.kept = torch.zeros_like(self.v), _blocks(att), None
         needed = self.blocks.size * SCORE_BYTES * (2 if self.sloped else 1)
-        fits = needed <= _budget(WHOLE_BYTES, self.device)
+        fits = needed <= _budget(WHOLE_BYTES, self.device) and not BY_ROWS.get()
         found = [self._first_pass(b, fits) for b in range(self.batch)]
         if fits:
             self.kept = Kept(found)

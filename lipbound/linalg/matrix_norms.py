@@ -399,7 +399,7 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
             left = (least > rayleigh * (1 + 2 * rtol)).nonzero()[:, 0]
             if not len(left):
                 return upper.sqrt() * (1 + 8 * n * UNIT)
-            if len(left) <= 0.7 * len(active):
+            if len(left) < len(active):  # what has settled stays as it is, whatever others do
                 active, part, z = active[left], part[left], z[left]
             z = z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)
         y = z.clamp_min(1e-14)  # any y > 0 will do: keep it off zero; a few steps stay in range
