@@ -168,9 +168,9 @@ def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
     rows = [{"bytes": good.getvalue(), "path": None}, {"bytes": b"garbage", "path": None}]
     table = datasets.Dataset.from_dict({"image": rows}).cast_column("image", datasets.Image())
     assert prepare(checkpoint, table, samples=1).samples == 1
-    with pytest.raises(InputsError, match="row 1 of a dataset cannot be read: "):
+    with pytest.raises(InputsError, match="a dataset cannot be read after 1 rows: "):
         prepare(checkpoint, table)
-    with pytest.raises(InputsError, match="breaks off after 1 rows: "):
+    with pytest.raises(InputsError, match="a dataset cannot be read after 1 rows: "):
         prepare(checkpoint, table.to_iterable_dataset())
 
 

@@ -282,7 +282,7 @@ def test_streams_that_break_off(checkpoint: Checkpoint) -> None:
     features = datasets.Features({"text": datasets.Value("string")})
     stream_of = datasets.IterableDataset.from_generator(rows, features=features)
     assert prepare(checkpoint, stream_of, samples=2, max_length=8).samples == 2
-    with pytest.raises(InputsError, match=r"breaks off after 2 rows: the line went dead"):
+    with pytest.raises(InputsError, match=r"cannot be read after 2 rows: the line went dead"):
         prepare(checkpoint, stream_of, samples=3, max_length=8)
 
 
