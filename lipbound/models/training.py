@@ -5,10 +5,9 @@ computed, so that calls are known with their masks and padding. Gradient checkpo
 attention is watched: a recomputation in the backward pass would not find that function.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +22,10 @@ from lipbound.attention.scoring import BLOCKED
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, indices, shown, tell
 from lipbound.models.capture.rerun import relative_error
-from lipbound.models.capture.seeing.follower import Follower, Heads
 from lipbound.models.capture.seeing.interface import (
     ATTRIBUTE,
-    AttentionFunction,
     additive_mask,
     attention_configs,
-    own_functions,
     own_names,
 )
 from lipbound.models.capture.seeing.recording import by_name
@@ -90,7 +86,6 @@ class TrainingCall:
         x: the input of the module, where that is watched.
         valid: (samples, queries) bool, False at padding; None where there is none.
         repeated: whether the module called again in the same pass.
-        own: whether it called an attention function of the user's own.
     """
 
     module: nn.Module
@@ -104,7 +99,6 @@ class TrainingCall:
     x: Tensor | None = None
     valid: Tensor | None = None
     repeated: bool = False
-    own: bool = False
 
 
 @dataclass(eq=False)
@@ -171,30 +165,15 @@ _watches: list[ProbabilityCollector] = []
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    own_function: AttentionFunction | None = None,
-    **kw: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[Tensor, Any]:
     """Return torch's fused attention, or the same by way of probabilities where they are wanted.
-
-    A function of the user's own takes its place, and is followed where they are wanted.
 
     Raises:
         CaptureError: scores are capped or have sinks, or the module is a copy of DataParallel's.
     """
-    given = module, query, key, value, attention_mask
-    fused = partial(own_function or sdpa_attention_forward, *given, **kw)
-    explicit: Callable[[], Any] = partial(_followed, fused, given)
-    if own_function is None:
-        if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
-            raise CaptureError(
-                f"{type(module).__name__}: penalties do not support {', '.join(extras)}"
-            )
-        explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
+    if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
+        raise CaptureError(f"{type(module).__name__}: penalties do not support {', '.join(extras)}")
     if getattr(module, "_is_replica", False):
         raise CaptureError(
             "DataParallel runs copies of the model in threads of their own, which penalties cannot "
@@ -204,50 +183,11 @@ def _attention(
     numbers = [(watch, watch.layer(module)) for watch in watches]
     layers = [(w, layer) for w, layer in numbers if w.chosen is None or layer in w.chosen]
     if not layers:
-        return fused()
-    out, p, call, wide = explicit()
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kw)
+    out, p, call, wide = _explicit(module, (query, key, value), attention_mask, kw)
     for watch, layer in layers:
         watch.add(call, layer, wide)
     return out, p
-
-
-class _Softmax(Follower):
-    """The probabilities of attention, as functions that are followed compute them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module, self.found = module, list[Tensor]()
-
-    def computed(self, heads: Heads) -> None:
-        qkv, kw = (heads.q[0], heads.k[0], heads.v), {"scaling": heads.scale, "is_causal": False}
-        wide = torch.promote_types(qkv[0].dtype, torch.float32)
-        with self.paused():
-            if heads.scores is None:  # the mask says what is causal
-                self.found.append(_explicit(self._module, qkv, heads.mask, kw)[3])
-            else:
-                self.found.append(torch.softmax(heads.scores, -1, dtype=wide))
-
-
-def _followed(
-    function: partial[Any], given: tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None]
-) -> tuple[Tensor, Any, TrainingCall, Tensor]:
-    """Return what `_explicit` does, as the user's own function makes it of what it is given.
-
-    Raises:
-        CaptureError: no softmax is seen in it, or several are.
-    """
-    module, query = given[:2]
-    with _Softmax(module) as seen:
-        out, p = function()
-    if len(seen.found) != 1:
-        raise CaptureError(
-            f"{type(module).__name__} computes attention by {function.func.__name__}, which was "
-            "registered with AttentionInterface, and in which not one softmax of products of "
-            "queries and keys is seen; set_attn_implementation('eager') is measured"
-        )
-    wide = seen.found[0]
-    call = TrainingCall(*given, None, torch.nan, False, own=True)
-    return out, p, call, wide.reshape(*query.shape[:2], *wide.shape[-2:])
 
 
 AttentionInterface.register(TRAINING_ATTENTION, _attention)
@@ -425,20 +365,26 @@ def _hooked(
 
 @contextmanager
 def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Yield while a model, all of whose ``modules`` are given, runs our attention function."""
+    """Yield while a model, all of whose ``modules`` are given, runs our attention function.
+
+    Raises:
+        CaptureError: it is to run a function of the user's own.
+    """
     found = (c for module in modules for c in attention_configs(vars(module).get("config")))
     configs = list({id(config): config for config in found}.values())
+    if own := own_names(configs):
+        raise CaptureError(
+            f"{type(model).__name__} computes attention by {own[0][1]!r}, a function of your own, "
+            "which is not seen in training; set_attn_implementation('eager') is"
+        )
     again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
     if again and model.training:
         tell("gradient checkpointing is off while attention is watched, which takes memory")
-    kept = own_names(configs)
-    with ExitStack() as stack, changed(CHECKPOINTING, False, *again), own_functions(_attention):
+    with ExitStack() as stack, changed(CHECKPOINTING, False, *again):
         for config in configs:
             stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
-        for config, own in kept:
-            setattr(config, ATTRIBUTE, own)
         yield
 
 
@@ -454,12 +400,11 @@ def attention_probabilities(
     times in a pass has one entry: its probabilities, where all calls share them, else those of all
     calls as samples. Afterwards the model's attention is what it was before.
 
-    A function of the user's own, registered with ``AttentionInterface``, computes as it does
-    outside. Gradient checkpointing is off inside, which a notice tells.
+    Gradient checkpointing is off inside, which a notice tells.
 
     CaptureError is raised for what is no transformers model; capped scores or sinks; functions of
-    the user's own in which no softmax of scores is seen; masks of whole numbers; layers that do not
-    exist; DataParallel on several devices.
+    the user's own, registered with ``AttentionInterface``; masks of whole numbers; layers that do
+    not exist; DataParallel on several devices.
 
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``, also inside
@@ -587,7 +532,6 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
     for fault, what in (
         (call.biased, "uses position_bias in its attention"),
-        (call.own, "calls an attention function of the user's own"),
         (call.repeated, "calls attention several times in one forward pass"),
         (keys != queries, f"has {queries} queries and {keys} keys, and no self-attention"),
         (x.shape[:-1] != (samples, queries), f"is given token vectors of shape {tuple(x.shape)}"),
