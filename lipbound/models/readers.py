@@ -238,8 +238,8 @@ class DataItems:
             empty = isinstance(item, Tensor) and not len(item)
             if item is None or empty or (isinstance(item, str) and not item.strip()):
                 blank += 1
-                continue
-            taken.append(item)
+            else:
+                taken.append(item)
             if len(taken) == count:
                 break
         notes = [f"blank {many} of {self.description} were passed over: {blank}"] if blank else []
@@ -370,10 +370,8 @@ class Reader:
             if (value := row[usual]) is None:
                 return None
             if (made := self.item(row if usual == "input_ids" else value)) is None:
-                raise InputsError(
-                    f"column {usual!r} of {said} holds {type(value).__name__}, {takes}; name "
-                    "another with column="
-                )
+                what = f"column {usual!r} of {said} holds {type(value).__name__}, {takes}"
+                raise InputsError(f"{what}; name another with column=")
             return made
 
         if not hasattr(table, "__len__"):
@@ -406,10 +404,8 @@ def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
         selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
     if not isinstance(data, str | Path):
-        raise InputsError(
-            f"data is {shown(data)}; give a path, a hub dataset id, a datasets.Dataset, a data "
-            "frame, a list, token numbers (whole, one at least) or a dict of ready inputs"
-        )
+        kinds = "a path, a hub dataset id, a datasets.Dataset, a data frame, a list, token numbers"
+        raise InputsError(f"data is {shown(data)}; give {kinds} or a dict of ready inputs")
     path, name, end = there(data), str(data), ending(data)
     if path is None and (is_path(name) or end in (*TABLES, *TEXT_FILES, *IMAGE_FILES)):
         raise InputsError(f"there is no file or folder {name}")
@@ -797,10 +793,9 @@ def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
     ranges = {"F": (1, 255), "I": (255, 65535)}.get(image.mode, (65535,))
     most = next((most for most in ranges if low >= 0 and high <= most), None)
     if most is None:
-        raise ValueError(
-            f"it has values from {low:g} to {high:g} (mode {image.mode}), whose range is not "
-            f"known; scale them to {' or '.join(f'0 to {most}' for most in ranges)}"
-        )
+        known = " or ".join(f"0 to {most}" for most in ranges)
+        what = f"it has values from {low:g} to {high:g} (mode {image.mode})"
+        raise ValueError(f"{what}, whose range is not known; scale them to {known}")
     told[f"hold values that were taken for those of 0 to {most}, and brought to 8 bits"] += 1
     return Image.fromarray(np.floor(values * (255 / most) + 0.5).astype(np.uint8))
 

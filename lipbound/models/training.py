@@ -22,12 +22,7 @@ from lipbound.attention.scoring import BLOCKED
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, indices, shown, tell
 from lipbound.models.capture.rerun import relative_error
-from lipbound.models.capture.seeing.interface import (
-    ATTRIBUTE,
-    additive_mask,
-    attention_configs,
-    own_names,
-)
+from lipbound.models.capture.seeing import interface
 from lipbound.models.capture.seeing.recording import by_name
 from lipbound.models.in_memory import bare_model
 from lipbound.models.other_libraries import changed
@@ -52,6 +47,8 @@ ONE_MAP = ("c_attn", "qkv")
 """Names of one linear map onto queries, keys and values, in this order."""
 COUNTS = ("num_attention_heads", "num_heads", "n_heads")
 """Names under which a module keeps its number of heads."""
+BIASES = ("b_q", "b_k", "b_v")
+"""Names of biases in `Attention`."""
 
 
 class Probabilities(list[Tensor]):
@@ -175,10 +172,8 @@ def _attention(
     if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
         raise CaptureError(f"{type(module).__name__}: penalties do not support {', '.join(extras)}")
     if getattr(module, "_is_replica", False):
-        raise CaptureError(
-            "DataParallel runs copies of the model in threads of their own, which penalties cannot "
-            "follow; use one device, or DistributedDataParallel (torchrun)"
-        )
+        instead = "use one device, or DistributedDataParallel (torchrun)"
+        raise CaptureError(f"penalties cannot follow the copies that DataParallel runs; {instead}")
     watches = [watch for watch in list(_watches) if id(module) in watch.modules]
     numbers = [(watch, watch.layer(module)) for watch in watches]
     layers = [(w, layer) for w, layer in numbers if w.chosen is None or layer in w.chosen]
@@ -235,13 +230,11 @@ def _added(module: nn.Module, given: Any, causal: bool | None, scores: Tensor) -
         given = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril()[None, None]
     given = given[..., :keys]
     if given.dtype == torch.bool:
-        return additive_mask(scores, scores, given, False)
+        return interface.additive_mask(scores, scores, given, False)
     if not given.is_floating_point():
-        raise CaptureError(
-            f"{type(module).__name__} was given a mask of "
-            f"{str(given.dtype).removeprefix('torch.')} numbers; give True where attention is "
-            "allowed, or floating-point numbers that are added to the scores"
-        )
+        kind = str(given.dtype).removeprefix("torch.")
+        instead = "give True where attention is allowed, or floating-point numbers, added to scores"
+        raise CaptureError(f"{type(module).__name__} has a mask of {kind} numbers; {instead}")
     return given.to(scores.dtype).masked_fill(given <= torch.finfo(given.dtype).min, lowest)
 
 
@@ -315,12 +308,11 @@ def watched_attention(
             _watches.remove(watch)
     if watch.ran and not watch.layers:
         newer = "" if __version__ >= "5" else ", or install transformers>=5, where more does"
-        raise CaptureError(
-            f"{type(inner).__name__} ran, and none of its attention goes through "
-            f"AttentionInterface in transformers {__version__}, so its probabilities are not seen; "
-            "run it outside with attn_implementation='eager' and output_attentions=True, and take "
-            f"its attentions{newer}"
+        what = (
+            f"none of its attention goes through AttentionInterface in transformers {__version__}"
         )
+        instead = "take the attentions of attn_implementation='eager', output_attentions=True"
+        raise CaptureError(f"{type(inner).__name__} ran, and {what}; {instead}{newer}")
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
     if missing and watch.layers:
         raise CaptureError(f"layers {missing} do not exist: 0 to {len(watch.layers) - 1} ran")
@@ -370,20 +362,20 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     Raises:
         CaptureError: it is to run a function of the user's own.
     """
-    found = (c for module in modules for c in attention_configs(vars(module).get("config")))
-    configs = list({id(config): config for config in found}.values())
-    if own := own_names(configs):
-        raise CaptureError(
-            f"{type(model).__name__} computes attention by {own[0][1]!r}, a function of your own, "
-            "which is not seen in training; set_attn_implementation('eager') is"
-        )
+    given = [vars(module).get("config") for module in modules]
+    found = (inner for config in given for inner in interface.attention_configs(config))
+    configs, name = list({id(config): config for config in found}.values()), interface.ATTRIBUTE
+    if own := interface.own_names(configs):
+        what = f"{type(model).__name__} computes attention by {own[0][1]!r}, a function of your own"
+        instead = "set_attn_implementation('eager') is"
+        raise CaptureError(f"{what}, which is not seen in training; {instead}")
     again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
     if again and model.training:
         tell("gradient checkpointing is off while attention is watched, which takes memory")
     with ExitStack() as stack, changed(CHECKPOINTING, False, *again):
         for config in configs:
-            stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
-        if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
+            stack.callback(setattr, config, name, getattr(config, name))
+        if any(getattr(config, name) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
         yield
 
@@ -549,17 +541,12 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     def each_head(t: Tensor) -> Tensor:
         return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
 
-    b_q, b_k, b_v = (None if b is None else each_head(b) for b in found.b)
-    att = Attention(
-        x.to(home, dtype),
-        *map(each_head, found.w),
-        b_q=b_q,
-        b_k=b_k,
-        b_v=b_v,
-        scale=float(call.scale),
-        mask=None if mask is None else mask.to(home, dtype),
-        valid=None if valid is None else valid.to(home),
-    )
+    biases = zip(BIASES, found.b, strict=True)
+    given: dict[str, Any] = {name: each_head(b) for name, b in biases if b is not None}
+    given |= {} if mask is None else {"mask": mask.to(home, dtype)}
+    given |= {} if valid is None else {"valid": valid.to(home)}
+    weights = map(each_head, found.w)
+    att = Attention(x.to(home, dtype), *weights, scale=float(call.scale), **given)
     _check(att, call, first)
     return att
 
@@ -588,7 +575,6 @@ def _check(att: Attention, call: TrainingCall, sample: int) -> None:
         own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
         off = relative_error(mine, own) if mine.shape == own.shape else torch.inf
         if not off <= limit:
-            raise CaptureError(
-                f"{type(call.module).__name__} does more to its {name} than project its input (off "
-                f"by {off:.1e}), or is cross-attention, so its bound has no gradient"
-            )
+            what = f"does more to its {name} than project its input (off by {off:.1e})"
+            said = f"{type(call.module).__name__} {what}, or is cross-attention"
+            raise CaptureError(f"{said}, so its bound has no gradient")
