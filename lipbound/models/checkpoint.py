@@ -154,11 +154,9 @@ class Checkpoint:
         return self.model.config if isinstance(self.model, PreTrainedModel) else PretrainedConfig()
 
     def __repr__(self) -> str:
-        where = ", weights on disk" if self.by_layer else ""
-        return (
-            f"Checkpoint({self.name!r}, {type(self.model).__name__}, "
-            f"{str(self.dtype).removeprefix('torch.')}{where}, {self.revision[:19]})"
-        )
+        dtype = str(self.dtype).removeprefix("torch.") + ", weights on disk" * self.by_layer
+        kind = type(self.model).__name__
+        return f"Checkpoint({self.name!r}, {kind}, {dtype}, {self.revision[:19]})"
 
     @property
     def modality(self) -> str:
@@ -311,16 +309,15 @@ def declared_positions(config: Any) -> int | None:
 
 def odd_masks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return sentences about padding without a mask, and masks of 0 and 1 that are added."""
-    return _unmasked(model, batch) + [
-        f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores and mask "
-        "nothing; give a boolean mask, True where a token is seen, or 0 there and -inf elsewhere"
-        for name, mask in batch.items()
-        if name.endswith("attention_mask")
-        and isinstance(mask, Tensor)
-        and mask.ndim == 4
-        and mask.dtype != torch.bool
-        and zero_one(mask)
-    ]
+    notes = _unmasked(model, batch)
+    for name, mask in batch.items():
+        pairs = name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim == 4
+        if pairs and mask.dtype != torch.bool and zero_one(mask):
+            notes.append(
+                f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores "
+                "and mask nothing; give True where a token is seen, or 0 there and -inf elsewhere"
+            )
+    return notes
 
 
 def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:

@@ -118,15 +118,8 @@ def unwrapped(given: object) -> tuple[object, list[str]]:
         isinstance(node.target, OpOverload) for node in graph.nodes
     )
     if traced or isinstance(given, torch.jit.ScriptModule):
-        raise CaptureError(
-            f"the {type(given).__name__} is a traced program (torch.jit, torch.export), in whose "
-            "operations no attention can be seen; give the module that it was made of"
-        )
-    parts = given.modules() if isinstance(given, PreTrainedModel) else ()
-    if adapted := [p for p in parts if hasattr(p, "base_layer") and hasattr(p, "active_adapters")]:
-        off = all(getattr(part, "disable_adapters", False) for part in adapted)
-        how = "switched off, and it is measured without" if off else "and it is measured with"
-        notes.append(f"{len(adapted)} layers of the model have adapters in them, {how} them")
+        what = f"the {type(given).__name__} is a traced program (torch.jit, torch.export)"
+        raise CaptureError(f"{what}, into which nobody sees; give the module that it was made of")
     return given, notes
 
 
@@ -153,10 +146,8 @@ def bare_module(given: object, tells: bool = True, kind: type = nn.Module) -> An
     model, notes = unwrapped(given)
     if not isinstance(model, kind):
         other = ", any torch.nn.Module," if kind is nn.Module else ""
-        raise CaptureError(
-            f"model is {shown(given)}; give a loaded transformers model{other} or what "
-            "lipbound.load_checkpoint returns"
-        )
+        kinds = f"a loaded transformers model{other} or what lipbound.load_checkpoint returns"
+        raise CaptureError(f"model is {shown(given)}; give {kinds}")
     tell(*(notes if tells else ()))
     return model
 
@@ -182,10 +173,8 @@ def named_inputs(model: nn.Module, inputs: object) -> dict[str, Tensor]:
         names = [p.name for p in parameters if p.kind in by_place]
         inputs = dict(zip(names, inputs, strict=False)) if len(names) >= len(inputs) else inputs
     if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
-        raise CaptureError(
-            f"inputs is {shown(inputs)}; give named tensors, such as "
-            "tokenizer(text, return_tensors='pt'), or no more than the model's forward takes"
-        )
+        kinds = "tensors that its forward takes, such as tokenizer(text, return_tensors='pt')"
+        raise CaptureError(f"inputs is {shown(inputs)}; give {kinds}")
     return {str(name): value for name, value in inputs.items()}
 
 
@@ -281,12 +270,9 @@ def check_finite(model: nn.Module, name: str) -> None:
     """
     stored, buffers = offload.on_disk(model), {key for key, _ in model.named_buffers()}
     for key, tensor in model.state_dict().items():
-        if key in stored:
-            passed = finite(stored[key].read())
-        else:
-            plain = isinstance(tensor, Tensor) and not tensor.is_meta
-            passed = not plain or finite(tensor, masks=key in buffers)
-        if not passed:
+        tensor = stored[key].read() if key in stored else tensor
+        plain = isinstance(tensor, Tensor) and not tensor.is_meta
+        if plain and not finite(tensor, masks=key in buffers):
             raise CheckpointError(f"the weights of {name} have NaN or infinite numbers, in {key}")
 
 
@@ -308,15 +294,12 @@ def check_floating(model: nn.Module, name: str) -> None:
         packed, weight = _packed(key, value), isinstance(value, nn.Parameter)
         if packed or (weight and (not value.is_floating_point() or value.dtype.itemsize == 1)):
             kind = "quantized" if packed else str(value.dtype).removeprefix("torch.")
-            raise CheckpointError(
-                f"the weights of {name} are not all floating-point numbers: {key} is {kind}, and "
-                "has no true derivatives; give the model before quantization, or what "
-                "model.dequantize() makes of it"
-            )
+            what = f"are not all floating-point: {key} is {kind}, and has no true derivatives"
+            instead = "give the model before quantization, or what model.dequantize() makes of it"
+            raise CheckpointError(f"the weights of {name} {what}; {instead}")
         if weight and value.is_meta and not offload.is_offloaded(model):
-            raise CheckpointError(
-                f"the weights of {name} are not in memory ({key} is on the device meta); load them"
-            )
+            what = f"are not in memory ({key} is on the device meta)"
+            raise CheckpointError(f"the weights of {name} {what}; load them")
 
 
 def _packed(key: str, value: object) -> bool:
@@ -338,11 +321,9 @@ def config_sha256(config: PretrainedConfig) -> str:
     That is positions, windows, epsilons and the like, which weights do not tell.
     """
 
-    def kept(said: Any) -> Any:
-        if not isinstance(said, dict):
-            return said
+    def kept(said: dict[str, Any]) -> dict[str, Any]:
         return {
-            str(key): kept(value)
+            str(key): kept(value) if isinstance(value, dict) else value
             for key, value in said.items()
             if key not in WITHOUT_EFFECT.split() and not str(key).startswith("_")
         }

@@ -5,7 +5,6 @@ model, and remarked on if odd.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sente
 from lipbound.models.weight_files import finite
 
 DEFAULT_SAMPLES = 8
-TEXT_TOWERS = ("text_model", "text_encoder", "language_model", "text_branch")
-"""Names of the part of a model of several towers that reads text."""
 FINITE = {"pixel_values", "inputs_embeds", "input_features", "input_values"}
 """Inputs that are numbers."""
 SAMPLES = "tensors of (samples, ...), all with as many samples, at least one"
@@ -241,14 +238,6 @@ def _taken(checkpoint: Checkpoint) -> set[str]:
     return names if checkpoint.main_input in names else set()
 
 
-def _vocabulary(model: Any) -> int | None:
-    """Return how many tokens a model, or its tower that reads text, has embeddings of."""
-    for part in (model, *(getattr(model, name, None) for name in TEXT_TOWERS)):
-        with suppress(AttributeError, NotImplementedError):
-            return getattr(part.get_input_embeddings(), "num_embeddings", None)
-    return None
-
-
 def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
     """Check that token numbers are whole, (samples, N), and in the model's vocabulary.
 
@@ -265,20 +254,16 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
         return
     shape, config = tuple(ids.shape), text_part(checkpoint.config)
     if ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2 or not shape[1]:
-        raise InputsError(
-            f"input_ids is of {ids.dtype} and of shape {shape}; it must be whole numbers (int64), "
-            "(samples, tokens), with at least one token"
-        )
+        must = "it must be whole numbers (int64), (samples, tokens)"
+        raise InputsError(f"input_ids is of {ids.dtype} and of shape {shape}; {must}")
     if checkpoint.modality == "text":
         checkpoint.check_length(shape[1], "inputs of {} tokens exceed")
     low, high = (int(end) for end in ids.aminmax())
-    known = _vocabulary(checkpoint.model) or getattr(config, "vocab_size", None)
-    known = known if isinstance(known, int) and known > 0 else high + 1
+    known = getattr(config, "vocab_size", None) or high + 1
     if low < 0 or high >= known:
-        raise InputsError(
-            f"input_ids has the number {low if low < 0 else high}; {checkpoint.name} knows tokens "
-            f"0 to {known - 1}; are they of its tokenizer?"
-        )
+        strange = low if low < 0 else high
+        knows = f"{checkpoint.name} knows tokens 0 to {known - 1}"
+        raise InputsError(f"input_ids has the number {strange}; {knows}; of which tokenizer is it?")
     mask = batch.get("attention_mask")
     if mask is not None and mask.ndim == 2:
         if tuple(mask.shape) != shape:

@@ -26,30 +26,17 @@ from lipbound import devices, errors
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
-from lipbound.errors import (
-    CheckpointError,
-    InputsError,
-    knows_options,
-    name_or_none,
-    neighbours,
-    shown,
-    tell,
-)
+from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
 from lipbound.models import adapters, offload, weight_files
 from lipbound.models.adapters import LoraAdapter
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
 from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
-from lipbound.models.in_memory import (
-    check_finite,
-    check_floating,
-    load_loaded,
-    state_sha256,
-)
+from lipbound.models.in_memory import check_finite, check_floating, load_loaded, state_sha256
 from lipbound.models.other_libraries import answers, explained, first_line, quiet
 from lipbound.models.readers import is_path
 
-__all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
+__all__ = ["Checkpoint", "load_checkpoint"]
 
 SAMPLE = "sample"
 """The one input of given layers: the numbers of samples, which they have inside."""
@@ -59,26 +46,11 @@ INSTEAD = "give the checkpoint that was quantized"
 FETCHED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.safetensors")
 """Files of a hub model that are fetched: configuration, tokenizer or processor, and weights."""
 REASONS = {
-    hub_errors.GatedRepoError: (
-        "is a gated model",
-        "accept its conditions on the hub, then `hf auth login`",
-    ),
-    hub_errors.RevisionNotFoundError: (
-        "was not found on the hub",
-        "give a branch, a tag or a full commit hash",
-    ),
-    hub_errors.HFValidationError: (
-        "is neither a directory here nor a valid hub id",
-        "hub ids are owner/name",
-    ),
-    hub_errors.RepositoryNotFoundError: (
-        "was not found on the hub, nor is it a directory here",
-        "check the spelling, or log in if it is private",
-    ),
-    hub_errors.LocalEntryNotFoundError: (
-        "is not in the local cache, and {off}",
-        "connect, or give a directory",
-    ),
+    hub_errors.GatedRepoError: "is a gated model; accept its conditions, then `hf auth login`",
+    hub_errors.RevisionNotFoundError: "was not found on the hub; give a branch, a tag or a commit",
+    hub_errors.HFValidationError: "is neither a directory nor a hub id; hub ids are owner/name",
+    hub_errors.RepositoryNotFoundError: "was not found on the hub; check the spelling, or log in",
+    hub_errors.LocalEntryNotFoundError: "is not in the local cache, and {}; give a directory",
 }
 """Why a hub model cannot be had, and what to do, by the first that an error is of."""
 
@@ -92,21 +64,22 @@ class GivenLayers(nn.Module):
         super().__init__()
         self.layers = tuple(layers)
         for i, layer in enumerate(layers):
-            for name, t in _tensors(layer).items():
-                self.register_parameter(f"{name}_{i}", nn.Parameter(t, requires_grad=False))
+            given = layer.tensors() if isinstance(layer, Attention) else {"stream": layer.stream}
+            for name, t in given.items():
+                key = f"{name.replace('.', '_')}_{i}"
+                self.register_parameter(key, nn.Parameter(t, requires_grad=False))
 
     def forward(self, sample: Tensor) -> Tensor:
         """Return nothing new: layers hold their inputs."""
         return sample
 
+    @property
+    def samples(self) -> list[int]:
+        """Numbers of samples of each layer."""
+        return [layer.samples // getattr(layer, "windows", 1) for layer in self.layers]
 
-def _tensors(layer: Attention | ModuleAttention) -> dict[str, Tensor]:
-    if isinstance(layer, ModuleAttention):
-        return {"stream": layer.stream}
-    return {name.replace(".", "_"): t for name, t in layer.tensors().items()}
 
-
-def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
+def load_layers(model: Any, options: LoadOptions) -> Checkpoint | None:
     """Make a checkpoint of a list of layers.
 
     Args:
@@ -120,14 +93,10 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
     Raises:
         CheckpointError: they have different numbers of samples.
     """
-    if not isinstance(model, list | tuple) or not model:
-        return None
-    if not all(isinstance(layer, Attention | ModuleAttention) for layer in model):
+    several = isinstance(model, list | tuple) and len(model) > 0
+    if not several or not all(isinstance(one, Attention | ModuleAttention) for one in model):
         return None
     options.refuse_given("layers")
-    samples = [layer.samples // _windows(layer) for layer in model]
-    if len(set(samples)) > 1:
-        raise CheckpointError(f"layers must have as many samples each; these have {samples}")
     notes = []
     if cast := sum(isinstance(one, Attention) and one.dtype != options.dtype for one in model):
         wanted = str(options.dtype).removeprefix("torch.")
@@ -137,11 +106,9 @@ def load_layers(model: object, options: LoadOptions) -> Checkpoint | None:
         for layer in model
     )
     made, name = GivenLayers(tuple(brought)), f"{len(model)} layer{'s' * (len(model) > 1)}"
+    if len(set(made.samples)) > 1:
+        raise CheckpointError(f"layers must have as many samples each; these have {made.samples}")
     return Checkpoint(made, name, state_sha256(made), None, loaded=True, notes=notes)
-
-
-def _windows(layer: Attention | ModuleAttention) -> int:
-    return layer.windows if isinstance(layer, ModuleAttention) else 1
 
 
 def inputs_of(model: GivenLayers, data: Any, count: int | None) -> Inputs:
@@ -157,8 +124,7 @@ def inputs_of(model: GivenLayers, data: Any, count: int | None) -> Inputs:
     """
     if data is not None:
         raise InputsError("layers bring their own inputs; leave out data")
-    there = model.layers[0].samples // _windows(model.layers[0])
-    return Inputs({SAMPLE: torch.arange(there)[:count]}, "inputs of the layers")
+    return Inputs({SAMPLE: torch.arange(model.samples[0])[:count]}, "inputs of the layers")
 
 
 class GivenCapturer(Capturer):
@@ -174,7 +140,7 @@ class GivenCapturer(Capturer):
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
         for position, i in enumerate(self._chosen(self.count)):
             if position not in skip:
-                windows = _windows(layers[i])
+                windows = getattr(layers[i], "windows", 1)
                 part = layers[i].select(slice(first * windows, stop * windows))
                 yield LayerCapture(i, f"layers.{i}", part, 0.0, windows)
 
@@ -240,18 +206,12 @@ def load_checkpoint(
     place, file = resolve_device(device), name_or_none("gguf_file", gguf_file)
     options = LoadOptions(named, kind, place, weights, file, _adapter(adapter))
     if options.dtype == torch.float64 and not has_float64(options.device):
-        raise CheckpointError(
-            f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
-            "dtype='float32', or device='cpu'"
-        )
+        what = f"dtype is 'float64', which the device {str(options.device)!r} does not have"
+        raise CheckpointError(f"{what}; take dtype='float32', or device='cpu'")
     places = {"tokenizer": _place("tokenizer", tokenizer)}
     places |= {"processor": _place("processor", processor)}
-    checkpoint = next(filter(None, (source(model, options) for source in SOURCES)), None)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
-            "directory, 'builtin:NAME', a loaded transformers model or another torch module"
-        )
+    checkpoint = load_loaded(model, options) or load_layers(model, options)
+    checkpoint = checkpoint or load_named(model, options)
     checkpoint.tokenizer_from, checkpoint.processor_from = places.values()
     other = {"image": "tokenizer", "text": "processor"}.get(checkpoint.modality, "")
     if places.get(other) is not None:
@@ -266,93 +226,56 @@ def _place(what: str, given: object) -> str | None:
     if given is None:
         return None
     if not isinstance(given, str | Path) or not str(given).strip():
-        raise CheckpointError(
-            f"{what} is {shown(given)}; give a directory (of a loaded one, that of its "
-            "save_pretrained) or a hub id"
-        )
+        raise CheckpointError(f"{what} is {shown(given)}; give its directory or hub id")
     name = known_builtin(given)
     return str(given) if name is None else str(BUILTINS[name].place(name))
 
 
-def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
-    """Load a builtin checkpoint.
+def load_named(model: object, options: LoadOptions) -> Checkpoint:
+    """Load a checkpoint that comes with lipbound, lies on this machine, or is on the hub.
 
     Args:
-        model: a name of `lipbound.models.catalogue.BUILTINS` behind "builtin:", in letters of any
-            size.
+        model: "builtin:NAME"; a directory with config.json and weights, as save_pretrained writes
+            it, or with a GGUF file; such a file itself; or a hub id, "owner/name" or "name", with
+            "@revision" behind it or without.
         options: as `load_folder` takes them.
-
-    Returns:
-        The checkpoint; None where the name does not begin so. CheckpointError is raised for names
-        that are not there, for other weights than those expected, and for a revision or a file.
-    """
-    name = known_builtin(model)
-    if name is None:
-        return None
-    options.refuse_given(f"the builtin checkpoint {name!r}", "revision", "gguf_file")
-    found = BUILTINS[name]
-    wanted = replace(options, gguf_file=found.gguf)
-    checkpoint = load_folder(PREFIX + name, found.place(name), None, wanted)
-    found.check(checkpoint.revision.partition("+")[0])
-    return checkpoint
-
-
-def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
-    """Load a checkpoint from a directory of this machine, or from a GGUF file.
-
-    Args:
-        model: a directory with config.json and weights, as save_pretrained writes it, or with a
-            GGUF file; or such a file itself.
-        options: as `load_folder` takes them.
-
-    Returns:
-        The checkpoint; None where nothing is there and the name may be a hub id.
 
     Raises:
-        CheckpointError: it is no such directory, lacks files, or cannot be loaded.
+        CheckpointError: there is no such checkpoint, or it cannot be loaded as the options say.
     """
     if not isinstance(model, str | Path):
-        return None
-    name, path, wanted = str(model), Path(model).expanduser(), options.gguf_file
-    if not path.exists():
-        if not (is_path(name) or name.count("/") > 1 or weight_files.is_gguf(name)):
-            return None
+        raise CheckpointError(
+            f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
+            "directory, 'builtin:NAME', a loaded transformers model or another torch module"
+        )
+    name, path, gguf = str(model), Path(model).expanduser(), options.gguf_file
+    if (builtin := known_builtin(name)) is not None:
+        options.refuse_given(f"the builtin checkpoint {builtin!r}", "revision", "gguf_file")
+        found = BUILTINS[builtin]
+        wanted = replace(options, gguf_file=found.gguf)
+        checkpoint = load_folder(PREFIX + builtin, found.place(builtin), None, wanted)
+        found.check(checkpoint.revision.partition("+")[0])
+        return checkpoint
+    packed = weight_files.is_gguf(name)
+    if not path.exists() and (is_path(name) or name.count("/") > 1 or packed):
         instead = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
         raise CheckpointError(f"there is no directory or file {name}; {suggestion(name, instead)}")
-    options.refuse_given(f"the directory {name}", "revision")
-    if path.is_dir():
-        return load_folder(name, path, None, options)
-    if not weight_files.is_gguf(name) or wanted not in (None, path.name):
-        given = "" if wanted is None else f", and gguf_file is {wanted!r}"
-        raise CheckpointError(
-            f"{name} is a file{given}; give one GGUF file, or the directory that holds config.json"
-        )
-    return load_folder(name, path.parent, None, replace(options, gguf_file=path.name))
-
-
-def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
-    """Load a checkpoint from the hub, or from its cache when the hub is out of reach.
-
-    Args:
-        model: a hub id, "owner/name" or "name", with "@revision" behind it or without.
-        options: as `load_folder` takes them.
-
-    Returns:
-        The checkpoint; None for what is no name.
-
-    Raises:
-        CheckpointError: it cannot be had.
-    """
-    if not isinstance(model, str | Path):
-        return None
-    name, _, suffix = str(model).partition("@")
+    if path.exists():
+        options.refuse_given(f"the directory {name}", "revision")
+        if path.is_dir():
+            return load_folder(name, path, None, options)
+        if not packed or gguf not in (None, path.name):
+            given = "" if gguf is None else f", and gguf_file is {gguf!r}"
+            what = "give one GGUF file, or the directory that holds config.json"
+            raise CheckpointError(f"{name} is a file{given}; {what}")
+        return load_folder(name, path.parent, None, replace(options, gguf_file=path.name))
+    repo, _, suffix = name.partition("@")
     if suffix and options.revision not in (None, suffix):
-        raise CheckpointError(
-            f"two revisions were given, {suffix!r} in the name and {options.revision!r}; give one"
-        )
-    packed = () if options.gguf_file is None else (options.gguf_file,)
-    folder = snapshot(name, suffix or options.revision, *packed)
-    return load_folder(str(model), folder, folder.name, options)
+        both = f"{suffix!r} and {options.revision!r}"
+        raise CheckpointError(f"two revisions were given, {both}; give one")
+    files = () if gguf is None else (gguf,)
+    folder = snapshot(repo, suffix or options.revision, *files)
+    return load_folder(name, folder, folder.name, options)
 
 
 def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> Checkpoint:
@@ -377,9 +300,7 @@ def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> 
         raise CheckpointError(f"{name} is itself an adapter, of {adapter.base}; give that")
     here = Path(adapter.base).expanduser().exists() or adapter.base.startswith(PREFIX)
     revision = None if here else adapter.config.get("revision")
-    wanted = replace(options, adapter=adapter, revision=revision)
-    sources = (load_builtin, load_directory, load_hub)
-    found = next(filter(None, (source(adapter.base, wanted) for source in sources)))
+    found = load_named(adapter.base, replace(options, adapter=adapter, revision=revision))
     return replace(found, commit=commit)
 
 
@@ -432,13 +353,13 @@ def snapshot(repo: str, revision: str | None, *wanted: str) -> Path:
     except Exception as error:  # no connection, in whatever type the HTTP client reports it
         offline = "HF_HUB_OFFLINE forbids looking on the hub"
         off = offline if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        other = f"could not be fetched from the hub: {first_line(error)}", "try again"
-        kinds = (said for kind, said in REASONS.items() if isinstance(error, kind))
-        why, instead = next(kinds, other)
+        other = f"could not be fetched from the hub ({first_line(error)}); try again"
+        kinds = (said.format(off) for kind, said in REASONS.items() if isinstance(error, kind))
+        why, _, instead = next(kinds, other).rpartition("; ")
         if not isinstance(error, hub_errors.GatedRepoError | hub_errors.RevisionNotFoundError):
             instead = suggestion(repo, instead)
         at = f"{repo} at revision {revision!r}" if revision else repo
-        raise CheckpointError(f"{at} {why.format(off=off)}; {instead}") from error
+        raise CheckpointError(f"{at} {why}; {instead}") from error
 
 
 def suggestion(name: str, otherwise: str) -> str:
@@ -452,18 +373,15 @@ def suggestion(name: str, otherwise: str) -> str:
         The part of a message that names builtins, models in the hub's cache and directories nearby,
         or ``otherwise``.
     """
-    wanted = name.partition("@")[0].rstrip("/")
-    cached = (one.name for one in Path(constants.HF_HUB_CACHE).glob("models--*"))
-    known = [PREFIX + one for one in BUILTINS]
-    known += [one.removeprefix("models--").replace("--", "/", 1) for one in cached]
-    parent, beside = Path(wanted).parent, []
+    wanted = Path(name.partition("@")[0])
+    cached = (one.name.split("--", 1)[1] for one in Path(constants.HF_HUB_CACHE).glob("models--*"))
+    known = [PREFIX + one for one in BUILTINS] + [one.replace("--", "/", 1) for one in cached]
     with suppress(OSError, ValueError, RuntimeError):
-        folders = (file.parent for file in parent.expanduser().glob("*/config.json"))
-        beside = [str(parent / folder.name) for folder in folders]
-    by_end = {one.rpartition("/")[2].removeprefix(PREFIX): one for one in (*known, *beside)}
-    close = neighbours(wanted, known, cutoff=0.75)
-    close += [by_end[one] for one in neighbours(wanted.rpartition("/")[2], by_end, cutoff=0.75)]
-    found = [one for one in dict.fromkeys(close) if one != name][:3]
+        folders = [file.parent for file in wanted.parent.expanduser().glob("*/config.json")]
+        known += [str(wanted.parent / folder.name) for folder in folders]
+    by_end = {one.rpartition("/")[2].removeprefix(PREFIX): one for one in known}
+    close = [by_end[one] for one in errors.neighbours(wanted.name, by_end, cutoff=0.75)]
+    found = [one for one in close if one != name]
     return f"did you mean {' or '.join(map(repr, found))}?" if found else otherwise
 
 
@@ -498,7 +416,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
         raise CheckpointError(f"{name} has no config.json; {what}")
     file = None if gguf is None else folder / gguf
     merged = options.adapter if isinstance(options.adapter, LoraAdapter) else None
-    notes = adapters.notes_beside(name, folder, options.adapter)
+    adapters.check_beside(name, folder, options.adapter)
     how = None
     if file is not None:
         options.refuse_given(f"the GGUF file {file}", "weights")
@@ -529,7 +447,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     revision = weight_files.sha256(files) if commit is None or gguf else commit
     config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
     checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
-    checkpoint.notes, checkpoint.configuration = notes + unread, config_sha
+    checkpoint.notes, checkpoint.configuration = unread, config_sha
     checkpoint.gguf_file, checkpoint.quantization = gguf, how
     return checkpoint if merged is None else adapters.with_adapter(checkpoint, merged)
 
@@ -550,10 +468,7 @@ def _by_layer(folder: Path, options: LoadOptions) -> bool:
     """
     merged = isinstance(options.adapter, LoraAdapter)
     if merged and options.weights == "layers":
-        raise CheckpointError(
-            "an adapter is merged into weights in memory, and weights='layers' leaves them on "
-            "disk; use weights='whole', or merge it with PEFT and save the model"
-        )
+        raise CheckpointError("adapters are merged in memory; use weights='whole', not 'layers'")
     if merged or options.weights != "auto":
         return options.weights == "layers"
     needed = sum(prod(t.shape) for t in _stored(folder).values()) * options.dtype.itemsize
@@ -572,10 +487,8 @@ def _load_whole(
     check_filled(report, name)
     unused = sorted(filter(weight_files.matters, report["unexpected_keys"]))
     if how is not None and gguf is None and unused:
-        raise CheckpointError(
-            f"transformers left {len(unused)} tensors of {name} unused when it turned back what "
-            f"{how} quantized, {unused[0]} among them; {INSTEAD}"
-        )
+        what = f"transformers left {unused[0]} unused when it turned back what {how} quantized"
+        raise CheckpointError(f"{name} could not be loaded: {what}; {INSTEAD}")
     return model
 
 
@@ -593,11 +506,9 @@ def check_rotary(config: PretrainedConfig, name: str) -> None:
         said, scaling = (getattr(part, f"rope_{key}", None) for key in ("parameters", "scaling"))
         read = {"rope_theta": getattr(part, "rope_theta", None), "rope_type": "default"}
         if said and said != read | (scaling or {}) and transformers.__version__ < "5":
-            raise CheckpointError(
-                f"{name} was saved by transformers {config.transformers_version}, and "
-                f"{transformers.__version__} reads other rotary embeddings than it says "
-                "(rope_parameters); install transformers>=5"
-            )
+            what = f"{name} was saved by transformers {config.transformers_version}"
+            why = f"{transformers.__version__} does not read its rope_parameters"
+            raise CheckpointError(f"{what}, and {why}; install transformers>=5")
 
 
 def check_filled(report: dict[str, Any], name: str) -> None:
@@ -616,11 +527,10 @@ def check_filled(report: dict[str, Any], name: str) -> None:
     if wrong:
         others = sorted(str(key) for key in report["unexpected_keys"])
         instead = f"; what is there instead is {', '.join(others[:2])}" if others else ""
-        raise CheckpointError(
-            f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are "
-            f"missing or of another shape, {sorted(wrong)[0]} among them, and would be random "
-            f"numbers{instead}"
-        )
+        first = sorted(wrong)[0]
+        what = f"{len(wrong)} tensors are missing or of another shape, {first} among them"
+        start = f"the weights of {name} do not fill its architecture"
+        raise CheckpointError(f"{start}: {what}, and would be random numbers{instead}")
 
 
 def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | None:
@@ -646,10 +556,8 @@ def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | N
     if how not in AFTERWARDS:
         kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(how)
         if kind is None or "dequantize" not in inspect.signature(kind.__init__).parameters:
-            raise CheckpointError(
-                f"the weights of {name} were quantized with {how}, which transformers does not "
-                f"turn back into floating-point numbers; {INSTEAD}"
-            )
+            what = f"were quantized with {how}, which transformers does not turn back"
+            raise CheckpointError(f"the weights of {name} {what}; {INSTEAD}")
         config.quantization_config = said | {"dequantize": True}
     block = said.get("weight_block_size")
     stored = _stored(folder)
@@ -658,10 +566,8 @@ def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | N
         if f"{key}_scale_inv" in stored and any(
             size % part for size, part in zip(tensor.shape[-2:], block, strict=True)
         ):
-            raise CheckpointError(
-                f"{key} of {name} is no whole number of quantized blocks of {block[0]} x "
-                f"{block[1]}, and transformers misreads such; {INSTEAD}"
-            )
+            what = f"is no whole number of quantized blocks of {block[0]} x {block[1]}"
+            raise CheckpointError(f"{key} of {name} {what}; {INSTEAD}")
     return how
 
 
@@ -680,9 +586,8 @@ def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
     for key, tensor in _stored(folder).items():
         bare = key.partition(".")[2]  # without the prefix of the task's model
         if not tensor.floating and (key in floating or bare in floating):
-            raise CheckpointError(
-                f"weights of {name} are not all floating-point numbers, {key} for one; {INSTEAD}"
-            )
+            what = f"are not all floating-point numbers, {key} for one"
+            raise CheckpointError(f"weights of {name} {what}; {INSTEAD}")
 
 
 def _stored(folder: Path) -> dict[str, weight_files.TensorRef]:
@@ -691,12 +596,3 @@ def _stored(folder: Path) -> dict[str, weight_files.TensorRef]:
         return weight_files.stored_tensors(folder)
     except CheckpointError:
         return {}
-
-
-SOURCES = (load_loaded, load_layers, load_builtin, load_directory, load_hub)
-"""Loaders of the kinds of checkpoints, in the order in which they are asked.
-
-Each takes what the user gave and returns None where that is not of its kind, else the model in
-evaluation mode, with finite weights that fill its architecture; it raises CheckpointError where the
-model is not found or cannot be loaded as the options say.
-"""

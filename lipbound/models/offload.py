@@ -85,13 +85,9 @@ class WeightOffloader:
         return rows
 
 
-def _owner(hook: Any) -> WeightOffloader | None:
-    owner = getattr(hook, "__self__", None)
-    return owner if isinstance(owner, WeightOffloader) else None
-
-
 def _keeper(module: nn.Module) -> WeightOffloader | None:
-    return next(filter(None, map(_owner, module._forward_pre_hooks.values())), None)
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, WeightOffloader)), None)
 
 
 def _kept(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
@@ -142,9 +138,10 @@ def plain_copy(module: nn.Module) -> nn.Module:
     kind = type(module).__name__
     with resident(module), explained(CaptureError, f"{kind} cannot be copied, to be run apart: "):
         copied = copy.deepcopy(module)
-    for part in copied.modules():
+    for _, part, keeper in _kept(copied):
+        own = keeper.before, keeper.after
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            for key in [key for key, hook in hooks.items() if _owner(hook) is not None]:
+            for key in [key for key, hook in hooks.items() if hook in own]:
                 del hooks[key]
                 part._forward_hooks_always_called.pop(key, None)
     return copied

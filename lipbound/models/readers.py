@@ -70,8 +70,8 @@ PROCESSING = {
 }
 """Settings of image processors that go into a run's provenance, and the step that each is of."""
 
-Encoded = tuple[dict[str, Tensor], list[str]]
-"""A batch of token numbers and masks, each (samples, N), and notes on it."""
+Tokens = dict[str, list[int]]
+"""The tokens of a text or of a window of it, and what tokenizers say of each."""
 
 
 def there(data: Any) -> Path | None:
@@ -109,9 +109,7 @@ def is_sentence(data: Any) -> bool:
     """
     if not isinstance(data, str) or len(data.split()) < 2 or there(data) or ROOTED.match(data):
         return False
-    if "\n" in data or len(data) > 200:
-        return True
-    named = ending(data) in (*TABLES, *IMAGE_FILES, *TEXT_FILES)
+    named = ending(data[-20:]) in (*TABLES, *IMAGE_FILES, *TEXT_FILES)
     return not named and ("/" not in data or there(Path(data).parent) is None)
 
 
@@ -208,16 +206,14 @@ class DataItems:
     kind: str = "folder"
 
     def __iter__(self) -> Iterator[Any]:
-        rows, end, said = iter(self.given), object(), self.description
+        rows, said = iter(self.given), self.description
         for done in itertools.count():
-            with explained(InputsError, f"{said} breaks off after {done} rows: ", why=cause):
-                row = next(rows, end)
-            if row is end:
-                return
-            at = row if isinstance(row, int) else done
             # what a row holds is decoded now, by whatever its format needs
-            with explained(InputsError, f"row {at} of {said} cannot be read: ", why=cause):
-                item = self.made(row)
+            with explained(InputsError, f"{said} cannot be read after {done} rows: ", why=cause):
+                try:
+                    item = self.made(next(rows))
+                except StopIteration:
+                    return
             yield item
 
     def take(self, selection: Selection, many: str) -> tuple[list[Any], list[str]]:
@@ -242,8 +238,8 @@ class DataItems:
             empty = isinstance(item, Tensor) and not len(item)
             if item is None or empty or (isinstance(item, str) and not item.strip()):
                 blank += 1
-                continue
-            taken.append(item)
+            else:
+                taken.append(item)
             if len(taken) == count:
                 break
         notes = [f"blank {many} of {self.description} were passed over: {blank}"] if blank else []
@@ -341,10 +337,11 @@ class Reader:
             data = [Path(one) for one in data]
         found = [self.item(one) for one in data]
         for other, end, item in zip(data, ends, found, strict=True):
-            if item is None and (isinstance(other, Path) or end in IMAGE_FILES):
-                raise InputsError(f"data holds {other}, which is no such file, {takes}")
             if item is None:
-                raise InputsError(f"data holds items of type {type(other).__name__}, {takes}")
+                named = isinstance(other, Path) or end in IMAGE_FILES
+                kind = f"items of type {type(other).__name__}"
+                what = f"{other}, which is no such file" if named else kind
+                raise InputsError(f"data holds {what}, {takes}")
         several = self.many if len(data) > 1 else self.many.removesuffix("s")
         return DataItems(found, f"{len(data)} given {several}")
 
@@ -373,10 +370,8 @@ class Reader:
             if (value := row[usual]) is None:
                 return None
             if (made := self.item(row if usual == "input_ids" else value)) is None:
-                raise InputsError(
-                    f"column {usual!r} of {said} holds {type(value).__name__}, {takes}; name "
-                    "another with column="
-                )
+                what = f"column {usual!r} of {said} holds {type(value).__name__}, {takes}"
+                raise InputsError(f"{what}; name another with column=")
             return made
 
         if not hasattr(table, "__len__"):
@@ -409,10 +404,8 @@ def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
         selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
     if not isinstance(data, str | Path):
-        raise InputsError(
-            f"data is {shown(data)}; give a path, a hub dataset id, a datasets.Dataset, a data "
-            "frame, a list, token numbers (whole, one at least) or a dict of ready inputs"
-        )
+        kinds = "a path, a hub dataset id, a datasets.Dataset, a data frame, a list, token numbers"
+        raise InputsError(f"data is {shown(data)}; give {kinds} or a dict of ready inputs")
     path, name, end = there(data), str(data), ending(data)
     if path is None and (is_path(name) or end in (*TABLES, *TEXT_FILES, *IMAGE_FILES)):
         raise InputsError(f"there is no file or folder {name}")
@@ -546,15 +539,28 @@ class TextReader(Reader):
             notes.append(f"texts are cut at {limit} tokens, the positions of {name}")
         checkpoint.check_length(most)
         tokenizer = checkpoint.tokenizer()
-        made = _kind(tokenizer, checkpoint)
+        special = int(tokenizer.num_special_tokens_to_add())
+        if special >= most:
+            raise InputsError(f"max_length {most} leaves no room beside {special} special tokens")
         alone = isinstance(found.given, Sequence) and len(found.given) == 1
-        if len(texts) == 1 and (selection.samples != 1 or alone):
-            batch, said = _windows(tokenizer, texts[0], replace(selection, max_length=most), name)
-            made += f", consecutive windows of {most} tokens"
+        alone = len(texts) == 1 and (selection.samples != 1 or alone)
+        if alone and selection.samples is not None and selection.shuffle is None:
+            texts = [texts[0][: selection.samples * most * LONGEST_TOKEN]]
+        every = [_windows(tokenizer, text, most, special, name) for text in texts]
+        lengths = [special + sum(len(w["input_ids"]) - special for w in one) for one in every]
+        if not any(lengths):
+            raise InputsError(f"{found.description} has no token for the tokenizer of {name}")
+        if alone:
+            made = f"consecutive windows of {most} tokens"
+            rows, said = _full(every[0], selection, most, special)
         else:
-            batch, said = _tokens(tokenizer, texts, most, name)
-            made += f", each text cut at {most} tokens"
-        return Inputs(batch, description, made, notes + said + _unknown(tokenizer, batch))
+            made, said = f"each text cut at {most} tokens", _cut(lengths, most)
+            rows = [one[0] for one, length in zip(every, lengths, strict=True) if length]
+            if none := lengths.count(0):
+                said = [f"{none} of {len(texts)} texts have no token and were passed over", *said]
+        batch = _padded(tokenizer, rows)
+        made, notes = f"{_kind(tokenizer, checkpoint)}, {made}", notes + said
+        return Inputs(batch, description, made, notes + _unknown(tokenizer, batch))
 
 
 def stream(
@@ -607,51 +613,34 @@ def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
     return next((name for name in named if name not in GENERIC.split()), whose)
 
 
-def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Encoded:
-    """Return consecutive windows of ``max_length`` tokens, or one that is shorter where all is."""
-    samples, max_length = selection.samples, selection.max_length
-    special = _special(tokenizer, max_length)
-    if samples is not None and selection.shuffle is None:
-        text = text[: samples * max_length * LONGEST_TOKEN]
-    encoded = _in_windows(tokenizer, text, max_length, special, name)
-    windows = encoded["input_ids"]
-    full = [k for k, ids in enumerate(windows) if len(ids) == max_length]
-    if not windows[0]:
-        raise InputsError(f"the text has no token for the tokenizer of {name}")
-    notes = []
-    if samples is None and full and len(full) < len(windows):
-        notes.append(
-            f"the last {len(windows[-1]) - special} tokens of the text do not fill a window of "
-            f"{max_length} and were left out"
-        )
-    if selection.shuffle is not None:
-        full = [full[k] for k in order(len(full), selection.shuffle)]
-    keys = [key for key in tokenizer.model_input_names if key in encoded]
-    keep = full[:samples] or [0]
-    return {key: torch.tensor([encoded[key][k] for k in keep]) for key in keys}, notes
-
-
-def _special(tokenizer: Any, max_length: int) -> int:
-    """Return how many special tokens a text gets, beside which others must fit."""
-    special = int(tokenizer.num_special_tokens_to_add())
-    if special >= max_length:
-        raise InputsError(f"max_length {max_length} leaves no room beside {special} special tokens")
-    return special
-
-
-def _in_windows(
-    tokenizer: Any, text: str, max_length: int, special: int, name: str
-) -> Mapping[str, list[Any]]:
+def _windows(tokenizer: Any, text: str, most: int, special: int, name: str) -> list[Tokens]:
+    """Return consecutive windows of a text, of ``most`` tokens with special ones, or fewer."""
     if getattr(tokenizer, "is_fast", False):
-        options = {"max_length": max_length, "return_overflowing_tokens": True}
-        return _encoded(tokenizer, text, name, truncation=True, **options)
+        options = {"max_length": most, "return_overflowing_tokens": True}
+        found = _encoded(tokenizer, text, name, truncation=True, **options)
+        keys = [key for key in tokenizer.model_input_names if key in found]
+        rows = zip(*(found[key] for key in keys), strict=True)
+        return [dict(zip(keys, row, strict=True)) for row in rows]
     # tokenizers written in Python return no windows
     ids = _encoded(tokenizer, text, name, add_special_tokens=False)["input_ids"]
-    room = max_length - special
-    starts = range(0, max(1, len(ids)), room)
+    room = most - special
+    parts = (ids[start : start + room] for start in range(0, max(1, len(ids)), room))
     with quiet():
-        windows = [tokenizer.prepare_for_model(ids[start : start + room]) for start in starts]
-    return {key: [window[key] for window in windows] for key in windows[0]}
+        return [dict(tokenizer.prepare_for_model(part)) for part in parts]
+
+
+def _full(
+    windows: list[Tokens], selection: Selection, most: int, special: int
+) -> tuple[list[Tokens], list[str]]:
+    """Return the windows of ``most`` tokens that are wanted, or the one that is shorter; notes."""
+    full, notes = [one for one in windows if len(one["input_ids"]) == most], []
+    if selection.samples is None and 0 < len(full) < len(windows):
+        rest = len(windows[-1]["input_ids"]) - special
+        said = f"the last {rest} tokens of the text do not fill a window of {most}"
+        notes.append(f"{said} and were left out")
+    if selection.shuffle is not None:
+        full = [full[k] for k in order(len(full), selection.shuffle)]
+    return full[: selection.samples] or windows[:1], notes
 
 
 def _encoded(tokenizer: Any, text: str | list[str], name: str, **options: Any) -> Any:
@@ -660,26 +649,16 @@ def _encoded(tokenizer: Any, text: str | list[str], name: str, **options: Any) -
         return tokenizer(text, **options)
 
 
-def _tokens(tokenizer: Any, texts: Sequence[str], max_length: int, name: str) -> Encoded:
-    """Return the beginnings of texts, padded on the right."""
-    _special(tokenizer, max_length)
-    every = _encoded(tokenizer, list(texts), name)["input_ids"]
-    lengths = [len(ids) for ids in every]
-    texts = [text for text, length in zip(texts, lengths, strict=True) if length]
-    if not texts:
-        raise InputsError(f"the texts have no token for the tokenizer of {name}")
-    none = lengths.count(0)
-    notes = [f"{none} of {len(lengths)} texts have no token and were passed over"] if none else []
+def _padded(tokenizer: Any, rows: list[Tokens]) -> dict[str, Tensor]:
+    """Return rows of tokens as tensors, padded on the right."""
     if tokenizer.pad_token is None:  # padded positions are masked, so any token serves
         known = tokenizer.eos_token or tokenizer.unk_token
         tokenizer.pad_token = known or tokenizer.convert_ids_to_tokens(0)
     tokenizer.padding_side = "right"
-    options: dict[str, Any] = {"max_length": max_length, "return_tensors": "pt"}
-    if len(set(lengths)) > 1:  # the mask alone tells padding from text, for any tokenizer
-        options["return_attention_mask"] = True
-    batch = _encoded(tokenizer, texts, name, truncation=True, padding=True, **options)
-    tensors = {key: tensor for key, tensor in batch.items() if isinstance(tensor, Tensor)}
-    return tensors, notes + _cut(lengths, max_length)
+    # of unequal rows the mask alone tells padding from text, for any tokenizer
+    mask = True if len({len(row["input_ids"]) for row in rows}) > 1 else None
+    with quiet():
+        return dict(tokenizer.pad(rows, return_tensors="pt", return_attention_mask=mask))
 
 
 def _cut(lengths: Sequence[int], max_length: int) -> list[str]:
@@ -814,10 +793,9 @@ def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
     ranges = {"F": (1, 255), "I": (255, 65535)}.get(image.mode, (65535,))
     most = next((most for most in ranges if low >= 0 and high <= most), None)
     if most is None:
-        raise ValueError(
-            f"it has values from {low:g} to {high:g} (mode {image.mode}), whose range is not "
-            f"known; scale them to {' or '.join(f'0 to {most}' for most in ranges)}"
-        )
+        known = " or ".join(f"0 to {most}" for most in ranges)
+        what = f"it has values from {low:g} to {high:g} (mode {image.mode})"
+        raise ValueError(f"{what}, whose range is not known; scale them to {known}")
     told[f"hold values that were taken for those of 0 to {most}, and brought to 8 bits"] += 1
     return Image.fromarray(np.floor(values * (255 / most) + 0.5).astype(np.uint8))
 

@@ -5,10 +5,9 @@ computed, so that calls are known with their masks and padding. Gradient checkpo
 attention is watched: a recomputation in the backward pass would not find that function.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +22,7 @@ from lipbound.attention.scoring import BLOCKED
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, indices, shown, tell
 from lipbound.models.capture.rerun import relative_error
-from lipbound.models.capture.seeing.follower import Follower, Heads
-from lipbound.models.capture.seeing.interface import (
-    ATTRIBUTE,
-    AttentionFunction,
-    additive_mask,
-    attention_configs,
-    own_functions,
-    own_names,
-)
+from lipbound.models.capture.seeing import interface
 from lipbound.models.capture.seeing.recording import by_name
 from lipbound.models.in_memory import bare_model
 from lipbound.models.other_libraries import changed
@@ -56,6 +47,8 @@ ONE_MAP = ("c_attn", "qkv")
 """Names of one linear map onto queries, keys and values, in this order."""
 COUNTS = ("num_attention_heads", "num_heads", "n_heads")
 """Names under which a module keeps its number of heads."""
+BIASES = ("b_q", "b_k", "b_v")
+"""Names of biases in `Attention`."""
 
 
 class Probabilities(list[Tensor]):
@@ -90,7 +83,6 @@ class TrainingCall:
         x: the input of the module, where that is watched.
         valid: (samples, queries) bool, False at padding; None where there is none.
         repeated: whether the module called again in the same pass.
-        own: whether it called an attention function of the user's own.
     """
 
     module: nn.Module
@@ -104,7 +96,6 @@ class TrainingCall:
     x: Tensor | None = None
     valid: Tensor | None = None
     repeated: bool = False
-    own: bool = False
 
 
 @dataclass(eq=False)
@@ -171,83 +162,27 @@ _watches: list[ProbabilityCollector] = []
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    own_function: AttentionFunction | None = None,
-    **kw: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kw: Any
 ) -> tuple[Tensor, Any]:
     """Return torch's fused attention, or the same by way of probabilities where they are wanted.
-
-    A function of the user's own takes its place, and is followed where they are wanted.
 
     Raises:
         CaptureError: scores are capped or have sinks, or the module is a copy of DataParallel's.
     """
-    given = module, query, key, value, attention_mask
-    fused = partial(own_function or sdpa_attention_forward, *given, **kw)
-    explicit: Callable[[], Any] = partial(_followed, fused, given)
-    if own_function is None:
-        if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
-            raise CaptureError(
-                f"{type(module).__name__}: penalties do not support {', '.join(extras)}"
-            )
-        explicit = partial(_explicit, module, (query, key, value), attention_mask, kw)
+    if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
+        raise CaptureError(f"{type(module).__name__}: penalties do not support {', '.join(extras)}")
     if getattr(module, "_is_replica", False):
-        raise CaptureError(
-            "DataParallel runs copies of the model in threads of their own, which penalties cannot "
-            "follow; use one device, or DistributedDataParallel (torchrun)"
-        )
+        instead = "use one device, or DistributedDataParallel (torchrun)"
+        raise CaptureError(f"penalties cannot follow the copies that DataParallel runs; {instead}")
     watches = [watch for watch in list(_watches) if id(module) in watch.modules]
     numbers = [(watch, watch.layer(module)) for watch in watches]
     layers = [(w, layer) for w, layer in numbers if w.chosen is None or layer in w.chosen]
     if not layers:
-        return fused()
-    out, p, call, wide = explicit()
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kw)
+    out, p, call, wide = _explicit(module, (query, key, value), attention_mask, kw)
     for watch, layer in layers:
         watch.add(call, layer, wide)
     return out, p
-
-
-class _Softmax(Follower):
-    """The probabilities of attention, as functions that are followed compute them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module, self.found = module, list[Tensor]()
-
-    def computed(self, heads: Heads) -> None:
-        qkv, kw = (heads.q[0], heads.k[0], heads.v), {"scaling": heads.scale, "is_causal": False}
-        wide = torch.promote_types(qkv[0].dtype, torch.float32)
-        with self.paused():
-            if heads.scores is None:  # the mask says what is causal
-                self.found.append(_explicit(self._module, qkv, heads.mask, kw)[3])
-            else:
-                self.found.append(torch.softmax(heads.scores, -1, dtype=wide))
-
-
-def _followed(
-    function: partial[Any], given: tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None]
-) -> tuple[Tensor, Any, TrainingCall, Tensor]:
-    """Return what `_explicit` does, as the user's own function makes it of what it is given.
-
-    Raises:
-        CaptureError: no softmax is seen in it, or several are.
-    """
-    module, query = given[:2]
-    with _Softmax(module) as seen:
-        out, p = function()
-    if len(seen.found) != 1:
-        raise CaptureError(
-            f"{type(module).__name__} computes attention by {function.func.__name__}, which was "
-            "registered with AttentionInterface, and in which not one softmax of products of "
-            "queries and keys is seen; set_attn_implementation('eager') is measured"
-        )
-    wide = seen.found[0]
-    call = TrainingCall(*given, None, torch.nan, False, own=True)
-    return out, p, call, wide.reshape(*query.shape[:2], *wide.shape[-2:])
 
 
 AttentionInterface.register(TRAINING_ATTENTION, _attention)
@@ -295,13 +230,11 @@ def _added(module: nn.Module, given: Any, causal: bool | None, scores: Tensor) -
         given = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril()[None, None]
     given = given[..., :keys]
     if given.dtype == torch.bool:
-        return additive_mask(scores, scores, given, False)
+        return interface.additive_mask(scores, scores, given, False)
     if not given.is_floating_point():
-        raise CaptureError(
-            f"{type(module).__name__} was given a mask of "
-            f"{str(given.dtype).removeprefix('torch.')} numbers; give True where attention is "
-            "allowed, or floating-point numbers that are added to the scores"
-        )
+        kind = str(given.dtype).removeprefix("torch.")
+        instead = "give True where attention is allowed, or floating-point numbers, added to scores"
+        raise CaptureError(f"{type(module).__name__} has a mask of {kind} numbers; {instead}")
     return given.to(scores.dtype).masked_fill(given <= torch.finfo(given.dtype).min, lowest)
 
 
@@ -375,12 +308,11 @@ def watched_attention(
             _watches.remove(watch)
     if watch.ran and not watch.layers:
         newer = "" if __version__ >= "5" else ", or install transformers>=5, where more does"
-        raise CaptureError(
-            f"{type(inner).__name__} ran, and none of its attention goes through "
-            f"AttentionInterface in transformers {__version__}, so its probabilities are not seen; "
-            "run it outside with attn_implementation='eager' and output_attentions=True, and take "
-            f"its attentions{newer}"
+        what = (
+            f"none of its attention goes through AttentionInterface in transformers {__version__}"
         )
+        instead = "take the attentions of attn_implementation='eager', output_attentions=True"
+        raise CaptureError(f"{type(inner).__name__} ran, and {what}; {instead}{newer}")
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
     if missing and watch.layers:
         raise CaptureError(f"layers {missing} do not exist: 0 to {len(watch.layers) - 1} ran")
@@ -425,20 +357,26 @@ def _hooked(
 
 @contextmanager
 def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Yield while a model, all of whose ``modules`` are given, runs our attention function."""
-    found = (c for module in modules for c in attention_configs(vars(module).get("config")))
-    configs = list({id(config): config for config in found}.values())
+    """Yield while a model, all of whose ``modules`` are given, runs our attention function.
+
+    Raises:
+        CaptureError: it is to run a function of the user's own.
+    """
+    given = [vars(module).get("config") for module in modules]
+    found = (inner for config in given for inner in interface.attention_configs(config))
+    configs, name = list({id(config): config for config in found}.values()), interface.ATTRIBUTE
+    if own := interface.own_names(configs):
+        what = f"{type(model).__name__} computes attention by {own[0][1]!r}, a function of your own"
+        instead = "set_attn_implementation('eager') is"
+        raise CaptureError(f"{what}, which is not seen in training; {instead}")
     again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
     if again and model.training:
         tell("gradient checkpointing is off while attention is watched, which takes memory")
-    kept = own_names(configs)
-    with ExitStack() as stack, changed(CHECKPOINTING, False, *again), own_functions(_attention):
+    with ExitStack() as stack, changed(CHECKPOINTING, False, *again):
         for config in configs:
-            stack.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
-        if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
+            stack.callback(setattr, config, name, getattr(config, name))
+        if any(getattr(config, name) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
-        for config, own in kept:
-            setattr(config, ATTRIBUTE, own)
         yield
 
 
@@ -454,12 +392,11 @@ def attention_probabilities(
     times in a pass has one entry: its probabilities, where all calls share them, else those of all
     calls as samples. Afterwards the model's attention is what it was before.
 
-    A function of the user's own, registered with ``AttentionInterface``, computes as it does
-    outside. Gradient checkpointing is off inside, which a notice tells.
+    Gradient checkpointing is off inside, which a notice tells.
 
     CaptureError is raised for what is no transformers model; capped scores or sinks; functions of
-    the user's own in which no softmax of scores is seen; masks of whole numbers; layers that do not
-    exist; DataParallel on several devices.
+    the user's own, registered with ``AttentionInterface``; masks of whole numbers; layers that do
+    not exist; DataParallel on several devices.
 
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``, also inside
@@ -587,7 +524,6 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
     for fault, what in (
         (call.biased, "uses position_bias in its attention"),
-        (call.own, "calls an attention function of the user's own"),
         (call.repeated, "calls attention several times in one forward pass"),
         (keys != queries, f"has {queries} queries and {keys} keys, and no self-attention"),
         (x.shape[:-1] != (samples, queries), f"is given token vectors of shape {tuple(x.shape)}"),
@@ -605,17 +541,12 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     def each_head(t: Tensor) -> Tensor:
         return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
 
-    b_q, b_k, b_v = (None if b is None else each_head(b) for b in found.b)
-    att = Attention(
-        x.to(home, dtype),
-        *map(each_head, found.w),
-        b_q=b_q,
-        b_k=b_k,
-        b_v=b_v,
-        scale=float(call.scale),
-        mask=None if mask is None else mask.to(home, dtype),
-        valid=None if valid is None else valid.to(home),
-    )
+    biases = zip(BIASES, found.b, strict=True)
+    given: dict[str, Any] = {name: each_head(b) for name, b in biases if b is not None}
+    given |= {} if mask is None else {"mask": mask.to(home, dtype)}
+    given |= {} if valid is None else {"valid": valid.to(home)}
+    weights = map(each_head, found.w)
+    att = Attention(x.to(home, dtype), *weights, scale=float(call.scale), **given)
     _check(att, call, first)
     return att
 
@@ -644,7 +575,6 @@ def _check(att: Attention, call: TrainingCall, sample: int) -> None:
         own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
         off = relative_error(mine, own) if mine.shape == own.shape else torch.inf
         if not off <= limit:
-            raise CaptureError(
-                f"{type(call.module).__name__} does more to its {name} than project its input (off "
-                f"by {off:.1e}), or is cross-attention, so its bound has no gradient"
-            )
+            what = f"does more to its {name} than project its input (off by {off:.1e})"
+            said = f"{type(call.module).__name__} {what}, or is cross-attention"
+            raise CaptureError(f"{said}, so its bound has no gradient")

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lipbound import devices
-from lipbound.errors import CheckpointError, nearest
+from lipbound.errors import CheckpointError
 from lipbound.models.other_libraries import VERBOSE, changed, explained, first_line
 
 WEIGHT_FORMATS = ("model.safetensors", "pytorch_model.bin")
@@ -75,9 +75,8 @@ class TensorRef:
             with safe_open(self.file, framework="pt") as file:
                 return file.get_tensor(self.key)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{self.key} cannot be read from {self.file} any more ({error}); load it again"
-            ) from error
+            what = f"{self.key} cannot be read from {self.file} any more ({error})"
+            raise CheckpointError(f"{what}; load it again") from error
 
 
 def finite(tensor: Tensor, *, masks: bool = False) -> bool:
@@ -103,10 +102,8 @@ def matters(key: str) -> bool:
 def unreadable(error: BaseException) -> str:
     """Return why weights cannot be loaded, without advice on the arguments of other libraries."""
     said, kind = first_line(error), type(error).__name__
-    if "upgrade torch" in said:
-        return "pickled weights are read with torch 2.6 or newer; save them as safetensors"
     damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
-    if damaged or "weights_only" in str(error) or "Weights only load failed" in str(error):
+    if damaged or "Weights only load failed" in str(error):
         return (
             "its file of weights is damaged or holds other things than weights, none of which were "
             "run; save the model again with save_pretrained"
@@ -147,11 +144,10 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
     first, *others = named
     found = [first]
     if first.endswith(".json"):
-        index = _read_json(folder / first)
-        held = index.get("weight_map") if isinstance(index.get("metadata"), dict) else None
+        held = _read_json(folder / first).get("weight_map")
         found = sorted({str(name) for name in held.values()}) if isinstance(held, dict) else []
-        if not found or any(".." in name or Path(name).is_absolute() for name in found):
-            what = f"{folder / first} is no index of weights, or an empty one, or leads elsewhere"
+        if not found:
+            what = f"{folder / first} is no index of weights, or an empty one"
             raise CheckpointError(f"{what}; fetch it again")
     for name in found:
         check_file(folder / name)
@@ -204,10 +200,8 @@ def stored_tensors(folder: Path) -> dict[str, TensorRef]:
     """
     named, _ = files(folder)
     if other := next((file.name for file in named if file.suffix != ".safetensors"), None):
-        raise CheckpointError(
-            f"{folder} has its weights in {other}, and weights='layers' reads safetensors files "
-            "only; use weights='whole', or save the model again with save_pretrained"
-        )
+        what = "weights='layers' reads safetensors files only; use weights='whole'"
+        raise CheckpointError(f"{folder} has its weights in {other}, and {what}")
     found = {}
     for file in (one.absolute() for one in named):
         stamp = _stamp(file)
@@ -243,15 +237,12 @@ def choose_gguf(there: Iterable[str], wanted: str | None, name: str) -> str:
         CheckpointError: there is no such file, or there are several and none was named.
     """
     there = sorted(there)
-    if wanted is None and len(there) == 1:
-        return there[0]
-    if wanted is None:
-        listed = " or ".join(map(repr, there[:6]))
-        raise CheckpointError(f"{name} holds GGUF files; name one with gguf_file=, {listed}")
-    if wanted not in there:
-        instead = nearest(wanted, there) if there else "it holds none"
-        raise CheckpointError(f"{name} has no GGUF file {wanted}; {instead}")
-    return wanted
+    chosen = there[0] if wanted is None and len(there) == 1 else wanted
+    if chosen is None or chosen not in there:
+        what = "holds several GGUF files" if wanted is None else f"has no GGUF file {wanted}"
+        listed = ", ".join(map(repr, there[:6])) or "it holds none"
+        raise CheckpointError(f"{name} {what}; name one with gguf_file=: {listed}")
+    return chosen
 
 
 def check_gguf(name: str, file: Path) -> str:
@@ -270,10 +261,8 @@ def check_gguf(name: str, file: Path) -> str:
             where memory is short. For broken files the package raises others.
     """
     if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
-        raise CheckpointError(
-            f"{name} is a GGUF file, and reading it needs the package {' and '.join(missing)}; pip "
-            "install 'lipbound[gguf]'"
-        )
+        needs = f"needs the package {' and '.join(missing)}; pip install 'lipbound[gguf]'"
+        raise CheckpointError(f"{name} is a GGUF file, and reading it {needs}")
     import gguf
 
     reader = gguf_of(file)
@@ -281,10 +270,8 @@ def check_gguf(name: str, file: Path) -> str:
         raise CheckpointError(f"{name} is a GGUF file without a model: no architecture or tensors")
     split, kind = (reader.fields.get(key) for key in ("split.count", "general.file_type"))
     if split is not None and split.contents() > 1:
-        raise CheckpointError(
-            f"{name} is one of {split.contents()} pieces of a model; join them with llama.cpp's "
-            "`llama-gguf-split --merge`"
-        )
+        instead = "join them with llama.cpp's `llama-gguf-split --merge`"
+        raise CheckpointError(f"{name} is one of {split.contents()} pieces of a model; {instead}")
     instead = "give the safetensors checkpoint that it was made from, with weights='layers'"
     needed, what = 4.0 * sum(int(t.n_elements) for t in reader.tensors), f"the weights of {name}"
     devices.require(needed, torch.device("cpu"), f"{what} take memory in float32", instead)

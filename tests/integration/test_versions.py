@@ -111,7 +111,7 @@ def test_attention_that_penalties_do_not_see_is_refused(
             model(torch.tensor([[1, 2, 3]]))
         assert len(found) == 2
         return
-    words = f"{name}Model ran, and none ", f"in transformers {tf.__version__}, so"
+    words = f"{name}Model ran, and none ", f"in transformers {tf.__version__}"
     words += ("output_attentions=True", *(["or install transformers>=5"] if OLD else []))
 
     def run() -> None:
@@ -169,4 +169,4 @@ def test_a_part_that_is_missed_in_a_store_of_a_newer_zarr(tmp_path: Path) -> Non
 
 def test_pickled_weights_that_an_old_torch_may_not_read_are_not_called_damaged() -> None:
     said = "even with `weights_only=True`, we now require users to upgrade torch to at least v2.6"
-    assert unreadable(ValueError(said)).startswith("pickled weights are read with torch 2.6")
+    assert unreadable(ValueError(said)) == said

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from support.checks import refused
 from support.commands import call
 from support.models import GPT2, IMAGE, LLAMA, TEXT, build
 from support.versions import marked
@@ -30,18 +31,16 @@ def llama_head() -> tf.PreTrainedModel:
     return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
 
 
+def gpt2_head() -> tf.PreTrainedModel:
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2))
+
+
+PLAIN = {"r": 3, "lora_alpha": 8}
+TURNED = {"transformer.h.0.attn.c_attn": (24, 72), "transformer.h.1.mlp.c_fc": (24, 96)}
 FORMS: dict[str, tuple[Make, dict[str, Any], dict[str, tuple[int, int]]]] = {
-    "llama": (llama_head, {"r": 3, "lora_alpha": 8}, {**TWO, "lm_head": (24, 60)}),
-    "ranks and scales by name": (
-        llama_head,
-        {"r": 3, "lora_alpha": 8, "alpha_pattern": ALPHAS, "use_rslora": True},
-        TWO,
-    ),
-    "gpt2, whose weights are transposed": (
-        lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2)),
-        {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True},
-        {"transformer.h.0.attn.c_attn": (24, 72), "transformer.h.1.mlp.c_fc": (24, 96)},
-    ),
+    "llama": (llama_head, PLAIN, {**TWO, "lm_head": (24, 60)}),
+    "by name": (llama_head, {**PLAIN, "alpha_pattern": ALPHAS, "use_rslora": True}, TWO),
+    "transposed": (gpt2_head, {"r": 2, "lora_alpha": 3, "fan_in_fan_out": True}, TURNED),
 }
 
 
@@ -77,8 +76,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> N
 
 
 def llama(folder: Path) -> Path:
-    make, config, shapes = FORMS["llama"]
-    save(folder, make, config, shapes)
+    save(folder, *FORMS["llama"])
     return folder
 
 
@@ -179,15 +177,13 @@ def test_an_adapter_beside_the_weights_is_refused_unless_it_is_asked_for(
     words = rf"holds an adapter beside .*adapter='{folder}' merges it, adapter='none' leaves it out"
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(folder, weights=weights)
-    without, merged = (
-        load_checkpoint(folder, adapter=False, weights=weights),
-        load_checkpoint(folder, adapter=folder),
-    )
+    without = load_checkpoint(folder, adapter=False, weights=weights)
+    merged = load_checkpoint(folder, adapter=folder)
     assert without.revision == merged.revision.partition("+")[0]
-    left = f"the adapter beside the weights of {folder} (adapter_config.json) is left out, as was"
-    assert without.notes == [f"{left} asked"]
+    model = build(llama_head)
+    model.set_attn_implementation("eager")
     with torch.no_grad():
-        plain = build(llama_head).base_model(IDS).last_hidden_state
+        plain = model.base_model(IDS).last_hidden_state
         found, other = (one.model(IDS).last_hidden_state for one in (without, merged))
     assert torch.allclose(found, plain, atol=1e-6)
     assert not torch.allclose(other, plain, rtol=1e-2)
@@ -204,8 +200,7 @@ def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None
     assert run.attrs["revision"].startswith(plain.attrs["revision"] + "+sha256:")
     assert run.attrs["source"]["adapter"] == str(adapter)
     assert lb.verify(run, data=inputs, places=2).ok
-    stored = load_file(adapter / "adapter_model.safetensors")
-    doubled = {name: 2 * tensor for name, tensor in stored.items()}
+    doubled = {name: 2 * tensor for name, tensor in stored(adapter).items()}
     save_file(doubled, adapter / "adapter_model.safetensors")
     again = lb.verify(run, data=inputs, places=2)
     assert any("not the recorded weights" in problem for problem in again.problems)
@@ -227,74 +222,69 @@ def test_command_line_and_sweeps_take_adapters(
     assert "has no files of its tokenizer" in said
 
 
+def stored(adapter: Path) -> dict[str, Tensor]:
+    found = load_file(adapter / "adapter_model.safetensors")
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
 def test_other_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = llama(tmp_path)
     adapter = folder / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
-
-    def says(weights: str = "whole", **changes: object) -> str:
-        (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
-        with pytest.raises(CheckpointError) as caught:
-            load_checkpoint(folder, adapter=adapter, weights=weights)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    for words, changes in (
-        ('says peft_type: "IA3", which is not merged here', {"peft_type": "IA3"}),
-        ("says peft_type: null", {"peft_type": None}),
-        ('init_lora_weights: "pissa"', {"init_lora_weights": "pissa"}),
-        # PEFT would import the module that is named beside it
-        ("says megatron_config: {", {"megatron_config": {"a": 1}, "megatron_core": "evil"}),
-        ("does not know something_new", {"something_new": 3}),
-        ("PEFT does not merge the adapter", {"target_modules": ["nowhere"]}),
-        ("PEFT does not merge the adapter", {"target_modules": ["lm_head"]}),
-        ("weights='layers' leaves them on disk; use weights='whole'", {"weights": "layers"}),
+    tensors = stored(adapter)
+    parts = {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}
+    moved = {name.replace("layers.1", "layers.9"): tensor for name, tensor in tensors.items()}
+    short = {name: t[:, :-1].contiguous() if "A." in name else t for name, t in tensors.items()}
+    inside = "base_model.model.model.layers.{}.self_attn.v_proj.lora_A"
+    megatron = {"megatron_config": {"a": 1}, "megatron_core": "evil"}  # which PEFT would import
+    for words, changes, held in (
+        ('says peft_type: "IA3", which is not merged here', {"peft_type": "IA3"}, tensors),
+        ("says peft_type: null", {"peft_type": None}, tensors),
+        ('init_lora_weights: "pissa"', {"init_lora_weights": "pissa"}, tensors),
+        ("says megatron_config: {", megatron, tensors),
+        ("does not know something_new", {"something_new": 3}, tensors),
+        ("PEFT does not merge the adapter", {"target_modules": ["nowhere"]}, tensors),
+        ("PEFT does not merge the adapter", {"target_modules": ["lm_head"]}, tensors),
+        (f"{inside.format(1)}.default.weight is in the adapter", {}, parts),
+        (f"{inside.format(9)}.weight is in the adapter", {}, moved),
+        ("in LlamaModel alone; give the model that it was trained on", {}, moved),
+        ("size mismatch", {}, short),
     ):
-        assert words in says(**changes)
-    stored = load_file(adapter / "adapter_model.safetensors")
-    stored = {name: tensor.clone() for name, tensor in stored.items()}
-    parts = {name: tensor for name, tensor in stored.items() if "layers.1" not in name}
-    write(adapter, config, parts)
-    assert "lacks base_model.model.model.layers.1.self_attn.v_proj.lora_A" in says()
-    moved = {name.replace("layers.1", "layers.9"): tensor for name, tensor in stored.items()}
-    write(adapter, config, moved)
-    assert "changes base_model.model.model.layers.9.self_attn.v_proj.lora_A" in says()
-    assert "which LlamaModel does not have" in says()
-    short = {name: t[:, :-1].contiguous() if "A." in name else t for name, t in stored.items()}
-    write(adapter, config, short)
-    assert "PEFT does not merge the adapter" in says()
-    assert "size mismatch" in says()
-    (adapter / "adapter_model.safetensors").write_text("version https://git-lfs")
-    assert "adapter_model.safetensors is cut off, damaged or no safetensors file" in says()
-    (adapter / "adapter_model.safetensors").unlink()
-    torch.save(stored, adapter / "adapter_model.bin")
-    assert "has no adapter_model.safetensors, and pickles are not read" in says()
-    write(adapter, config, stored)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert says().endswith("is merged by peft; pip install 'lipbound[adapters]'")
-    for wrong, sentence in (
-        (3, "adapter is 3; give the directory"),
-        (folder, "without adapter_config.json"),
-        ("./nowhere", "there is no directory"),
+        write(adapter, config | changes, held)
+        refused(lambda: load_checkpoint(folder, adapter=adapter), words, error=CheckpointError)
+    write(adapter, config, tensors)
+    for given, options, words in (
+        (adapter, {"weights": "layers"}, "merged in memory; use weights='whole', not 'layers'"),
+        (3, {}, "adapter is 3; give the directory"),
+        (folder, {}, "without adapter_config.json"),
+        ("./nowhere", {}, "there is no directory"),
     ):
-        with pytest.raises(lb.LipboundError, match=sentence):
-            load_checkpoint(folder, adapter=wrong)  # type: ignore[arg-type]
+        refused(lambda g=given, o=options: load_checkpoint(folder, adapter=g, **o), words)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "peft", None)
+        words = "is merged by peft; pip install 'lipbound[adapters]'"
+        refused(lambda: load_checkpoint(folder, adapter=adapter), words)
+    file = adapter / "adapter_model.safetensors"
+    file.write_text("version https://git-lfs")
+    words = "adapter_model.safetensors is cut off, damaged or no safetensors file"
+    refused(lambda: load_checkpoint(folder, adapter=adapter), words)
+    file.rename(adapter / "adapter_model.bin")
+    words = "has no adapter_model.safetensors, and pickles are not read"
+    refused(lambda: load_checkpoint(folder, adapter=adapter), words)
 
 
 def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
     folder = llama(tmp_path)
     adapter = folder / "adapter"
-    stored = load_file(adapter / "adapter_model.safetensors")
-    stored = {name: tensor.clone() for name, tensor in stored.items()}
-    write(adapter, {"r": 3, "lora_alpha": 8}, stored)
+    tensors = stored(adapter)
+    write(adapter, PLAIN, tensors)
     # as training scripts leave it
     (adapter / "config.json").write_bytes((folder / "config.json").read_bytes())
     said = f"names no model; give one, with adapter='{adapter}'"
     with pytest.raises(CheckpointError, match=said):
         load_checkpoint(adapter)
     places = {"base_model_name_or_path": str(folder), "revision": "main"}
-    config = {"r": 3, "lora_alpha": 8, "target_modules": list(FORMS["llama"][2])}
-    write(adapter, config | places, stored)
+    write(adapter, PLAIN | places | {"target_modules": list(FORMS["llama"][2])}, tensors)
     both, one = load_checkpoint(folder, adapter=adapter), load_checkpoint(adapter)
     assert (one.name, one.revision, one.source) == (both.name, both.revision, both.source)
     with torch.no_grad():
@@ -304,7 +294,7 @@ def test_an_adapter_alone_brings_its_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"is itself an adapter, of {folder}; give"):
         load_checkpoint(adapter, adapter="none")
     other = folder / "other"
-    write(other, {"base_model_name_or_path": str(adapter)}, stored)
+    write(other, {"base_model_name_or_path": str(adapter)}, tensors)
     with pytest.raises(CheckpointError, match="adapter is itself an adapter"):
         load_checkpoint(other)
 
@@ -322,11 +312,13 @@ def test_an_adapter_of_another_model_is_told_and_none_merged_in_memory(tmp_path:
 
 
 def test_a_model_of_peft_in_memory_is_measured_as_it_is(tmp_path: Path) -> None:
-    """Its layers are not merged: what they compute is that of merged ones."""
+    """Its layers are not merged: what they compute is that of merged ones, while they are on."""
     theirs = trained(llama_head, tmp_path, target_modules=ALL)
-    merged = load_checkpoint(tmp_path, adapter=tmp_path / "adapter").model
-    with pytest.warns(Notice, match="layers of the model have adapters in them"):
-        found = lb.capture(theirs, {"input_ids": IDS})
-    for mine, expected in zip(found, lb.capture(merged, {"input_ids": IDS}), strict=True):
-        norms = (lb.spectral_norm(one, method="dense").lower for one in (mine, expected))
-        torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
+    on = lb.capture(theirs, {"input_ids": IDS})
+    with theirs.disable_adapter():
+        off = lb.capture(theirs, {"input_ids": IDS})
+    for found, adapter in ((on, tmp_path / "adapter"), (off, None)):
+        model = load_checkpoint(tmp_path, adapter=adapter).model
+        for mine, expected in zip(found, lb.capture(model, {"input_ids": IDS}), strict=True):
+            norms = (lb.spectral_norm(one, method="dense").lower for one in (mine, expected))
+            torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)

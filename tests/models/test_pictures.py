@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from support.checks import refused
 from torch import Tensor
 
 import lipbound as lb
@@ -37,22 +38,17 @@ def pixels(checkpoint: Checkpoint, data: Any, **options: Any) -> Tensor:
     return prepare(checkpoint, data, **options).batch["pixel_values"]
 
 
-@pytest.mark.parametrize(
-    ("picture", "most"),
-    [
+def test_any_depth_is_the_picture_of_8_bits(checkpoint: Checkpoint) -> None:
+    for picture, most in (
         (grey(RAMP * 257, np.uint16), 65535),
         (grey(RAMP * 257, np.int32), 65535),
         (grey(RAMP, np.int32), 255),
         (grey(RAMP / 255, np.float32), 1),
         (grey(RAMP, np.float32), 255),
-    ],
-)
-def test_any_depth_is_the_picture_of_8_bits(
-    checkpoint: Checkpoint, picture: Image.Image, most: int
-) -> None:
-    with pytest.warns(Notice, match=f"1 of 1 images hold values .* of 0 to {most}, and brought"):
-        found = pixels(checkpoint, [picture])
-    assert torch.equal(found, pixels(checkpoint, [grey(RAMP)]))
+    ):
+        with pytest.warns(Notice, match=f"1 of 1 images hold .* of 0 to {most}, and brought"):
+            found = pixels(checkpoint, [picture])
+        assert torch.equal(found, pixels(checkpoint, [grey(RAMP)]))
 
 
 @pytest.mark.parametrize("ending", ["png", "tif"])
@@ -62,23 +58,15 @@ def test_files_of_16_bits(ending: str, tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(rgb(picture, Counter()))[..., 0], RAMP)
 
 
-@pytest.mark.parametrize(
-    ("picture", "words"),
-    [
+def test_ranges_that_are_not_known_are_refused(checkpoint: Checkpoint) -> None:
+    for picture, words in (
         (grey(RAMP - 5, np.float32), "values from -5 to 250"),
-        (
-            grey(RAMP * 1000, np.int32),
-            "to 255000 .mode I., .* scale them to 0 to 255 or 0 to 65535",
-        ),
-        (grey(RAMP / 0.5, np.float32), "range is not known; scale them to 0 to 1 or 0 to 255"),
+        (grey(RAMP * 1000, np.int32), "to 255000 (mode I), whose range is not known; scale them"),
+        (grey(RAMP / 0.5, np.float32), "scale them to 0 to 1 or 0 to 255"),
         (grey(np.full((4, 4), np.nan), np.float32), "nan"),
-    ],
-)
-def test_ranges_that_are_not_known_are_refused(
-    checkpoint: Checkpoint, picture: Image.Image, words: str
-) -> None:
-    with pytest.raises(InputsError, match=f"image 0 .* is not a readable image: it has .*{words}"):
-        prepare(checkpoint, [picture])
+    ):
+        start = "image 0 of ", " is not a readable image: it has "
+        refused(lambda p=picture: prepare(checkpoint, [p]), *start, words, error=InputsError)
 
 
 def with_alpha(alpha: int) -> Image.Image:
@@ -154,12 +142,11 @@ def test_pictures_wherever_they_are(checkpoint: Checkpoint, tmp_path: Path) -> N
     table.to_parquet(tmp_path / "t.parquet")
     assert torch.equal(pixels(checkpoint, tmp_path / "t.parquet", samples=2), expected[:2])
     for data, words in (
-        ([names[0], tmp_path / "9.png"], r"data holds .*9\.png, which is no such file"),
-        (["9.png"], r"data holds 9\.png, which is no such file"),
-        ([RANDOM[0].astype(np.float64)], r"holds items of type ndarray, but .* takes images"),
+        ([names[0], tmp_path / "9.png"], "9.png, which is no such file"),
+        (["9.png"], "data holds 9.png, which is no such file"),
+        ([RANDOM[0].astype(np.float64)], "holds items of type ndarray, but "),
     ):
-        with pytest.raises(InputsError, match=words):
-            prepare(checkpoint, data)
+        refused(lambda d=data: prepare(checkpoint, d), words, error=InputsError)
 
 
 def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
@@ -168,10 +155,9 @@ def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
     rows = [{"bytes": good.getvalue(), "path": None}, {"bytes": b"garbage", "path": None}]
     table = datasets.Dataset.from_dict({"image": rows}).cast_column("image", datasets.Image())
     assert prepare(checkpoint, table, samples=1).samples == 1
-    with pytest.raises(InputsError, match="row 1 of a dataset cannot be read: "):
-        prepare(checkpoint, table)
-    with pytest.raises(InputsError, match="breaks off after 1 rows: "):
-        prepare(checkpoint, table.to_iterable_dataset())
+    for data in (table, table.to_iterable_dataset()):
+        words = "a dataset cannot be read after 1 rows: "
+        refused(lambda d=data: prepare(checkpoint, d), words, error=InputsError)
 
 
 def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -180,9 +166,7 @@ def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for k in range(6):
             grey(rng.integers(0, 255, (16, 16))).save(tmp_path / name / f"{k}.png")
-    with pytest.warns(
-        Notice, match=r"the first 4 images .* are all of one folder \(cat\); shuffle"
-    ):
+    with pytest.warns(Notice, match=r"first 4 images .* are all of one folder \(cat\); shuffle"):
         first = pixels(checkpoint, tmp_path, samples=4)
     whole = prepare(checkpoint, tmp_path, samples="all")
     every = whole.batch["pixel_values"]

@@ -4,6 +4,8 @@ wrappers and checkpoints there are."""
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,17 +45,15 @@ def watched(model: tf.PreTrainedModel, mask: Tensor | None) -> Probabilities:
     return found
 
 
+MASKS = [
+    DOCUMENTS.tril(),
+    DOCUMENTS.expand(1, 4, 9, 9) & (torch.arange(9) > 0),
+    pytest.param(DOCUMENTS.triu(1), marks=newer_torch("2.5", "outputs that are no NaN")),
+]
+
+
 @pytest.mark.parametrize("make", [bert, llama])
-@pytest.mark.parametrize(
-    "mask",
-    [
-        pytest.param(DOCUMENTS.tril(), id="causal"),
-        pytest.param(DOCUMENTS.expand(1, 4, 9, 9) & (torch.arange(9) > 0), id="heads"),
-        pytest.param(
-            DOCUMENTS.triu(1), id="blind", marks=newer_torch("2.5", "outputs that are no NaN")
-        ),
-    ],
-)
+@pytest.mark.parametrize("mask", MASKS, ids=["causal", "heads", "blind"])
 def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(
     make: Callable[[], tf.PreTrainedModel], mask: Tensor
 ) -> None:
@@ -141,11 +141,8 @@ def test_a_layer_counts_once_however_often_it_calls() -> None:
     module = model.encoder.layer[1].attention.self
     once = module.forward
     module.forward = lambda *args, **kwargs: [once(*args, **kwargs) for _ in range(2)][1]
-    with (
-        attention_layers(model, [0]),
-        pytest.raises(CaptureError, match="several times in one forward pass"),
-        attention_layers(model),
-    ):
+    refusal = pytest.raises(CaptureError, match="several times in one forward pass")
+    with attention_layers(model, [0]), refusal, attention_layers(model):
         model(ids)
 
 
@@ -246,10 +243,8 @@ def test_contexts_inside_each_other_and_models_side_by_side() -> None:
         with attention_probabilities(first), attention_probabilities(first) as twin:
             pass
         assert twin == []
-        with (
-            attention_probabilities(first, layers=[1]) as inner,
-            attention_layers(first, 0) as whole,
-        ):
+        watched_again = attention_probabilities(first, layers=[1])
+        with watched_again as inner, attention_layers(first, 0) as whole:
             first(ids)
             second(ids)
         first(ids)
@@ -266,58 +261,35 @@ def test_threads_keep_to_their_own_models() -> None:
         with attention_probabilities(model) as found:
             model(ids)
         alone.append(found)
-    results: dict[int, Any] = {}
     start = threading.Barrier(2)
 
-    def run(i: int) -> None:
+    def run(model: nn.Module) -> Probabilities:
         start.wait()
         for _ in range(5):
-            with attention_probabilities(models[i]) as mine:
-                models[i](ids)
-        results[i] = mine
+            with attention_probabilities(model) as mine:
+                model(ids)
+        return mine
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(2):
-        assert all(torch.equal(p, q) for p, q in zip(results[i], alone[i], strict=True))
+    with ThreadPoolExecutor(2) as pool:
+        for found, expected in zip(pool.map(run, models), alone, strict=True):
+            assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
     assert all(model.config._attn_implementation == "sdpa" for model in models)
 
 
-class Adapter(nn.Module):
-    """A wrapper as adapters are."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.base_model, self.peft_config = inner, {}
-
-    def get_base_model(self) -> nn.Module:
-        return self.base_model
-
-    def forward(self, **kwargs: Any) -> Any:
-        return self.base_model(**kwargs)
-
-
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "data parallel": nn.DataParallel,
-    "compiled": lambda m: torch.compile(m, backend="eager"),
-    "adapters": lambda m: nn.DataParallel(Adapter(m)),
-}
-
-
 COMPILED = newer_torch("2.6", "running a compiled model as it is written")
-CASES = [pytest.param(name, marks=[COMPILED] * (name == "compiled")) for name in WRAPPERS]
+COMPILE = partial(torch.compile, backend="eager")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_wrapped_models(name: str) -> None:
+WRAPPERS = [nn.DataParallel, pytest.param(COMPILE, marks=COMPILED)]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=["data parallel", "compiled"])
+def test_wrapped_models(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = bert()
     batch = inputs_for(model, padded=True)
     with attention_probabilities(model) as plain:
         model(**batch)
-    wrapped = WRAPPERS[name](model)
+    wrapped = wrap(model)
     for _ in range(2):
         wrapped(**batch)
         with attention_probabilities(wrapped) as found, attention_layers(wrapped) as whole:
@@ -329,41 +301,31 @@ def test_wrapped_models(name: str) -> None:
 
 def test_copies_of_data_parallel_are_refused() -> None:
     model = bert()
-    copied = model.encoder.layer[0].attention.self._replicate_for_data_parallel()
-    x = torch.randn(1, 3, 24)
-    copied.query, copied.key, copied.value = (
-        getattr(model.encoder.layer[0].attention.self, n) for n in ("query", "key", "value")
-    )
-    with (
-        pytest.raises(CaptureError, match="DistributedDataParallel"),
-        attention_probabilities(model),
-    ):
-        copied(x)
+    own = model.encoder.layer[0].attention.self
+    copied = own._replicate_for_data_parallel()
+    copied.query, copied.key, copied.value = own.query, own.key, own.value
+    refusal = pytest.raises(CaptureError, match="DistributedDataParallel")
+    with refusal, attention_probabilities(model):
+        copied(torch.randn(1, 3, 24))
 
 
 @pytest.mark.parametrize("bad", [nn.Linear(2, 2), "bert", None, nn.DataParallel(nn.Linear(2, 2))])
-@pytest.mark.parametrize("context", [attention_probabilities, attention_layers])
-def test_what_is_no_transformers_model_is_refused(context: Any, bad: Any) -> None:
-    with pytest.raises(CaptureError, match="give a loaded transformers model"), context(bad):
-        pass
+def test_what_is_no_transformers_model_is_refused(bad: Any) -> None:
+    for context in (attention_probabilities(bad), attention_layers(bad)):
+        with pytest.raises(CaptureError, match="give a loaded transformers model"), context:
+            pass
 
 
-@pytest.mark.parametrize(
-    ("layers", "mask", "words"),
-    [
-        ([7], None, "layers \\[7\\] do not exist"),
+def test_layers_that_do_not_exist_and_masks_that_are_none() -> None:
+    model, ids = bert(), inputs_for(bert())["input_ids"]
+    for layers, mask, words in (
+        ([7], None, r"layers \[7\] do not exist"),
         ([-1], None, "count from 0"),
         ("x", None, "give numbers from 0"),
-        (None, DOCUMENTS.long(), "mask of int64 numbers; give True where"),
-    ],
-)
-def test_layers_that_do_not_exist_and_masks_that_are_none(
-    layers: Any, mask: Tensor | None, words: str
-) -> None:
-    model, ids = bert(), inputs_for(bert())["input_ids"]
-    mask = None if mask is None else mask.expand(len(ids), -1, -1, -1)
-    with pytest.raises(ValueError, match=words), attention_probabilities(model, layers):
-        model(ids, attention_mask=mask)
+        (None, DOCUMENTS.long().expand(2, -1, -1, -1), "mask of int64 numbers; give True where"),
+    ):
+        with pytest.raises(ValueError, match=words), attention_probabilities(model, layers):
+            model(ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("mode", ["autocast", "bfloat16", "float64"])
@@ -373,27 +335,20 @@ def test_layers_of_models_in_other_precisions(mode: str) -> None:
     batch = inputs_for(model, padded=True)
     with attention_layers(model) as exact:
         model(**batch)
-    model = model.to(
-        {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(mode, torch.float32)
-    )
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"),
-        attention_layers(model) as found,
-    ):
+    model = model.to(torch.float32 if mode == "autocast" else getattr(torch, mode))
+    half = torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
+    with half, attention_layers(model) as found:
         model(**batch)
     assert {att.dtype for att in found} == {torch.float64 if mode == "float64" else torch.float32}
-    torch.testing.assert_close(
-        found[0].out.float(), exact[0].out, rtol=0, atol=1e-5 if mode == "float64" else 0.1
-    )
+    limit = 1e-5 if mode == "float64" else 0.1
+    torch.testing.assert_close(found[0].out.float(), exact[0].out, rtol=0, atol=limit)
     assert found[0].p.requires_grad
 
 
 def test_cross_attention_is_no_self_attention() -> None:
     model, ids = build(SEQ2SEQ["bart"]), inputs_for(bert())["input_ids"]
-    with (
-        pytest.raises(CaptureError, match="does more to its keys than project its input"),
-        attention_layers(model, [2]),
-    ):
+    refusal = pytest.raises(CaptureError, match="does more to its keys than project its input")
+    with refusal, attention_layers(model, [2]):
         model(ids, decoder_input_ids=ids.flip(1))
 
 
@@ -411,8 +366,6 @@ def test_one_module_as_several_layers() -> None:
 @pytest.mark.parametrize("name", ["gpt-oss", "Gemma 2"])
 def test_sinks_and_caps_are_refused_in_layers_that_were_not_chosen_too(name: str) -> None:
     model = build(MODERN[name])
-    with (
-        pytest.raises(CaptureError, match="penalties do not support"),
-        attention_probabilities(model, [1]),
-    ):
+    refusal = pytest.raises(CaptureError, match="penalties do not support")
+    with refusal, attention_probabilities(model, [1]):
         model(**inputs_for(model))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from support.models import AFFINE, LLAMA, TEXT, build, inputs_for, save_bert, save_tokenizer
+from support.models import AFFINE, TEXT, build, inputs_for, save_bert, save_tokenizer
 from support.versions import newer_torch
 from torch import nn
 
@@ -121,47 +121,6 @@ def test_pipelines_and_sentence_transformers(tmp_path: Path) -> None:
     with pytest.warns(Notice, match=r"what comes after .* SentenceTransformer \(Pooling\) is left"):
         found = lb.capture(encoder, ids)
     assert torch.equal(found[0].p, lb.capture(load_checkpoint(tmp_path / "encoder"), ids)[0].p)
-
-
-class Adapted(nn.Module):
-    """A linear map with an adapter beside it, as PEFT puts it in a model's place of the map."""
-
-    def __init__(self, base_layer: nn.Linear):
-        super().__init__()
-        self.base_layer, self.active_adapters = base_layer, ["default"]
-        self.disable_adapters = False
-        self.a = nn.Linear(base_layer.in_features, 2, bias=False)
-        self.b = nn.Linear(2, base_layer.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added = 0.0 if self.disable_adapters else self.b(self.a(x))
-        return self.base_layer(x) + added
-
-
-def test_adapters_in_a_model_count_while_they_are_on() -> None:
-    model, merged = (build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA))).double() for _ in "12")
-    inputs = inputs_for(model)
-
-    def exact(one: nn.Module) -> np.ndarray:
-        options = {"bounds": "none", "dtype": "float64", "progress": False}
-        return lb.compare(one, inputs, **options)["exact"].values
-
-    plain = exact(model)
-    adapted = [Adapted(layer.self_attn.q_proj).double() for layer in model.layers]
-    for layer, part in zip(model.layers, adapted, strict=True):
-        layer.self_attn.q_proj = part
-    with pytest.warns(Notice, match="2 layers .* adapters in them, and it is measured with them"):
-        on = exact(model)
-    for part in adapted:
-        part.disable_adapters = True
-    with pytest.warns(Notice, match="switched off, and it is measured without them"):
-        off = exact(model)
-    with torch.no_grad():
-        for layer, part in zip(merged.layers, adapted, strict=True):
-            layer.self_attn.q_proj.weight += part.b.weight @ part.a.weight
-    assert np.allclose(on, exact(merged), rtol=1e-6)
-    assert np.allclose(off, plain, rtol=1e-6)
-    assert not np.allclose(on, plain, rtol=1e-3)
 
 
 def test_what_holds_no_model_is_refused_in_one_sentence() -> None:
