@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from support.models import build
+from support.models import WIDE, build
 from support.modules import before, given_to, joined, norms, sdpa
+from support.modules import check as checked
 from support.modules import split as of_heads
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -45,11 +46,14 @@ class Layer(nn.Module):
         return self.out(self.before(x))
 
 
+def of_layer(layer: "Layer", x: Tensor = X, made: Made | None = None) -> Tensor:
+    """Norms of its heads, where they are consecutive."""
+    return norms(lambda x: layer.before(x, made)[0].unflatten(-1, (3, 4)), x)
+
+
 def check(att: Any, expected: Tensor, **options: Any) -> None:
     """Compare norms of the first sample; closed forms allow for rounding."""
-    found = lb.spectral_norm(att, tol=1e-9, **options).lower[0].reshape(-1)
-    rtol = 1e-6 if isinstance(att, ModuleAttention) else 1e-4
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
+    checked(att, expected, rtol=1e-6 if isinstance(att, ModuleAttention) else 1e-4, **options)
 
 
 class Sine(torch.autograd.Function):
@@ -77,8 +81,8 @@ def sine(fn: Made, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> 
     return joined(sdpa(q, k, fn(v)))
 
 
-def hard_gate(layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return joined(sdpa(q, k, v)) * F.hardsigmoid(x)
+def hard_gate(layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+    return joined(sdpa(*qkv)) * F.hardsigmoid(x)
 
 
 def distances(of: Made, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -112,8 +116,7 @@ def test_derivatives_that_are_lost_or_missing_are_had_in_another_way(case: str) 
     layer = build(partial(Layer, made)).double()
     (att,) = lb.capture(layer, {"x": X})
     assert isinstance(att, ModuleAttention)
-    expected = norms(lambda x: layer.before(x, plain)[0].unflatten(-1, (3, 4)), X)
-    check(att, expected)
+    check(att, of_layer(layer, made=plain))
     whole = norms(lambda x: layer.out(layer.before(x, plain))[..., None, :], X)
     check(att, whole, map="layer")
 
@@ -142,8 +145,7 @@ def test_gradients_of_one_picture_with_channels_last() -> None:
     steps = 1e-6 * torch.eye(96).view(96, 1, 8, 12).double()
     with torch.no_grad():
         columns = torch.stack([(heads(x + h) - heads(x - h)) / 2e-6 for h in steps], -1)
-    expected = torch.linalg.matrix_norm(columns.movedim(1, 0).flatten(1, 2), 2)
-    check(att, expected)
+    check(att, torch.linalg.matrix_norm(columns.movedim(1, 0).flatten(1, 2), 2))
 
 
 def test_what_is_no_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,10 +158,8 @@ def test_what_is_no_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         lb.spectral_norm(att)
 
 
-def between(
-    act: Made, interleaved: bool, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    o = sdpa(q, k, v)
+def between(act: Made, interleaved: bool, layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+    o = sdpa(*qkv)
     return act(layer, x, (o.permute(0, 2, 3, 1) if interleaved else o.transpose(1, 2)).flatten(2))
 
 
@@ -197,12 +197,10 @@ def test_heads_are_those_that_attention_returns(act: str, interleaved: bool) -> 
 
 @pytest.mark.skipif(not hasattr(tf, "DeepseekV4Model"), reason="an older transformers")
 def test_groups_of_heads_that_are_projected_apart() -> None:
-    sizes = {
-        **{"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
-        **{"head_dim": 16, "q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 8, "hc_mult": 2},
-        **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        **{"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]},
-    }
+    sizes = {**WIDE, "num_hidden_layers": 1, "head_dim": 16, "q_lora_rank": 12, "hc_mult": 2}
+    sizes |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+    sizes |= {"o_groups": 2, "o_lora_rank": 8}
     model = build(lambda: tf.DeepseekV4Model(tf.DeepseekV4Config(**sizes))).double()
     model.set_experts_implementation("eager")
     ids = torch.arange(3, 11)[None]
@@ -229,9 +227,7 @@ def test_what_is_detached_moves(how: str) -> None:
         return joined(sdpa(*qkv)) * free(layer.gate(x).sigmoid())
 
     layer = build(partial(Layer, partial(made, DETACHED[how]))).double()
-    expected = norms(
-        lambda x: layer.before(x, partial(made, lambda t: t))[0].unflatten(-1, (3, 4)), X
-    )
+    expected = of_layer(layer, made=partial(made, lambda t: t))
     for closed in (True, False):
         (att,) = lb.capture(layer, {"x": X}, closed=closed)
         assert isinstance(att, Attention) == closed
@@ -268,9 +264,7 @@ def test_flex_attention(case: str) -> None:
     layer = build(partial(Layer, partial(made, partial(flex.flex_attention, **options)))).double()
     (att,) = lb.capture(layer, {"x": X})
     assert isinstance(att, Attention)
-    plain = partial(made, partial(sdpa, attn_mask=mask))
-    expected = norms(lambda x: layer.before(x, plain)[0].unflatten(-1, (3, 4)), X)
-    check(att, expected)
+    check(att, of_layer(layer, made=partial(made, partial(sdpa, attn_mask=mask))))
 
 
 def test_flex_attention_that_bends_scores_is_refused() -> None:
@@ -298,8 +292,7 @@ class Talking(Layer):
 def test_heads_that_are_mixed_by_products() -> None:
     layer = build(Talking).double()
     (att,) = lb.capture(layer, {"x": X})
-    expected = norms(lambda x: layer.before(x)[0].unflatten(-1, (3, 4)), X)
-    check(att, expected)
+    check(att, of_layer(layer))
 
 
 class Given(nn.Module):
@@ -347,8 +340,7 @@ def test_the_input_is_what_the_block_was_given(case: str, closed: bool) -> None:
     (layer,) = rows(model, {"input": X}, closed)
     att = layer.attention
     assert (layer.name, att.kind, att.perturbed) == ("1", "self", "input")
-    expected = norms(lambda x: block.heads(*ONE[case](block, x)), tokens)
-    check(att, expected, map="heads")
+    check(att, norms(lambda x: block.heads(*ONE[case](block, x)), tokens), map="heads")
 
 
 Attended = Callable[[Callable[..., Tensor], Tensor], Tensor]
@@ -377,8 +369,7 @@ def test_of_several_tensors_there_are_queries_and_the_rest(case: str, closed: bo
     found = rows(block.mha, inputs, closed)
     assert [row.attention.perturbed for row in found] == ["queries", "memory"]
     for row, f, x in zip(found, (of_queries, of_memory), (X, memory), strict=True):
-        expected = norms(lambda x, f=f: f(block.heads, x), x)
-        check(row.attention, expected, map="heads")
+        check(row.attention, norms(lambda x, f=f: f(block.heads, x), x), map="heads")
 
 
 def test_a_memory_that_is_given_twice_is_one() -> None:
@@ -393,5 +384,4 @@ def test_a_memory_that_is_given_twice_is_one() -> None:
     *_, row = rows(model, {"x": X, "y": Z, "pos": W}, True)
     assert (row.name, row.attention.perturbed) == ("", "memory")
     x = model.norms[0](X + model.mha(X, X, X)[0]).detach()
-    expected = norms(lambda y: model.heads(x, y + W, y), Z)
-    check(row.attention, expected, map="heads")
+    check(row.attention, norms(lambda y: model.heads(x, y + W, y), Z), map="heads")

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from support.modules import joined, norms, sdpa, split
+from support.modules import QKV, check, joined, norms, sdpa
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -18,17 +18,16 @@ from lipbound.linalg.operators import AutogradJacobian
 X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
 
 
-class Heads(nn.Module):
+class Heads(QKV):
     """Two heads, whose outputs a function makes of queries, keys and values."""
 
     def __init__(self, made: Callable[["Heads", Tensor, Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        super().__init__(16, 2)
         self.mix, self.score = nn.Parameter(torch.randn(2, 2)), nn.Linear(8, 1)
         self.made = made
 
     def heads(self, x: Tensor) -> Tensor:
-        return self.made(self, *(split(f(x), 2) for f in (self.q, self.k, self.v)))
+        return self.made(self, *self.qkv(x))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(joined(self.heads(x)))
@@ -218,8 +217,7 @@ def test_heads_that_are_mixed_and_scores_that_are_clamped_are_measured(
     (layer,) = lb.capture(model, X)
     model = model.double()
     exact = [norms(lambda t: model.heads(t).transpose(1, 2), x[None]) for x in X.double()]
-    exact = torch.stack(exact)
-    torch.testing.assert_close(lb.spectral_norm(layer, tol=1e-8).lower, exact, rtol=1e-6, atol=0)
+    check(layer, torch.stack(exact), sample=slice(None), tol=1e-8, rtol=1e-6)
 
 
 def test_the_ways_that_a_refusal_names_are_there() -> None:
@@ -239,8 +237,7 @@ def test_the_ways_that_a_refusal_names_are_there() -> None:
     w = [f.weight.detach().mT.unflatten(1, (2, 8)).transpose(0, 1) for f in maps]
     b_q, b_k, b_v = (f.bias.detach().view(2, 8) for f in maps)
     att = lb.Attention(x, *w, b_q=b_q, b_k=b_k, b_v=b_v)
-    mine = lb.spectral_norm(att, tol=1e-9).lower[0]
-    torch.testing.assert_close(mine, torch.linalg.matrix_norm(exact, 2), rtol=1e-7, atol=0)
+    check(att, torch.linalg.matrix_norm(exact, 2), rtol=1e-7)
     whole = operator_norm(AutogradJacobian(model.heads, x), tol=1e-9).lower[0]
     both = torch.linalg.matrix_norm(exact.flatten(0, 1), 2)
     torch.testing.assert_close(whole, both, rtol=1e-7, atol=0)

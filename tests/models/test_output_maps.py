@@ -35,8 +35,7 @@ class Scaling(Wrapper):
     """What its own linear map is given is not what it is given."""
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.base(x * CONSTANT.to(x))
-        return made
+        return self.base(x * CONSTANT.to(x))
 
 
 Ends = Callable[[Any, Tensor, Tensor], Tensor]
@@ -114,9 +113,9 @@ def made(case: str, by_hand: bool) -> Heads:
     return module.double().eval()
 
 
-def dense(module: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """The norm of the Jacobian of a function at one sample."""
-    return float(norms(lambda x: module(x).flatten(0, 1)[:, None], x[None]))
+def dense(module: Callable[[Tensor], Tensor], tokens: Tensor = X) -> Tensor:
+    """Norms of the Jacobians of a function at every sample."""
+    return torch.cat([norms(lambda x: module(x).flatten(0, 1)[:, None], x[None]) for x in tokens])
 
 
 def check(layer: Any, map: str, expected: Tensor, rtol: float = 1e-7) -> None:
@@ -134,10 +133,10 @@ def test_what_stands_between_is_counted_once(case: str, by_hand: bool, closed: b
     module = made(case, by_hand)
     (layer,) = lb.capture(module, {"x": X}, closed=closed)
     assert type(layer) is (Attention if closed else ModuleAttention)
-    check(layer, "layer", torch.tensor([dense(module, x) for x in X]).double())
+    check(layer, "layer", dense(module))
     single = []
     for module.only in range(3):
-        single.append(torch.tensor([dense(module, x) for x in X]).double())
+        single.append(dense(module))
     check(layer, "head_out", torch.stack(single, 1))
     module.only, factor = None, 2 if case == "a hook before the module" else 1
     heads = [norms(lambda x: module.heads(factor * x), x[None]) for x in X]
@@ -170,7 +169,7 @@ def test_a_map_that_is_not_affine_is_automatic_and_told(
     (layer,) = lb.capture(module, {"x": X}, closed=closed)
     assert isinstance(layer, ModuleAttention)
     assert not closed or told in layer.reason
-    check(layer, "layer", torch.tensor([dense(module, x) for x in X]).double())
+    check(layer, "layer", dense(module))
     check(layer, "head", measured(reference, "head"))
     with pytest.raises(lb.LipboundError, match="'head_out' needs an affine output projection"):
         measured(layer, "head_out")
@@ -180,8 +179,7 @@ def test_a_residual_connection_inside_is_no_part_of_it() -> None:
     torch.manual_seed(1)
     module = Heads(False, lambda m, o, x: x + 3 * m.out(o.flatten(2))).double()
     (layer,) = lb.capture(module, {"x": X})
-    expected = [dense(lambda x: module(x) - x, x) for x in X]
-    torch.testing.assert_close(measured(layer, "layer"), torch.tensor(expected).double())
+    check(layer, "layer", dense(lambda x: module(x) - x))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -192,8 +190,7 @@ def test_maps_of_torch_layers(
 ) -> None:
     torch.manual_seed(2)
     layer = nn.TransformerEncoderLayer(12, 3, 8, batch_first=batch_first, norm_first=norm_first)
-    before: nn.Module = norm(12)
-    layer.add_module("norm1", before)
+    layer.add_module("norm1", norm(12))
     for p in layer.parameters():
         p.data.add_(0.2 * torch.randn_like(p))
     layer.double().eval()
@@ -202,12 +199,10 @@ def test_maps_of_torch_layers(
     attention.batch_first = True
 
     def alone(x: Tensor) -> Tensor:
-        made: Tensor = attention(x, x, x, need_weights=False)[0]
-        return made
+        return attention(x, x, x, need_weights=False)[0]
 
     def block(x: Tensor) -> Tensor:
-        made: Tensor = x + alone(layer.norm1(x)) if norm_first else layer.norm1(x + alone(x))
-        return made
+        return x + alone(layer.norm1(x)) if norm_first else layer.norm1(x + alone(x))
 
     inner = layer.norm1(X) if norm_first else X
     for name, function, tokens in (
@@ -215,28 +210,25 @@ def test_maps_of_torch_layers(
         ("residual", lambda x: x + alone(x), inner),
         ("pre_norm" if norm_first else "post_norm", block, X),
     ):
-        expected = torch.tensor([dense(function, x) for x in tokens.detach()]).double()
-        check(found, name, expected, rtol=1e-6)
+        check(found, name, dense(function, tokens.detach()), rtol=1e-6)
     assert found.w_o is not None
     torch.testing.assert_close(found.w_o.flatten(0, 1), attention.out_proj.weight.mT.detach())
 
 
 def test_released_weights_are_probed_again_with_their_wrappers() -> None:
     model = build(MODERN["Llama"])
-    capturer = Capturer(model, around=True)
-    capturer.run(inputs_for(model))
+    capturer, inputs = Capturer(model, around=True), inputs_for(model)
+    capturer.run(inputs)
     for _ in range(2):
-        model = build(MODERN["Llama"])
-        layer = model.layers[0].self_attn
-        capturer.model = model
+        capturer.model = build(MODERN["Llama"])
+        layer = capturer.model.layers[0].self_attn
         capturer.release()
-        capturer.run(inputs_for(model))
+        capturer.run(inputs)
         wrapper = Wrapper(layer.o_proj)
         wrapper.base, wrapper.a, wrapper.b = layer.o_proj, nn.Linear(24, 2), nn.Linear(2, 24)
         layer.o_proj = wrapper
-        capturer.model = model
         capturer.release()
-        w_o = capturer.run(inputs_for(model))[0].attention.w_o
+        w_o = capturer.run(inputs)[0].attention.w_o
         eye = torch.eye(24)
         expected = (wrapper(eye) - wrapper(0 * eye)).detach()
         assert w_o is not None

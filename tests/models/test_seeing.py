@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from support.models import MODERN, build, inputs_for
-from support.modules import before, given_to, norms, sdpa
+from support.modules import before, check, given_to, norms, sdpa
 from support.versions import newer_torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -53,17 +53,18 @@ class Flash(nn.Module):
         self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
         self.gate = nn.Linear(24, 24) if gated else None
 
+    def heads(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        o = attend(*self.qkv(x).unflatten(-1, (12, 6)).chunk(3, 2))
+        return o if self.gate is None else o * self.gate(x).sigmoid().unflatten(-1, (4, 6))
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (12, 6)).chunk(3, 2)
-        o = THEIRS.flash_attn_func(q, k, v, softmax_scale=0.3, causal=True).flatten(2)
-        return self.out(o if self.gate is None else o * self.gate(x).sigmoid())
+        theirs = partial(THEIRS.flash_attn_func, softmax_scale=0.3, causal=True)
+        return self.out(self.heads(x, theirs).flatten(2))
 
 
-def heads(module: Flash, x: Tensor) -> Tensor:
-    """By plain products."""
-    q, k, v = (t.transpose(1, 2) for t in module.qkv(x).unflatten(-1, (12, 6)).chunk(3, 2))
-    o = sdpa(q, k, v, scale=0.3, is_causal=True).transpose(1, 2)
-    return o if module.gate is None else o * module.gate(x).sigmoid().unflatten(-1, (4, 6))
+def by_products(*qkv: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in qkv)
+    return sdpa(q, k, v, scale=0.3, is_causal=True).transpose(1, 2)
 
 
 def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +76,11 @@ def test_the_guides_example(monkeypatch: pytest.MonkeyPatch) -> None:
         (layer,) = Capturer(module).run({"x": X.double()})
         assert isinstance(layer.attention, Attention)
         assert layer.attention.variants == ({"gate"} if gated else set())
-        mine = lb.spectral_norm(layer.attention, tol=1e-9).lower[0]
-        expected = norms(partial(heads, module), X[:1].double())
-        torch.testing.assert_close(mine, expected, rtol=1e-7, atol=0)
+        check(
+            layer.attention,
+            norms(partial(module.heads, attend=by_products), X[:1].double()),
+            rtol=1e-7,
+        )
     assert THEIRS.flash_attn_func is flash_attn_func
 
 
@@ -153,9 +156,7 @@ def test_they_are_measured_themselves(
     layer = lb.capture(model, inputs, closed=closed)[0]
     assert isinstance(layer, Attention) == (closed and function in CLOSED)
     heads = before(attention.o_proj, lambda x: attention(**{**given, "hidden_states": x}))
-    expected = norms(heads, given["hidden_states"])
-    found = lb.spectral_norm(layer, tol=1e-9).lower[0]
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    check(layer, norms(heads, given["hidden_states"]), rtol=1e-6)
     assert model.config._attn_implementation == NAME
 
 

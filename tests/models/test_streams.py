@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from support.models import AFFINE, GPT2, IDS, IMAGE, LLAMA, MODERN, TEXT, build, inputs_for
-from support.modules import before, given_to, joined, norms, split
+from support import models
+from support.models import AFFINE, BART, IDS, LLAMA, MODERN, T5, TEXT, build, inputs_for
+from support.modules import QKV, before, check, given_to, joined, norms
 from support.oracles import oracle
 from support.versions import newer_transformers
 from torch import Tensor, nn
@@ -20,29 +21,26 @@ import lipbound as lb
 from lipbound.errors import CaptureError, Notice
 from lipbound.models.capture.capture import capture
 
-BART = {
-    **{"vocab_size": 60, "d_model": 24, "max_position_embeddings": 40},
-    **{f"{side}_{what}": n for side in ("encoder", "decoder")
-       for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))},
-}  # fmt: skip
-T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
 ENCODER_DECODERS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str, str]] = {
-    "bart": (lambda: tf.BartModel(tf.BartConfig(**BART)), "decoder.layers.0.self_attn", "out_proj"),
-    "t5": (lambda: tf.T5Model(tf.T5Config(**T5)), "decoder.block.0.layer.0.SelfAttention", "o"),
+    "bart": (
+        lambda: tf.BartModel(tf.BartConfig(**BART)),
+        "decoder.layers.0.self_attn",
+        "out_proj",
+    ),
+    "t5": (
+        lambda: tf.T5Model(tf.T5Config(**T5)),
+        "decoder.block.0.layer.0.SelfAttention",
+        "o",
+    ),
 }
 NINE = torch.arange(3, 12).expand(2, -1)
 PADDED = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 LEFT = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
-LONGROPE = {
-    **{"rope_type": "longrope", "rope_theta": 1e4},
-    **{"short_factor": [1.0] * 3, "long_factor": [8.0] * 3},
-}
-SOUND = {
-    **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4},
-    **{"intermediate_size": 32, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8)},
-    **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
-    "num_feat_extract_layers": 2,
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
+LONGROPE |= {"short_factor": [1.0] * 3, "long_factor": [8.0] * 3}
+SOUND = {**models.SMALL, "num_hidden_layers": 1, "num_feat_extract_layers": 2}
+SOUND |= {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8)}
+SOUND |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -104,9 +102,9 @@ def test_a_decoder_has_its_own_padding(family: str, real: int) -> None:
     assert encoder.lengths.tolist() == [9, 4]
     assert decoder.lengths.tolist() == [9, real]
     expected = dense_norms(model, inputs, name, projection, real)
-    norm = lb.spectral_norm(decoder, tol=1e-9, delta=1e-6)
-    torch.testing.assert_close(norm.lower[1], expected, rtol=1e-6, atol=0)
-    assert bool((norm.upper[1] >= expected * (1 - 1e-9)).all())
+    check(decoder, expected, sample=1, rtol=1e-6, delta=1e-6)
+    upper = lb.spectral_norm(decoder, tol=1e-9, delta=1e-6).upper[1]
+    assert bool((upper >= expected * (1 - 1e-9)).all())
 
 
 def test_masks_of_four_axes_without_padding_are_masks() -> None:
@@ -182,8 +180,9 @@ def test_padding_that_changes_nothing_is_not_told() -> None:
     ):
         own = silent(model, {"input_ids": NINE[1:, tokens]})
         for pair in zip(silent(model, inputs), own, strict=True):
-            mine, alone = (lb.spectral_norm(att, tol=1e-6).lower for att in pair)
-            torch.testing.assert_close(mine[1], alone[0], rtol=1e-3, atol=0)
+            check(
+                pair[0], lb.spectral_norm(pair[1], tol=1e-6).lower[0], sample=1, tol=1e-6, rtol=1e-3
+            )
 
 
 def test_rotary_tables_that_the_longest_text_chooses_are_told() -> None:
@@ -217,15 +216,15 @@ def test_padding_of_sound_is_that_of_its_frames(norm: str) -> None:
         return
     found, alone = silent(model, inputs)[0], silent(model, {"input_values": sound[1:, :200]})[0]
     assert found.lengths.tolist() == [18, 8]
-    mine, its = (lb.spectral_norm(att, tol=1e-6).lower for att in (found, alone))
-    torch.testing.assert_close(mine[1], its[0], rtol=1e-4, atol=0)
+    its = lb.spectral_norm(alone, tol=1e-6).lower[0]
+    check(found, its, sample=1, tol=1e-6, rtol=1e-4)
 
 
 @newer_transformers("the towers of CLIP are no models, and the mask of the whole is told of both")
 def test_one_model_has_streams_of_text_and_images() -> None:
     """With as many tokens each: only the text is padded."""
     parts = {"text_config": {**TEXT, "num_hidden_layers": 1}, "projection_dim": 8}
-    parts["vision_config"] = {**IMAGE, "num_hidden_layers": 1}
+    parts["vision_config"] = {**models.IMAGE, "num_hidden_layers": 1}
     model = build(lambda: tf.CLIPModel(tf.CLIPConfig(**parts)))
     g, real = torch.Generator().manual_seed(0), torch.tensor([[17], [10]])
     inputs = {"input_ids": torch.randint(3, 60, (2, 17), generator=g)}
@@ -256,7 +255,7 @@ def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None
     with pytest.warns(Notice, match="position_ids begin again"):
         ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
     assert "with a cache, does not" in ds.attrs["notes"][0]
-    silent(build(lambda: tf.GPT2Model(tf.GPT2Config(**GPT2, use_cache=False))), inputs)
+    silent(build(lambda: tf.GPT2Model(tf.GPT2Config(**models.GPT2, use_cache=False))), inputs)
     silent(build(AFFINE["bert"]), inputs)
 
 
@@ -273,15 +272,11 @@ def test_nan_of_the_model_is_called_its_own() -> None:
         capture(broken, {"input_ids": NINE})
 
 
-class Scored(nn.Module):
+class Scored(QKV):
     """Two heads, whose scores are what they are where a tensor is 0, else hidden."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        q, k, v = (split(f(x), 2) for f in (self.q, self.k, self.v))
+        q, k, v = self.qkv(x)
         return self.o(joined((q @ k.mT / 8**0.5 + hidden).softmax(-1) @ v))
 
 
@@ -291,7 +286,7 @@ class OwnMask(nn.Module):
     def __init__(self, hides: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.attend, self.hides = nn.Embedding(20, 16), Scored(), hides
+        self.embed, self.attend, self.hides = nn.Embedding(20, 16), Scored(16, 2), hides
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = torch.zeros(tokens.shape).masked_fill((tokens == 1) & self.hides, -torch.inf)

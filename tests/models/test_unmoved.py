@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from support.models import LLAMA
-from support.modules import joined, norms, sdpa, split
+from support.modules import QKV, check, joined, norms, sdpa
 from support.oracles import jacobians
 from torch import Tensor, nn
 
@@ -19,16 +19,15 @@ from lipbound.errors import CaptureError
 X = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
 
 
-class Plain(nn.Module):
+class Plain(QKV):
     """Two heads; what classes that derive from it keep is made of its keys and values."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        super().__init__(16, 2)
 
     def heads(self, x: Tensor) -> Tensor:
-        q, k, v = (split(f(x), 2) for f in (self.q, self.k, self.v))
+        q, k, v = self.qkv(x)
         return sdpa(q, *self.kept(k, v))
 
     def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,8 +99,7 @@ def test_what_a_module_keeps_stays_as_it_was(kind: type[Plain], filled: bool) ->
     (layer,) = lb.capture(module, X)
     torch.testing.assert_close(state(module), before, rtol=0, atol=0)
     exact = norms(lambda x: copy.deepcopy(double).heads(x).transpose(1, 2), X.double())
-    mine = lb.spectral_norm(layer, tol=1e-7).lower[0]
-    torch.testing.assert_close(mine, exact.to(mine), rtol=1e-5, atol=0)
+    check(layer, exact, tol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
@@ -116,8 +114,7 @@ def test_a_cache_that_is_given_does_not_grow() -> None:
     whole = lb.capture(model, ids)[0]  # its first layer has the same tokens, which do not interact
     parts = jacobians(whole, 0).unflatten(-1, (11, -1))[5:, :, :, 5:]
     exact = torch.linalg.matrix_norm(parts.movedim(1, 0).reshape(4, 36, -1), 2)
-    mine = lb.spectral_norm(layers[0], tol=1e-7).lower[0]
-    torch.testing.assert_close(mine, exact.to(mine), rtol=1e-5, atol=0)
+    check(layers[0], exact, tol=1e-7, rtol=1e-5)
 
 
 def test_what_cannot_be_copied_is_shared() -> None:

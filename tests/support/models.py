@@ -112,6 +112,12 @@ GATED = {**LLAMA, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1}
 GATED |= {"layer_types": ["full_attention"] * 2}
 
 
+SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
+BART = {"vocab_size": 60, "d_model": 24, "max_position_embeddings": 40}
+BART |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in SIDE.items()}
+T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+
+
 def no_attention() -> tf.PreTrainedModel:
     """A convolutional network."""
     config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])

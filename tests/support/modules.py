@@ -2,11 +2,14 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import lipbound as lb
 
 Heads = Callable[[Tensor], Tensor]
 """A function from tokens to outputs of heads, (..., heads, d_v)."""
@@ -56,3 +59,42 @@ def given_to(model: nn.Module, name: str, inputs: dict[str, Tensor]) -> dict[str
     caches = {"past_key_values", "layer_past", "cache"}
     arguments |= arguments.pop("kwargs", {})
     return arguments | dict.fromkeys(caches & arguments.keys())
+
+
+def check(
+    att: Any, expected: Tensor, *, rtol: float, sample: int | slice = 0, **options: Any
+) -> None:
+    """Compare exact norms of a sample, or of several, with those that are expected."""
+    found = lb.spectral_norm(att, **{"tol": 1e-9, **options}).lower[sample]
+    found = found.reshape(expected.shape)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=rtol, atol=0)
+
+
+class QKV(nn.Module):
+    """Queries, keys and values by linear maps, and a map of the outputs of heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.many = heads
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(split(f(x), self.many) for f in (self.q, self.k, self.v))
+
+
+class Maps(nn.Module):
+    """Linear maps, by name, and one of the outputs of heads."""
+
+    def __init__(self, wide: int, **sizes: tuple[int, int]) -> None:
+        super().__init__()
+        for name, size in {**sizes, "out": (wide, 24)}.items():
+            self.add_module(name, nn.Linear(*size))
+
+
+def maps(wide: int = 24, **sizes: tuple[int, int]) -> Callable[..., Callable[[], nn.Module]]:
+    """Make what builds modules with such maps of the function that is their forward pass."""
+
+    def made(forward: Callable[..., Tensor]) -> Callable[[], nn.Module]:
+        return partial(type(forward.__name__, (Maps,), {"forward": forward}), wide, **sizes)
+
+    return made

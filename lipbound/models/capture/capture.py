@@ -11,9 +11,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from lipbound import errors
@@ -23,12 +24,10 @@ from lipbound.devices import in_own_modes, measuring_device, threads_for
 from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, tell
 from lipbound.formatting import counted
 from lipbound.models.capture import verification
-from lipbound.models.capture.automatic import through_module
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe, score_parts
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe, with_scores
 from lipbound.models.capture.seeing import interface, recording
-from lipbound.models.capture.seeing.call import INTERFACE, Call
-from lipbound.models.capture.streams import Padding, of_stream, stream_names
-from lipbound.models.capture.token_steps import Seen, surroundings, watching
+from lipbound.models.capture.seeing.recording import Call, ModuleRun, moved
+from lipbound.models.capture.streams import Padding, of_stream, stream_names, through_module
 from lipbound.models.capture.verification import assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
 from lipbound.models.in_memory import bare_module, measurable, named_inputs
@@ -59,13 +58,6 @@ class LayerCapture:
     windows: int = 1
 
 
-class Row(NamedTuple):
-    """A layer as runs number them: a call of attention, and the stream that is perturbed."""
-
-    call: int
-    stream: str
-
-
 @dataclass
 class Capturer:
     """Captures the attention of a model, batch after batch.
@@ -78,7 +70,7 @@ class Capturer:
         model: a transformers model whose attention goes through ``AttentionInterface``.
         layers: indices of attention calls, in the order of the forward pass; all by default.
         around: also find what stands around each layer
-            (`lipbound.models.capture.token_steps`).
+            (`lipbound.models.capture.verification.surroundings`).
         closed: whether to look for closed forms; False to measure every layer by automatic
             differentiation.
 
@@ -95,7 +87,7 @@ class Capturer:
     count: int | None = field(default=None, init=False)
     notes: list[str] = field(default_factory=list)
     _name: str = interface.RECORDING_ATTENTION
-    _weights: dict[Row, ProbedWeights] = field(default_factory=dict)
+    _weights: dict[int, ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: set[tuple[bool, str, int]] = field(default_factory=set)
     """Calls that were compared: whether they have padding, the module, and its calls before."""
@@ -135,28 +127,27 @@ class Capturer:
 
     def _each(self, inputs: dict[str, Tensor], skip: Collection[int]) -> Iterator[LayerCapture]:
         self._work = forward_work(self.model, inputs)
-        with self._recording(), watching(self.model if self.around else None) as seen:
-            calls, notes = recording.record(self.model, inputs)
-        home = measuring_device(calls[0].q.device)
-        calls = [call.to(home) for call in calls]
-        seen = [Seen(s.module, s.x.to(home), s.out.to(home)) for s in seen]
+        wanted = filter(verification.may_normalise, self.model.modules() if self.around else ())
         with self._recording():
-            rows = [Row(i, name) for i, call in enumerate(calls) for name in stream_names(call)]
+            calls, around, notes = recording.record(self.model, inputs, wanted=[*wanted])
+            if (home := measuring_device(calls[0].q.device)) != calls[0].q.device:
+                there = partial(moved, device=home, copies={})
+                calls, around = tree_map(there, (calls, around))
+            rows = [(call, stream) for call in calls for stream in stream_names(call)]
         self.count = len(rows)
         chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
-        padding = Padding([calls[row.call] for row in rows if row.stream == INPUT], inputs)
-        of_chosen = [calls[i] for i in sorted({rows[i].call for i in chosen})]
+        padding = Padding([call for call, stream in rows if stream == INPUT], inputs)
+        of_chosen = [call for call in calls if any(rows[i][0] is call for i in chosen)]
         with threads_for(self._work):
             self._check_pass(inputs, of_chosen)
         with self._recording():
-            closed = {i: self._closed(calls[rows[i].call], rows[i], padding) for i in chosen}
+            closed = {i: self._closed(*rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
-        self._note(*notes, *verification.about_padding(plain), *verification.about_zeros(of_chosen))
+        self._note(*notes, *verification.about_padding(plain))
         for i in chosen:
             with self._recording():
-                row, call = rows[i], calls[rows[i].call]
-                layer = self._in_closed_form(i, row, closed[i], seen)
-                layer = layer or self._automatic(i, row, call, closed[i].reason, padding)
+                layer = self._in_closed_form(i, closed[i], around)
+                layer = layer or self._automatic(i, *rows[i], closed[i].reason, padding)
             yield layer
 
     @contextmanager
@@ -165,8 +156,8 @@ class Capturer:
         with threads_for(self._work), interface.implementation(self.model, self._name):
             yield
 
-    def _closed(self, call: Call, row: Row, padding: Padding) -> Call:
-        """Return the call of a row as it may have a closed form, or with the reason why not.
+    def _closed(self, call: Call, stream: str, padding: Padding) -> Call:
+        """Return a call as it may have a closed form in a stream, or with the reason why not.
 
         Raises:
             CaptureError: its attention is undefined.
@@ -176,16 +167,16 @@ class Capturer:
         if call.reason:
             return call
         try:
-            call = of_stream(call, row.stream, padding)
+            call = of_stream(call, stream, padding)
         except CaptureError as why:
             return replace(call, reason=str(why))
         verification.check_defined(call)
         return replace(call, reason=verification.forbidden(call))
 
     def _in_closed_form(
-        self, i: int, row: Row, call: Call, seen: Sequence[Seen]
+        self, i: int, call: Call, around: Sequence[ModuleRun]
     ) -> LayerCapture | None:
-        """Return the layer of a row; None, and the call's reason, where it has no closed form.
+        """Return layer i; None, and the call's reason, where it has no closed form.
 
         Raises:
             DifferentPositionsError: samples must be captured one by one.
@@ -193,14 +184,9 @@ class Capturer:
         if call.reason:
             return None
         try:
-            weights = self._probed(row, call)
+            weights = self._probed(i, call)
             if weights.sums:
-                scale, call.mask = score_parts(call)
-                call.scale = None if isinstance(scale, Tensor) else scale
-                if isinstance(scale, Tensor):  # a temperature for each head
-                    factor = scale * call.q.shape[-1] ** 0.5
-                    call.q, weights = call.q * factor.to(call.q), weights.times(factor)
-                call.extras = {k: t for k, t in call.extras.items() if k != "position_bias"}
+                weights = with_scores(call, weights)
             attention = assemble(call, weights)
             try:
                 error = verification.check_rebuilt(call, attention, weights)
@@ -214,20 +200,22 @@ class Capturer:
                 raise
             call.reason = str(why)
             return None
-        known = self.around and row.stream == INPUT
-        attention.surroundings = surroundings(attention, seen) if known else None
+        if self.around and call.sides == "qkv":
+            attention.surroundings = verification.surroundings(attention, around)
         # of all layers at once they would fill the memory
         attention.cache.drop("p", "weights", "out")
         windows = max(1, attention.samples // call.samples)
         return LayerCapture(i, call.name, attention, error, windows)
 
-    def _automatic(self, i: int, row: Row, call: Call, why: str, padding: Padding) -> LayerCapture:
-        """Return a layer as a function of one of its streams.
+    def _automatic(
+        self, i: int, call: Call, stream: str, why: str, padding: Padding
+    ) -> LayerCapture:
+        """Return layer i as a function of one of its streams.
 
         Raises:
             CaptureError: its module cannot be run by itself.
         """
-        attention, error, name = through_module(call, row.stream, padding, why)
+        attention, error, name = through_module(call, stream, padding, why)
         kind = type(call.module).__name__
         start = rf"^layer {re.escape(call.name)}( \({kind}\))?: ({kind} )?"
         why = re.sub(start, "", why).removesuffix(", which is not supported")
@@ -274,22 +262,19 @@ class Capturer:
                 sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
                 samples.setdefault(sample, []).append(call)
         for sample, some in sorted(samples.items()):
-            for call in verification.check_pass(self.model, inputs, some, sample):
-                if call.way == INTERFACE and not call.reason:
-                    why = "hands on its heads in no form in which they can be checked"
-                    call.reason = str(call.unsupported(why))
+            verification.check_pass(self.model, inputs, some, sample)
         compared = [call for call in calls if not call.reason]
         self._verified |= {(c.valid_keys is not None, c.name, c.turn) for c in compared}
 
-    def _probed(self, row: Row, call: Call) -> ProbedWeights:
-        weights = self._weights.get(row)
+    def _probed(self, i: int, call: Call) -> ProbedWeights:
+        weights = self._weights.get(i)
         if weights is None or not weights.belongs_to(call):
             weights = probe(call, self._turns)
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]
             if not is_offloaded(self.model):  # its weights are many
-                self._weights[row] = weights
+                self._weights[i] = weights
         return weights
 
     def _chosen(self, count: int) -> list[int]:

@@ -8,7 +8,7 @@ again with other outputs in the place of its heads'.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -21,24 +21,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache
 
 from lipbound.attention.variants.gate import Gate
-from lipbound.errors import CaptureError, LipboundError
-from lipbound.models.capture.seeing.call import (
-    BY_HAND,
+from lipbound.errors import CaptureError
+from lipbound.models.capture.seeing import interface
+from lipbound.models.capture.seeing.follower import BY_HAND, Follower, Form, Heads, outputs_of
+from lipbound.models.capture.seeing.interface import computing, copied_state, unmoved
+from lipbound.models.capture.seeing.recording import (
     Call,
     ModuleRun,
     first_tensor,
     same_numbers,
     samples_first,
 )
-from lipbound.models.capture.seeing.follower import Follower, Form, Heads, outputs_of
-from lipbound.models.capture.seeing.interface import (
-    RAISED,
-    copied_state,
-    plain_attention,
-    unmoved,
-)
 from lipbound.models.offload import plain_copy
-from lipbound.models.other_libraries import first_line
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.
@@ -54,7 +48,7 @@ at its end."""
 
 
 class Stopped(Exception):
-    """The end of a pass at the point that is looked for, with what was found there."""
+    """The end of a pass at the point that is looked for."""
 
 
 DETACHED = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -113,9 +107,14 @@ class _UpTo(Follower):
         position: number of calls of attention before it.
         place: of `QKV`, `HEADS`, `PROJECTION` and `RETURN`.
         outputs: (samples, N, heads, d_v), in the place of what heads make; of a layer of one call.
+
+    Attributes:
+        numbers: of the calls that make up the layer.
+        found: calls so far.
+        stopped: what was found where the pass was stopped, if it was.
     """
 
-    fused = staticmethod(plain_attention)
+    fused = staticmethod(interface.plain_attention)
 
     def __init__(self, call: Call, position: int, place: str, outputs: Tensor | None = None):
         super().__init__(call.adds)
@@ -124,6 +123,11 @@ class _UpTo(Follower):
         self._form = call.form or Form(shape[2] if len(shape) > 2 else 1)
         self.numbers = [position + piece for piece in call.pieces]
         self.found: list[Heads] = []
+        self.stopped: list[Tensor | None] = []
+
+    def _stop(self, at: Tensor | None = None) -> None:
+        self.stopped.append(at)
+        raise Stopped
 
     def _is_last(self) -> bool:
         return len(self.found) > max(self.numbers)
@@ -132,12 +136,12 @@ class _UpTo(Follower):
         before = self._place == QKV and self._call.form is None
         if before and heads.way == self._call.way and len(self.found) == self.numbers[0]:
             self.found.append(heads)
-            raise Stopped(None)
+            self._stop()
 
     def computed(self, heads: Heads) -> Tensor | None:
         self.found.append(heads)
         if self._place in (QKV, HEADS) and self._is_last():
-            raise Stopped(None if self._place == QKV else outputs_of(heads, self._form))
+            self._stop(None if self._place == QKV else outputs_of(heads, self._form))
         if self._outputs is None:
             return None
         made, new = outputs_of(heads, self._form), heads.raw.clone()
@@ -149,7 +153,7 @@ class _UpTo(Follower):
     def projected(self, x: Tensor, heads: Heads) -> None:
         done = self._place == PROJECTION and self._is_last()
         if done and self.found[self.numbers[0]] in heads.calls:
-            raise Stopped(x)
+            self._stop(x)
 
     def given(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Do the same before the hooks of a module that is given outputs of heads."""
@@ -175,21 +179,19 @@ class ModuleCopy:
 
     Attributes:
         inputs: the floating-point tensors that it was given.
-        detaches: whether its code detaches tensors, which are followed all the same.
+        casts: the mode in which it runs.
     """
 
-    detaches = False
-
     def __init__(self, call: Call, run: ModuleRun):
-        self.run, self.call = run, call
+        self.run, self.call, self.casts = run, call, WithoutCasts()
         self._position = next(before for one, before in call.around if one is run)
         self.module = self._copied(run.module)
         # modules may be arguments, too, such as biases of relative positions
         self._given = tree_map(self._copied, (run.args, run.kwargs))
         self.inputs: list[Tensor] = []
         self._first: dict[int, Tensor] = {}  # by its identity, the input that a tensor is
-        for t in tree_leaves((run.args, run.kwargs)):
-            if isinstance(t, Tensor) and t.is_floating_point() and id(t) not in self._first:
+        for t in run.tensors:
+            if t.is_floating_point() and id(t) not in self._first:
                 first = next((one for one in self.inputs if same_values(one, t)), t)
                 self._first[id(t)] = first
                 self.inputs += [t] if first is t else []
@@ -222,38 +224,28 @@ class ModuleCopy:
         Raises:
             CaptureError: it cannot be run by itself, or computes no such attention.
         """
-        follower, casts = _UpTo(self.call, self._position, place, outputs), WithoutCasts()
+        follower = _UpTo(self.call, self._position, place, outputs)
         new = {id(self._first[id(old)]): new for old, new in changed}
         replaced = {key: new[id(t)] for key, t in self._first.items() if id(t) in new}
         args, kwargs = self._given
         args, kwargs = tree_map(partial(_exchanged, replaced), (args, {**kwargs, **named}))
+        refusal = str(self.call.unsupported("cannot be run by itself on other token vectors ({})"))
+        inner = self._projection() if place == PROJECTION else nn.Identity()
+        hook = inner.register_forward_pre_hook(follower.given, prepend=True)
+        scripted: Any = nullcontext()
+        if self.call.way == BY_HAND:
+            scripted = _ThroughPython()  # type: ignore[no-untyped-call]
         end: Any = None
-        try:
-            with ExitStack() as around:
-                if place == PROJECTION and (inner := self._projection()) is not None:
-                    hook = inner.register_forward_pre_hook(follower.given, prepend=True)
-                    around.enter_context(hook)
-                if self.call.way == BY_HAND:
-                    way: Any = _ThroughPython
-                    around.enter_context(way())
-                for one in (unmoved(self.module), follower, casts):
-                    around.enter_context(one)
-                end = self.module(*args, **kwargs)
-        except Stopped as stopped:
-            end = stopped
-        except LipboundError:
-            raise
-        except RAISED as error:
-            raise self.call.unsupported(
-                f"cannot be run by itself on other token vectors ({first_line(error)})"
-            ) from error
-        finally:
-            self.detaches |= casts.detached
+        around = computing(self.module, refusal), hook, scripted
+        with suppress(Stopped), ExitStack() as stack:
+            for one in (*around, unmoved(self.module), follower, self.casts):
+                stack.enter_context(one)
+            end = self.module(*args, **kwargs)
         if len(follower.found) <= max(follower.numbers):
             raise self.call.unsupported("computes no attention when it is run by itself")
         parts = [follower.found[number] for number in follower.numbers]
-        if isinstance(end, Stopped):
-            return end.args[0], parts
+        if follower.stopped:
+            return follower.stopped[0], parts
         if place == RETURN and (returned := first_tensor(end)) is not None:
             return returned, parts
         kinds = [(t, follower.kind(t)) for t in tree_leaves(end)]
@@ -262,11 +254,13 @@ class ModuleCopy:
             raise self.call.unsupported(f"calls attention {len(parts)} times when it runs")
         return next(iter(made), parts[0].raw), parts
 
-    def _projection(self) -> nn.Module | None:
-        """Return the module in this one that is given the outputs of heads."""
+    def _projection(self) -> nn.Module:
+        """Return the module in this one that is given the outputs of heads, or one that is not."""
         run, start = self.call.projection, f"{self.run.name}." if self.run.name else ""
         inside = run is not None and run.name != self.run.name and run.name.startswith(start)
-        return self.module.get_submodule(run.name[len(start) :]) if run and inside else None
+        return (
+            self.module.get_submodule(run.name[len(start) :]) if run and inside else nn.Identity()
+        )
 
     def with_tokens(
         self, tokens: Tensor, place: str, outputs: Tensor | None = None, **named: Any
@@ -308,20 +302,21 @@ def relative_error(mine: Tensor, own: Tensor) -> float:
     return float((mine - own).abs().amax() / size)
 
 
-def on_units(call: Call, made: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
-    """Return what functions make of a zero token and of all unit vectors, (D + 1, ...) each.
+def on_units(slots: Tensor, width: int, made: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
+    """Return what functions make of a zero token and of all unit vectors, (width + 1, ...) each.
 
     Args:
-        call: whose tokens' shape (samples, N, D) is kept.
-        made: takes tokens to tensors (samples N, ...), token by token.
+        slots: (samples, N), where tokens may stand: not at zeros.
+        width: of the tokens.
+        made: takes tokens (samples, N, width) to tensors with a row for each slot.
     """
-    samples, n, width = call.x.shape
-    rows = torch.cat([torch.zeros(1, width), torch.eye(width)]).double().to(call.x.device)
+    rows = torch.cat([torch.zeros(1, width), torch.eye(width)]).double().to(slots.device)
     pieces = []
-    for some in rows.split(samples * n):
-        tokens = rows.new_zeros(samples * n, width)
-        tokens[: len(some)] = some
-        pieces.append([y[: len(some)] for y in made(tokens.view(samples, n, width))])
+    places = slots.nonzero()
+    for some in rows.split(len(places)):
+        tokens = rows.new_zeros(*slots.shape, width)
+        tokens[tuple(places[: len(some)].T)] = some
+        pieces.append([y[: len(some)] for y in made(tokens)])
     return [torch.cat(each) for each in zip(*pieces, strict=True)]
 
 
@@ -368,7 +363,7 @@ def _projection(call: Call, run: ModuleRun, count: int, d_v: int) -> Tensor | No
         w_o: Tensor = copy(eye) - zero
         size = flat.abs() @ w_o.abs()
         affine = _close(made - zero, flat @ w_o, size) and _close(own, made, size)
-    except RAISED:
+    except interface.RAISED:
         return None
     if not affine:
         name = type(run.module).__name__
@@ -413,14 +408,9 @@ def _close(own: Tensor, mine: Tensor, size: Tensor | None = None) -> bool:
     return own.shape == mine.shape and bool((own - mine).abs().amax() <= limit)
 
 
-def _real(call: Call) -> Tensor:
-    """Return which tokens of a call are no padding, (samples, N)."""
-    every = torch.ones(call.out.shape[:2], dtype=torch.bool, device=call.out.device)
-    return every if call.valid_rows is None else call.valid_rows
-
-
 def _through(call: Call, run: ModuleRun) -> Tensor | None:
-    (s, n, count, d_v), real = call.out.shape, _real(call)
+    (s, n, count, d_v), real = call.out.shape, call.valid_rows
+    real = torch.ones_like(call.out[..., 0, 0], dtype=torch.bool) if real is None else real
     heads = call.out.double().nan_to_num() * real[..., None, None]
     flat = heads[real].flatten(1)
 
@@ -435,17 +425,9 @@ def _through(call: Call, run: ModuleRun) -> Tensor | None:
     try:
         copy = ModuleCopy(call, run)
         zero, own, twice = (made(factor * heads) for factor in (0.0, 1.0, 2.0))
-        alike, linear = made(heads[real][:1].expand(s, n, -1, -1)) - zero, own - zero
-        if _close(rows(run.returned), own) and _close(twice - zero, 2 * linear):
-            if not _close(alike, alike[:1].expand_as(alike)):
-                return None
-            parts = []
-            for some in torch.eye(count * d_v).to(flat).split(len(flat)):
-                units = heads.new_zeros(s, n, count * d_v)
-                units[tuple(real.nonzero()[: len(some)].T)] = some
-                parts.append((made(units) - zero)[: len(some)])
-            w_o = torch.cat(parts)
-            return w_o.view(count, d_v, -1) if _close(linear, flat @ w_o) else None
+        if _close(rows(run.returned), own) and _close(twice - zero, 2 * (own - zero)):
+            w_o, _ = affine(on_units(real, count * d_v, lambda units: [made(units) - zero])[0])
+            return w_o.view(count, d_v, -1) if _close(own - zero, flat @ w_o) else None
         moved = [(t, t.double() + t.double().cos()) for t in copy.inputs]
         alone = not call.changed and call.consumer and _close(own, made(heads, moved))
     except CaptureError:
@@ -475,7 +457,7 @@ def probe_gate(call: Call) -> Gate | None:
             raise call.unsupported(call.changed)
         return [torch.logit(one).flatten(0, 1)]
 
-    w, b = affine(on_units(call, logits)[0])
+    w, b = affine(on_units(torch.ones_like(call.x[..., 0]), call.x.shape[-1], logits)[0])
     gate = Gate(w.transpose(0, 1).contiguous(), b)
     made = torch.sigmoid(gate.logits(call.x)).transpose(1, 2) * call.out.double()
     own = call.projected.reshape(call.out.shape).double()

@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE
 from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
+
+INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by hand"
+"""Ways to compute attention: through transformers' interface, by torch, or by the module itself."""
 
 PRODUCTS = {torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 PRODUCTS |= {Tensor.__rmatmul__, Tensor.baddbmm, torch.einsum}

@@ -332,19 +332,23 @@ def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
 
 
 @contextmanager
-def computing(model: nn.Module) -> Iterator[None]:
+def computing(model: nn.Module, refusal: str = "") -> Iterator[None]:
     """Yield while a model computes; what its code raises becomes one error that names it.
+
+    Args:
+        model: that computes.
+        refusal: the words of the error, in which braces stand for what was raised.
 
     Raises:
         CaptureError: it cannot compute.
     """
+    refusal = refusal or f"{type(model).__name__} cannot compute with these inputs: {{}}"
     try:
         yield
     except RAISED as error:
         if isinstance(error, LipboundError):
             raise
-        why = f"cannot compute with these inputs: {first_line(error)}"
-        raise CaptureError(f"{type(model).__name__} {why}") from error
+        raise CaptureError(refusal.format(first_line(error))) from error
 
 
 def takes_mask(model: nn.Module) -> bool:

@@ -2,8 +2,9 @@
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,21 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache, PreTrainedModel
 
+from lipbound.attention.scoring import four_axes
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing.call import (
+from lipbound.models.capture.seeing.follower import (
     BY_HAND,
     FUSED,
     INTERFACE,
-    Call,
-    ModuleRun,
-    first_tensor,
-    listed,
-    same_numbers,
-)
-from lipbound.models.capture.seeing.follower import (
     FollowedSoftmax,
     Follower,
     Form,
@@ -36,6 +31,8 @@ from lipbound.models.capture.seeing.follower import (
 from lipbound.models.capture.seeing.interface import copied_state, forward, takes_mask
 from lipbound.models.checkpoint import MASK
 
+HIDDEN = -9999.0
+"""Additive mask entries up to this value hide a key: some models write -10000 for the lowest."""
 OUTER = 4
 """Modules around a call that are kept, the innermost included."""
 WAYS = (
@@ -54,6 +51,267 @@ KNOWN = ("aten", "prims", "torchvision")
 """Packages whose other operations are none."""
 NAMED = 4
 """Number of modules that a sentence names."""
+
+
+def first_tensor(returned: object) -> Tensor | None:
+    """Return the first floating-point tensor of what a module returns."""
+    leaves = tree_leaves(returned)
+    return next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
+
+
+def samples_first(t: Tensor, samples: int, n: int) -> Tensor:
+    """Return (samples, N, D) of (N, samples, D) or itself; (N, N, D) counts as the former."""
+    turned = t.ndim == 3 and t.shape[:2] == (n, samples) != (samples, n)
+    return t.transpose(0, 1) if turned else t
+
+
+def same_numbers(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors have the same numbers, in whatever order."""
+    if a is None or b is None or a.numel() != b.numel():
+        return False
+    a, b = (t.nan_to_num().flatten() for t in (a, b))
+    alike = bool(a.amax() == b.amax() and a.amin() == b.amin())
+    return torch.equal(a, b) or (alike and torch.equal(a.sort().values, b.sort().values))
+
+
+def listed(names: Sequence[str], most: int = 1) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@dataclass(eq=False)
+class ModuleRun:
+    """One run of a module in a forward pass.
+
+    Attributes:
+        module: what ran.
+        name: of the module in the model.
+        args: the first argument, where it was given by position.
+        kwargs: all other arguments, by name.
+        calls: how often the module called attention in this run.
+        returned: the first tensor that the module returned.
+        learned: those of its tensors that are made of parameters alone, such as learned queries.
+        inside: how often it and the modules inside it called attention in this run.
+    """
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    calls: int = 0
+    inside: int = 0
+    returned: Tensor | None = None
+    learned: list[Tensor] = field(default_factory=list)
+
+    @property
+    def given(self) -> Any:
+        """The first of its arguments, which mostly is the tokens, in whatever layout."""
+        return self.args[0] if self.args else self.kwargs.get("hidden_states")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among its arguments."""
+        return [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+
+
+@dataclass
+class Call:
+    """One call of attention, with the run of the module that made it.
+
+    Attributes:
+        run: of the module whose attention it is.
+        q: queries, (samples, heads, N, d).
+        k: keys, (samples, heads or fewer that they share, N, d).
+        v: values, (samples, heads or fewer that they share, N, d_v).
+        mask: what is added to scores, or None.
+        scale: the factor of scores; None for d^-0.5.
+        extras: what else the attention function was handed.
+        out: head outputs, (samples, N, heads, d_v).
+        raw: the same in the layout in which they were computed.
+        turn: how many calls the same module made before (ALBERT runs one module as every layer).
+        boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
+        adds: whether these are added to scores as the numbers 1 and 0.
+        given_mask: the mask of tokens, (samples, N), that the model (of a composed one the part)
+            around the layer was given.
+        consumer: the module that projects the head outputs, where it is given just these.
+        changed: what happens to the head outputs before they are projected, where something does.
+        gated: whether that may be a gate, a factor between 0 and 1 for each.
+        way: how it is computed.
+        around: the runs that it happened in, the innermost first, each with the number of calls of
+            attention before it in that run.
+        scores: what the softmax was given, of attention by hand.
+        samples: of the pass.
+        formed: whether ``q``, ``k``, ``v`` and ``out`` have the axes given above; by hand they may
+            be as they were multiplied.
+        form: how they were brought to these, where they were not handed over so.
+        pieces: places of the calls that were put together, counted in the run from the first.
+        stream: the tokens, where they were found otherwise than as the first argument.
+        sides: which of queries, keys and values are made of them; all of "qkv" but for
+            cross-attention.
+        valid_rows: which queries are not padding, (samples, N) bool, or None for all.
+        valid_keys: the same of keys, (samples, M) bool.
+        reason: why it has no closed form, where that is known.
+        projection: the run of the outermost module that is given nothing but the head outputs, or
+            what was made of them on the way, and multiplies them with weights.
+        projected: what that was given, before hooks on it.
+        w_o: what is known of the map to the module's return (`lipbound.models.capture.rerun`).
+    """
+
+    run: ModuleRun
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float | None
+    extras: dict[str, Any]
+    out: Tensor
+    raw: Tensor
+    turn: int = 0
+    boolean: bool = False
+    adds: bool = False
+    given_mask: Tensor | None = None
+    consumer: nn.Module | None = None
+    changed: str = ""
+    gated: bool = False
+    way: str = INTERFACE
+    around: list[tuple[ModuleRun, int]] = field(default_factory=list)
+    scores: Tensor | None = None
+    samples: int = 1
+    projection: ModuleRun | None = None
+    projected: Tensor | None = None
+    formed: bool = True
+    form: Any = None
+    pieces: tuple[int, ...] = (0,)
+    stream: Tensor | None = None
+    sides: str = "qkv"
+    valid_rows: Tensor | None = None
+    valid_keys: Tensor | None = None
+    reason: str = ""
+    w_o: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that made the call."""
+        return self.run.module
+
+    @property
+    def name(self) -> str:
+        """The name of that module in the model."""
+        return self.run.name
+
+    @property
+    def given(self) -> object:
+        """The token vectors as the module was given them, in whatever layout."""
+        return self.run.given if self.stream is None else self.stream
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Samples and tokens of the stream."""
+        return len(self.q), (self.q if "q" in self.sides else self.k).shape[-2]
+
+    @property
+    def x(self) -> Tensor:
+        """The token vectors that the module was given, (samples, N, D).
+
+        Those of one sample may have been given without an axis of samples, those of pictures with
+        two axes for the tokens, and tokens before samples.
+
+        Raises:
+            CaptureError: it was given no such tensor, or attends to other tokens than these.
+        """
+        if not self.formed:
+            raise self.unsupported("multiplies queries and keys in tensors of unknown axes")
+        given, (samples, n) = self.given, self.shape
+        x = samples_first(given, samples, n) if isinstance(given, Tensor) else given
+        if isinstance(x, Tensor) and x.ndim in (2, 4) and x[..., 0].numel() == samples * n:
+            x = x.reshape(samples, n, x.shape[-1])
+        queries, keys = self.q.shape[-2], self.k.shape[-2]
+        apart = self.sides == "qkv" and keys != queries
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != n or apart:
+            raise self.unsupported(
+                f"attends with {queries} queries to {keys} keys and is not given one (samples, N, "
+                "D) tensor of as many tokens (but several, a cache, or windows cut out of it)"
+            )
+        return x
+
+    def additive(self) -> Tensor | None:
+        """Return what is added to scores: the mask, and biases of relative positions."""
+        mask, bias, dtype = self.mask, self.extras.get("position_bias"), self.q.dtype
+        if mask is not None:
+            mask = mask[..., : self.k.shape[-2]].to(dtype)  # one for a cache may be wider
+            mask = four_axes(mask) if self.q.ndim == 4 else mask
+        if bias is None:
+            return mask
+        bias = bias.detach().to(dtype)
+        # the lowest number and a bias may overflow
+        return bias if mask is None else (mask + bias).clamp_min(torch.finfo(dtype).min)
+
+    def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
+        """Return the error, of some kind, about something that the layer does."""
+        owner = type(self.module).__name__
+        return kind(f"layer {self.name}: {owner} {what}, which is not supported")
+
+
+def moved(value: Any, device: torch.device, copies: dict[int, Any]) -> Any:
+    """Return a call, a run or a tensor on a device; modules stay where they are.
+
+    Args:
+        value: anything.
+        device: for tensors.
+        copies: by identities of what was moved before: what is one tensor stays one.
+    """
+    if isinstance(value, Tensor):
+        return copies.setdefault(id(value), value.to(device))
+    if not isinstance(value, Call | ModuleRun):
+        return value
+    if id(value) not in copies:
+        there = partial(moved, device=device, copies=copies)
+        parts = {part.name: tree_map(there, getattr(value, part.name)) for part in fields(value)}
+        copies[id(value)] = replace(value, **parts)
+    return copies[id(value)]
+
+
+class Runs:
+    """Runs of modules in a forward pass, of which hooks tell.
+
+    Args:
+        wanted: modules whose runs are kept when they have ended.
+
+    Attributes:
+        running: what runs at the moment, the outermost first.
+        kept: runs that have ended.
+    """
+
+    def __init__(self, wanted: Collection[nn.Module]):
+        self._wanted = {*wanted}
+        self.running: list[ModuleRun] = []
+        self.kept: list[ModuleRun] = []
+
+    @contextmanager
+    def hooked(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Yield while modules, with their names, have the hooks."""
+        with ExitStack() as hooks:
+            for name, module in modules:
+                hook, enter = module.register_forward_pre_hook, partial(self.enter, name)
+                # a module's own hooks belong to what it does
+                hooks.enter_context(hook(enter, with_kwargs=True, prepend=True))
+                hooks.enter_context(module.register_forward_hook(self.leave))
+            yield
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Run before a module of that name, as a hook."""
+        args, kwargs = by_name(module, args, kwargs)
+        caches = {key: v for key, v in kwargs.items() if isinstance(v, Cache)}
+        kwargs = kwargs | copied_state(caches)  # the pass adds to those that are given
+        self.running.append(ModuleRun(module, name, args, kwargs))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Run behind every module, as a hook."""
+        run = self.running.pop()
+        run.returned = first_tensor(output)
+        if module in self._wanted:
+            self.kept.append(run)
 
 
 class AttentionFinder(TorchDispatchMode):
@@ -82,7 +340,7 @@ class AttentionFinder(TorchDispatchMode):
     def add(self, made: Scores | None = None) -> None:
         """Note the innermost module that runs and has parameters."""
         running = self._recorder.running
-        own = (run for run in reversed(running) if any(True for _ in run.module.parameters()))
+        own = (run for run in reversed(running) if [*run.module.parameters()])
         run = next(own, running[-1])
         key = run.name if made is None else (id(made.left[0]), id(made.right[0]))
         self.found[key] = run, made
@@ -98,11 +356,6 @@ class AttentionFinder(TorchDispatchMode):
         state = isinstance(by, Scores) and (terms == 1 or not counts.intersection(by.sides))
         if terms in counts or (state and by.extent[0] in counts) or (terms > 1 and not apart):
             self.add(made)
-
-    def absolve(self, scores: Scores) -> None:
-        """Forget products that are scores after all."""
-        for place in zip(map(id, scores.left), map(id, scores.right), strict=True):
-            self.found.pop(place, None)
 
     def names(self) -> str:
         """Return the number of modules, and names and types of some."""
@@ -127,9 +380,8 @@ class AttentionFinder(TorchDispatchMode):
 
 def _counts(run: ModuleRun, samples: int) -> Iterator[int]:
     """Yield what may be numbers of tokens of a module's inputs."""
-    for t in tree_leaves((run.args, run.kwargs)):
-        ids = isinstance(t, Tensor) and t.ndim == 2 and len(t) == samples
-        if ids or (isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1):
+    for t in run.tensors:
+        if (t.ndim == 2 and len(t) == samples) or (t.is_floating_point() and t.ndim > 1):
             axes = (*t.shape, *(() if t.is_floating_point() else (1,)))
             axes = axes[1:] if axes[0] == samples else axes
             # pictures have channels first or last
@@ -173,15 +425,22 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -
     return said
 
 
-class Recorder(Follower):
-    """The calls of one forward pass, in which hooks on every module tell which of them run."""
+class Recorder(Runs, Follower):
+    """The calls of one forward pass, with the runs of modules that they happened in.
 
-    def __init__(self, samples: int, adds: bool):
-        super().__init__(adds)
-        self._samples, self.unseen = samples, AttentionFinder(self, samples)
-        self.mask: Tensor | None = None
+    Args:
+        samples: of the pass.
+        adds: as of `Follower`.
+        mask: of the tokens, where the model itself is not given it.
+        wanted: as of `Runs`.
+    """
+
+    def __init__(self, samples: int, adds: bool, mask: Any, wanted: Collection[nn.Module]):
+        Runs.__init__(self, wanted)
+        Follower.__init__(self, adds)
+        self._samples, self._mask = samples, mask
+        self.unseen = AttentionFinder(self, samples)
         self._made: dict[int, Call] = {}
-        self.running: list[ModuleRun] = []
         self.calls: list[Call] = []
 
     def computed(self, heads: Heads) -> None:
@@ -211,8 +470,7 @@ class Recorder(Follower):
         position = self.running.index(run)
         call.around = [(outer, outer.inside) for outer in self.running[position::-1][:OUTER]]
         for outer, _ in call.around:
-            tensors = [t for t in tree_leaves((outer.args, outer.kwargs)) if isinstance(t, Tensor)]
-            outer.learned = [t for t in tensors if self.is_weight(t)]
+            outer.learned = [t for t in outer.tensors if self.is_weight(t)]
         for outer in self.running:
             outer.inside += 1
         self._made[id(heads)] = call
@@ -265,7 +523,8 @@ class Recorder(Follower):
 
     def normalised(self, scores: Scores) -> None:
         """Forget products as unseen attention, since a softmax of them is seen."""
-        self.unseen.absolve(scores)
+        for place in zip(map(id, scores.left), map(id, scores.right), strict=True):
+            self.unseen.found.pop(place, None)
 
     def _put_together(self, heads: Heads, run: ModuleRun | None = None) -> None:
         """Make one call, the first, of those whose outputs were put together.
@@ -309,56 +568,44 @@ class Recorder(Follower):
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
         inside = next(models, None)
-        mask = self.mask if inside is None else inside.kwargs.get(MASK)
+        mask = self._mask if inside is None else inside.kwargs.get(MASK)
         return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-    def enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Run before a module of that name, as a hook."""
-        args, kwargs = by_name(module, args, kwargs)
-        caches = {key: v for key, v in kwargs.items() if isinstance(v, Cache)}
-        kwargs = kwargs | copied_state(caches)  # the pass adds to those that are given
-        self.running.append(ModuleRun(module, name, args, kwargs))
-        call = self._made.get(id(self.kind(args[0]))) if args and _is_linear(module) else None
-        if call is not None and call.formed and not call.consumer and _same(args[0], call.out):
-            call.consumer, call.projection = module, self.running[-1]
-
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Run behind every module, as a hook."""
-        run = self.running.pop()
-        run.returned = first_tensor(output)
+        run = self.running[-1]
+        super().leave(module, args, output)
         heads = self.kind(run.returned) if run.inside else None
         if isinstance(heads, Heads):
             self._put_together(heads, run)
 
 
 def record(
-    model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False
-) -> tuple[list[Call], list[str]]:
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    cache: bool = False,
+    wanted: Collection[nn.Module] = (),
+) -> tuple[list[Call], list[ModuleRun], list[str]]:
     """Return the calls of attention in one forward pass, in order, and what there is to tell of it.
 
     Args:
         model: in the context of `implementation`.
         inputs: of the pass.
         cache: whether the model may keep a cache.
+        wanted: modules whose runs are returned, too.
 
     Returns:
-        Each call with the projection that consumed its output; and sentences.
+        Each call with the projection that consumed its output; those runs; and sentences.
 
     Raises:
         CaptureError: the model computes no attention that is seen.
     """
     # tokens of all samples may be packed together
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
-    recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True))
-    recorder.mask = None if takes_mask(model) else inputs.get(MASK)
-    with ExitStack() as afterwards:
-        for name, module in model.named_modules():
-            hook, enter = module.register_forward_pre_hook, partial(recorder.enter, name)
-            # a module's own hooks belong to what it does
-            afterwards.enter_context(hook(enter, with_kwargs=True, prepend=True))
-            afterwards.enter_context(module.register_forward_hook(recorder.leave))
-        with recorder.unseen, recorder:
-            drew = forward(model, inputs, cache=cache)
+    mask = None if takes_mask(model) else inputs.get(MASK)
+    recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True), mask, wanted)
+    with recorder.hooked(model.named_modules()), recorder.unseen, recorder:
+        drew = forward(model, inputs, cache=cache)
     if not recorder.calls:
         own = "it seems to have no attention layers"
         if recorder.unseen.found:
@@ -371,18 +618,12 @@ def record(
     notes = _notes(model, recorder.calls, recorder.unseen)
     if drew:
         notes.append("the model draws random numbers: here those of torch.manual_seed(0)")
-    return recorder.calls, notes
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+    return recorder.calls, recorder.kept, notes
 
 
 def _only(run: ModuleRun) -> Tensor | None:
     """Return the first argument of a module that was given no other tensor."""
-    tensors = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
-    floating = [t for t in tensors if t.is_floating_point()]
+    floating = [t for t in run.tensors if t.is_floating_point()]
     return floating[0] if run.args and len(floating) == 1 and floating[0] is run.args[0] else None
 
 
@@ -394,10 +635,10 @@ def by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with all but the first by name, however they were passed."""
-    if isinstance(module, torch.jit.ScriptModule):  # which has no signature
+    if len(args) < 2 or isinstance(module, torch.jit.ScriptModule):  # which has no signature
         return args, kwargs
-    parameters = inspect.signature(module.forward).parameters.values()
-    named = [p.name for p in list(parameters)[: len(args)] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) < 2 or len(named) < len(args):
+    parameters = [*inspect.signature(module.forward).parameters.values()][: len(args)]
+    if len(parameters) < len(args) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return args, kwargs
-    return args[:1], {**dict(zip(named[1:], args[1:], strict=True)), **kwargs}
+    names = [p.name for p in parameters]
+    return args[:1], {**dict(zip(names[1:], args[1:], strict=True)), **kwargs}
