@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs import measure, partial_store, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
-from lipbound.runs.measure import LayerInfo, MeasurementSpec, measurement_spec, norms_shape
+from lipbound.runs.measure import LayerInfo, norms_shape
 from lipbound.runs.partial_store import LayerResult, PartialRun
 from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
@@ -234,7 +233,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         results = (
             measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
             if client is None
-            else measure.measured_by(client, config, sources, spec, blocks)
+            else measure.measured_by(client, sources, spec, blocks)
         )
         if kept is not None:
             results = kept.keeping(results)
@@ -281,7 +280,7 @@ def filled(
 
 def dataset(
     tables: dict[str, np.ndarray],
-    spec: MeasurementSpec,
+    spec: RunConfig,
     layers: Sequence[LayerInfo],
     lengths: np.ndarray,
 ) -> xr.Dataset:
@@ -355,7 +354,7 @@ def run_info(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         samples=plan.samples,
-        exact_samples=plan.spec.exact_samples,
+        exact_samples=config.exact_count(plan.samples),
         tokens=int(lengths.max()),
         capture_error=error,
         block=plan.block,
@@ -363,7 +362,7 @@ def run_info(
         not_applicable=plan.not_applicable,
         notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
         made=Extent(
-            plan.samples, plan.spec.exact_samples, numbers, heads, model_layers=plan.model_layers
+            plan.samples, config.exact_count(plan.samples), numbers, heads, plan.model_layers
         ),
     )
 
@@ -464,7 +463,7 @@ class Plan:
     """Work of a run.
 
     Attributes:
-        spec: what is measured at every layer, with the share of delta of one exact norm.
+        spec: what is measured at every layer (`RunConfig.of_places`).
         layers: the chosen layers, as the first sample shows them.
         samples: how many samples.
         block: how many of them are measured at a time.
@@ -474,7 +473,7 @@ class Plan:
         model_layers: how many attention layers the model has, chosen or not.
     """
 
-    spec: MeasurementSpec
+    spec: RunConfig
     layers: Sequence[LayerInfo]
     samples: int
     block: int
@@ -489,14 +488,15 @@ class Plan:
 
     def blocks(self, found: Iterable[LayerResult]) -> list[SampleBlock]:
         """List the blocks with layers that are not found."""
-        done: defaultdict[int, set[int]] = defaultdict(set)
+        done = np.zeros((self.samples, len(self.layers)), dtype=bool)
         for one in found:
-            done[one.start].add(one.layer)
-        return [
-            SampleBlock(start, min(self.samples, start + self.block), frozenset(done[start]))
-            for start in range(0, self.samples, self.block)
-            if len(done[start]) < len(self.layers)
-        ]
+            done[one.start : one.start + len(one.lengths), one.layer] = True
+        blocks = []
+        for start in range(0, self.samples, self.block):
+            stop = min(self.samples, start + self.block)
+            skip = frozenset(np.flatnonzero(done[start:stop].all(0)).tolist())
+            blocks += [SampleBlock(start, stop, skip)] * (len(skip) < len(self.layers))
+        return blocks
 
 
 def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
@@ -513,7 +513,6 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
             attention cannot be captured.
     """
     samples = sources.inputs.samples
-    exact = config.exact_count(samples)
     layers = measure.layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
     for sample in telling_samples(sources.inputs.batch):
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
@@ -531,7 +530,8 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         block = partial_store.configuration(partial_store.partial_path(config.target)).get(
             "block", block
         )
-    spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
+    exact = config.exact_count(samples)
+    spec = config.of_places(names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
     return Plan(spec, layers, samples, block, room, not_applicable, count)

@@ -6,17 +6,18 @@ loads nothing of size; what checks the options is imported where that happens.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound import errors
 from lipbound.errors import LipboundError, StoreError, real, shown, whole
-from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, RunInfo
+from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, TOKEN_NORMS, RunInfo
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -302,6 +303,22 @@ class RunConfig:
     def target(self) -> Path | None:
         """Path of the store; None where the run is not saved."""
         return None if self.out is None else Path(self.out).expanduser()
+
+    @property
+    def encloses(self) -> bool:
+        """Exact norms have upper ends, those of `TOKEN_NORMS` without ``delta``."""
+        return self.delta is not None or self.norm in TOKEN_NORMS
+
+    def of_places(self, names: Sequence[str], samples: int, shape: Sequence[int]) -> Self:
+        """Return what is measured at every place, with an equal share of delta for each exact norm.
+
+        Args:
+            names: of the bounds that are evaluated.
+            samples: how many have exact norms.
+            shape: of the exact norms of each of them.
+        """
+        share = None if self.delta is None else self.delta / (samples * math.prod(shape))
+        return replace(self, bounds=tuple(names), exact_samples=samples, delta=share)
 
     def exact_count(self, samples: int) -> int:
         """Count the samples, of so many, that get exact norms."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,43 +43,8 @@ SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
 
-_MEASURERS: dict[tuple[RunConfig, str, MeasurementSpec], Measurer] = {}
+_MEASURERS: dict[tuple[RunConfig, str], Measurer] = {}
 _TURN = threading.Lock()
-
-
-@dataclass(frozen=True)
-class MeasurementSpec:
-    """Quantities to measure at every layer, and how.
-
-    Attributes:
-        names: registry names of bounds.
-        map: as in `lipbound.spectral_norm`.
-        tol: relative width of the enclosures of exact norms.
-        delta: failure probability of one upper end, or None for plain estimates.
-        seed: of the run.
-        exact_samples: exact norms are computed for samples before this one.
-        norm: of `lipbound.schema.NORMS`. `lipbound.schema.TOKEN_NORMS` are deterministic, and have
-            upper ends without ``delta``.
-        wrt: of `lipbound.schema.WRT`.
-        extras: names of `lipbound.schema.EXTRAS`.
-        statistics: also measure `lipbound.schema.STATISTICS`; of a whole layer, over its heads.
-    """
-
-    names: tuple[str, ...]
-    map: str
-    tol: float
-    delta: float | None
-    seed: int
-    exact_samples: int
-    norm: str = "frobenius"
-    wrt: str = INPUT
-    extras: tuple[str, ...] = ()
-    statistics: bool = False
-
-    @property
-    def encloses(self) -> bool:
-        """Exact norms have upper ends."""
-        return self.delta is not None or self.norm in TOKEN_NORMS
 
 
 @dataclass(frozen=True)
@@ -151,49 +115,39 @@ def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
     return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
 
 
-def measurement_spec(
-    config: RunConfig, names: Sequence[str], exact_samples: int, shape: tuple[int, ...]
-) -> MeasurementSpec:
-    """Share the delta of a run equally among its exact norms.
-
-    Args:
-        config: of the run.
-        names: of the bounds.
-        exact_samples: how many samples have exact norms.
-        shape: of the exact norms of each of them.
-    """
-    options: Any = config.options("map", "tol", "seed", "norm", "wrt")
-    options |= {"exact_samples": exact_samples, "extras": config.chosen_extras}
-    if (delta := config.delta) is not None:
-        delta /= exact_samples * math.prod(shape)
-    return MeasurementSpec(tuple(names), delta=delta, **options)
-
-
 class Measurer:
     """Measure blocks of samples on the layers that a `Capturer` finds.
 
     Args:
         capturer: finds them.
-        spec: what is measured.
+        spec: what is measured (`RunConfig.of_places`).
         room: samples of one layer that memory has room for; layers of fewer are measured side by
             side.
         verify: whether every block after the first is compared with the model's own outputs once
             more.
+        statistics: also measure `lipbound.schema.STATISTICS`; of a whole layer, over its heads.
     """
 
     def __init__(
-        self, capturer: Capturer, spec: MeasurementSpec, room: int = 1, *, verify: bool = True
+        self,
+        capturer: Capturer,
+        spec: RunConfig,
+        room: int = 1,
+        *,
+        verify: bool = True,
+        statistics: bool = False,
     ):
         self._capturer, self._spec, self._room, self._verify = capturer, spec, room, verify
+        self._statistics = statistics
 
     def block(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
     ) -> Iterator[LayerResult]:
         """Measure every layer but those at the positions ``skip``.
 
-        Samples with different positions are measured one by one. Results depend on the block
-        alone, not on blocks measured before. What was verified when the run was planned, on its
-        first sample, counts for the first block.
+        Samples with different positions are measured one by one, a result each. Results depend on
+        the block alone, not on blocks measured before. What was verified when the run was planned,
+        on its first sample, counts for the first block.
 
         Args:
             inputs: of the model, for the samples of the block.
@@ -212,13 +166,8 @@ class Measurer:
             samples = len(next(t for t in inputs.values() if isinstance(t, Tensor)))
             if samples == 1:
                 raise
-            each = [one_sample(inputs, k, samples) for k in range(samples)]
-            alone = [list(self._layers(one, start + k, done)) for k, one in enumerate(each)]
-            for parts in zip(*alone, strict=True):
-                values = _stacked([one.values for one in parts])
-                lengths = np.concatenate([one.lengths for one in parts])
-                error = max(one.error for one in parts)
-                yield parts[0]._replace(values=values, lengths=lengths, error=error)
+            for k in range(samples):
+                yield from self._layers(one_sample(inputs, k, samples), start + k, done)
         if self._verify:
             self._capturer.forget()
 
@@ -258,7 +207,8 @@ class Measurer:
         spec, attention, windows = self._spec, layer.attention, layer.windows
         lengths = attention.lengths.long().cpu().numpy().reshape(-1, windows).sum(-1)
         seeds = [seed_of(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
-        values = _measured(attention, spec, seeds, spec.exact_samples - start, windows)
+        count = spec.exact_count(start + len(lengths)) - start
+        values = _measured(attention, spec, seeds, count, windows, self._statistics)
         return LayerResult(start, position, values, lengths, layer.error, layer.name)
 
 
@@ -270,7 +220,12 @@ def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _measured(
-    att: Any, spec: MeasurementSpec, seeds: list[int], exact_count: int, windows: int = 1
+    att: Any,
+    spec: RunConfig,
+    seeds: list[int],
+    exact_count: int,
+    windows: int,
+    statistics: bool,
 ) -> dict[str, np.ndarray]:
     """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
 
@@ -280,15 +235,18 @@ def _measured(
     if windows > 1:
         delta = None if spec.delta is None else spec.delta / windows
         seeds = [seed + window for seed in seeds for window in range(windows)]
-        found = _measured(att, replace(spec, delta=delta), seeds, exact_count * windows)
+        spec, count = replace(spec, delta=delta), exact_count * windows
+        found = _measured(att, spec, seeds, count, 1, statistics)
         each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
         return {name: _of_windows(name, t) for name, t in each.items()}
     count = 1 if _alone(att) else min(att.samples, torch.get_num_threads())
     if count == 1:
-        return _measure(att, spec, seeds, exact_count)
+        return _measure(att, spec, seeds, exact_count, statistics)
     ends = [att.samples * i // count for i in range(count + 1)]
     parts = [
-        partial(_measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i)
+        partial(
+            _measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i, statistics
+        )
         for i, j in itertools.pairwise(ends)
     ]
     return _stacked(side_by_side(parts))
@@ -300,7 +258,7 @@ def _alone(att: Any) -> bool:
 
 
 def _measure(
-    att: Any, spec: MeasurementSpec, seeds: list[int], exact_count: int
+    att: Any, spec: RunConfig, seeds: list[int], exact_count: int, statistics: bool
 ) -> dict[str, np.ndarray]:
     """Measure one layer at one block of samples, (samples, heads) each.
 
@@ -309,8 +267,9 @@ def _measure(
     values: dict[str, Any] = {}
     whole = spec.map in WHOLE
     closed = not isinstance(att, ModuleAttention)
-    said = [name for name in spec.names if closed and att.variants <= get(name).covers]
-    for name in spec.names:
+    names = spec.names
+    said = [name for name in names if closed and att.variants <= get(name).covers]
+    for name in names:
         if name not in said:
             values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
             values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
@@ -320,7 +279,7 @@ def _measure(
             holds = get(name).sound(att)
             values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
             values[sound(name)] = holds.all(-1) if whole else holds
-    for name, value in att.statistics().items() if spec.statistics else ():
+    for name, value in att.statistics().items() if statistics else ():
         over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
         values[name] = over_heads if whole else value
     exact_count = min(exact_count, att.samples)
@@ -330,14 +289,14 @@ def _measure(
             norm = token_norm(part, spec.norm, map=spec.map, tol=spec.tol)
         else:
             norms = part.samples * (1 if whole else part.heads)
-            options: Any = {"map": spec.map, "tol": spec.tol, "wrt": spec.wrt}
-            options["delta"] = None if spec.delta is None else spec.delta * norms
-            norm = spectral_norm(part, seed=seeds[:exact_count], **options)
+            delta = None if spec.delta is None else spec.delta * norms
+            options = spec.options("map", "tol", "wrt")
+            norm = spectral_norm(part, seed=seeds[:exact_count], delta=delta, **options)
         values["exact"], values["exact_steps"] = norm.lower, norm.steps
         values["exact_converged"] = norm.converged
         if spec.encloses:
             values["exact_upper"] = norm.upper
-        for name in spec.extras:
+        for name in spec.chosen_extras:
             values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
             with suppress(errors.TooLargeError):
                 measure = frobenius_norm if name == "frobenius" else condition_number
@@ -369,9 +328,8 @@ def seed_of(seed: int, *place: int | str) -> int:
 
 
 def work(
-    config: RunConfig,
+    spec: RunConfig,
     revision: str,
-    spec: MeasurementSpec,
     inputs: Mapping[str, Tensor],
     start: int,
     skip: Collection[int] = (),
@@ -381,9 +339,8 @@ def work(
     Threads of one process take turns, since they share the model.
 
     Args:
-        config: of the run, which says how the model is loaded, without its data.
+        spec: what is measured, and how the model is loaded, without its data.
         revision: of the checkpoint that must be found.
-        spec: what is measured.
         inputs: of the model, for the samples of the block.
         start: number of the first of them.
         skip: positions of layers that are measured already.
@@ -394,15 +351,15 @@ def work(
     Raises:
         CheckpointError: the checkpoint found here is another one.
     """
-    device, worker = resolve_device(config.device), (config, revision, spec)
+    device, worker = resolve_device(spec.device), (spec, revision)
     with _TURN:
         if worker not in _MEASURERS:
-            _MEASURERS.clear()
-            checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
+            _MEASURERS.clear()  # before another model is loaded
+            checkpoint = load_checkpoint(spec.model, device=device, **spec.options(*LOADING))
             if checkpoint.revision != revision:
-                found = f"{config.model} is {checkpoint.revision} on a worker"
+                found = f"{spec.model} is {checkpoint.revision} on a worker"
                 raise errors.CheckpointError(f"{found} but {revision} here; give all the same")
-            capturer = capturer_of(checkpoint.model, config.chosen_layers, spec.map)
+            capturer = capturer_of(checkpoint.model, spec.chosen_layers, spec.map)
             _MEASURERS[worker] = Measurer(capturer, spec)
         here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
         return list(_MEASURERS[worker].block(here, start, skip))
@@ -421,7 +378,7 @@ def check_client(client: Any, config: RunConfig) -> None:
 
 
 def measured_by(
-    client: Any, config: RunConfig, sources: Sources, spec: MeasurementSpec, blocks: Blocks
+    client: Any, sources: Sources, spec: RunConfig, blocks: Blocks
 ) -> Iterator[LayerResult]:
     """Have blocks measured by the workers of a dask.distributed client, which load the model.
 
@@ -430,9 +387,8 @@ def measured_by(
 
     Args:
         client: of dask.
-        config: of the run.
         sources: model, whose layers are let go, and inputs.
-        spec: what is measured.
+        spec: what is measured (`RunConfig.of_places`).
         blocks: of samples.
 
     Yields:
@@ -444,8 +400,8 @@ def measured_by(
     from dask.distributed import KilledWorker, as_completed
 
     sources.capturer.release()
-    alone = replace(config, data=None, out=None, resume=False)
-    job = partial(client.submit, work, alone, sources.checkpoint.revision, spec, pure=False)
+    alone = replace(spec, data=None, out=None, resume=False)
+    job = partial(client.submit, work, alone, sources.checkpoint.revision, pure=False)
     futures = [job(sources.inputs.block(a, b, "cpu"), a, skip) for a, b, skip in blocks]
     try:
         for future in as_completed(futures):

@@ -28,7 +28,7 @@ from lipbound.models.training import uncompiled
 from lipbound.runs import compare
 from lipbound.runs.checksums import sealed
 from lipbound.runs.config import READING, RunConfig
-from lipbound.runs.measure import MeasurementSpec, Measurer, capturer_of, seed_of
+from lipbound.runs.measure import Measurer, capturer_of, seed_of
 from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.store import check_target, load, save
 from lipbound.schema import AXES, MEANS, STATISTICS, STEP, RunInfo
@@ -194,11 +194,9 @@ class Monitor:
         capturer = capturer_of(measured, config.chosen_layers, config.map)
         device = str(next(self._model.parameters()).device)
         self._sources = compare.Sources(checkpoint, inputs, device, capturer)
+        memory = compare.memory_bytes(config.memory, device)
         with uncompiled(self._model.modules()):
-            planned = compare.plan(
-                config, self._sources, compare.memory_bytes(config.memory, device), 1
-            )
-        self._plan = replace(planned, spec=replace(planned.spec, statistics=True))
+            self._plan = planned = compare.plan(config, self._sources, memory, 1)
         self._calls = _calls_of(self._model, [layer.layer_name for layer in planned.layers])
 
     @property
@@ -312,14 +310,15 @@ class Monitor:
         ds = compare.dataset(tables, planned.spec, planned.layers, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
 
-    def _results(self, sources: compare.Sources, spec: MeasurementSpec) -> list[LayerResult]:
+    def _results(self, sources: compare.Sources, spec: RunConfig) -> list[LayerResult]:
         """Measure the layers that the monitor began with.
 
         Raises:
             CaptureError: the model has other attention layers by now, or has them in another order.
         """
         planned = self._plan
-        measurer = Measurer(sources.capturer, spec, planned.room, verify=False)
+        how = {"verify": False, "statistics": True}
+        measurer = Measurer(sources.capturer, spec, planned.room, **how)
         results = list(measurer.each(sources, planned.blocks(())))
         names = [one.name for one in results if one.start == 0]
         same = _calls_of(self._model, names) == self._calls

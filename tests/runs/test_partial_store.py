@@ -1,7 +1,7 @@
 """Runs that survive: interrupted, out of disk, shared by workers."""
 
 import functools
-import warnings
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import lipbound as lb
 from lipbound.errors import CheckpointError, Notice, StoreError
 from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import MeasurementSpec, work
+from lipbound.runs.measure import work
 from lipbound.runs.partial_store import (
     CONFIGURATION,
+    MARK,
     LayerResult,
     PartialRun,
     partial_path,
@@ -127,11 +128,10 @@ def test_workers_measure_what_one_process_measures(
 
 def test_workers_refuse_other_weights(bert: Path) -> None:
     checkpoint = load_checkpoint(bert)
-    job = MeasurementSpec(("yudin",), "head", 1e-3, None, 0, 1)
-    config = RunConfig(str(bert), device="cpu")
+    job = RunConfig(str(bert), bounds=["yudin"], exact_samples=1, delta=None, device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
-    assert [m.layer for m in work(config, checkpoint.revision, job, inputs, 0, {0})] == [1]
-    other = lambda: work(config, "sha256:other", job, inputs, 0)  # noqa: E731
+    assert [m.layer for m in work(job, checkpoint.revision, inputs, 0, {0})] == [1]
+    other = lambda: work(job, "sha256:other", inputs, 0)  # noqa: E731
     refused(other, "on a worker", error=CheckpointError)
 
 
@@ -180,20 +180,14 @@ def _cut(size: int | None) -> Callable[[Path], None]:
     return cut
 
 
-def _edited(name: str, other: str = "") -> Callable[[Path], None]:
-    """One array of a file, which is otherwise whole; or two that changed names."""
-
-    def edit(partial: Path) -> None:
-        file = _files(partial)[0]
-        with np.load(file) as stored:
-            parts = dict(stored)
-        if other:
-            parts[name], parts[other] = parts[other], parts[name]
-        else:
-            parts[name] = parts[name] ^ 1 if parts[name].dtype == bool else parts[name] + 1
-        np.savez(file, **parts)
-
-    return edit
+def _edited(partial: Path) -> None:
+    """One array of a file, which is otherwise whole."""
+    file = _files(partial)[0]
+    mark, content = file.read_bytes()[:MARK], io.BytesIO(file.read_bytes()[MARK:])
+    with np.load(content) as stored:
+        parts = dict(stored)
+    np.savez(content := io.BytesIO(), **parts | {"exact": parts["exact"] + 1})
+    file.write_bytes(mark + content.getvalue())
 
 
 def _of_another_run(partial: Path) -> None:
@@ -231,18 +225,7 @@ def _same(one: LayerResult, other: LayerResult) -> bool:
     return same and all(np.array_equal(a[name], b[name]) for name in {**a, **b})
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        _cut(0),
-        _cut(-30),
-        _of_another_run,
-        _edited("exact", "bound"),
-        *map(
-            _edited, ("exact", "steps", "sound", ".lengths", ".capture_error", ".start", ".layer")
-        ),
-    ],
-)
+@pytest.mark.parametrize("harm", [_cut(0), _cut(-30), _of_another_run, _edited])
 def test_nothing_damaged_is_taken_up(harm: Callable[[Path], None], tmp_path: Path) -> None:
     """Not one value of an unfinished run is taken over that is not as it was written; what is not,
     is told."""
@@ -263,15 +246,10 @@ def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
     _small(tmp_path / "run", written=1)
     (file,) = _files(partial_path(tmp_path / "run"))
     content = file.read_bytes()
-    refused = 0
     for at in range(0, len(content), 7):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Notice)
-            found = _small(tmp_path / "run")
-        assert not found or _same(found[0], _block(0))
-        refused += not found
-    assert refused > len(content) / 7 / 4
+        with pytest.warns(Notice, match="1 of the 1 measured blocks"):
+            assert _small(tmp_path / "run") == []
 
 
 def test_what_is_damaged_is_measured_again(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from lipbound.reporting import citations
 from lipbound.runs.checksums import altered
 from lipbound.runs.compare import open_sources, plan
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import measurement_spec
 from lipbound.runs.verify import ALLOWED
 
 BOUNDS = ("yudin", "lipbound", "kim")
@@ -196,7 +195,7 @@ def test_the_configuration_is_read_from_a_run(run: Path, bert: Path, text: Path)
     again = lb.compare(config.model, config.data, progress=False, **options)
     assert again.drop_attrs().equals(ds.drop_attrs())
     planned = plan(config, open_sources(config, "cpu"), 1e9, 1)
-    assert planned.spec == measurement_spec(config, config.names, 2, ds["exact"][0].shape)
+    assert planned.spec == config.of_places(config.names, 2, ds["exact"][0].shape)
     assert planned.spec.delta == 1e-6 / (2 * 2 * 4)
     ds.attrs["tol"] = 2.0
     found = lb.verify(ds)
