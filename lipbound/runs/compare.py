@@ -60,7 +60,7 @@ LABELS = {
 
 TYPES: dict[str, type] = {"f": float, "i": np.int32, "b": bool}
 """Types of a run's tables, by the kinds of what was measured."""
-BLOCK_BYTES = 1.5e9
+WORKING_MEMORY = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80
 """Bytes of working memory per entry of the attention matrices, with temporaries in float64."""
@@ -580,7 +580,7 @@ def memory_bytes(memory: str | float, device: str) -> float:
     """Bytes that the ``memory`` of a configuration means."""
     if memory == "auto":
         quarter = devices.available(torch.device(device)) / 4
-        return min(BLOCK_BYTES, quarter) if device == "cpu" else quarter
+        return min(WORKING_MEMORY, quarter) if device == "cpu" else quarter
     if float(memory) < LEAST_MEMORY:
         what = f"memory is {float(memory):g} bytes, so that samples are measured one at a time"
         tell(f"{what}; write '4GB' for gigabytes")

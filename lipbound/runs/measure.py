@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Blocks = Iterable[SampleBlock]
 
-SMALL = 1024
+_SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
 
@@ -254,7 +254,7 @@ def _measured(
 
 def _alone(att: Any) -> bool:
     """Tell whether a layer keeps all threads of torch busy, or must not be cut."""
-    return isinstance(att, ModuleAttention) or att.device.type != "cpu" or att.tokens > SMALL
+    return isinstance(att, ModuleAttention) or att.device.type != "cpu" or att.tokens > _SMALL
 
 
 def _measure(

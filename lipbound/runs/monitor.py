@@ -33,7 +33,7 @@ from lipbound.runs.partial_store import LayerResult, hold, same_configuration
 from lipbound.runs.store import check_target, load, save
 from lipbound.schema import AXES, MEANS, STATISTICS, STEP, RunInfo
 
-EVERY = 100
+_EVERY = 100
 """Steps between two measurements where nothing else is said."""
 OF_RUN = "out resume bounds map norm layers tol seed samples max_length tokenizer"
 """Arguments of a monitor that are those of a run."""
@@ -44,7 +44,7 @@ _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictiona
 
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Packages of Lightning, and the modules that hold their callbacks."""
-PREFIX = "lipbound"
+_PREFIX = "lipbound"
 """First part of the names under which numbers are logged."""
 Step = Callable[[int], object]
 """Function to call with the number of updates so far."""
@@ -148,7 +148,7 @@ class Monitor:
         given = dict(locals())
         if every is not None and steps is not None:
             raise LipboundError("every and steps are both given; give one of them")
-        self._every = EVERY if every is None else whole("every", every, least=1)
+        self._every = _EVERY if every is None else whole("every", every, least=1)
         self._at = None
         if steps is not None:
             self._at = frozenset(whole("steps", n, least=0) for n in errors.indices("steps", steps))
@@ -197,7 +197,7 @@ class Monitor:
         memory = compare.memory_bytes(config.memory, device)
         with uncompiled(self._model.modules()):
             self._plan = planned = compare.plan(config, self._sources, memory, 1)
-        self._calls = _calls_of(self._model, [layer.layer_name for layer in planned.layers])
+        self._modules = _modules_of(self._model, (one.layer_name for one in planned.layers))
 
     @property
     def _logged(self) -> list[str]:
@@ -284,7 +284,7 @@ class Monitor:
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
         if self._logs:
-            said = numbers(ds, self._logged, per_head=self._per_head)
+            said = logged_numbers(ds, self._logged, per_head=self._per_head)
             for log in self._logs:
                 log(said, step)
         self._alarm(ds, step)
@@ -320,9 +320,8 @@ class Monitor:
         how = {"verify": False, "statistics": True}
         measurer = Measurer(sources.capturer, spec, planned.room, **how)
         results = list(measurer.each(sources, planned.blocks(())))
-        names = [one.name for one in results if one.start == 0]
-        same = _calls_of(self._model, names) == self._calls
-        if not same or sources.capturer.count != planned.model_layers:
+        modules = _modules_of(self._model, (one.name for one in results if one.start == 0))
+        if modules != self._modules or sources.capturer.count != planned.model_layers:
             what = "attention layers of the model came, went or changed places"
             raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
         return results
@@ -343,14 +342,15 @@ class Monitor:
         """Tell what has risen above its threshold since the last measurement."""
         before, self._above = self._above, set()
         for name, limit in self._thresholds.items():
-            values = ds[name].fillna(-np.inf).values
-            at = np.unravel_index(values.argmax(), values.shape)
-            if values[at] > limit:
-                self._above.add(name)
-            if name in before or name not in self._above:
+            at = ds[name].fillna(-np.inf).argmax(...)
+            found = ds[name].isel(at)
+            if not found > limit:
                 continue
-            sample, layer, head = (*map(int, at), 0)[:3]
-            layer, value = int(ds["layer"][layer]), float(values[at])
+            self._above.add(name)
+            if name in before:
+                continue
+            value = float(found)
+            sample, layer, head = (int(found.coords.get(axis, 0)) for axis in AXES)
             if self._on_exceed is not None:
                 self._on_exceed(Exceeded(name, value, limit, step, sample, layer, head))
                 continue
@@ -426,14 +426,10 @@ def _show(path: Path, ds: xr.Dataset, count: int, *, filled: bool = True) -> Non
         zarr.consolidate_metadata(group.store)
 
 
-def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, int]]:
-    """Identify layers by their modules in a model, and by which of how many calls of it they are.
-
-    A module keeps its identity where its name changes, as in a list that becomes shorter.
-    """
+def _modules_of(model: nn.Module, names: Iterable[str]) -> list[weakref.ref[nn.Module]]:
+    """Identify layers by their modules, which stay the same where their names change."""
     named = dict(model.named_modules(remove_duplicate=False))
-    mods = [weakref.ref(named.get(name, model)) for name in names]
-    return [(one, mods[:k].count(one), mods.count(one)) for k, one in enumerate(mods)]
+    return [weakref.ref(named.get(name, model)) for name in names]
 
 
 def _other_process() -> bool:
@@ -504,7 +500,9 @@ def attached(step: Step, trainer: Any) -> Log:
     return log
 
 
-def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> dict[str, float]:
+def logged_numbers(
+    ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False
+) -> dict[str, float]:
     """Reduce a step to the numbers that are logged, by their names there.
 
     Args:
@@ -520,7 +518,7 @@ def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> 
     found: dict[str, float] = {}
     for name in names:
         for i, layer in enumerate(ds["layer"].values.tolist()):
-            values, place = ds[name].isel(layer=i).values, f"{PREFIX}/layer_{layer}"
+            values, place = ds[name].isel(layer=i).values, f"{_PREFIX}/layer_{layer}"
             known = values[np.isfinite(values)]
             if not known.size:
                 continue

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import lipbound as lb
 from lipbound.errors import DamagedRunWarning, Notice, StoreError
 from lipbound.runs.checksums import edited
-from lipbound.runs.monitor import Exceeded, numbers
+from lipbound.runs.monitor import Exceeded, logged_numbers
 from lipbound.runs.store import at_step
 from lipbound.schema import STATISTICS
 
@@ -453,11 +453,11 @@ def test_logged_numbers_are_those_of_the_run() -> None:
             assert said[f"{place}/entropy_mean"] == pytest.approx(float(one["entropy"].mean()))
             assert said[f"{place}/head_3/exact"] == float(one["exact"].sel(head=3).max())
         assert len(said) == 2 * (2 + 2 + 3 + 4 * 5)
-    assert len(numbers(monitor.run.sel(step=0), ["exact"])) == 2 * 2
+    assert len(logged_numbers(monitor.run.sel(step=0), ["exact"])) == 2 * 2
     ds = monitor.run.sel(step=0).copy(deep=True)  # missing ones are not logged
     ds["exact"][:, 0] = np.nan
     ds["exact"][:, 1] = 0.0
-    assert numbers(ds, ["exact"]) == {"lipbound/layer_1/exact_max": 0.0}
+    assert logged_numbers(ds, ["exact"]) == {"lipbound/layer_1/exact_max": 0.0}
 
 
 def test_thresholds_are_told_when_they_are_crossed() -> None:
