@@ -115,10 +115,11 @@ def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
     return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
 
 
+@dataclass
 class Measurer:
     """Measure blocks of samples on the layers that a `Capturer` finds.
 
-    Args:
+    Attributes:
         capturer: finds them.
         spec: what is measured (`RunConfig.of_places`).
         room: samples of one layer that memory has room for; layers of fewer are measured side by
@@ -128,17 +129,11 @@ class Measurer:
         statistics: also measure `lipbound.schema.STATISTICS`; of a whole layer, over its heads.
     """
 
-    def __init__(
-        self,
-        capturer: Capturer,
-        spec: RunConfig,
-        room: int = 1,
-        *,
-        verify: bool = True,
-        statistics: bool = False,
-    ):
-        self._capturer, self._spec, self._room, self._verify = capturer, spec, room, verify
-        self._statistics = statistics
+    capturer: Capturer
+    spec: RunConfig
+    room: int = 1
+    verify: bool = True
+    statistics: bool = False
 
     def block(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
@@ -168,8 +163,8 @@ class Measurer:
                 raise
             for k in range(samples):
                 yield from self._layers(one_sample(inputs, k, samples), start + k, done)
-        if self._verify:
-            self._capturer.forget()
+        if self.verify:
+            self.capturer.forget()
 
     def each(self, sources: Sources, blocks: Blocks) -> Iterator[LayerResult]:
         """Measure blocks of the inputs, layer by layer."""
@@ -186,7 +181,7 @@ class Measurer:
         """
         positions = (i for i in itertools.count() if i not in skip)
         waiting: list[Callable[[], LayerResult]] = []
-        for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
+        for i, layer in zip(positions, self.capturer.each(inputs, skip), strict=False):
             count = next(len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
             attention, windows = layer.attention, layer.windows
             if attention.samples != windows * count:
@@ -197,19 +192,91 @@ class Measurer:
             waiting.append(partial(self._result, layer, i, start))
             together = 1 if _alone(attention) else torch.get_num_threads() // attention.samples
             del layer, attention  # frees P and what hangs on it
-            if len(waiting) >= min(together, self._room // count):
+            if len(waiting) >= min(together, self.room // count):
                 ready, waiting = side_by_side(waiting), []
                 yield from ready
         yield from side_by_side(waiting)
 
     def _result(self, layer: LayerCapture, position: int, start: int) -> LayerResult:
         """Measure one layer."""
-        spec, attention, windows = self._spec, layer.attention, layer.windows
+        spec, attention, windows = self.spec, layer.attention, layer.windows
         lengths = attention.lengths.long().cpu().numpy().reshape(-1, windows).sum(-1)
         seeds = [seed_of(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
         count = spec.exact_count(start + len(lengths)) - start
-        values = _measured(attention, spec, seeds, count, windows, self._statistics)
+        values = self._measured(attention, seeds, count, windows)
         return LayerResult(start, position, values, lengths, layer.error, layer.name)
+
+    def _measured(
+        self, att: Any, seeds: list[int], exact_count: int, windows: int = 1
+    ) -> dict[str, np.ndarray]:
+        """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
+
+        The norm, and a bound, of a sample is the largest of those of its windows; what is a mean
+        over queries is the mean of theirs.
+        """
+        if windows > 1:
+            delta = None if self.spec.delta is None else self.spec.delta / windows
+            seeds = [seed + window for seed in seeds for window in range(windows)]
+            alone = replace(self, spec=replace(self.spec, delta=delta))
+            found = alone._measured(att, seeds, exact_count * windows)
+            each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
+            return {name: _of_windows(name, t) for name, t in each.items()}
+        count = 1 if _alone(att) else min(att.samples, torch.get_num_threads())
+        if count == 1:
+            return self._measure(att, seeds, exact_count)
+        ends = [att.samples * i // count for i in range(count + 1)]
+        parts = [
+            partial(self._measure, att.of_samples(slice(i, j)), seeds[i:j], exact_count - i)
+            for i, j in itertools.pairwise(ends)
+        ]
+        return _stacked(side_by_side(parts))
+
+    def _measure(self, att: Any, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+        """Measure one layer at one block of samples, (samples, heads) each.
+
+        Exact norms are those of the first ``exact_count`` samples. A whole layer is one head.
+        """
+        values, spec = dict[str, Any](), self.spec
+        whole = spec.map in WHOLE
+        closed = not isinstance(att, ModuleAttention)
+        names = spec.names
+        said = [name for name in names if closed and att.variants <= get(name).covers]
+        for name in names:
+            if name not in said:
+                values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
+                values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
+            elif spec.map == "head_out":
+                values[name], values[sound(name)] = with_output(att, name)
+            else:
+                holds = get(name).sound(att)
+                values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
+                values[sound(name)] = holds.all(-1) if whole else holds
+        for name, value in att.statistics().items() if self.statistics else ():
+            over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
+            values[name] = over_heads if whole else value
+        exact_count = min(exact_count, att.samples)
+        if exact_count > 0:
+            part = att if exact_count == att.samples else att.select(slice(0, exact_count))
+            if spec.norm in TOKEN_NORMS:
+                norm = token_norm(part, spec.norm, map=spec.map, tol=spec.tol)
+            else:
+                norms = part.samples * (1 if whole else part.heads)
+                delta = None if spec.delta is None else spec.delta * norms
+                options = spec.options("map", "tol", "wrt")
+                norm = spectral_norm(part, seed=seeds[:exact_count], delta=delta, **options)
+            values["exact"], values["exact_steps"] = norm.lower, norm.steps
+            values["exact_converged"] = norm.converged
+            if spec.encloses:
+                values["exact_upper"] = norm.upper
+            for name in spec.chosen_extras:
+                values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
+                with suppress(errors.TooLargeError):
+                    measure = frobenius_norm if name == "frobenius" else condition_number
+                    values[EXTRAS[name]] = measure(part, map=spec.map)
+            if any(get(name).exact == "exact_l2" for name in said):
+                l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
+                values["exact_l2"] = l2.lower
+        return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
 
 
 def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -219,92 +286,9 @@ def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     }
 
 
-def _measured(
-    att: Any,
-    spec: RunConfig,
-    seeds: list[int],
-    exact_count: int,
-    windows: int,
-    statistics: bool,
-) -> dict[str, np.ndarray]:
-    """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
-
-    The norm, and a bound, of a sample is the largest of those of its windows; what is a mean over
-    queries is the mean of theirs.
-    """
-    if windows > 1:
-        delta = None if spec.delta is None else spec.delta / windows
-        seeds = [seed + window for seed in seeds for window in range(windows)]
-        spec, count = replace(spec, delta=delta), exact_count * windows
-        found = _measured(att, spec, seeds, count, 1, statistics)
-        each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
-        return {name: _of_windows(name, t) for name, t in each.items()}
-    count = 1 if _alone(att) else min(att.samples, torch.get_num_threads())
-    if count == 1:
-        return _measure(att, spec, seeds, exact_count, statistics)
-    ends = [att.samples * i // count for i in range(count + 1)]
-    parts = [
-        partial(
-            _measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i, statistics
-        )
-        for i, j in itertools.pairwise(ends)
-    ]
-    return _stacked(side_by_side(parts))
-
-
 def _alone(att: Any) -> bool:
     """Tell whether a layer keeps all threads of torch busy, or must not be cut."""
     return isinstance(att, ModuleAttention) or att.device.type != "cpu" or att.tokens > _SMALL
-
-
-def _measure(
-    att: Any, spec: RunConfig, seeds: list[int], exact_count: int, statistics: bool
-) -> dict[str, np.ndarray]:
-    """Measure one layer at one block of samples, (samples, heads) each.
-
-    Exact norms are those of the first ``exact_count`` samples. A whole layer counts as one head.
-    """
-    values: dict[str, Any] = {}
-    whole = spec.map in WHOLE
-    closed = not isinstance(att, ModuleAttention)
-    names = spec.names
-    said = [name for name in names if closed and att.variants <= get(name).covers]
-    for name in names:
-        if name not in said:
-            values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
-            values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
-        elif spec.map == "head_out":
-            values[name], values[sound(name)] = with_output(att, name)
-        else:
-            holds = get(name).sound(att)
-            values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
-            values[sound(name)] = holds.all(-1) if whole else holds
-    for name, value in att.statistics().items() if statistics else ():
-        over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
-        values[name] = over_heads if whole else value
-    exact_count = min(exact_count, att.samples)
-    if exact_count > 0:
-        part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        if spec.norm in TOKEN_NORMS:
-            norm = token_norm(part, spec.norm, map=spec.map, tol=spec.tol)
-        else:
-            norms = part.samples * (1 if whole else part.heads)
-            delta = None if spec.delta is None else spec.delta * norms
-            options = spec.options("map", "tol", "wrt")
-            norm = spectral_norm(part, seed=seeds[:exact_count], delta=delta, **options)
-        values["exact"], values["exact_steps"] = norm.lower, norm.steps
-        values["exact_converged"] = norm.converged
-        if spec.encloses:
-            values["exact_upper"] = norm.upper
-        for name in spec.chosen_extras:
-            values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
-            with suppress(errors.TooLargeError):
-                measure = frobenius_norm if name == "frobenius" else condition_number
-                values[EXTRAS[name]] = measure(part, map=spec.map)
-        if any(get(name).exact == "exact_l2" for name in said):
-            l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
-            values["exact_l2"] = l2.lower
-    return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
 
 
 def _of_windows(name: str, values: np.ndarray) -> np.ndarray:

@@ -485,25 +485,6 @@ def test_thresholds_are_told_when_they_are_crossed() -> None:
     assert first.value == float(called.run["exact"].sel(step=1, **place))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"every": 2, "steps": [1]}, "every and steps are both given"),
-        ({"steps": []}, "steps is empty; give steps"),
-        ({"steps": [0, -1]}, "steps is -1; it must be a whole number, at least 0"),
-        ({"log": 3}, "log is 3; give a function"),
-        ({"threshold": 1, "on_exceed": "x"}, "on_exceed is 'x'; give a function"),
-        ({"on_exceed": print}, "on_exceed is given without a threshold"),
-        ({"threshold": {"exakt": 1}}, "unknown threshold of 'exakt'; did you mean 'exact'"),
-        ({"threshold": "x"}, "threshold is 'x'; it must be a finite number"),
-    ],
-)
-def test_what_would_fail_later_is_told_before_the_training(
-    options: dict[str, Any], words: str
-) -> None:
-    refused(lambda: lb.Monitor(decoder(), IDS, **options), words)
-
-
 # -- Trainers --------------------------------------------------------------------------------------
 
 
@@ -572,22 +553,6 @@ def test_a_trainer_that_resumes_appends(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert lb.load(run, damaged="refuse")["step"].values.tolist() == [0, 1, 2, 3, 4, 5]
     assert lb.load(run).identical(monitor.run)
-
-
-def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    model = decoder()
-    trainer = hf_trainer(model, tmp_path, 4, report_to=["tensorboard"])
-    monitor = lb.Monitor(model, IDS, every=2).attach(trainer)
-    trainer.train()
-    (file,) = tmp_path.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file)).Reload()
-    found = events.Scalars("train/lipbound/layer_1/exact_max")
-    assert [one.step for one in found] == [0, 2, 4]
-    exact = monitor.run["exact"].sel(layer=1).max(("sample", "head")).values
-    np.testing.assert_allclose([one.value for one in found], exact, rtol=1e-6)
 
 
 def test_lightning_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
