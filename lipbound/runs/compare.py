@@ -17,8 +17,7 @@ import xarray as xr
 
 from lipbound import devices, schema
 from lipbound.attention.variants import titles
-from lipbound.bounds.registry import get
-from lipbound.bounds.registry import names as bound_names
+from lipbound.bounds import registry
 from lipbound.devices import in_own_modes, versions
 from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
@@ -309,7 +308,7 @@ def dataset(
             if spec.wrt != schema.INPUT:
                 ds[name].attrs["long_name"] += f", as a function of {spec.wrt}"
     for name in spec.names:
-        bound = get(name)
+        bound = registry.get(name)
         ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
         ds[name].attrs["compared_with"] = bound.exact
     ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
@@ -559,7 +558,7 @@ def about(
     closed = [layer for layer in layers if layer.measured == CLOSED_FORM]
     variants, silent = all_variants(closed), {}
     for name in names:
-        bound = get(name)
+        bound = registry.get(name)
         if not closed:
             silent[name] = "does not cover layers without a closed form"
         elif other := variants - bound.covers:
@@ -570,7 +569,8 @@ def about(
                 silent[name] = why
     if silent and not everything:
         name, why = next(iter(silent.items()))
-        fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers and closed]
+        others = registry.names(registry.get(name).norm) if closed else []
+        fitting = [other for other in others if variants <= registry.get(other).covers]
         instead = f", or take some of {', '.join(fitting)}" if fitting else ""
         raise LipboundError(f"bound {name!r} {why}; leave it out{instead}")
     return [name for name in names if name not in silent], silent

@@ -29,7 +29,7 @@ from lipbound.runs import compare
 from lipbound.runs.checksums import sealed
 from lipbound.runs.config import READING, RunConfig
 from lipbound.runs.measure import Measurer, capturer_of, seed_of
-from lipbound.runs.partial_store import LayerResult, hold, same_configuration
+from lipbound.runs.partial_store import hold, same_configuration
 from lipbound.runs.store import check_target, load, save
 from lipbound.schema import AXES, MEANS, STATISTICS, STEP, RunInfo
 
@@ -173,7 +173,10 @@ class Monitor:
         self._slices: list[xr.Dataset] = []
         self._info: RunInfo | None = None
         self._target = None if _other_process() else config.target  # one process writes
-        self._count = 0 if self._target is None else self._stored(self._target)
+        self._count = 0
+        if self._target is not None:
+            self._count = self._stored(self._target)
+            _WRITERS[self._target] = self
 
     def __repr__(self) -> str:
         due = f"every {self._every} steps" if self._at is None else f"steps {sorted(self._at)}"
@@ -212,12 +215,11 @@ class Monitor:
             StoreError: it is another one, or another process fills it.
         """
         self._lock = hold(target, target.with_name(f".{target.name}.lock"), again=True)
-        if not (target.exists() and self._config.resume):
-            if target.exists():
-                raise StoreError(f"{target} exists already; resume=True appends to it")
+        if not target.exists():
             check_target(target)
-            _WRITERS[target] = self
             return 0
+        if not self._config.resume:
+            raise StoreError(f"{target} exists already; resume=True appends to it")
         past = load(target, damaged="refuse")
         if STEP not in past.dims:
             raise StoreError(f"{target} is not a run over steps of training; choose another name")
@@ -231,7 +233,6 @@ class Monitor:
         same_configuration(target, there | {"layers": past["layer"].values.tolist()}, asked)
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
         self._info = RunInfo.of(past)
-        _WRITERS[target] = self
         return len(self._slices)
 
     @property
@@ -293,15 +294,28 @@ class Monitor:
     @in_own_modes
     @torch.no_grad()
     def _measured(self, step: int) -> xr.Dataset:
-        """Measure the model as it is."""
+        """Measure the model as it is.
+
+        Raises:
+            CaptureError: it has other attention layers than when the monitor was made, or has them
+                in another order.
+        """
         capturer, planned = self._sources.capturer, self._plan
         capturer.model = in_dtype(self._model)[0]  # a copy, of one in half precision
         capturer.release()
         device = str(next(self._model.parameters()).device)
         sources = self._sources._replace(device=device)
-        spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))
+        spec = planned.spec
+        if spec.norm == "frobenius":  # nothing is random in the others
+            spec = replace(spec, seed=seed_of(spec.seed, STEP, step))
+        measurer = Measurer(capturer, spec, planned.room, verify=False, statistics=True)
         with uncompiled(self._model.modules()):
-            tables, lengths, error = compare.filled(planned, self._results(sources, spec))
+            results = list(measurer.each(sources, planned.blocks(())))
+        modules = _modules_of(self._model, (one.name for one in results if one.start == 0))
+        if modules != self._modules or capturer.count != planned.model_layers:
+            what = "attention layers of the model came, went or changed places"
+            raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
+        tables, lengths, error = compare.filled(planned, results)
         info = compare.run_info(self._config, sources, planned, lengths, error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
@@ -309,22 +323,6 @@ class Monitor:
         self._info = info
         ds = compare.dataset(tables, planned.spec, planned.layers, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
-
-    def _results(self, sources: compare.Sources, spec: RunConfig) -> list[LayerResult]:
-        """Measure the layers that the monitor began with.
-
-        Raises:
-            CaptureError: the model has other attention layers by now, or has them in another order.
-        """
-        planned = self._plan
-        how = {"verify": False, "statistics": True}
-        measurer = Measurer(sources.capturer, spec, planned.room, **how)
-        results = list(measurer.each(sources, planned.blocks(())))
-        modules = _modules_of(self._model, (one.name for one in results if one.start == 0))
-        if modules != self._modules or sources.capturer.count != planned.model_layers:
-            what = "attention layers of the model came, went or changed places"
-            raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
-        return results
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
         """Put a step behind those before it, in memory and on disk."""

@@ -160,30 +160,27 @@ def index_numbers(ds: xr.Dataset) -> dict[str, float]:
         zero), smallest and largest. Of every bound the geometric mean of bound / exact,
         ``<name>_ratio``, and how often it is below the exact norm, ``<name>_violations``.
     """
-    exact = ds["exact"].values
-    known = exact[~np.isnan(exact)]
-    found = Contents.of(ds)
+    exact, found = ds["exact"], Contents.of(ds)
     row = {
         "samples": found.samples,
         "layers": len(found.layers),
         "norms": found.norms,
         "not_closed": found.norms - found.closed,
-        "exact_geomean": _geomean(known[known > 0]),
-        "exact_min": float(known.min()) if known.size else float("nan"),
-        "exact_max": float(known.max()) if known.size else float("nan"),
+        "exact_geomean": _geomean(exact.where(exact > 0)),
+        "exact_min": float(exact.min()),
+        "exact_max": float(exact.max()),
     }
     for name, entry in audit(ds).items():
-        norm, value = ds[compared_with(ds, name)].values, ds[name].values
-        there = np.isfinite(norm) & (norm > 0) & ~np.isnan(value)
-        row[f"{name}_ratio"] = _geomean(value[there] / norm[there])
+        norm = ds[compared_with(ds, name)]
+        row[f"{name}_ratio"] = _geomean(ds[name] / norm.where(np.isfinite(norm) & (norm > 0)))
         row[f"{name}_violations"] = entry["violations"]
     return row
 
 
-def _geomean(values: np.ndarray) -> float:
-    """Geometric mean; NaN where there is no value."""
+def _geomean(values: xr.DataArray) -> float:
+    """Geometric mean of what is there; NaN where there is nothing."""
     with np.errstate(divide="ignore"):
-        return float(np.exp(np.log(values).mean())) if values.size else float("nan")
+        return float(np.exp(np.log(values).mean()))
 
 
 def _why(error: Exception) -> str:

@@ -211,6 +211,13 @@ def test_a_layer_is_one_number() -> None:
         np.testing.assert_allclose(ds[name].values, of_heads.values, rtol=1e-12)
 
 
+def test_a_norm_of_tokens_is_that_of_a_run() -> None:
+    model, how = decoder(), {"norm": "every-token", "bounds": "none"}
+    ds, run = measured(lb.Monitor(model, IDS, **how), 0), lb.compare(model.eval(), IDS, **how)
+    np.testing.assert_allclose(ds["exact"], run["exact"], rtol=2e-3)
+    np.testing.assert_allclose(ds["exact_upper"], run["exact_upper"], rtol=2e-3)
+
+
 def test_half_precision_is_measured_in_a_copy() -> None:
     model = decoder().to(torch.bfloat16)
     with pytest.warns(Notice, match="a copy of it in float32 is measured"):
