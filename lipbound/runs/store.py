@@ -105,7 +105,8 @@ def _save(ds: xr.Dataset, path: str | Path) -> Path:
     if path.suffix != NETCDF:
         check_run_name(path, "path")
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        how: Any = {"dir": path.parent, "prefix": f".{path.name}.", "suffix": PARTIAL}
+        with tempfile.TemporaryDirectory(**how) as folder:
             unfinished = Path(folder) / path.name
             if path.suffix == NETCDF:
                 _with_attributes(ds, _for_netcdf).to_netcdf(unfinished)
