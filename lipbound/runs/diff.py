@@ -93,7 +93,7 @@ def diff(
                 if not resume:
                     check_target(given["out"])
             configs.append(RunConfig(model, data, **given, resume=resume))
-        runs = _measured(*configs, client, progress)
+        runs = _measured(configs, client, progress)
     ds = paired(*runs)
     tell(*ds.attrs["notes"])
     if target is not None:
@@ -119,7 +119,7 @@ def _looked_at(config: RunConfig) -> tuple[Inputs, dict[str, list[Any]]]:
     return sources.inputs, layout | {"head": [*range(norms_shape(layers, config.map)[1])]}
 
 
-def _measured(first: RunConfig, second: RunConfig, client: Any, progress: bool) -> list[xr.Dataset]:
+def _measured(configs: list[RunConfig], client: Any, progress: bool) -> list[xr.Dataset]:
     """Measure two checkpoints; what they are measured on, and their layers, are compared before.
 
     Raises:
@@ -128,7 +128,7 @@ def _measured(first: RunConfig, second: RunConfig, client: Any, progress: bool) 
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)  # they are told when the runs are made
-        (a, of_a), (b, of_b) = map(_looked_at, (first, second))
+        (a, of_a), (b, of_b) = map(_looked_at, configs)
     refuse_inputs(a.fingerprint == b.fingerprint, a.description, b.description)
     refuse_unlike(of_a, of_b)
-    return [run(config, client=client, progress=progress) for config in (first, second)]
+    return [run(config, client=client, progress=progress) for config in configs]

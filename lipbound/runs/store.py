@@ -30,10 +30,8 @@ _OfRun = Callable[Concatenate[xr.Dataset, _P], _R]
 _TakesRun = Callable[Concatenate[Run, _P], _R]
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
-PLACED = dict.fromkeys(schema.LAYER_WORDS, schema.AXES[1:2]) | {
-    **dict.fromkeys(("length", schema.RUN_SAMPLE), schema.AXES[:1]),
-    schema.RUN: schema.AXES[:2],
-}
+PLACED = dict.fromkeys(schema.LAYER_WORDS, ("layer",)) | {"length": ("sample",)}
+PLACED |= {schema.RUN: ("sample", "layer"), schema.RUN_SAMPLE: ("sample",)}
 """Axes of coordinates that have not all of them."""
 _SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
@@ -309,8 +307,9 @@ def run_of(given: object) -> xr.Dataset:
     ds = at_step(given)
     for axis in schema.AXES:
         if axis not in ds.dims and axis in ds.coords:
-            notes = {name for name in (*schema.flags(ds), *PLACED) if name in ds.coords}
-            notes = {name for name in notes if axis in PLACED.get(name, schema.AXES)}
+            known = dict.fromkeys((*schema.flags(ds), *PLACED))
+            notes = [name for name in known if axis in PLACED.get(name, schema.AXES)]
+            notes = [name for name in notes if name in ds.coords]
             # only data variables get the axis, not coordinates
             ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
     return ds.transpose(*(axis for axis in schema.AXES if axis in ds.dims), ...)
