@@ -317,7 +317,7 @@ def dataset(
 
 def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
     """Tell, and note, which extras some exact norms are without."""
-    for name in map(EXTRAS.__getitem__, config.chosen_extras):
+    for name in map(EXTRAS.__getitem__, config.extras or ()):
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
             why = "more than the 1,024 outputs of a condition number, several windows, or rounding"
@@ -343,7 +343,7 @@ def run_info(
         source=config.source,
         preprocessing=inputs.preprocessing,
         bounds=list(plan.spec.names),
-        extras=list(config.chosen_extras),
+        extras=list(config.extras or ()),
         map_description=map_words(config.map, config.wrt),
         **config.options("map", "norm", "wrt", "tol", "dtype"),
         **config.drawn,
@@ -443,7 +443,7 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
         "samples": inputs.samples,
         "bounds": config.names,
         "exact_samples": config.exact_count(inputs.samples),
-        **({"extras": list(config.chosen_extras)} if config.extras else {}),
+        **({"extras": list(config.extras)} if config.extras else {}),
         **config.options("map", "norm", "wrt", "tol", "dtype"),
         **{name: value for name, value in config.drawn.items() if name != "method"},
     }
@@ -519,7 +519,8 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
     measure.check_covered(config.norm, config.wrt, layers)
-    names, not_applicable = about(config.names, layers, everything=config.everything)
+    everything = config.bounds in ("default", "all")  # what does not apply is left out
+    names, not_applicable = about(config.names, layers, everything=everything)
     if config.wrt != INPUT:  # those asked for by name are refused before
         names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
     scores = max(layer.heads * layer.tokens**2 for layer in layers)

@@ -290,16 +290,6 @@ class RunConfig:
         return None if self.layers is None else tuple(errors.indices("layers", self.layers))
 
     @property
-    def chosen_extras(self) -> tuple[str, ...]:
-        """Names of `EXTRAS`."""
-        return tuple(self.extras or ())
-
-    @property
-    def everything(self) -> bool:
-        """Bounds are asked for together: those that do not apply are left out, not refused."""
-        return self.bounds in ("default", "all")
-
-    @property
     def target(self) -> Path | None:
         """Path of the store; None where the run is not saved."""
         return None if self.out is None else Path(self.out).expanduser()

@@ -268,7 +268,7 @@ class Measurer:
             values["exact_converged"] = norm.converged
             if spec.encloses:
                 values["exact_upper"] = norm.upper
-            for name in spec.chosen_extras:
+            for name in spec.extras or ():
                 values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
                 with suppress(errors.TooLargeError):
                     measure = frobenius_norm if name == "frobenius" else condition_number
