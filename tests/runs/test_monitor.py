@@ -20,7 +20,6 @@ import zarr
 from filelock import FileLock, Timeout
 from support.commands import refused
 from support.models import AFFINE, GPT2, build, inputs_for
-from support.versions import newer_torch
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -400,6 +399,18 @@ def test_layers_that_come_go_or_change_places_end_the_run(
     assert lb.load(tmp_path / "run.zarr", damaged="refuse")["step"].values.tolist() == [0, 5]
 
 
+def test_adapters_may_be_put_on_after_a_monitor_was_made() -> None:
+    """They stand inside the layers, which stay the same."""
+    peft = pytest.importorskip("peft")
+    model = decoder()
+    monitor = lb.Monitor(model, IDS)
+    config = peft.LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    with pytest.warns(Notice, match="2 layers of the model have adapters in them"):
+        new = lb.Monitor(adapted, IDS)
+    np.testing.assert_array_equal(measured(monitor, 0)["exact"], measured(new, 0)["exact"])
+
+
 def test_a_step_is_verified_with_its_weights(tmp_path: Path) -> None:
     run = grown(tmp_path / "run.zarr", decoder(), 1, bounds=["lipbound"]).run
     model = decoder()  # as it was before the first update
@@ -546,22 +557,6 @@ def test_a_trainer_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
     assert [one["step"] for one in history if "loss" in one] == [2, 4]
 
 
-@newer_torch("2.6", "optimizers that Trainer reads")
-def test_a_trainer_that_resumes_appends(tmp_path: Path) -> None:
-    run, options = tmp_path / "run.zarr", {"save_strategy": "steps", "save_steps": 2}
-    first = decoder(**NO_DROPOUT)
-    trainer = hf_trainer(first, tmp_path, 3, **options)
-    lb.Monitor(first, IDS, every=1, out=run).attach(trainer)
-    trainer.train()
-    second = decoder(**NO_DROPOUT)
-    trainer = hf_trainer(second, tmp_path, 5, **options)
-    monitor = lb.Monitor(second, IDS, every=1, out=run, resume=True).attach(trainer)
-    with pytest.warns(Notice, match="2 of 4 measured steps, from 2 on, come again"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert lb.load(run, damaged="refuse")["step"].values.tolist() == [0, 1, 2, 3, 4, 5]
-    assert lb.load(run).identical(monitor.run)
-
-
 def test_lightning_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
 
@@ -597,21 +592,6 @@ def test_lightning_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
         np.testing.assert_allclose(monitor.run[name], loop.run[name], rtol=1e-4, atol=1e-5)
     said = [step for step, metrics in logged if "lipbound/layer_0/exact_max" in metrics]
     assert said == [0, 2, 4]
-
-
-def test_texts_are_cut_at_what_a_model_takes(bert: Path) -> None:
-    """It has 40 positions; 128 was not asked for."""
-    model = tf.BertModel.from_pretrained(bert).train()
-    few = lb.Monitor(model, ["the ferry is in a clock", "the keeper"], max_length=6)
-    assert measured(few, 0)["length"].values.tolist() == [6, 2]
-    texts = ["the ferry is in a clock " * 20, "the keeper"]
-    with pytest.warns(Notice, match="texts are cut at 40 tokens, the positions of "):
-        cut = lb.Monitor(model, texts)
-    ds, asked = measured(cut, 0), measured(lb.Monitor(model, texts, max_length=40), 0)
-    assert ds["length"].values.tolist() == [40, 2]
-    np.testing.assert_array_equal(ds["exact"], asked["exact"])
-    call = functools.partial(lb.Monitor, model, texts, max_length=129)
-    refused(call, "max_length 129 exceeds the 40 positions")
 
 
 def test_one_pass_of_the_model_a_step() -> None:
