@@ -30,8 +30,8 @@ _OfRun = Callable[Concatenate[xr.Dataset, _P], _R]
 _TakesRun = Callable[Concatenate[Run, _P], _R]
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
-PLACED = dict.fromkeys(schema.LAYER_WORDS, ("layer",)) | {"length": ("sample",)}
-PLACED |= {schema.RUN: ("sample", "layer"), schema.RUN_SAMPLE: ("sample",)}
+PLACED: dict[str, tuple[str, ...]] = dict.fromkeys(schema.LAYER_WORDS, ("layer",))
+PLACED |= dict.fromkeys(("length", schema.RUN_SAMPLE), ("sample",)) | {schema.RUN: schema.AXES[:2]}
 """Axes of coordinates that have not all of them."""
 _SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
