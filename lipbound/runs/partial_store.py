@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -132,7 +133,9 @@ class PartialRun:
 
     def _read(self, file: Path) -> LayerResult | None:
         """Read a layer at a block; None where it is not as it was written."""
-        content = file.read_bytes()
+        content = b""
+        with suppress(OSError):  # what cannot be read is measured again
+            content = file.read_bytes()
         if not content.startswith(self._mark(content[MARK:])):
             return None
         with np.load(io.BytesIO(content[MARK:])) as stored:
