@@ -10,7 +10,7 @@ from paper_figure import PaperFigure, Setting, main, of, plain_ticks, sheet
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from lipbound.analysis import by_layer
+from lipbound.analysis import tabled
 from lipbound.analysis.mean_field import duplicated_norm, query_block_norms
 from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
@@ -156,7 +156,7 @@ class TokenProfiles(PaperFigure):
         checkpoint, layers, inputs = setting.capture(samples, 128 if setting.full else 48)
         profiles = [token_profile(att) for att in layers]
         found = [{name: getattr(one, end) for name, end in ENDS.items()} for one in profiles]
-        ds = by_layer(found, "sample", "head", "token")
+        ds = tabled(found, "sample", "head", "token")
         shape, valid = (ds.sizes["sample"], ds.sizes["token"]), layers[0].valid
         real = np.ones(shape, dtype=bool) if valid is None else valid.cpu().numpy()
         texts = np.full(shape, "", dtype=object)

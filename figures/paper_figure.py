@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
-from lipbound.analysis import by_layer, provenance
+from lipbound.analysis import provenance, tabled
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.devices import resolve_device
@@ -101,7 +101,7 @@ class Setting:
     ) -> xr.Dataset:
         """Measure each layer at some samples; return the results by layer, with provenance."""
         checkpoint, layers, inputs = self.capture(samples)
-        ds = by_layer([measure(att) for att in layers], *axes)
+        ds = tabled([measure(att) for att in layers], *axes)
         return ds.assign_attrs(self.attributes(checkpoint, inputs))
 
     def attributes(

@@ -14,7 +14,7 @@ from paper_figure import PaperFigure, Setting, main, of, sheet
 from singular_values import interlacing, singular_value
 from torch import Tensor
 
-from lipbound.analysis import by_layer
+from lipbound.analysis import tabled
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
 from lipbound.errors import InputsError
@@ -104,7 +104,7 @@ class AttentionMaps(PaperFigure):
             positive = upper > 0
             ratios = [t[positive] / upper[positive] for t in bounds.values()]
             histograms.append([np.histogram(t.clamp(max=1.9999).cpu(), edges)[0] for t in ratios])
-        ds = by_layer(means, "head", "query", "key")
+        ds = tabled(means, "head", "query", "key")
         ds["histogram"] = ("layer", "bound", "bin"), np.array(histograms)
         ds = ds.assign_coords(bound=np.array(list(ON_SOFTMAX), dtype=object), bin=edges[:-1])
         counts = {"below": below, "rows": int(ds["histogram"].isel(bound=0).sum())}

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 if TYPE_CHECKING:
     import xarray as xr
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-HERE = str(PurePath(__file__).parent)
+_HERE = str(PurePath(__file__).parent)
 """What the paths of our own modules begin with."""
 
 
@@ -59,7 +59,7 @@ class LipboundError(ValueError):
         ``%debug`` goes to where it was raised.
         """
         steps = itertools.takewhile(
-            lambda step: not step.filename.startswith(HERE),
+            lambda step: not step.filename.startswith(_HERE),
             traceback.extract_tb(self.__traceback__),
         )
         own = [step for step in steps if "-packages" not in step.filename]
@@ -422,13 +422,13 @@ def file_path(given: object, example: str) -> Path:
     return Path(given).expanduser()
 
 
-def knows_options(function: Callable[P, T]) -> Callable[P, T]:
+def knows_options(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Let a function say which of its options is nearest to one that it does not take."""
     known = inspect.signature(function).parameters
     every = any(one.kind is one.VAR_KEYWORD for one in known.values())
 
     @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if unknown := [name for name in kwargs if name not in known and not every]:
             name = function.__qualname__.removesuffix(".__init__")
             what = f"{name} has no option {unknown[0]!r}"

@@ -30,7 +30,7 @@ COMPOSED = {chr(c) for c in range(0xC0, 0x100)} - set("\u00d0\u00d7\u00de\u00f0\
 LEFT, RIGHT = "text-align: left", "text-align: right"
 TABLE_ROWS = 24
 """Rows that a table shows; what goes on is counted."""
-FORMULA = re.compile(
+_FORMULA = re.compile(
     r'(?:[^\\<>&"]|\\[|,;]|\\(?:diag|exp|ge|lambda|le|log|max|mathrm|min|operatorname|phi|sqrt|sum'
     r"|theta|times|to)(?![A-Za-z]))*"
 )
@@ -247,7 +247,7 @@ def formula(text: str) -> str:
     (1, '&lt;b&gt;')
     """
     parts = text.split("$")
-    if len(parts) % 2 == 0 or not all(FORMULA.fullmatch(part) for part in parts[1::2]):
+    if len(parts) % 2 == 0 or not all(_FORMULA.fullmatch(part) for part in parts[1::2]):
         return escape(text)
     try:
         from latex2mathml.converter import convert  # of the extra ``report``

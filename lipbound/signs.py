@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-EVERY = 5.0
+PAUSE = 5.0
 """Seconds between two lines."""
 
 
@@ -18,7 +18,7 @@ class Signs:
     """What is being done in a ``with`` block; of several that are open the last one speaks.
 
     Where there is no bar (in a pipe, a log or a notebook, and before there is one on a terminal) it
-    is a line every `EVERY` seconds, without widgets.
+    is a line every `PAUSE` seconds, without widgets.
 
     Args:
         text: what is being done.
@@ -48,7 +48,7 @@ class Signs:
 
     def _lines(self) -> None:
         """Speak for the last one that is open, at one pace."""
-        while not self._ended.wait(EVERY):
+        while not self._ended.wait(PAUSE):
             for one in self._open[-1:]:
                 if one._show and not one._bar.live.is_started:
                     print(one._line(), file=sys.stderr, flush=True)

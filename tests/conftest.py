@@ -26,7 +26,7 @@ import lipbound as lb
 from lipbound import signs
 from lipbound.attention.layer import Attention
 
-signs.EVERY = 3600.0  # on a busy machine any test may take longer than the pause between lines
+signs.PAUSE = 3600.0  # on a busy machine any test may take longer than the pause between lines
 torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
 
 

@@ -18,7 +18,7 @@ from lipbound.signs import Signs
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[[str], str]:
     """What standard error has, once it has something of a kind."""
-    monkeypatch.setattr(signs, "EVERY", 0.002)
+    monkeypatch.setattr(signs, "PAUSE", 0.002)
 
     def wait(pattern: str) -> str:
         said = ""

@@ -11,7 +11,7 @@ from lipbound.devices import device_name, versions
 from lipbound.models.checkpoint import Checkpoint
 
 
-def by_layer(found: Sequence[dict[str, Tensor]], *axes: str) -> xr.Dataset:
+def tabled(found: Sequence[dict[str, Tensor]], *axes: str) -> xr.Dataset:
     """Put what was found in each layer into a Dataset.
 
     Args:
@@ -27,7 +27,7 @@ def by_layer(found: Sequence[dict[str, Tensor]], *axes: str) -> xr.Dataset:
     )
 
 
-def described(ds: xr.Dataset, variables: dict[str, str], layers: Sequence[int]) -> xr.Dataset:
+def annotated(ds: xr.Dataset, variables: dict[str, str], layers: Sequence[int]) -> xr.Dataset:
     """Return these variables of a study, each with its description, and the numbers of layers."""
     ds = ds[list(variables)].assign_coords(layer=list(layers))
     for name, text in variables.items():

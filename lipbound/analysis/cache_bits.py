@@ -11,7 +11,7 @@ import xarray as xr
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lipbound.analysis import by_layer, described, provenance
+from lipbound.analysis import annotated, provenance, tabled
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.devices import resolve_device
@@ -114,11 +114,11 @@ def cache_bits(
         share = delta / (len(CACHED) * inputs.samples * len(atts))
         with torch.no_grad():
             tables = [_of_layer(att, groups, counts, error, share, seed + s) for att in atts]
-        found.append(by_layer(tables, "side", "head", "bits"))
+        found.append(tabled(tables, "side", "head", "bits"))
     ds = xr.concat(found, "sample").transpose("side", "bits", "sample", "layer", "head")
     ds["output"] = ds["output"].isel(side=0, drop=True)
     ds = ds.assign_coords({"side": list(CACHED), "bits": counts})
-    ds = described(ds, VARIABLES, [layer.index for layer in captured])
+    ds = annotated(ds, VARIABLES, [layer.index for layer in captured])
     shared = {side: f"asymmetric round-to-nearest, by {group}" for side, group in groups.items()}
     ds.attrs = provenance(checkpoint, inputs.description, where, dtype, seed)
     ds.attrs |= {"error": error, "delta": delta, "quantiser": shared}

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lipbound.analysis import adversarial_inputs, by_layer, described, provenance
+from lipbound.analysis import adversarial_inputs, annotated, provenance, tabled
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.registry import get
@@ -32,7 +32,7 @@ LENGTHS = tuple(range(2, 101, 2))
 SHORTEST = 10
 """Fewest tokens that count for an exponent."""
 BOUND = "castin_bias"
-VARIABLES = {
+QUANTITIES = {
     "head_exact": "exact local constant of a head",
     "layer_exact": "exact local constant of the whole layer, with its output projection",
     "head_bound": f"{BOUND}: Theorem 3.3 (4.3 with a causal mask), with biases",
@@ -82,8 +82,8 @@ def sequence_growth(
             vectors.
 
     Returns:
-        Dataset with dims sequence, length, layer, head; its variables are described in `VARIABLES`
-        and in their attrs.
+        Dataset with dims sequence, length, layer, head; its variables are described in
+        `QUANTITIES` and in their attrs.
 
     Raises:
         LipboundError: no lengths, or a model that cannot be run as a decoder; see also
@@ -110,16 +110,16 @@ def sequence_growth(
             last = in_closed_form((layer.attention for layer in captured), "the study of growth")
             for att in last:
                 _check(att, causal, checkpoint.name)
-            real.append(by_layer([_real(att, tol, seed) for att in last], "sequence", "head"))
+            real.append(tabled([_real(att, tol, seed) for att in last], "sequence", "head"))
     ds = xr.concat(real, "length")
     ds["radius"] = ds["magnitude"].mean(("sequence", "length"))
     pairs = list(zip(last, ds["radius"].values.tolist(), strict=True))
     adversarial = [
-        by_layer([_adversarial(att, n, r, tol, seed) for att, r in pairs], "head") for n in lengths
+        tabled([_adversarial(att, n, r, tol, seed) for att, r in pairs], "head") for n in lengths
     ]
     ds = ds.merge(xr.concat(adversarial, "length"))
     ds = ds.transpose("sequence", "length", "layer", "head").assign_coords(length=lengths)
-    ds = described(ds, VARIABLES, [layer.index for layer in captured])
+    ds = annotated(ds, QUANTITIES, [layer.index for layer in captured])
     how = {"causal": int(last[0].mask is not None), "tol": tol}
     ds.attrs = provenance(checkpoint, description, where, dtype, seed) | how
     return ds

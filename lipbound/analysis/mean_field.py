@@ -19,7 +19,7 @@ from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 from lipbound.linalg.solution import Norm, sample_seeds
 
-CHUNK = 2**24
+_CHUNK = 2**24
 """Bytes of the d_v x d matrices of some tokens that are decomposed at a time."""
 
 
@@ -124,7 +124,7 @@ def query_block_norms(att: Attention) -> Tensor:
     o, mean = p @ v, p @ k
     factor = torch.linalg.qr(att.w_q.double(), mode="r").R.mT  # (heads, d, min(d, D))
     pairs = (v[..., :, None] * k[..., None, :]).flatten(-2)  # (samples, heads, N, d_v d)
-    step = max(1, int(CHUNK // (8 * att.samples * att.heads * att.d_v * att.d)))
+    step = max(1, int(_CHUNK // (8 * att.samples * att.heads * att.d_v * att.d)))
     norms = []
     for i in range(0, att.tokens, step):
         rows = slice(i, i + step)

@@ -20,8 +20,7 @@ from lipbound.linalg.solution import Norm, sample_seeds
 from lipbound.models.capture.seeing.interface import computing, implementation, taken
 from lipbound.models.in_memory import bare_model, measurable
 
-Inputs = Mapping[str, Tensor]
-FEW = 16
+_FEW = 16
 """Outputs, such as logits of a few classes, whose gradients are simply computed: the norm is then
 dense, and ``upper`` needs no probability."""
 
@@ -117,7 +116,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 @in_own_modes
 def network_norm(
     model: PreTrainedModel,
-    inputs: Inputs,
+    inputs: Mapping[str, Tensor],
     *,
     start: str | int = "embeddings",
     end: str | int = "logits",
@@ -162,7 +161,7 @@ def network_norm(
     for piece, samples in batches(inputs, count, batch):
         with chain(model, piece, start, end) as (f, x, held):
             op: JacobianOperator = NetworkJacobian(f, x, held)
-            if math.prod(op.out_shape) <= FEW:
+            if math.prod(op.out_shape) <= _FEW:
                 parts.append(_from_gradients(op))
                 continue
             op = Transposed(op) if math.prod(op.out_shape) > math.prod(op.in_shape) else op
@@ -172,7 +171,7 @@ def network_norm(
 
 
 def networks_inputs(
-    model: PreTrainedModel, inputs: Inputs
+    model: PreTrainedModel, inputs: Mapping[str, Tensor]
 ) -> tuple[PreTrainedModel, dict[str, Tensor], int]:
     """A model without its wrappers, the tensors its forward takes, and the number of samples."""
     model = measurable(bare_model(model))
@@ -180,7 +179,9 @@ def networks_inputs(
     return model, tensors, len(next(iter(tensors.values())))
 
 
-def batches(inputs: Inputs, count: int, batch: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
+def batches(
+    inputs: Mapping[str, Tensor], count: int, batch: int
+) -> Iterator[tuple[dict[str, Tensor], slice]]:
     """Inputs of so many samples at a time, and which samples these are."""
     for i in range(0, count, batch):
         part = slice(i, i + batch)
@@ -219,7 +220,7 @@ def _block(value: Any, name: str, words: Sequence[str], count: int) -> int | Non
 
 @contextmanager
 def chain(
-    model: PreTrainedModel, inputs: Inputs, start: str | int, end: str | int
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], start: str | int, end: str | int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
     """Map from ``start`` to ``end`` of a model, its input here, and the entries that may move.
 
@@ -289,7 +290,7 @@ def chain(
 
 
 def _real_tokens(
-    model: PreTrainedModel, inputs: Inputs, value: Tensor, block: nn.Module | None
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], value: Tensor, block: nn.Module | None
 ) -> Tensor | None:
     """Tokens of (samples, N, ...) that are no padding, (samples, N, 1) bool; None for all.
 

@@ -18,7 +18,7 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.matrix_norms import with_derivative
 from lipbound.models.training import projections
 
-SMALL = 1e-6
+_SMALL = 1e-6
 """Added to g_k of equation (9), which has no such term: ours, so that the logarithm is finite."""
 
 
@@ -115,7 +115,7 @@ class JaSMin(Penalty):
     def rows(self, p: Tensor) -> Tensor:
         """Return the logarithm for every row, (..., N) -> (...)."""
         value = softmax.g(p).clamp_min(torch.finfo(p.dtype).tiny).log()
-        return value - (softmax.g(p, self.k) + SMALL).log() if self.k else value
+        return value - (softmax.g(p, self.k) + _SMALL).log() if self.k else value
 
 
 def _said(value: object) -> str:
@@ -154,7 +154,7 @@ def _values(p: Tensor, k: int) -> Tensor:
     if not k:
         return value
     last, following = order[..., -k], order[..., -k - 1]
-    return value - (last * (1 - last + following) + SMALL).log()
+    return value - (last * (1 - last + following) + _SMALL).log()
 
 
 class Specformer(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ import xarray as xr
 
 from lipbound import devices, schema
 from lipbound.attention.variants import titles
-from lipbound.bounds.registry import get
-from lipbound.bounds.registry import names as bound_names
+from lipbound.bounds import registry
 from lipbound.devices import in_own_modes, versions
 from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
@@ -31,7 +29,7 @@ from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs import measure, partial_store, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
-from lipbound.runs.measure import LayerInfo, MeasurementSpec, measurement_spec, norms_shape
+from lipbound.runs.measure import LayerInfo, norms_shape
 from lipbound.runs.partial_store import LayerResult, PartialRun
 from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
@@ -61,7 +59,7 @@ LABELS = {
 
 TYPES: dict[str, type] = {"f": float, "i": np.int32, "b": bool}
 """Types of a run's tables, by the kinds of what was measured."""
-BLOCK_BYTES = 1.5e9
+WORKING_MEMORY = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80
 """Bytes of working memory per entry of the attention matrices, with temporaries in float64."""
@@ -234,7 +232,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         results = (
             measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
             if client is None
-            else measure.measured_by(client, config, sources, spec, blocks)
+            else measure.measured_by(client, sources, spec, blocks)
         )
         if kept is not None:
             results = kept.keeping(results)
@@ -281,7 +279,7 @@ def filled(
 
 def dataset(
     tables: dict[str, np.ndarray],
-    spec: MeasurementSpec,
+    spec: RunConfig,
     layers: Sequence[LayerInfo],
     lengths: np.ndarray,
 ) -> xr.Dataset:
@@ -310,7 +308,7 @@ def dataset(
             if spec.wrt != schema.INPUT:
                 ds[name].attrs["long_name"] += f", as a function of {spec.wrt}"
     for name in spec.names:
-        bound = get(name)
+        bound = registry.get(name)
         ds[name].attrs = {word: getattr(bound, word) for word in OF_BOUND}
         ds[name].attrs["compared_with"] = bound.exact
     ds = ds.set_coords([name for name in tables if tables[name].dtype == bool])
@@ -319,7 +317,7 @@ def dataset(
 
 def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> None:
     """Tell, and note, which extras some exact norms are without."""
-    for name in map(EXTRAS.__getitem__, config.chosen_extras):
+    for name in map(EXTRAS.__getitem__, config.extras or ()):
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
             why = "more than the 1,024 outputs of a condition number, several windows, or rounding"
@@ -345,7 +343,7 @@ def run_info(
         source=config.source,
         preprocessing=inputs.preprocessing,
         bounds=list(plan.spec.names),
-        extras=list(config.chosen_extras),
+        extras=list(config.extras or ()),
         map_description=map_words(config.map, config.wrt),
         **config.options("map", "norm", "wrt", "tol", "dtype"),
         **config.drawn,
@@ -355,7 +353,7 @@ def run_info(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         samples=plan.samples,
-        exact_samples=plan.spec.exact_samples,
+        exact_samples=config.exact_count(plan.samples),
         tokens=int(lengths.max()),
         capture_error=error,
         block=plan.block,
@@ -363,7 +361,7 @@ def run_info(
         not_applicable=plan.not_applicable,
         notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
         made=Extent(
-            plan.samples, plan.spec.exact_samples, numbers, heads, model_layers=plan.model_layers
+            plan.samples, config.exact_count(plan.samples), numbers, heads, plan.model_layers
         ),
     )
 
@@ -445,7 +443,7 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
         "samples": inputs.samples,
         "bounds": config.names,
         "exact_samples": config.exact_count(inputs.samples),
-        **({"extras": list(config.chosen_extras)} if config.extras else {}),
+        **({"extras": list(config.extras)} if config.extras else {}),
         **config.options("map", "norm", "wrt", "tol", "dtype"),
         **{name: value for name, value in config.drawn.items() if name != "method"},
     }
@@ -464,7 +462,7 @@ class Plan:
     """Work of a run.
 
     Attributes:
-        spec: what is measured at every layer, with the share of delta of one exact norm.
+        spec: what is measured at every layer (`RunConfig.of_places`).
         layers: the chosen layers, as the first sample shows them.
         samples: how many samples.
         block: how many of them are measured at a time.
@@ -474,7 +472,7 @@ class Plan:
         model_layers: how many attention layers the model has, chosen or not.
     """
 
-    spec: MeasurementSpec
+    spec: RunConfig
     layers: Sequence[LayerInfo]
     samples: int
     block: int
@@ -489,14 +487,15 @@ class Plan:
 
     def blocks(self, found: Iterable[LayerResult]) -> list[SampleBlock]:
         """List the blocks with layers that are not found."""
-        done: defaultdict[int, set[int]] = defaultdict(set)
+        done = np.zeros((self.samples, len(self.layers)), dtype=bool)
         for one in found:
-            done[one.start].add(one.layer)
-        return [
-            SampleBlock(start, min(self.samples, start + self.block), frozenset(done[start]))
-            for start in range(0, self.samples, self.block)
-            if len(done[start]) < len(self.layers)
-        ]
+            done[one.start : one.start + len(one.lengths), one.layer] = True
+        blocks = []
+        for start in range(0, self.samples, self.block):
+            stop = min(self.samples, start + self.block)
+            skip = frozenset(np.flatnonzero(done[start:stop].all(0)).tolist())
+            blocks += [SampleBlock(start, stop, skip)] * (len(skip) < len(self.layers))
+        return blocks
 
 
 def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
@@ -513,7 +512,6 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
             attention cannot be captured.
     """
     samples = sources.inputs.samples
-    exact = config.exact_count(samples)
     layers = measure.layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
     for sample in telling_samples(sources.inputs.batch):
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
@@ -521,7 +519,8 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         measured = ", ".join(str(one.index) for one in layers)
         note(sources.inputs, f"layers below zero count from the end: here {measured}")
     measure.check_covered(config.norm, config.wrt, layers)
-    names, not_applicable = about(config.names, layers, everything=config.everything)
+    everything = config.bounds in ("default", "all")  # what does not apply is left out
+    names, not_applicable = about(config.names, layers, everything=everything)
     if config.wrt != INPUT:  # those asked for by name are refused before
         names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
     scores = max(layer.heads * layer.tokens**2 for layer in layers)
@@ -531,7 +530,8 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         block = partial_store.configuration(partial_store.partial_path(config.target)).get(
             "block", block
         )
-    spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
+    exact = config.exact_count(samples)
+    spec = config.of_places(names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count
     assert count is not None  # it was counted with the layers
     return Plan(spec, layers, samples, block, room, not_applicable, count)
@@ -559,7 +559,7 @@ def about(
     closed = [layer for layer in layers if layer.measured == CLOSED_FORM]
     variants, silent = all_variants(closed), {}
     for name in names:
-        bound = get(name)
+        bound = registry.get(name)
         if not closed:
             silent[name] = "does not cover layers without a closed form"
         elif other := variants - bound.covers:
@@ -570,7 +570,8 @@ def about(
                 silent[name] = why
     if silent and not everything:
         name, why = next(iter(silent.items()))
-        fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers and closed]
+        others = registry.names(registry.get(name).norm) if closed else []
+        fitting = [other for other in others if variants <= registry.get(other).covers]
         instead = f", or take some of {', '.join(fitting)}" if fitting else ""
         raise LipboundError(f"bound {name!r} {why}; leave it out{instead}")
     return [name for name in names if name not in silent], silent
@@ -580,7 +581,7 @@ def memory_bytes(memory: str | float, device: str) -> float:
     """Bytes that the ``memory`` of a configuration means."""
     if memory == "auto":
         quarter = devices.available(torch.device(device)) / 4
-        return min(BLOCK_BYTES, quarter) if device == "cpu" else quarter
+        return min(WORKING_MEMORY, quarter) if device == "cpu" else quarter
     if float(memory) < LEAST_MEMORY:
         what = f"memory is {float(memory):g} bytes, so that samples are measured one at a time"
         tell(f"{what}; write '4GB' for gigabytes")

@@ -6,25 +6,26 @@ loads nothing of size; what checks the options is imported where that happens.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound import errors
 from lipbound.errors import LipboundError, StoreError, real, shown, whole
-from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, RunInfo
+from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, TOKEN_NORMS, RunInfo
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from lipbound.models.checkpoint import AnyModel
 
-TOL = "between 0 and 1 (relative width of the enclosures)"
-DELTA = "a probability between 0 and 1, or None for plain estimates (on the command line, 0)"
+_TOL = "between 0 and 1 (relative width of the enclosures)"
+_DELTA = "a probability between 0 and 1, or None for plain estimates (on the command line, 0)"
 EXPORTS = (
     *(".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather", ".md", ".tex", ".txt", ".json"),
     *(".pdf", ".png", ".svg", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".eps", ".ps", ".pgf"),
@@ -33,7 +34,7 @@ EXPORTS = (
 """Endings of files that are made from a run, and are none."""
 LEAST_MEMORY = 1e6
 """Bytes that no unit need be written behind."""
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,8 @@ class RunConfig:
             "shuffle": optional("shuffle", whole, least=0),
             "max_length": whole("max_length", self.max_length, least=1),
             "layers": optional("layers", lambda *layers: tuple(errors.indices(*layers))),
-            "tol": real("tol", self.tol, TOL, above=0, below=1),
-            "delta": optional("delta", real, DELTA, above=0, below=1),
+            "tol": real("tol", self.tol, _TOL, above=0, below=1),
+            "delta": optional("delta", real, _DELTA, above=0, below=1),
             "weights": errors.choice("weights", self.weights, WEIGHTS),
             "dtype": dtype_name(self.dtype),
             "resume": errors.flag("resume", self.resume),
@@ -231,8 +232,8 @@ class RunConfig:
         if lost:
             what = f"the run was made from {lost[0]} in memory, which no name leads back to"
             raise StoreError(f"{what}; give it as {lost[1]}=")
-        said: dict[str, Any] = {name: getattr(info, name) for name in RECORDED}
-        said |= {name: source.get(name) for name in RECORDED_SOURCE}
+        said: dict[str, Any] = {name: getattr(info, name) for name in _RECORDED}
+        said |= {name: source.get(name) for name in _RECORDED_SOURCE}
         said |= {name: ds.attrs[name] for name in ("delta", "seed") if name in ds.attrs}
         said |= {"bounds": tuple(info.bounds), "layers": tuple(ds["layer"].values.tolist())}
         if model is None or isinstance(model, str | Path):
@@ -256,7 +257,7 @@ class RunConfig:
         ``model`` is None for one in memory; ``data`` is None for the default, False for objects in
         memory.
         """
-        found = self.options(*RECORDED_SOURCE, "gguf_file")
+        found = self.options(*_RECORDED_SOURCE, "gguf_file")
         for name in ("model", "data", "tokenizer", "processor", "adapter"):
             value = getattr(self, name)
             found[name] = absolute(value) if isinstance(value, str | Path) else None
@@ -289,19 +290,25 @@ class RunConfig:
         return None if self.layers is None else tuple(errors.indices("layers", self.layers))
 
     @property
-    def chosen_extras(self) -> tuple[str, ...]:
-        """Names of `EXTRAS`."""
-        return tuple(self.extras or ())
-
-    @property
-    def everything(self) -> bool:
-        """Bounds are asked for together: those that do not apply are left out, not refused."""
-        return self.bounds in ("default", "all")
-
-    @property
     def target(self) -> Path | None:
         """Path of the store; None where the run is not saved."""
         return None if self.out is None else Path(self.out).expanduser()
+
+    @property
+    def encloses(self) -> bool:
+        """Exact norms have upper ends, those of `TOKEN_NORMS` without ``delta``."""
+        return self.delta is not None or self.norm in TOKEN_NORMS
+
+    def of_places(self, names: Sequence[str], samples: int, shape: Sequence[int]) -> Self:
+        """Return what is measured at every place, with an equal share of delta for each exact norm.
+
+        Args:
+            names: of the bounds that are evaluated.
+            samples: how many have exact norms.
+            shape: of the exact norms of each of them.
+        """
+        share = None if self.delta is None else self.delta / (samples * math.prod(shape))
+        return replace(self, bounds=tuple(names), exact_samples=samples, delta=share)
 
     def exact_count(self, samples: int) -> int:
         """Count the samples, of so many, that get exact norms."""
@@ -312,8 +319,8 @@ READING = ("samples", "max_length", "split", "column", "shuffle")
 """Options of `lipbound.models.inputs.prepare`."""
 LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor", "adapter")
 """Options of `lipbound.load_checkpoint`, but for the device."""
-RECORDED = ("extras", "map", "norm", "wrt", "samples", "exact_samples", "tol")
-RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
+_RECORDED = ("extras", "map", "norm", "wrt", "samples", "exact_samples", "tol")
+_RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""
 
 
@@ -354,5 +361,5 @@ def _memory(memory: Any) -> str | float:
             return "auto"
         size = r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?)i?b?"
         if match := re.fullmatch(size, memory.strip().lower()):
-            memory = float(match[1]) * UNITS[match[2]]
+            memory = float(match[1]) * _UNITS[match[2]]
     return real("memory", memory, "a size such as '4GB', a number of bytes, or 'auto'", above=0)

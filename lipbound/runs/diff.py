@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from contextlib import suppress
 from dataclasses import fields
@@ -12,7 +11,7 @@ from typing import Any
 import xarray as xr
 
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError, Notice, StoreError, choice, shown, tell
+from lipbound.errors import LipboundError, Notice, choice, shown, tell
 from lipbound.models.checkpoint import Inputs
 from lipbound.runs.compare import one_of, open_sources, run
 from lipbound.runs.config import RunConfig, check_run_name
@@ -21,7 +20,7 @@ from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_unli
 
 OF_B = ("revision", "gguf_file", "adapter")
 """Options that are of the second checkpoint alone."""
-OPTIONS = {one.name for one in fields(RunConfig)} - {"model"}
+_OPTIONS = {one.name for one in fields(RunConfig)} - {"model"}
 """All options of a diff of two checkpoints."""
 
 
@@ -71,7 +70,7 @@ def diff(
             `lipbound.compare` raises.
     """
     for name in options:
-        choice("option of a diff", name, OPTIONS)
+        choice("option of a diff", name, _OPTIONS)
     data = one_of(data, inputs)
     stored = [_is_run(one) for one in (a, b)]
     check_run_name(out)
@@ -86,16 +85,15 @@ def diff(
             raise LipboundError(f"{what}; leave it out")
         runs = [run_of(a), run_of(b)]
     else:
-        outs: list[Path | None] = [None, None]
-        if target is not None:
-            outs = [target.with_name(f"{target.stem}-{side}{target.suffix}") for side in "ab"]
         both = {name: value for name, value in options.items() if name not in OF_B}
-        first = RunConfig(a, data, **both, out=outs[0], resume=resume)
-        second = RunConfig(b, data, **options, out=outs[1], resume=resume)
-        for one in outs:
-            if one is not None and not resume:
-                check_target(one)
-        runs = _measured(first, second, client, progress)
+        configs = []
+        for model, side, given in ((a, "a", both), (b, "b", options)):
+            if target is not None:
+                given = given | {"out": target.with_name(f"{target.stem}-{side}{target.suffix}")}
+                if not resume:
+                    check_target(given["out"])
+            configs.append(RunConfig(model, data, **given, resume=resume))
+        runs = _measured(configs, client, progress)
     ds = paired(*runs)
     tell(*ds.attrs["notes"])
     if target is not None:
@@ -121,7 +119,7 @@ def _looked_at(config: RunConfig) -> tuple[Inputs, dict[str, list[Any]]]:
     return sources.inputs, layout | {"head": [*range(norms_shape(layers, config.map)[1])]}
 
 
-def _measured(first: RunConfig, second: RunConfig, client: Any, progress: bool) -> list[xr.Dataset]:
+def _measured(configs: list[RunConfig], client: Any, progress: bool) -> list[xr.Dataset]:
     """Measure two checkpoints; what they are measured on, and their layers, are compared before.
 
     Raises:
@@ -130,16 +128,7 @@ def _measured(first: RunConfig, second: RunConfig, client: Any, progress: bool) 
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)  # they are told when the runs are made
-        (a, of_a), (b, of_b) = map(_looked_at, (first, second))
+        (a, of_a), (b, of_b) = map(_looked_at, configs)
     refuse_inputs(a.fingerprint == b.fingerprint, a.description, b.description)
     refuse_unlike(of_a, of_b)
-    runs = [run(first, client=client, progress=progress)]
-    try:
-        runs.append(run(second, client=client, progress=progress))
-    except Exception:
-        if first.target is None:  # a is finished work
-            with suppress(StoreError, OSError):
-                refuge = Path(tempfile.mkdtemp(prefix="lipbound-")) / "a.zarr"
-                tell(f"the run of a was finished, and is saved to {save(runs[0], refuge)}")
-        raise
-    return runs
+    return [run(config, client=client, progress=progress) for config in configs]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,47 +39,12 @@ if TYPE_CHECKING:
 
     Blocks = Iterable[SampleBlock]
 
-SMALL = 1024
+_SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
 keep torch's own threads busy."""
 
-_MEASURERS: dict[tuple[RunConfig, str, MeasurementSpec], Measurer] = {}
+_MEASURERS: dict[tuple[RunConfig, str], Measurer] = {}
 _TURN = threading.Lock()
-
-
-@dataclass(frozen=True)
-class MeasurementSpec:
-    """Quantities to measure at every layer, and how.
-
-    Attributes:
-        names: registry names of bounds.
-        map: as in `lipbound.spectral_norm`.
-        tol: relative width of the enclosures of exact norms.
-        delta: failure probability of one upper end, or None for plain estimates.
-        seed: of the run.
-        exact_samples: exact norms are computed for samples before this one.
-        norm: of `lipbound.schema.NORMS`. `lipbound.schema.TOKEN_NORMS` are deterministic, and have
-            upper ends without ``delta``.
-        wrt: of `lipbound.schema.WRT`.
-        extras: names of `lipbound.schema.EXTRAS`.
-        statistics: also measure `lipbound.schema.STATISTICS`; of a whole layer, over its heads.
-    """
-
-    names: tuple[str, ...]
-    map: str
-    tol: float
-    delta: float | None
-    seed: int
-    exact_samples: int
-    norm: str = "frobenius"
-    wrt: str = INPUT
-    extras: tuple[str, ...] = ()
-    statistics: bool = False
-
-    @property
-    def encloses(self) -> bool:
-        """Exact norms have upper ends."""
-        return self.delta is not None or self.norm in TOKEN_NORMS
 
 
 @dataclass(frozen=True)
@@ -151,49 +115,34 @@ def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
     return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
 
 
-def measurement_spec(
-    config: RunConfig, names: Sequence[str], exact_samples: int, shape: tuple[int, ...]
-) -> MeasurementSpec:
-    """Share the delta of a run equally among its exact norms.
-
-    Args:
-        config: of the run.
-        names: of the bounds.
-        exact_samples: how many samples have exact norms.
-        shape: of the exact norms of each of them.
-    """
-    options: Any = config.options("map", "tol", "seed", "norm", "wrt")
-    options |= {"exact_samples": exact_samples, "extras": config.chosen_extras}
-    if (delta := config.delta) is not None:
-        delta /= exact_samples * math.prod(shape)
-    return MeasurementSpec(tuple(names), delta=delta, **options)
-
-
+@dataclass
 class Measurer:
     """Measure blocks of samples on the layers that a `Capturer` finds.
 
-    Args:
+    Attributes:
         capturer: finds them.
-        spec: what is measured.
+        spec: what is measured (`RunConfig.of_places`).
         room: samples of one layer that memory has room for; layers of fewer are measured side by
             side.
         verify: whether every block after the first is compared with the model's own outputs once
             more.
+        statistics: also measure `lipbound.schema.STATISTICS`; of a whole layer, over its heads.
     """
 
-    def __init__(
-        self, capturer: Capturer, spec: MeasurementSpec, room: int = 1, *, verify: bool = True
-    ):
-        self._capturer, self._spec, self._room, self._verify = capturer, spec, room, verify
+    capturer: Capturer
+    spec: RunConfig
+    room: int = 1
+    verify: bool = True
+    statistics: bool = False
 
     def block(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
     ) -> Iterator[LayerResult]:
         """Measure every layer but those at the positions ``skip``.
 
-        Samples with different positions are measured one by one. Results depend on the block
-        alone, not on blocks measured before. What was verified when the run was planned, on its
-        first sample, counts for the first block.
+        Samples with different positions are measured one by one, a result each. Results depend on
+        the block alone, not on blocks measured before. What was verified when the run was planned,
+        on its first sample, counts for the first block.
 
         Args:
             inputs: of the model, for the samples of the block.
@@ -212,15 +161,10 @@ class Measurer:
             samples = len(next(t for t in inputs.values() if isinstance(t, Tensor)))
             if samples == 1:
                 raise
-            each = [one_sample(inputs, k, samples) for k in range(samples)]
-            alone = [list(self._layers(one, start + k, done)) for k, one in enumerate(each)]
-            for parts in zip(*alone, strict=True):
-                values = _stacked([one.values for one in parts])
-                lengths = np.concatenate([one.lengths for one in parts])
-                error = max(one.error for one in parts)
-                yield parts[0]._replace(values=values, lengths=lengths, error=error)
-        if self._verify:
-            self._capturer.forget()
+            for k in range(samples):
+                yield from self._layers(one_sample(inputs, k, samples), start + k, done)
+        if self.verify:
+            self.capturer.forget()
 
     def each(self, sources: Sources, blocks: Blocks) -> Iterator[LayerResult]:
         """Measure blocks of the inputs, layer by layer."""
@@ -237,7 +181,7 @@ class Measurer:
         """
         positions = (i for i in itertools.count() if i not in skip)
         waiting: list[Callable[[], LayerResult]] = []
-        for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
+        for i, layer in zip(positions, self.capturer.each(inputs, skip), strict=False):
             count = next(len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
             attention, windows = layer.attention, layer.windows
             if attention.samples != windows * count:
@@ -248,18 +192,91 @@ class Measurer:
             waiting.append(partial(self._result, layer, i, start))
             together = 1 if _alone(attention) else torch.get_num_threads() // attention.samples
             del layer, attention  # frees P and what hangs on it
-            if len(waiting) >= min(together, self._room // count):
+            if len(waiting) >= min(together, self.room // count):
                 ready, waiting = side_by_side(waiting), []
                 yield from ready
         yield from side_by_side(waiting)
 
     def _result(self, layer: LayerCapture, position: int, start: int) -> LayerResult:
         """Measure one layer."""
-        spec, attention, windows = self._spec, layer.attention, layer.windows
+        spec, attention, windows = self.spec, layer.attention, layer.windows
         lengths = attention.lengths.long().cpu().numpy().reshape(-1, windows).sum(-1)
         seeds = [seed_of(spec.seed, layer.index, s) for s in range(start, start + len(lengths))]
-        values = _measured(attention, spec, seeds, spec.exact_samples - start, windows)
+        count = spec.exact_count(start + len(lengths)) - start
+        values = self._measured(attention, seeds, count, windows)
         return LayerResult(start, position, values, lengths, layer.error, layer.name)
+
+    def _measured(
+        self, att: Any, seeds: list[int], exact_count: int, windows: int = 1
+    ) -> dict[str, np.ndarray]:
+        """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
+
+        The norm, and a bound, of a sample is the largest of those of its windows; what is a mean
+        over queries is the mean of theirs.
+        """
+        if windows > 1:
+            delta = None if self.spec.delta is None else self.spec.delta / windows
+            seeds = [seed + window for seed in seeds for window in range(windows)]
+            alone = replace(self, spec=replace(self.spec, delta=delta))
+            found = alone._measured(att, seeds, exact_count * windows)
+            each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
+            return {name: _of_windows(name, t) for name, t in each.items()}
+        count = 1 if _alone(att) else min(att.samples, torch.get_num_threads())
+        if count == 1:
+            return self._measure(att, seeds, exact_count)
+        ends = [att.samples * i // count for i in range(count + 1)]
+        parts = [
+            partial(self._measure, att.of_samples(slice(i, j)), seeds[i:j], exact_count - i)
+            for i, j in itertools.pairwise(ends)
+        ]
+        return _stacked(side_by_side(parts))
+
+    def _measure(self, att: Any, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+        """Measure one layer at one block of samples, (samples, heads) each.
+
+        Exact norms are those of the first ``exact_count`` samples. A whole layer is one head.
+        """
+        values, spec = dict[str, Any](), self.spec
+        whole = spec.map in WHOLE
+        closed = not isinstance(att, ModuleAttention)
+        names = spec.names
+        said = [name for name in names if closed and att.variants <= get(name).covers]
+        for name in names:
+            if name not in said:
+                values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
+                values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
+            elif spec.map == "head_out":
+                values[name], values[sound(name)] = with_output(att, name)
+            else:
+                holds = get(name).sound(att)
+                values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
+                values[sound(name)] = holds.all(-1) if whole else holds
+        for name, value in att.statistics().items() if self.statistics else ():
+            over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
+            values[name] = over_heads if whole else value
+        exact_count = min(exact_count, att.samples)
+        if exact_count > 0:
+            part = att if exact_count == att.samples else att.select(slice(0, exact_count))
+            if spec.norm in TOKEN_NORMS:
+                norm = token_norm(part, spec.norm, map=spec.map, tol=spec.tol)
+            else:
+                norms = part.samples * (1 if whole else part.heads)
+                delta = None if spec.delta is None else spec.delta * norms
+                options = spec.options("map", "tol", "wrt")
+                norm = spectral_norm(part, seed=seeds[:exact_count], delta=delta, **options)
+            values["exact"], values["exact_steps"] = norm.lower, norm.steps
+            values["exact_converged"] = norm.converged
+            if spec.encloses:
+                values["exact_upper"] = norm.upper
+            for name in spec.extras or ():
+                values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
+                with suppress(errors.TooLargeError):
+                    measure = frobenius_norm if name == "frobenius" else condition_number
+                    values[EXTRAS[name]] = measure(part, map=spec.map)
+            if any(get(name).exact == "exact_l2" for name in said):
+                l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
+                values["exact_l2"] = l2.lower
+        return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
 
 
 def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -269,83 +286,9 @@ def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     }
 
 
-def _measured(
-    att: Any, spec: MeasurementSpec, seeds: list[int], exact_count: int, windows: int = 1
-) -> dict[str, np.ndarray]:
-    """Measure an Attention or a `ModuleAttention` in parts side by side, one a thread of torch.
-
-    The norm, and a bound, of a sample is the largest of those of its windows; what is a mean over
-    queries is the mean of theirs.
-    """
-    if windows > 1:
-        delta = None if spec.delta is None else spec.delta / windows
-        seeds = [seed + window for seed in seeds for window in range(windows)]
-        found = _measured(att, replace(spec, delta=delta), seeds, exact_count * windows)
-        each = {name: t.reshape(-1, windows, t.shape[-1]) for name, t in found.items()}
-        return {name: _of_windows(name, t) for name, t in each.items()}
-    count = 1 if _alone(att) else min(att.samples, torch.get_num_threads())
-    if count == 1:
-        return _measure(att, spec, seeds, exact_count)
-    ends = [att.samples * i // count for i in range(count + 1)]
-    parts = [
-        partial(_measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i)
-        for i, j in itertools.pairwise(ends)
-    ]
-    return _stacked(side_by_side(parts))
-
-
 def _alone(att: Any) -> bool:
     """Tell whether a layer keeps all threads of torch busy, or must not be cut."""
-    return isinstance(att, ModuleAttention) or att.device.type != "cpu" or att.tokens > SMALL
-
-
-def _measure(
-    att: Any, spec: MeasurementSpec, seeds: list[int], exact_count: int
-) -> dict[str, np.ndarray]:
-    """Measure one layer at one block of samples, (samples, heads) each.
-
-    Exact norms are those of the first ``exact_count`` samples. A whole layer counts as one head.
-    """
-    values: dict[str, Any] = {}
-    whole = spec.map in WHOLE
-    closed = not isinstance(att, ModuleAttention)
-    said = [name for name in spec.names if closed and att.variants <= get(name).covers]
-    for name in spec.names:
-        if name not in said:
-            values[name] = torch.full((att.samples, 1 if whole else att.heads), torch.nan)
-            values[sound(name)] = torch.zeros(values[name].shape, dtype=torch.bool)
-        elif spec.map == "head_out":
-            values[name], values[sound(name)] = with_output(att, name)
-        else:
-            holds = get(name).sound(att)
-            values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
-            values[sound(name)] = holds.all(-1) if whole else holds
-    for name, value in att.statistics().items() if spec.statistics else ():
-        over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
-        values[name] = over_heads if whole else value
-    exact_count = min(exact_count, att.samples)
-    if exact_count > 0:
-        part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        if spec.norm in TOKEN_NORMS:
-            norm = token_norm(part, spec.norm, map=spec.map, tol=spec.tol)
-        else:
-            norms = part.samples * (1 if whole else part.heads)
-            options: Any = {"map": spec.map, "tol": spec.tol, "wrt": spec.wrt}
-            options["delta"] = None if spec.delta is None else spec.delta * norms
-            norm = spectral_norm(part, seed=seeds[:exact_count], **options)
-        values["exact"], values["exact_steps"] = norm.lower, norm.steps
-        values["exact_converged"] = norm.converged
-        if spec.encloses:
-            values["exact_upper"] = norm.upper
-        for name in spec.extras:
-            values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
-            with suppress(errors.TooLargeError):
-                measure = frobenius_norm if name == "frobenius" else condition_number
-                values[EXTRAS[name]] = measure(part, map=spec.map)
-        if any(get(name).exact == "exact_l2" for name in said):
-            l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
-            values["exact_l2"] = l2.lower
-    return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
+    return isinstance(att, ModuleAttention) or att.device.type != "cpu" or att.tokens > _SMALL
 
 
 def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
@@ -369,9 +312,8 @@ def seed_of(seed: int, *place: int | str) -> int:
 
 
 def work(
-    config: RunConfig,
+    spec: RunConfig,
     revision: str,
-    spec: MeasurementSpec,
     inputs: Mapping[str, Tensor],
     start: int,
     skip: Collection[int] = (),
@@ -381,9 +323,8 @@ def work(
     Threads of one process take turns, since they share the model.
 
     Args:
-        config: of the run, which says how the model is loaded, without its data.
+        spec: what is measured, and how the model is loaded, without its data.
         revision: of the checkpoint that must be found.
-        spec: what is measured.
         inputs: of the model, for the samples of the block.
         start: number of the first of them.
         skip: positions of layers that are measured already.
@@ -394,15 +335,15 @@ def work(
     Raises:
         CheckpointError: the checkpoint found here is another one.
     """
-    device, worker = resolve_device(config.device), (config, revision, spec)
+    device, worker = resolve_device(spec.device), (spec, revision)
     with _TURN:
         if worker not in _MEASURERS:
-            _MEASURERS.clear()
-            checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
+            _MEASURERS.clear()  # before another model is loaded
+            checkpoint = load_checkpoint(spec.model, device=device, **spec.options(*LOADING))
             if checkpoint.revision != revision:
-                found = f"{config.model} is {checkpoint.revision} on a worker"
+                found = f"{spec.model} is {checkpoint.revision} on a worker"
                 raise errors.CheckpointError(f"{found} but {revision} here; give all the same")
-            capturer = capturer_of(checkpoint.model, config.chosen_layers, spec.map)
+            capturer = capturer_of(checkpoint.model, spec.chosen_layers, spec.map)
             _MEASURERS[worker] = Measurer(capturer, spec)
         here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
         return list(_MEASURERS[worker].block(here, start, skip))
@@ -421,7 +362,7 @@ def check_client(client: Any, config: RunConfig) -> None:
 
 
 def measured_by(
-    client: Any, config: RunConfig, sources: Sources, spec: MeasurementSpec, blocks: Blocks
+    client: Any, sources: Sources, spec: RunConfig, blocks: Blocks
 ) -> Iterator[LayerResult]:
     """Have blocks measured by the workers of a dask.distributed client, which load the model.
 
@@ -430,9 +371,8 @@ def measured_by(
 
     Args:
         client: of dask.
-        config: of the run.
         sources: model, whose layers are let go, and inputs.
-        spec: what is measured.
+        spec: what is measured (`RunConfig.of_places`).
         blocks: of samples.
 
     Yields:
@@ -444,8 +384,8 @@ def measured_by(
     from dask.distributed import KilledWorker, as_completed
 
     sources.capturer.release()
-    alone = replace(config, data=None, out=None, resume=False)
-    job = partial(client.submit, work, alone, sources.checkpoint.revision, spec, pure=False)
+    alone = replace(spec, data=None, out=None, resume=False)
+    job = partial(client.submit, work, alone, sources.checkpoint.revision, pure=False)
     futures = [job(sources.inputs.block(a, b, "cpu"), a, skip) for a, b, skip in blocks]
     try:
         for future in as_completed(futures):

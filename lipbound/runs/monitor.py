@@ -28,12 +28,12 @@ from lipbound.models.training import uncompiled
 from lipbound.runs import compare
 from lipbound.runs.checksums import sealed
 from lipbound.runs.config import READING, RunConfig
-from lipbound.runs.measure import MeasurementSpec, Measurer, capturer_of, seed_of
-from lipbound.runs.partial_store import LayerResult, hold, same_configuration
+from lipbound.runs.measure import Measurer, capturer_of, seed_of
+from lipbound.runs.partial_store import hold, same_configuration
 from lipbound.runs.store import check_target, load, save
 from lipbound.schema import AXES, MEANS, STATISTICS, STEP, RunInfo
 
-EVERY = 100
+_EVERY = 100
 """Steps between two measurements where nothing else is said."""
 OF_RUN = "out resume bounds map norm layers tol seed samples max_length tokenizer"
 """Arguments of a monitor that are those of a run."""
@@ -44,7 +44,7 @@ _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictiona
 
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Packages of Lightning, and the modules that hold their callbacks."""
-PREFIX = "lipbound"
+_PREFIX = "lipbound"
 """First part of the names under which numbers are logged."""
 Step = Callable[[int], object]
 """Function to call with the number of updates so far."""
@@ -148,7 +148,7 @@ class Monitor:
         given = dict(locals())
         if every is not None and steps is not None:
             raise LipboundError("every and steps are both given; give one of them")
-        self._every = EVERY if every is None else whole("every", every, least=1)
+        self._every = _EVERY if every is None else whole("every", every, least=1)
         self._at = None
         if steps is not None:
             self._at = frozenset(whole("steps", n, least=0) for n in errors.indices("steps", steps))
@@ -173,7 +173,10 @@ class Monitor:
         self._slices: list[xr.Dataset] = []
         self._info: RunInfo | None = None
         self._target = None if _other_process() else config.target  # one process writes
-        self._count = 0 if self._target is None else self._stored(self._target)
+        self._count = 0
+        if self._target is not None:
+            self._count = self._stored(self._target)
+            _WRITERS[self._target] = self
 
     def __repr__(self) -> str:
         due = f"every {self._every} steps" if self._at is None else f"steps {sorted(self._at)}"
@@ -194,12 +197,10 @@ class Monitor:
         capturer = capturer_of(measured, config.chosen_layers, config.map)
         device = str(next(self._model.parameters()).device)
         self._sources = compare.Sources(checkpoint, inputs, device, capturer)
+        memory = compare.memory_bytes(config.memory, device)
         with uncompiled(self._model.modules()):
-            planned = compare.plan(
-                config, self._sources, compare.memory_bytes(config.memory, device), 1
-            )
-        self._plan = replace(planned, spec=replace(planned.spec, statistics=True))
-        self._calls = _calls_of(self._model, [layer.layer_name for layer in planned.layers])
+            self._plan = planned = compare.plan(config, self._sources, memory, 1)
+        self._modules = _modules_of(self._model, (one.layer_name for one in planned.layers))
 
     @property
     def _logged(self) -> list[str]:
@@ -214,12 +215,11 @@ class Monitor:
             StoreError: it is another one, or another process fills it.
         """
         self._lock = hold(target, target.with_name(f".{target.name}.lock"), again=True)
-        if not (target.exists() and self._config.resume):
-            if target.exists():
-                raise StoreError(f"{target} exists already; resume=True appends to it")
+        if not target.exists():
             check_target(target)
-            _WRITERS[target] = self
             return 0
+        if not self._config.resume:
+            raise StoreError(f"{target} exists already; resume=True appends to it")
         past = load(target, damaged="refuse")
         if STEP not in past.dims:
             raise StoreError(f"{target} is not a run over steps of training; choose another name")
@@ -233,7 +233,6 @@ class Monitor:
         same_configuration(target, there | {"layers": past["layer"].values.tolist()}, asked)
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
         self._info = RunInfo.of(past)
-        _WRITERS[target] = self
         return len(self._slices)
 
     @property
@@ -286,7 +285,7 @@ class Monitor:
             tell(f"step {step} of the training was not measured or kept: {kind}{error}")
             return None
         if self._logs:
-            said = numbers(ds, self._logged, per_head=self._per_head)
+            said = logged_numbers(ds, self._logged, per_head=self._per_head)
             for log in self._logs:
                 log(said, step)
         self._alarm(ds, step)
@@ -295,15 +294,28 @@ class Monitor:
     @in_own_modes
     @torch.no_grad()
     def _measured(self, step: int) -> xr.Dataset:
-        """Measure the model as it is."""
+        """Measure the model as it is.
+
+        Raises:
+            CaptureError: it has other attention layers than when the monitor was made, or has them
+                in another order.
+        """
         capturer, planned = self._sources.capturer, self._plan
         capturer.model = in_dtype(self._model)[0]  # a copy, of one in half precision
         capturer.release()
         device = str(next(self._model.parameters()).device)
         sources = self._sources._replace(device=device)
-        spec = replace(planned.spec, seed=seed_of(self._config.seed, STEP, step))
+        spec = planned.spec
+        if spec.norm == "frobenius":  # nothing is random in the others
+            spec = replace(spec, seed=seed_of(spec.seed, STEP, step))
+        measurer = Measurer(capturer, spec, planned.room, verify=False, statistics=True)
         with uncompiled(self._model.modules()):
-            tables, lengths, error = compare.filled(planned, self._results(sources, spec))
+            results = list(measurer.each(sources, planned.blocks(())))
+        modules = _modules_of(self._model, (one.name for one in results if one.start == 0))
+        if modules != self._modules or capturer.count != planned.model_layers:
+            what = "attention layers of the model came, went or changed places"
+            raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
+        tables, lengths, error = compare.filled(planned, results)
         info = compare.run_info(self._config, sources, planned, lengths, error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
@@ -311,22 +323,6 @@ class Monitor:
         self._info = info
         ds = compare.dataset(tables, planned.spec, planned.layers, lengths)
         return sealed(ds.assign_coords({STEP: step}), info)
-
-    def _results(self, sources: compare.Sources, spec: MeasurementSpec) -> list[LayerResult]:
-        """Measure the layers that the monitor began with.
-
-        Raises:
-            CaptureError: the model has other attention layers by now, or has them in another order.
-        """
-        planned = self._plan
-        measurer = Measurer(sources.capturer, spec, planned.room, verify=False)
-        results = list(measurer.each(sources, planned.blocks(())))
-        names = [one.name for one in results if one.start == 0]
-        same = _calls_of(self._model, names) == self._calls
-        if not same or sources.capturer.count != planned.model_layers:
-            what = "attention layers of the model came, went or changed places"
-            raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
-        return results
 
     def _keep(self, ds: xr.Dataset, step: int) -> None:
         """Put a step behind those before it, in memory and on disk."""
@@ -344,14 +340,15 @@ class Monitor:
         """Tell what has risen above its threshold since the last measurement."""
         before, self._above = self._above, set()
         for name, limit in self._thresholds.items():
-            values = ds[name].fillna(-np.inf).values
-            at = np.unravel_index(values.argmax(), values.shape)
-            if values[at] > limit:
-                self._above.add(name)
-            if name in before or name not in self._above:
+            at = ds[name].fillna(-np.inf).argmax(...)
+            found = ds[name].isel(at)
+            if not found > limit:
                 continue
-            sample, layer, head = (*map(int, at), 0)[:3]
-            layer, value = int(ds["layer"][layer]), float(values[at])
+            self._above.add(name)
+            if name in before:
+                continue
+            value = float(found)
+            sample, layer, head = (int(found.coords.get(axis, 0)) for axis in AXES)
             if self._on_exceed is not None:
                 self._on_exceed(Exceeded(name, value, limit, step, sample, layer, head))
                 continue
@@ -427,14 +424,10 @@ def _show(path: Path, ds: xr.Dataset, count: int, *, filled: bool = True) -> Non
         zarr.consolidate_metadata(group.store)
 
 
-def _calls_of(model: nn.Module, names: Sequence[str]) -> list[tuple[Any, int, int]]:
-    """Identify layers by their modules in a model, and by which of how many calls of it they are.
-
-    A module keeps its identity where its name changes, as in a list that becomes shorter.
-    """
+def _modules_of(model: nn.Module, names: Iterable[str]) -> list[weakref.ref[nn.Module]]:
+    """Identify layers by their modules, which stay the same where their names change."""
     named = dict(model.named_modules(remove_duplicate=False))
-    mods = [weakref.ref(named.get(name, model)) for name in names]
-    return [(one, mods[:k].count(one), mods.count(one)) for k, one in enumerate(mods)]
+    return [weakref.ref(named.get(name, model)) for name in names]
 
 
 def _other_process() -> bool:
@@ -505,7 +498,9 @@ def attached(step: Step, trainer: Any) -> Log:
     return log
 
 
-def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> dict[str, float]:
+def logged_numbers(
+    ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False
+) -> dict[str, float]:
     """Reduce a step to the numbers that are logged, by their names there.
 
     Args:
@@ -521,7 +516,7 @@ def numbers(ds: xr.Dataset, names: Iterable[str], *, per_head: bool = False) -> 
     found: dict[str, float] = {}
     for name in names:
         for i, layer in enumerate(ds["layer"].values.tolist()):
-            values, place = ds[name].isel(layer=i).values, f"{PREFIX}/layer_{layer}"
+            values, place = ds[name].isel(layer=i).values, f"{_PREFIX}/layer_{layer}"
             known = values[np.isfinite(values)]
             if not known.size:
                 continue

@@ -6,7 +6,8 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,8 +19,10 @@ from lipbound.formatting import replacing
 
 PARTIAL = ".partial"
 CONFIGURATION, LOCK = "configuration.json", ".lock"
-START, LAYER, LENGTHS, ERROR, MARK = ".start", ".layer", ".lengths", ".capture_error", ".mark"
+START, LAYER, LENGTHS, ERROR = ".start", ".layer", ".lengths", ".capture_error"
 """Names in a file that are no variables of a run."""
+MARK = 32
+"""Bytes of the mark that a file begins with."""
 
 
 class LayerResult(NamedTuple):
@@ -87,8 +90,8 @@ class PartialRun:
     """Folder of an unfinished run, held by one process at a time.
 
     Each layer at a block of samples is a file, which is there whole or not at all: a process may be
-    killed at any moment. It has a mark, a hash over its values and over the configuration; a file
-    that does not fit its mark when the run is taken up counts as not measured.
+    killed at any moment. It begins with a mark, a hash over what follows and the configuration; a
+    file that does not fit its mark when the run is taken up counts as not measured.
 
     Args:
         path: where the finished run will be.
@@ -130,24 +133,20 @@ class PartialRun:
 
     def _read(self, file: Path) -> LayerResult | None:
         """Read a layer at a block; None where it is not as it was written."""
-        try:
-            with np.load(file) as stored:
-                parts = dict(stored)
-            if str(parts.pop(MARK)) != self._mark(parts):
-                return None
-        except Exception:  # whatever numpy makes of bytes that are not its own
+        content = b""
+        with suppress(OSError):  # what cannot be read is measured again
+            content = file.read_bytes()
+        if not content.startswith(self._mark(content[MARK:])):
             return None
+        with np.load(io.BytesIO(content[MARK:])) as stored:
+            parts = dict(stored)
         start, layer, error = (parts.pop(name).item() for name in (START, LAYER, ERROR))
         lengths = parts.pop(LENGTHS)
         return LayerResult(start, layer, parts, lengths, error)
 
-    def _mark(self, parts: Mapping[str, np.ndarray]) -> str:
+    def _mark(self, content: bytes) -> bytes:
         """Hash over what is stored of a layer at a block, and over what run that is of."""
-        digest = hashlib.blake2b(self._salt.encode(), digest_size=16)
-        for name in sorted(parts):
-            digest.update(f"{name} {parts[name].dtype} {parts[name].shape}".encode())
-            digest.update(np.ascontiguousarray(parts[name]).tobytes())
-        return digest.hexdigest()
+        return hashlib.sha256(self._salt.encode() + content).digest()
 
     def write(self, measured: LayerResult) -> None:
         """Store one layer at a block.
@@ -160,11 +159,10 @@ class PartialRun:
         """
         parts: dict[str, Any] = {START: measured.start, LAYER: measured.layer}
         parts |= measured.values | {LENGTHS: measured.lengths, ERROR: measured.error}
-        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in parts.items()}
-        arrays[MARK] = np.asarray(self._mark(arrays))
-        content = io.BytesIO()
-        np.savez(content, **arrays)
-        self._put(f"{measured.start}-{measured.layer}.npz", content.getvalue())
+        written = io.BytesIO()
+        np.savez(written, **parts)
+        content = written.getvalue()
+        self._put(f"{measured.start}-{measured.layer}.npz", self._mark(content) + content)
 
     def _put(self, name: str, content: bytes) -> None:
         """Write a file, whole or not at all."""

@@ -1,15 +1,14 @@
 """Runs on disk, one Zarr store each, and runs as users hand them over."""
 
 import json
-import os
 import shlex
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from importlib.metadata import version
+from os import PathLike
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -18,32 +17,23 @@ import xarray as xr
 from packaging.version import Version
 
 from lipbound import errors, schema
-from lipbound.errors import (
-    AlteredRunError,
-    StoreError,
-    knows_options,
-    one_line,
-    shown,
-)
+from lipbound.errors import AlteredRunError, StoreError, knows_options, one_line, shown
 from lipbound.runs.checksums import check_whole, faults
 from lipbound.runs.config import check_run_name
 from lipbound.runs.partial_store import PARTIAL, partial_path
 
-P = ParamSpec("P")
-R = TypeVar("R")
-G = TypeVar("G")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Run = xr.Dataset | str | Path
 """A run as users hand it over: itself, or its path."""
-OfRun = Callable[Concatenate[xr.Dataset, P], R]
-TakesRun = Callable[Concatenate[Run, P], R]
+_OfRun = Callable[Concatenate[xr.Dataset, _P], _R]
+_TakesRun = Callable[Concatenate[Run, _P], _R]
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
-ALONG = dict.fromkeys(schema.LAYER_WORDS, "layer") | {"length": "sample"}
-"""Coordinates that belong to another one's axis."""
-ANNOTATED = {schema.RUN: schema.AXES[:2], schema.RUN_SAMPLE: schema.AXES[:1]}
-"""Axes of annotations that have not all of them."""
-
-SHARED = ("sample", "layer", "head", "length")
+PLACED: dict[str, tuple[str, ...]] = dict.fromkeys(schema.LAYER_WORDS, ("layer",))
+PLACED |= dict.fromkeys(("length", schema.RUN_SAMPLE), ("sample",)) | {schema.RUN: schema.AXES[:2]}
+"""Axes of coordinates that have not all of them."""
+_SHARED = ("sample", "layer", "head", "length")
 """Coordinates that both runs have alike."""
 LAYOUT = ("layer", "head", "kind", "stream", "length")
 """Coordinates of layers, heads and samples that both runs have alike."""
@@ -112,26 +102,27 @@ def _save(ds: xr.Dataset, path: str | Path) -> Path:
     path = check_target(path)
     if path.suffix != NETCDF:
         check_run_name(path, "path")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        if path.suffix == NETCDF:
-            _with_attributes(ds, _for_netcdf).to_netcdf(unfinished)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # other readers may not know what is consolidated
-                ds = ds.copy()  # with texts that zarr before 3.1 reads: none of fixed length
-                for name in [name for name, one in ds.variables.items() if one.dtype.kind == "U"]:
-                    ds[name] = ds[name].astype(object)
-                ds.to_zarr(unfinished, mode="w", consolidated=schema.STEP in ds.dims)
-        unfinished.rename(path)
+        how: Any = {"dir": path.parent, "prefix": f".{path.name}.", "suffix": PARTIAL}
+        with tempfile.TemporaryDirectory(**how) as folder:
+            unfinished = Path(folder) / path.name
+            if path.suffix == NETCDF:
+                _with_attributes(ds, _for_netcdf).to_netcdf(unfinished)
+            else:
+                _to_zarr(ds, unfinished)
+            unfinished.rename(path)
     except OSError as error:
         raise StoreError(f"{path} could not be written: {one_line(error)}") from error
-    finally:  # what is left where it failed or was interrupted, a store or a file
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        else:
-            unfinished.unlink(missing_ok=True)
     return path
+
+
+def _to_zarr(ds: xr.Dataset, path: Path) -> None:
+    ds = ds.copy()  # with texts that zarr before 3.1 reads: none of fixed length
+    for name in [name for name, one in ds.variables.items() if one.dtype.kind == "U"]:
+        ds[name] = ds[name].astype(object)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other readers may not know what is consolidated
+        ds.to_zarr(path, consolidated=schema.STEP in ds.dims)
 
 
 def _with_attributes(ds: xr.Dataset, change: Callable[[Any], Any]) -> xr.Dataset:
@@ -173,7 +164,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         AlteredRunError: a part of it is missing or cannot be read, or, with "refuse", is not as it
             was computed.
     """
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | PathLike):
         raise StoreError(f"path is {shown(path)}; give the path of a stored run")
     path = Path(path).expanduser()
     errors.choice("damaged", damaged, DAMAGED)
@@ -279,7 +270,7 @@ def _newer(path: Path) -> str:
     return ""
 
 
-def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
+def takes_run(function: _OfRun[_P, _R]) -> _TakesRun[_P, _R]:
     """Let a function whose first argument is a run also take its path, and parts of it.
 
     The axes of such parts may be gone, as after ``ds.isel(layer=0)``.
@@ -287,10 +278,10 @@ def takes_run(function: OfRun[P, R]) -> TakesRun[P, R]:
     function = knows_options(function)
 
     @wraps(function)
-    def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> R:
+    def taking(ds: Run, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return function(run_of(ds), *args, **kwargs)
 
-    return cast("TakesRun[P, R]", taking)
+    return cast("_TakesRun[_P, _R]", taking)
 
 
 def run_of(given: object) -> xr.Dataset:
@@ -316,13 +307,12 @@ def run_of(given: object) -> xr.Dataset:
     ds = at_step(given)
     for axis in schema.AXES:
         if axis not in ds.dims and axis in ds.coords:
+            known = dict.fromkeys((*schema.flags(ds), *PLACED))
+            notes = [name for name in known if axis in PLACED.get(name, schema.AXES)]
+            notes = [name for name in notes if name in ds.coords]
             # only data variables get the axis, not coordinates
-            notes = [name for name in schema.flags(ds) if axis in ANNOTATED.get(name, schema.AXES)]
             ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
-            along = [name for name in ALONG if ALONG[name] == axis and name in ds.coords]
-            ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name in along})
-    order = [axis for axis in schema.AXES if axis in ds.dims]
-    return ds if ds["exact"].dims == tuple(order) else ds.transpose(*order, ...)
+    return ds.transpose(*(axis for axis in schema.AXES if axis in ds.dims), ...)
 
 
 def diff_of(given: object) -> xr.Dataset:
@@ -399,7 +389,7 @@ def paired(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     """
     notes = check_alike(a, b)
     parts = [
-        run.rename({name: f"{name}_{side}" for name in run.variables if name not in SHARED})
+        run.rename({name: f"{name}_{side}" for name in run.variables if name not in _SHARED})
         for side, run in (("a", a), ("b", b))
     ]
     ds = xr.merge(parts, join="exact", compat="equals", combine_attrs="override")
@@ -433,7 +423,7 @@ def sides(ds: Any) -> tuple[xr.Dataset, xr.Dataset]:
     runs = []
     for side in schema.SIDES:
         names = {name: name[:-2] for name in map(str, ds.variables) if name.endswith(f"_{side}")}
-        others = [name for name in ds.variables if name not in (*names, *SHARED)]
+        others = [name for name in ds.variables if name not in (*names, *_SHARED)]
         run = ds.drop_vars(others).rename(names)
         run.attrs = dict(ds.attrs[schema.DIFF][side])
         runs.append(run.set_coords(schema.flags(run)))

@@ -20,17 +20,17 @@ from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_folder_name
 from lipbound.schema import Contents, compared_with
 
-AXES = ("model", "data", "max_length")
+_AXES = ("model", "data", "max_length")
 OPTIONS = tuple(
-    field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume")
+    field.name for field in fields(RunConfig) if field.name not in (*_AXES, "out", "resume")
 )
 """Other keys of a sweep file; a sweep itself decides where runs are saved, and resumes them."""
-USUAL = {key: getattr(RunConfig, key) for key in (*AXES, *OPTIONS) if key != "model"}
+USUAL = {key: getattr(RunConfig, key) for key in (*_AXES, *OPTIONS) if key != "model"}
 """Defaults of all keys that have one."""
 LISTS = ("layers", "bounds", "extras")
 """Options whose single values may be lists; a list of lists are several of them."""
 PAIRS = "pairs"
-NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
+_NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
 """Columns of the index about exact norms; `<name>_ratio` and `<name>_violations` follow."""
 
 
@@ -62,8 +62,8 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
     every: list[dict[str, Any]] = []
     for pair in pairs:
         merged = content | pair
-        if unknown := [key for key in merged if key not in (*AXES, *OPTIONS)]:
-            near = nearest(str(unknown[0]), (*AXES, *OPTIONS, PAIRS))
+        if unknown := [key for key in merged if key not in (*_AXES, *OPTIONS)]:
+            near = nearest(str(unknown[0]), (*_AXES, *OPTIONS, PAIRS))
             raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
@@ -109,7 +109,7 @@ def sweep(
     Returns:
         The rows of the index: run, model, data, max_length, options that are not the same in all
         runs (``asked_samples`` and ``asked_layers`` beside what there was), status ("done", "kept"
-        where it was finished before, or "failed"), error, and the numbers of `numbers`.
+        where it was finished before, or "failed"), error, and the numbers of `index_numbers`.
 
     Raises:
         LipboundError: the file cannot be read, or the folder cannot be written.
@@ -136,12 +136,12 @@ def rows(
     ended: list[dict[str, Any]] = []
     for name, arguments in planned.items():
         store = folder / f"{name}.zarr"
-        row = {"run": store.name, **{key: arguments[key] for key in AXES}}
-        row |= {f"asked_{key}" if key in NUMBERS else key: arguments[key] for key in varying}
+        row = {"run": store.name, **{key: arguments[key] for key in _AXES}}
+        row |= {f"asked_{key}" if key in _NUMBERS else key: arguments[key] for key in varying}
         try:
             config = RunConfig(**arguments, out=store, resume=True)
             row |= {"status": "kept" if store.exists() else "done", "error": ""}
-            row |= numbers(run(config, client=client, progress=progress))
+            row |= index_numbers(run(config, client=client, progress=progress))
         except LipboundError as error:
             row |= {"status": "failed", "error": str(error)}
         except Exception as error:  # whatever it is, the other runs must go on
@@ -151,7 +151,7 @@ def rows(
         yield row
 
 
-def numbers(ds: xr.Dataset) -> dict[str, float]:
+def index_numbers(ds: xr.Dataset) -> dict[str, float]:
     """Numbers of a run for its row of the index.
 
     Returns:
@@ -160,30 +160,27 @@ def numbers(ds: xr.Dataset) -> dict[str, float]:
         zero), smallest and largest. Of every bound the geometric mean of bound / exact,
         ``<name>_ratio``, and how often it is below the exact norm, ``<name>_violations``.
     """
-    exact = ds["exact"].values
-    known = exact[~np.isnan(exact)]
-    found = Contents.of(ds)
+    exact, found = ds["exact"], Contents.of(ds)
     row = {
         "samples": found.samples,
         "layers": len(found.layers),
         "norms": found.norms,
         "not_closed": found.norms - found.closed,
-        "exact_geomean": _geomean(known[known > 0]),
-        "exact_min": float(known.min()) if known.size else float("nan"),
-        "exact_max": float(known.max()) if known.size else float("nan"),
+        "exact_geomean": _geomean(exact.where(exact > 0)),
+        "exact_min": float(exact.min()),
+        "exact_max": float(exact.max()),
     }
     for name, entry in audit(ds).items():
-        norm, value = ds[compared_with(ds, name)].values, ds[name].values
-        there = np.isfinite(norm) & (norm > 0) & ~np.isnan(value)
-        row[f"{name}_ratio"] = _geomean(value[there] / norm[there])
+        norm = ds[compared_with(ds, name)]
+        row[f"{name}_ratio"] = _geomean(ds[name] / norm.where(np.isfinite(norm) & (norm > 0)))
         row[f"{name}_violations"] = entry["violations"]
     return row
 
 
-def _geomean(values: np.ndarray) -> float:
-    """Geometric mean; NaN where there is no value."""
+def _geomean(values: xr.DataArray) -> float:
+    """Geometric mean of what is there; NaN where there is nothing."""
     with np.errstate(divide="ignore"):
-        return float(np.exp(np.log(values).mean())) if values.size else float("nan")
+        return float(np.exp(np.log(values).mean()))
 
 
 def _why(error: Exception) -> str:
@@ -195,7 +192,7 @@ def _why(error: Exception) -> str:
 
 def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
     """Name the store of a run."""
-    model, data, length = (arguments[key] for key in AXES)
+    model, data, length = (arguments[key] for key in _AXES)
     parts = [str(model), "default" if data is None else Path(str(data)).stem, str(length)]
     parts += [f"{key}_{arguments[key]}"[:60] for key in varying]
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)
@@ -205,7 +202,7 @@ def _index(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the index, whole or not at all; it has the bounds of all of its runs."""
     first = list(rows[0])
     said = first[: first.index("error") + 1]
-    names = dict.fromkeys([*said, *NUMBERS, *(key for row in rows for key in row)])
+    names = dict.fromkeys([*said, *_NUMBERS, *(key for row in rows for key in row)])
     try:
         with replacing(path) as (new,):
             pd.DataFrame(rows, columns=[*names], dtype=object).to_csv(new, index=False)

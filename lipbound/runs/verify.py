@@ -25,7 +25,7 @@ from lipbound.runs.checksums import altered, faults
 from lipbound.runs.compare import open_checkpoint, open_inputs
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import Measurer, capturer_of, measurement_spec
+from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.store import Run, run_of
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
@@ -77,15 +77,13 @@ def replay(ds: xr.Dataset, **how: Any) -> Replay:
         what = f"the weights of {checkpoint.name} were found another way than the run's"
         notes.append(f"{what}, so only the numbers tell whether they are the same")
     else:
-        what = "weights" if how.get("model") is None else "model"
+        weights = "weights" if how.get("model") is None else "model"
         named = f"{checkpoint.name} ({type(checkpoint.model).__name__})"
-        for name, then, now in (
-            (what, info.revision, checkpoint.revision),
-            ("configuration", info.configuration, checkpoint.configuration),
-        ):
+        for what, name in ((weights, "revision"), ("configuration", "configuration")):
+            then, now = getattr(info, name), getattr(checkpoint, name)
             if None not in (then, now) and then != now:
                 before = f"{info.model} ({info.architecture}, {then})"
-                said = f"not the recorded {name}: the run is of {before}, {named} has {now}"
+                said = f"not the recorded {what}: the run is of {before}, {named} has {now}"
                 differences.append(said)
     try:
         inputs = open_inputs(config, checkpoint)
@@ -117,13 +115,13 @@ def measure_again(
     made = schema.Extent(**ds.attrs["made"])
     names = rerun.config.names if closed else []
     shape = (len(made.layers), made.heads or 1)
-    spec = measurement_spec(rerun.config, names, made.exact_samples, shape)
-    spec = replace(spec, statistics=closed and schema.STATISTICS[0] in ds.variables)
+    spec = rerun.config.of_places(names, made.exact_samples, shape)
+    statistics = closed and schema.STATISTICS[0] in ds.variables
     capturer = capturer_of(rerun.checkpoint.model, [int(ds["layer"][i])], spec.map, closed=closed)
     number = int(ds["sample"][s])
     block = rerun.inputs.block(number, number + 1, rerun.device)
     with torch.no_grad():
-        (measured,) = Measurer(capturer, spec).block(block, number)
+        (measured,) = Measurer(capturer, spec, statistics=statistics).block(block, number)
     there = ds["head"].values if "head" in ds.dims else np.zeros(1, dtype=int)
     found = {}
     for name, (value,) in measured.values.items():

@@ -173,11 +173,3 @@ def test_crossover_length_is_where_the_bounds_meet(seed: int, size: float) -> No
     n = 10**logs if logs < 300 else None
     if n is not None:
         assert left == pytest.approx(0.5 * math.log(3 * (t**2 * (4 * n + 1) + n)), rel=1e-6)
-
-
-def test_bad_requests() -> None:
-    att = layer(0)
-    with pytest.raises(LipboundError, match="at least one token"):
-        adversarial_inputs.adversarial_inputs(att, 0, 1.0)
-    with pytest.raises(LipboundError, match="positive radius"):
-        adversarial_inputs.adversarial_inputs(att, 3, 0.0)

@@ -15,7 +15,6 @@ from support.strategies import examples
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.attention.layer import Attention
 from lipbound.bounds import get
-from lipbound.errors import AttentionError
 
 
 def weighted_oracle(att: Attention, a: torch.Tensor) -> torch.Tensor:
@@ -135,17 +134,3 @@ def test_duplicated_norm_is_exact(copies: int) -> None:
         exact = oracle(Attention(x, att.w_q, att.w_k, att.w_v, **parts))
         mine = mean_field.duplicated_norm(att, oracle(att))
         torch.testing.assert_close(mine, exact, rtol=1e-12, atol=0)
-
-
-def test_bad_weights() -> None:
-    att = random_attention("plain")
-    ones = torch.ones(2, att.tokens, dtype=torch.float64)
-    for weights, message in (
-        (ones, "add up to one"),
-        (ones[:1], "must be \\(samples, N\\)"),
-        (-ones / 6, "positive"),
-    ):
-        with pytest.raises(AttentionError, match=message):
-            mean_field.weighted_norm(att, weights)
-    with pytest.raises(AttentionError, match="without padding"):
-        mean_field.weighted_norm(random_attention("padded"), ones / 6)

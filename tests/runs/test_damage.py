@@ -98,6 +98,9 @@ DAMAGE: list[tuple[Change, str]] = [
     (cut("yudin", 0), UNREAD),
     (text("yudin", "{"), UNREAD),
     (text("yudin", "[]"), UNREAD),
+    (text("", "{}"), UNREAD),
+    (text("", ""), UNREAD),
+    (lambda run: (run / "zarr.json").unlink(), UNREAD),
     (setting("citation", "kim2021", "yudin"), "what 'yudin' says (its attributes) is not what it"),
     (setting("label", "Kim", "lipbound"), "what 'lipbound' says (its attr"),
     (setting("long_name", "upper end", "exact"), "what 'exact' says (its attributes) is not what"),
@@ -105,6 +108,8 @@ DAMAGE: list[tuple[Change, str]] = [
     (setting("samples", None), "its setting 'samples' is missing"),
     (setting("tol", "wide"), "its setting 'tol' is 'wide'"),
     (setting("dtype", "float8"), "its setting 'dtype' is 'float8'"),
+    *((setting("norm", norm), "its setting") for norm in ("one-token", None, "every", 3)),
+    *((setting("wrt", wrt), "its setting") for wrt in ("values", "key", None)),
     (setting("bounds", ["yudin", "lipbound", "kim"]), "'kim' is missing"),
 ]
 
@@ -198,10 +203,3 @@ def test_what_is_not_there_is_not_compared(gpt2_run: xr.Dataset) -> None:
     )
     assert "Yudin 2025, Thm 3 (yudin): no value at 8 of 12" in text
     assert "exact norms: no value at 4 of 16" in text
-
-
-def test_figures_are_no_runs(tmp_path: Path) -> None:
-    ds = xr.Dataset({"norm": ("length", [1.0])}, attrs={"lipbound": "0.1.0", "figure": "castin-1"})
-    path = lb.save(ds, tmp_path / "castin-1.zarr")
-    assert lb.load(path).identical(ds)
-    refused(lambda: lb.load(path, damaged="refuse"), "holds other data of lipbound, not a run")

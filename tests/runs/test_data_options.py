@@ -7,18 +7,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import yaml
 from PIL import Image
-from support.commands import command, refused, said
+from support.commands import refused
 
 import lipbound as lb
 from lipbound.errors import Notice
 from lipbound.runs.config import RunConfig
-from lipbound.runs.sweep import sweep
 
 FEW: dict[str, Any] = {"layers": 0, "delta": None, "tol": 0.05, "max_length": 8}
 QUICK = {"bounds": ["castin"], "progress": False} | FEW
-WORDS = "--max-length 8 --bounds castin --layers 0 --delta 0 --tol 0.05 --quiet"
 
 
 @pytest.fixture
@@ -84,24 +81,3 @@ def test_tokenizers_and_processors_by_name_are_replayed(
         assert ds.attrs["source"][name] == str(whole)
         assert lb.verify(ds).ok
         assert getattr(RunConfig.of(ds), name) == str(whole)
-
-
-def test_sweeps_know_them(bare: Path, bert: Path, table: Path, tmp_path: Path) -> None:
-    file = tmp_path / "sweep.yaml"
-    given = {"model": str(bare), "data": str(table), "samples": "all", "shuffle": 2}
-    given |= {"tokenizer": str(bert), "bounds": "castin", **FEW}
-    file.write_text(yaml.safe_dump(given))
-    (row,) = sweep(file, tmp_path / "runs", progress=False)
-    assert (row["status"], row["error"]) == ("done", "")
-    ds = lb.load(tmp_path / "runs" / row["run"])
-    assert (ds.sizes["sample"], ds.attrs["source"]["shuffle"]) == (12, 2)
-
-
-def test_options_of_the_command_line(bare: Path, bert: Path, table: Path, tmp_path: Path) -> None:
-    run, options = tmp_path / "run.zarr", f"--samples all --shuffle 4 --tokenizer {bert} {WORDS}"
-    said(f"compare {bare} --data {table} --out {run} {options}")
-    attrs = lb.load(run).attrs
-    assert (attrs["samples"], attrs["source"]["shuffle"]) == (12, 4)
-    assert attrs["source"]["tokenizer"] == str(bert)
-    status, _, err = command(f"compare {bert} --data {table} --tokenizer {tmp_path}/none {WORDS}")
-    assert (status, "/none has no usable tokenizer" in err) == (2, True)

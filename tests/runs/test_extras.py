@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from support.commands import refused, said
 from support.models import IMAGE, build
 from support.oracles import jacobians
 
 import lipbound as lb
 from lipbound.errors import Notice
-from lipbound.reporting.labels import facts
 from lipbound.runs.checksums import faults
 from lipbound.runs.config import RunConfig
 
@@ -57,13 +55,6 @@ def test_they_are_verified_and_guarded(run: Path) -> None:
     assert any("jacobian_frobenius" in str(problem) for problem in found.problems)
 
 
-def test_runs_with_and_without_are_not_put_together(run: Path, bert: Path) -> None:
-    plain = lb.compare(bert, TEXTS, exact_samples=1, **OPTIONS)
-    assert "extras" not in plain.attrs
-    assert "jacobian_frobenius" not in plain
-    refused(lambda: lb.concat([lb.load(run), plain]), "extras")
-
-
 def test_what_is_too_large_is_told() -> None:
     """300 tokens of width 4 are more than 1,024 outputs."""
     given = [lb.Attention(*(torch.randn(s) for s in ((1, 300, 8), *[(2, 8, 4)] * 3)))]
@@ -95,19 +86,5 @@ def test_windows_of_an_image_are_added_up() -> None:
     assert bool(ds["jacobian_condition"].isnull().all())
 
 
-def test_options() -> None:
+def test_a_name_counts_once() -> None:
     assert RunConfig("builtin:minilm", extras="frobenius,frobenius").extras == ("frobenius",)
-    for wrong, words in (
-        ({"extras": "frob"}, "unknown extra 'frob'; did you mean 'frobenius'"),
-        ({"extras": 3}, "extras is 3; give names"),
-        ({"extras": "frobenius", "norm": "one-token"}, "extras are of norm='frobenius'"),
-        ({"extras": "frobenius", "map": "residual"}, "extras are of norm='frobenius'"),
-    ):
-        refused(lambda wrong=wrong: RunConfig("builtin:minilm", **wrong), words)
-
-
-def test_command_line(bert: Path, text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run.zarr"
-    options = f"--data {text} --samples 1 --max-length 8 --bounds none --out {out}"
-    said(f"compare {bert} {options} --extras frobenius")
-    assert lb.load(out).attrs["extras"] == facts(lb.load(out))["extras"] == ["frobenius"]

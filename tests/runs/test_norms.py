@@ -1,7 +1,6 @@
 """Runs in the norms that tell tokens apart: their numbers, what they refuse, what they record, and
 that they say their norm."""
 
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ from transformers import BertModel
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
-from lipbound.errors import AlteredRunError, StoreError
+from lipbound.errors import StoreError
 from lipbound.models.loading import load_checkpoint
 from lipbound.reporting.labels import facts
 from lipbound.reporting.page.render import report
-from lipbound.runs.checksums import faults
 from lipbound.runs.config import RunConfig
-from lipbound.runs.partial_store import PartialRun, partial_path
 from lipbound.schema import DRAWN, NORMS, TOKEN_NORMS
 
 OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
@@ -133,26 +130,6 @@ def test_exact_samples_and_the_same_numbers_again(norm: str, bert: Path) -> None
     assert bool(first[BOUNDS[norm][0]].notnull().all())
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"norm": "every-tokn"}, "did you mean 'every-token'"),
-        ({"norm": "every-token", "bounds": "yudin"}, "'yudin' is stated in the frobenius norm and"),
-        ({"norm": "one-token", "bounds": ["lipbound_every"]}, "is stated in the every-token norm"),
-        (
-            {"bounds": "newhouse"},
-            "is stated in the every-token norm and here the norm is frobenius",
-        ),
-        ({"bounds": ["yudin", "lipbound_one"]}, "'lipbound_one' is stated in the one-token norm"),
-        ({"norm": "one-token", "map": "residual"}, "take one of head, head_out, heads, layer"),
-        ({"norm": "every-token", "delta": 1e-3}, "0.001, which norm='every-token' does not take"),
-        ({"norm": "one-token", "seed": 1}, "seed is 1, which norm='one-token' does not take"),
-    ],
-)
-def test_what_a_norm_does_not_have_is_refused(options: dict[str, Any], words: str) -> None:
-    refused(lambda: RunConfig("m", **options), words)
-
-
 def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(
     norm: str, run: Path, bert: Path, text: Path
 ) -> None:
@@ -179,38 +156,6 @@ def test_a_run_is_computed_again_in_its_norm(norm: str, run: Path) -> None:
     ds["exact"][1, 0, 2] *= 0.9
     problems = lb.verify(ds, places=1).problems
     assert any(p.startswith("exact at sample 1, layer 0, head 2: stored ") for p in problems)
-
-
-@pytest.mark.parametrize("other", ["frobenius", None, "both", "every", 3])
-def test_a_norm_that_was_edited_is_noticed(
-    other: Any, norm: str, run: Path, tmp_path: Path
-) -> None:
-    ds = lb.load(run)
-    ds.attrs["norm"] = next(n for n in TOKEN_NORMS if n != norm) if other == "both" else other
-    if other is None:
-        del ds.attrs["norm"]
-    assert any("its settings" in what for what in faults(ds)) or other == 3
-    lb.save(ds, tmp_path / "run.zarr")
-    load = lambda: lb.load(tmp_path / "run.zarr", damaged="refuse")  # noqa: E731
-    refused(load, "is damaged or was edited", error=AlteredRunError)
-
-
-def test_unfinished_runs_of_another_norm_are_not_taken_up(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"data": TEXTS, "norm": "every-token", "out": tmp_path / "run.zarr", **OPTIONS}
-    with monkeypatch.context() as patch:
-        patch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            lb.compare(bert, **options)
-    assert partial_path(options["out"]).exists()
-    options["resume"] = True
-    for other in ("one-token", "frobenius"):
-        call = functools.partial(lb.compare, bert, **options | {"norm": other})
-        refused(call, f"norm was every-token and is now {other}", error=StoreError)
-    ds = lb.compare(bert, **options)
-    again = lb.compare(bert, TEXTS, norm="every-token", **OPTIONS)
-    assert ds.drop_attrs().identical(again.drop_attrs())
 
 
 def test_the_norm_is_said_wherever_the_map_is(norm: str, run: Path, tmp_path: Path) -> None:

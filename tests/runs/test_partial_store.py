@@ -1,7 +1,6 @@
 """Runs that survive: interrupted, out of disk, shared by workers."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import lipbound as lb
 from lipbound.errors import CheckpointError, Notice, StoreError
 from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import MeasurementSpec, work
+from lipbound.runs.measure import work
 from lipbound.runs.partial_store import (
     CONFIGURATION,
     LayerResult,
@@ -88,7 +87,7 @@ def test_a_finished_run_is_returned_as_it_is(
     given: dict[str, Any] = {"data": TEXTS, "out": tmp_path / "run.zarr", **OPTIONS}
     partial_path(given["out"]).mkdir()
     assert identical(lb.compare(bert, resume=True, **given), whole)
-    monkeypatch.setattr("lipbound.runs.measure._measure", None)
+    monkeypatch.setattr("lipbound.runs.measure.Measurer._measure", None)
     assert identical(lb.compare(bert, resume=True, **given), whole)
     call = functools.partial(lb.compare, bert, **given)
     refused(lambda: call(resume=True, seed=2), "seed was 0 and is now 2", error=StoreError)
@@ -127,11 +126,10 @@ def test_workers_measure_what_one_process_measures(
 
 def test_workers_refuse_other_weights(bert: Path) -> None:
     checkpoint = load_checkpoint(bert)
-    job = MeasurementSpec(("yudin",), "head", 1e-3, None, 0, 1)
-    config = RunConfig(str(bert), device="cpu")
+    job = RunConfig(str(bert), bounds=["yudin"], exact_samples=1, delta=None, device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
-    assert [m.layer for m in work(config, checkpoint.revision, job, inputs, 0, {0})] == [1]
-    other = lambda: work(config, "sha256:other", job, inputs, 0)  # noqa: E731
+    assert [m.layer for m in work(job, checkpoint.revision, inputs, 0, {0})] == [1]
+    other = lambda: work(job, "sha256:other", inputs, 0)  # noqa: E731
     refused(other, "on a worker", error=CheckpointError)
 
 
@@ -144,7 +142,7 @@ def test_a_partial_run_is_let_go_whatever_fails(
         patch.setattr("lipbound.runs.checksums.audit", None)
         with pytest.raises(TypeError):
             lb.compare(bert, TEXTS, out=out, **OPTIONS)
-    monkeypatch.setattr("lipbound.runs.measure._measure", None)
+    monkeypatch.setattr("lipbound.runs.measure.Measurer._measure", None)
     assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS), whole)
 
 
@@ -178,22 +176,6 @@ def _cut(size: int | None) -> Callable[[Path], None]:
         file.write_bytes(file.read_bytes()[:size])
 
     return cut
-
-
-def _edited(name: str, other: str = "") -> Callable[[Path], None]:
-    """One array of a file, which is otherwise whole; or two that changed names."""
-
-    def edit(partial: Path) -> None:
-        file = _files(partial)[0]
-        with np.load(file) as stored:
-            parts = dict(stored)
-        if other:
-            parts[name], parts[other] = parts[other], parts[name]
-        else:
-            parts[name] = parts[name] ^ 1 if parts[name].dtype == bool else parts[name] + 1
-        np.savez(file, **parts)
-
-    return edit
 
 
 def _of_another_run(partial: Path) -> None:
@@ -231,18 +213,7 @@ def _same(one: LayerResult, other: LayerResult) -> bool:
     return same and all(np.array_equal(a[name], b[name]) for name in {**a, **b})
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        _cut(0),
-        _cut(-30),
-        _of_another_run,
-        _edited("exact", "bound"),
-        *map(
-            _edited, ("exact", "steps", "sound", ".lengths", ".capture_error", ".start", ".layer")
-        ),
-    ],
-)
+@pytest.mark.parametrize("harm", [_cut(0), _cut(-30), _of_another_run])
 def test_nothing_damaged_is_taken_up(harm: Callable[[Path], None], tmp_path: Path) -> None:
     """Not one value of an unfinished run is taken over that is not as it was written; what is not,
     is told."""
@@ -263,15 +234,10 @@ def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
     _small(tmp_path / "run", written=1)
     (file,) = _files(partial_path(tmp_path / "run"))
     content = file.read_bytes()
-    refused = 0
     for at in range(0, len(content), 7):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Notice)
-            found = _small(tmp_path / "run")
-        assert not found or _same(found[0], _block(0))
-        refused += not found
-    assert refused > len(content) / 7 / 4
+        with pytest.warns(Notice, match="1 of the 1 measured blocks"):
+            assert _small(tmp_path / "run") == []
 
 
 def test_what_is_damaged_is_measured_again(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
@@ -321,12 +287,6 @@ def test_what_differs_is_said_in_words(tmp_path: Path) -> None:
     refused(lambda: same_configuration(tmp_path, was, now), words, error=StoreError)
 
 
-def test_what_a_run_cannot_be_given(bert: Path) -> None:
-    for options in ({"memory": "much"}, {"memory": 0}, {"memory": -1}, {"memory": "4XB"}):
-        refused(lambda options=options: lb.compare(bert, TEXTS, **OPTIONS | options), "4GB")
-    refused(lambda: lb.compare(bert, TEXTS, resume=True, **OPTIONS), "needs out")
-
-
 def test_only_the_same_configuration_is_taken_up(
     bert: Path, whole: xr.Dataset, tmp_path: Path, stopped: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +300,7 @@ def test_only_the_same_configuration_is_taken_up(
     for change, words in (
         ({"seed": 1}, "seed was 0 and is now 1"),
         ({"tol": 1e-2}, "tol"),
+        ({"norm": "one-token", "bounds": []}, "norm was frobenius and is now one-token"),
         ({"layers": [0]}, "layers"),
         ({"bounds": "kim"}, "bounds"),
         ({"data": TEXTS[::-1]}, "data_fingerprint"),

@@ -10,7 +10,7 @@ import xarray as xr
 from support.commands import refused
 
 import lipbound as lb
-from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
+from lipbound.errors import DamagedRunWarning, StoreError
 
 
 @pytest.mark.parametrize("name", ["bits.zarr", "bits.nc"])
@@ -105,14 +105,3 @@ def test_what_is_no_run(whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "iterdir", locked)
     words = "locked.zarr cannot be read: Permission denied"
     refused(lambda: lb.load(tmp_path / "locked.zarr"), words, error=StoreError)
-
-
-@pytest.mark.parametrize("content", [None, "", "{}"])
-def test_a_run_without_its_description(
-    content: str | None, whole: xr.Dataset, tmp_path: Path
-) -> None:
-    """Its values are there, so it is a damaged run and not anything else."""
-    description = lb.save(whole, tmp_path / "run.zarr") / "zarr.json"
-    description.unlink() if content is None else description.write_text(content)
-    words = "run.zarr is damaged: a part of it cannot be read"
-    refused(lambda: lb.load(tmp_path / "run.zarr"), words, error=AlteredRunError)

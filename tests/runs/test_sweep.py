@@ -118,33 +118,6 @@ def test_an_index_on_a_full_disk(
     assert len(list((tmp_path / "runs").glob("*.zarr"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("pairs: x", "no list of mappings"),
-        ("pairs: []", "no list of mappings"),
-        ("pairs: [a]", "no list of mappings"),
-        ("pairs: [{data: x}, {model: m}]", "no model for {'data': 'x'}"),
-        ("pairs: [{model: m, sample: 3}]", "did you mean 'samples'"),
-        ("pairs: [{model: m, pairs: []}]", "unknown key 'pairs'"),
-        ("model: [", "cannot be read as YAML"),
-        ("- a\n- b", "is not a sweep"),
-        ("data: x", "has no model for its runs"),
-        ("model: m\nsample: 3", "'samples'"),
-        ("model: m\nresume: true\n", "unknown key 'resume'"),
-        ("model: m\nseed: []\n", "empty list of seed; give a value at least"),
-    ],
-)
-def test_bad_sweep_files(content: str, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "sweep.yaml"
-    file.write_text(content)
-    refused(lambda: planned_runs(file), words)
-    what: Any = {"model": "m"}
-    refused(
-        lambda: sweep(what, tmp_path / "none"), "path is {'model': 'm'}; give the name of a YAM"
-    )
-
-
 def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("model: [a/b, a_b]\ndata: [x/one.txt, y/one.txt]\n")
@@ -153,20 +126,13 @@ def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
 
 
 def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"bounds": "yudin", "map": "heads", "norm": "frobenius"}
-    given |= {"wrt": "input", "samples": 2, "exact_samples": 1, "layers": [1], "split": "test"}
-    given |= {"column": "text", "revision": "v1", "tol": 0.01, "delta": None, "device": "cpu"}
-    given |= {"dtype": "float64", "seed": 3, "memory": "1GB", "weights": "whole"}
-    given |= {"gguf_file": "a.gguf", "shuffle": 2, "tokenizer": "words", "processor": "pictures"}
-    given |= {"adapter": "owner/adapter", "extras": ()}
-    assert set(OPTIONS) == set(given)
+    given: dict[str, Any] = {"seed": 3, "layers": [1], "memory": "1GB", "adapter": "owner/adapter"}
+    config = RunConfig("m", **given)
     file = tmp_path / "sweep.yaml"
-    file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))
+    options = {name: getattr(config, name) for name in OPTIONS} | given
+    file.write_text(yaml.safe_dump({"model": "m"} | options | {"extras": []}))
     (arguments,) = planned_runs(file).values()
-    given |= {"layers": (1,), "memory": 1e9, "model": "m", "data": None, "max_length": 6}
-    given |= {"out": None, "resume": False}
-    config = RunConfig(**arguments)
-    assert {name: getattr(config, name) for name in given} == given
+    assert RunConfig(**arguments) == config
 
 
 @pytest.fixture

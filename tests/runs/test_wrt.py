@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from support.commands import refused, said
+from support.commands import refused
 from support.models import build
 from support.runs import TEXTS
 
 import lipbound as lb
 from lipbound import plots, tables
-from lipbound.errors import AlteredRunError, StoreError
+from lipbound.errors import StoreError
 from lipbound.reporting.citations import methods
 from lipbound.reporting.labels import facts, left_out
 from lipbound.runs.config import RunConfig
@@ -106,39 +106,6 @@ def test_a_run_is_computed_again(run: Path) -> None:
     assert not lb.verify(ds, places=1).ok
 
 
-@pytest.mark.parametrize("other", ["values", "input", "key", None])
-def test_another_function_than_was_measured_is_noticed(
-    other: str | None, run: Path, tmp_path: Path
-) -> None:
-    ds = lb.load(run)
-    ds.attrs["wrt"] = other
-    if other is None:
-        del ds.attrs["wrt"]
-    lb.save(ds, tmp_path / "run.zarr")
-    call = lambda: lb.load(tmp_path / "run.zarr", damaged="refuse")  # noqa: E731
-    refused(call, "is damaged or was edited", error=AlteredRunError)
-
-
-def test_runs_of_different_functions_are_not_put_together(
-    run: Path, bert: Path, text: Path
-) -> None:
-    other = lb.compare(bert, text, samples=2, wrt="values", **OPTIONS)
-    refused(lambda: lb.concat([lb.load(run), other]), "wrt")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"wrt": "key"}, "unknown wrt 'key'; did you mean 'keys'"),
-        ({"wrt": "keys", "map": "layer"}, "is of one head, and map 'layer' of a whole layer"),
-        ({"wrt": "values", "bounds": "yudin"}, "'yudin' is stated for heads as functions of"),
-        ({"wrt": "keys", "norm": "one-token"}, "has exact norms for norm='frobenius' alone"),
-    ],
-)
-def test_refusals(options: dict[str, Any], words: str) -> None:
-    refused(lambda: RunConfig("m", **options), words)
-
-
 def test_layers_without_a_closed_form_are_refused_before_anything_is_measured() -> None:
     model, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
     given = lb.capture(model, {"query": x, "key": x, "value": x}, closed=False)
@@ -146,11 +113,3 @@ def test_layers_without_a_closed_form_are_refused_before_anything_is_measured() 
     refused(run, "wrt='keys' does not cover layers that are measured")
     norm = lambda: lb.spectral_norm(given[0], wrt="keys")  # noqa: E731
     refused(norm, "a layer without closed form has no norm with wrt=")
-
-
-def test_on_the_command_line(bert: Path, text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run.zarr"
-    options = f"--data {text} --samples 1 --max-length 12 --out {out}"
-    said(f"compare {bert} {options} --wrt values")
-    assert lb.load(out).attrs["wrt"] == "values"
-    assert WRT["values"] in said(f"info {out}")

@@ -7,7 +7,8 @@ import xarray as xr
 
 from lipbound.runs.checksums import sealed
 from lipbound.runs.compare import dataset
-from lipbound.runs.measure import LayerInfo, MeasurementSpec
+from lipbound.runs.config import RunConfig
+from lipbound.runs.measure import LayerInfo
 from lipbound.schema import Extent, RunInfo
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse"]
@@ -60,8 +61,8 @@ def made_up(*, samples: int = 2, layers: int = 3, heads: int = 4) -> xr.Dataset:
     tables |= {f"{name}_sound": np.full(shape, name not in failing) for name in FACTORS}
     tables["yudin_nobias_sound"][0] = False
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
-    spec = MeasurementSpec(tuple(FACTORS), "head", 1e-3, 1e-6, 0, samples)
-    ds = dataset(tables, spec, found, 32 - 2 * np.arange(samples))
+    config = RunConfig(SETTINGS["model"], bounds=tuple(FACTORS))
+    ds = dataset(tables, config, found, 32 - 2 * np.arange(samples))
     made = Extent(samples, samples, list(range(layers)), heads, layers)
     counts = {"samples": samples, "exact_samples": samples}
     return sealed(ds, RunInfo(**SETTINGS | counts, bounds=list(FACTORS), made=made))

@@ -1,0 +1,87 @@
+"""What runs refuse before anything is computed: what was given, and words of the one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import refused
+from support.models import GPT2, build
+from transformers import GPT2Config, GPT2Model
+
+import lipbound as lb
+from lipbound.runs.config import RunConfig
+from lipbound.runs.sweep import planned_runs, sweep
+
+CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"bounds": "yudn"}, "did you mean"),
+    ({"map": "layers"}, "did you mean 'layer'"),
+    ({"map": "layer", "bounds": "kim"}, "use map='head' or leave it out"),
+    ({"tol": 0}, "tol is 0"),
+    ({"exact_samples": 0}, "exact_samples is 0"),
+    ({"resume": True}, "needs out"),
+    *(({"memory": size}, "4GB") for size in ("much", 0, -1, "4XB")),
+    ({"norm": "every-tokn"}, "did you mean 'every-token'"),
+    ({"norm": "every-token", "bounds": "yudin"}, "'yudin' is stated in the frobenius norm and"),
+    ({"norm": "one-token", "bounds": ["lipbound_every"]}, "is stated in the every-token norm"),
+    ({"bounds": "newhouse"}, "in the every-token norm and here the norm is frobenius"),
+    ({"bounds": ["yudin", "lipbound_one"]}, "'lipbound_one' is stated in the one-token norm"),
+    ({"norm": "one-token", "map": "residual"}, "take one of head, head_out, heads, layer"),
+    ({"norm": "every-token", "delta": 1e-3}, "0.001, which norm='every-token' does not take"),
+    ({"norm": "one-token", "seed": 1}, "seed is 1, which norm='one-token' does not take"),
+    ({"wrt": "key"}, "unknown wrt 'key'; did you mean 'keys'"),
+    ({"wrt": "keys", "map": "layer"}, "is of one head, and map 'layer' of a whole layer"),
+    ({"wrt": "values", "bounds": "yudin"}, "'yudin' is stated for heads as functions of"),
+    ({"wrt": "keys", "norm": "one-token"}, "has exact norms for norm='frobenius' alone"),
+    ({"extras": "frob"}, "unknown extra 'frob'; did you mean 'frobenius'"),
+    ({"extras": 3}, "extras is 3; give names"),
+    ({"extras": "frobenius", "norm": "one-token"}, "extras are of norm='frobenius'"),
+    ({"extras": "frobenius", "map": "residual"}, "extras are of norm='frobenius'"),
+]
+MONITORS: list[tuple[dict[str, Any], str]] = [
+    ({"every": 2, "steps": [1]}, "every and steps are both given"),
+    ({"steps": []}, "steps is empty; give steps"),
+    ({"steps": [0, -1]}, "steps is -1; it must be a whole number, at least 0"),
+    ({"log": 3}, "log is 3; give a function"),
+    ({"threshold": 1, "on_exceed": "x"}, "on_exceed is 'x'; give a function"),
+    ({"on_exceed": print}, "on_exceed is given without a threshold"),
+    ({"threshold": {"exakt": 1}}, "unknown threshold of 'exakt'; did you mean 'exact'"),
+    ({"threshold": "x"}, "threshold is 'x'; it must be a finite number"),
+]
+SWEEPS: list[tuple[str, str]] = [
+    ("pairs: x", "no list of mappings"),
+    ("pairs: []", "no list of mappings"),
+    ("pairs: [a]", "no list of mappings"),
+    ("pairs: [{data: x}, {model: m}]", "no model for {'data': 'x'}"),
+    ("pairs: [{model: m, sample: 3}]", "did you mean 'samples'"),
+    ("pairs: [{model: m, pairs: []}]", "unknown key 'pairs'"),
+    ("model: [", "cannot be read as YAML"),
+    ("- a\n- b", "is not a sweep"),
+    ("data: x", "has no model for its runs"),
+    ("model: m\nsample: 3", "'samples'"),
+    ("model: m\nresume: true\n", "unknown key 'resume'"),
+    ("model: m\nseed: []\n", "empty list of seed; give a value at least"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), CONFIGURATIONS)
+def test_options_of_a_run(options: dict[str, Any], words: str) -> None:
+    refused(lambda: RunConfig("m", **options), words)
+
+
+@pytest.mark.parametrize(("options", "words"), MONITORS)
+def test_a_monitor(options: dict[str, Any], words: str) -> None:
+    model = build(lambda: GPT2Model(GPT2Config(**GPT2)))
+    refused(lambda: lb.Monitor(model, torch.tensor([[1, 2, 3]]), **options), words)
+
+
+@pytest.mark.parametrize(("content", "words"), SWEEPS)
+def test_a_sweep(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(content)
+    refused(lambda: planned_runs(file), words)
+
+
+def test_a_sweep_without_a_file(tmp_path: Path) -> None:
+    what: Any = {"model": "m"}
+    refused(lambda: sweep(what, tmp_path), "path is {'model': 'm'}; give the name of a YAM")
