@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from sitegen import api, counterexamples, gallery, tree
 from sitegen import bounds as site_bounds
 from support.oracles import dense_norms
@@ -156,16 +155,6 @@ def test_every_module_is_documented() -> None:
     ]
     wanted = {name for name in modules if not name.startswith(api.LEFT_OUT)}
     assert set(re.findall(r"automodule:: ([\w.]+)", texts)) == wanted
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
-)
-def test_issues_ask_for_what_is_needed(path: Path) -> None:
-    form = yaml.safe_load(path.read_text())
-    assert {"name", "description", "body"} <= set(form)
-    assert "lipbound --version" in path.read_text()
-    assert [part["id"] for part in form["body"]].count("versions") == 1
 
 
 def test_the_map_of_the_package_names_files_that_are_there() -> None:

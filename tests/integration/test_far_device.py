@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from integration.test_readme import benchmark
 from support import elsewhere, far_device
 from support.versions import newer_torch
 
@@ -108,7 +109,14 @@ def test_networks(there: Call, family: str, map: str) -> None:
 
 def test_the_benchmark_of_gpus(there: Call, tmp_path: Path) -> None:
     assert there(elsewhere.gpu_benchmark, tmp_path / "gpu.json") == 0
-    assert json.loads((tmp_path / "gpu.json").read_text())["device"] == far_device.NAME
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["device"] == far_device.NAME
+    gpu = benchmark("gpu")
+    assert list(found["shapes"]) == [shape.name for shape in gpu.SMALL]
+    for row in found["shapes"].values():
+        assert row["error"] <= row["width"] <= gpu.TOL
+        assert row["lipbound_ratio"] >= 1
+        assert row["heads_per_second"] > 0
 
 
 def test_derivatives(there: Call) -> None:
@@ -132,7 +140,7 @@ def test_models_are_captured_without_float64(without_float64: Call, family: str)
 
 def test_runs_without_float64_are_measured_on_the_cpu(without_float64: Call, bert: Path) -> None:
     agree(without_float64(elsewhere.run, bert, {"map": "head_out"}), CLOSE["float32"])
-    agree(without_float64(elsewhere.surrounded, "bert"), CLOSE["float32"])
+    agree(without_float64(elsewhere.around, "bert", "residual"), CLOSE["float32"])
     (note,) = (one for one in without_float64(elsewhere.notes, bert) if "has no float64" in one)
     assert "the model runs there, and its heads are measured on the CPU" in note
     error = without_float64(elsewhere.refused, bert)

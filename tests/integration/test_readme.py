@@ -146,8 +146,3 @@ def test_commands_are_understood(line: str) -> None:
     if name != "COMMAND":
         command = typer.main.get_command(app).commands[name]
         assert command.make_context(name, arguments) is not None
-
-
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target

@@ -129,17 +129,6 @@ def test_blocks_are_what_the_mask_allows(att: Attention, step: int) -> None:
         assert found.share == inside / (6 * n * n)
 
 
-def test_blocks_of_a_batch_hold_those_of_every_entry_and_no_more() -> None:
-    p = torch.zeros(3, 6, 6)
-    p[0, 0, 0] = p[0, 1, 2] = p[1, 0, 3] = p[2, 4, 5] = 1.0
-    assert RowBlocks.of_probabilities(p, 2).shared() == [
-        (slice(0, 2), slice(0, 4)),
-        (slice(4, 6), slice(5, 6)),
-    ]
-    assert RowBlocks.of_probabilities(p[:2], 2).shared() == [(slice(0, 2), slice(0, 4))]
-    assert RowBlocks.of_probabilities(p[:1], 4).shared() == [(slice(0, 4), slice(0, 3))]
-
-
 def test_blocks_are_taken_where_they_gain_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """And shorter layers have shorter ones."""
     p = layer(0, frozenset(), n=8).p.flatten(0, 1)
@@ -214,7 +203,7 @@ def test_the_single_precision_copy_is_the_operator_of_the_single_precision_layer
     assert (op is None) == ("norm" in has)
     if op is None:
         return
-    own = make(att._map(lambda t: t.float() if t.is_floating_point() else t))
+    own = make(att.to(torch.float32))
     y = normal(1, torch.float32)(op.batch, *op.out_shape)
     with torch.no_grad():
         for index in (torch.arange(op.batch), torch.tensor([3, 0])):
