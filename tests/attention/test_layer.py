@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from support.commands import refused
+from support.checks import refused
 from support.layers import causal, changed, random_attention
 from support.reference import head_function
 

@@ -90,22 +90,19 @@ def test_small_layers_at_points_of_the_ball(seed: int) -> None:
     hold(att, radius, ball, seed, 12)
 
 
-@pytest.mark.each_value(kind=("biases", "padded", "sharp"))
-@BALLS
-def test_every_kind_at_points_of_the_ball(kind: str, ball: str) -> None:
-    att = random_attention(kind, seed=5)
-    for relative in (1e-4, 0.03, 1.0):
-        for s in range(att.samples):
-            hold(att.unpadded(s), relative * size_of(att), ball, 1, 30)
-
-
+@pytest.mark.each_value(kind=("biases", "padded", "sharp", *HAS))
 @BALLS
 @pytest.mark.parametrize("relative", [1e-4, 0.03, 1.0])
-@pytest.mark.parametrize("has", HAS)
-def test_variants_at_points_of_the_ball(has: str, relative: float, ball: str) -> None:
-    for seed in range(3):
-        att = variant(has, seed, mask=MASKS[seed], n=5, scale=(0.3, 1.0, 3.0)[seed]).unpadded(0)
-        hold(att, relative * size_of(att), ball, seed, 12)
+@pytest.mark.parametrize("kind", [*KINDS, *HAS])
+def test_layers_at_points_of_the_ball(kind: str, relative: float, ball: str) -> None:
+    if kind in KINDS:
+        layers = [random_attention(kind, seed=5).unpadded(s) for s in (0, 1)]
+    else:
+        sizes = zip(MASKS, (0.3, 1.0, 3.0), strict=False)
+        made = (variant(kind, i, mask=m, n=5, scale=s) for i, (m, s) in enumerate(sizes))
+        layers = [att.unpadded(0) for att in made]
+    for seed, att in enumerate(layers):
+        hold(att, relative * size_of(att), ball, seed, 30 if kind in KINDS else 12)
 
 
 def norms_at(att: Attention, h: int, points: Tensor) -> Tensor:
@@ -343,17 +340,6 @@ def test_radius_zero_is_the_point_and_bounds_grow(name: str, ball: str) -> None:
             assert bool(((value >= point * (1 - 1e-9)) & (value <= 2 * point)).all())
         else:
             close(value, point)
-
-
-@BALLS
-def test_both_parts_grow_with_the_radius(ball: str) -> None:
-    for kind in ("biases", "offsets"):
-        centre = Centre(random_attention(kind).unpadded(1))
-        values = torch.stack(
-            [torch.cat(centre.bounds(float(r), ball)) for r in torch.logspace(-5, 3, 40)]
-        )
-        # what norms of small blocks and of matrices are rounded upwards by
-        assert bool((values.diff(dim=0) >= -3e-4 * values[1:]).all())
 
 
 def test_radii_come_as_any_number() -> None:

@@ -14,7 +14,6 @@ from support.judge import below
 from support.layers import changed, random_attention
 from support.oracles import allowance, dense_norms, encloses
 from support.strategies import MODERATE, examples, layers, part
-from support.variants import layer
 from torch import Tensor
 
 from lipbound import bounds
@@ -221,15 +220,6 @@ def test_what_nearly_vanishes_leaves_bounds_finite(case: str) -> None:
         x = att.x.clone().requires_grad_(recorded)
         for name in OURS:
             assert exact <= float(bounds.get(name)(att.with_parts(x=x))) <= 2 * exact
-
-
-@pytest.mark.parametrize("has", [(), ("rotation",)])
-def test_autocast_changes_nothing(has: tuple[str, ...]) -> None:
-    plainly = bounds.evaluate(layer(3, frozenset(has)), OURS)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = bounds.evaluate(layer(3, frozenset(has)), OURS)
-    for name, value in plainly.items():
-        close(under[name], value, 2e-4)
 
 
 @DTYPES

@@ -147,6 +147,7 @@ def test_runs_without_float64_are_measured_on_the_cpu(without_float64: Call, ber
     assert error.startswith("dtype is 'float64', which the device 'far' does not have")
 
 
+@pytest.mark.slow
 def test_layers_networks_and_penalties_without_float64_are_certified_on_the_cpu(
     without_float64: Call,
 ) -> None:

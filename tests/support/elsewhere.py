@@ -178,13 +178,11 @@ def around(family: str, map: str) -> Pairs:
     layers, networks = [], []
     for model, inputs in _sides(family):
         seen, certified = lb.capture(model, inputs, around=True), {"delta": 1e-6}
-        layers.append([spectral_norm(a, map=map, tol=1e-3, **certified).lower for a in seen])
+        norms = [spectral_norm(a, map=map, tol=1e-3, **certified).lower for a in seen]
+        layers.append(_numbers(norms))
         end = {"end": "last_hidden_state", "tol": 1e-4}
-        networks.append(lb.network_norm(model, inputs, **end, **certified))
-    return {
-        "layer": (*map(_numbers, layers), 1e-3),
-        "network": (*map(_numbers, networks), 1e-4),
-    }
+        networks.append(_numbers(lb.network_norm(model, inputs, **end, **certified)))
+    return {"layers": (*layers, 1e-3), "network": (*networks, 1e-4)}
 
 
 def inputs_and_measures() -> Pairs:
