@@ -86,6 +86,7 @@ def test_layers(
     agree(there(what, has, mask, dtype), CLOSE[dtype])
 
 
+@pytest.mark.each_value(family=("bert", "vit", "Llama"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_are_captured(there: Call, family: str) -> None:
     agree(there(elsewhere.captured, family), 0.0, 1e-5)
@@ -93,7 +94,12 @@ def test_models_are_captured(there: Call, family: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weights": "layers"}, EVERY_TOKEN, {"map": "post_norm", "dtype": "float64"}],
+    [
+        {},
+        EVERY_TOKEN,
+        pytest.param({"weights": "layers"}, marks=pytest.mark.slow),
+        pytest.param({"map": "post_norm", "dtype": "float64"}, marks=pytest.mark.slow),
+    ],
 )
 def test_whole_runs(there: Call, bert: Path, options: dict[str, Any]) -> None:
     agree(there(elsewhere.run, bert, options), CLOSE["float32"])
@@ -107,6 +113,7 @@ def test_networks(there: Call, family: str, map: str) -> None:
     agree(there(elsewhere.around, family, map), CLOSE["float32"])
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_gpus(there: Call, tmp_path: Path) -> None:
     assert there(elsewhere.gpu_benchmark, tmp_path / "gpu.json") == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
