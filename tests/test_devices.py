@@ -67,31 +67,21 @@ def test_little_work_is_left_to_one_thread(threads):
     assert torch.get_num_threads() == 2
 
 
-def test_layers_of_one_sample_are_measured_side_by_side(threads, monkeypatch):
-    found, at_once = [], []
-
-    def counted(tasks):
-        at_once.append(len(tasks))
-        return side_by_side(tasks)
-
-    monkeypatch.setattr("lipbound.runs.measure.side_by_side", counted)
-    for count in (1, 3):
-        threads(count)
-        options = {"samples": 1, "layers": "0-3", "max_length": 16, "bounds": ["yudin", "lipbound"]}
-        found.append(lb.compare("builtin:gpt2", progress=False, **options))
-    assert at_once == [1, 1, 1, 1, 0, 3, 1]
-    for name, values in found[0].items():
-        np.testing.assert_allclose(found[1][name].values, values, rtol=1e-12)
-
-
-@pytest.mark.parametrize("checkpoint", ["builtin:gpt2", "builtin:llama"])
-def test_numbers_do_not_depend_on_how_many_threads_there_are(checkpoint, threads):
-    runs, options = [], {"samples": 3, "exact_samples": 2, "max_length": 24, "layers": [0]}
+@pytest.mark.parametrize(
+    ("checkpoint", "samples", "exact", "layers"),
+    [("builtin:gpt2", 3, 2, "0"), ("builtin:llama", 3, 2, "0"), ("builtin:gpt2", 1, 1, "0-3")],
+)
+def test_numbers_do_not_depend_on_how_many_threads_there_are(
+    checkpoint, samples, exact, layers, threads
+):
+    """Those of several samples side by side, nor those of several layers of one."""
+    runs, options = [], {"samples": samples, "exact_samples": exact, "layers": layers}
     for count in (1, 2, 5):
         threads(count)
-        names = ["lipbound", "yudin_sqrt_n", "castin"]
-        runs.append(lb.compare(checkpoint, bounds=names, progress=False, **options))
-    assert int(np.isfinite(runs[0].exact).sum()) == 2 * runs[0].sizes["head"]
+        options |= {"bounds": ["lipbound", "yudin_sqrt_n", "castin"], "max_length": 24}
+        runs.append(lb.compare(checkpoint, progress=False, **options))
+    heads = runs[0].sizes["layer"] * runs[0].sizes["head"]
+    assert int(np.isfinite(runs[0].exact).sum()) == exact * heads
     # sums over tokens and inputs, which the processor's library adds up in another order
     rounding = 24 * 128 * np.finfo(float).eps
     for other in runs[1:]:

@@ -53,6 +53,7 @@ OF_LAYERS: dict[str, Callable[[lb.Attention], Any]] = {
         lb.radius_curve(a, [0.1], steps=1, ball="frobenius", bounds=["yudin"]).values()
     ),
     "enclosure": lambda a: ends(lb.spectral_norm(a, delta=1e-6)),
+    "power": lambda a: lb.spectral_norm(a, method="power").lower,
     "layer": lambda a: ends(lb.spectral_norm(a, map="heads")),
     "token_norm": lambda a: ends(lb.token_norm(a)),
     "bounds": lambda a: torch.stack(list(lb.bounds.evaluate(a, "default").values())),

@@ -1,16 +1,12 @@
-"""Other systems than this one: what macOS and Windows lack, their paths, and processes that are
-spawned rather than forked."""
+"""Other systems than this one: what macOS and Windows lack, and their paths."""
 
 import ast
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-import xarray as xr
 from support.checks import refused
 
 import lipbound as lb
@@ -66,19 +62,6 @@ def test_memory_is_known_without_the_limits_of_linux(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(devices, "LIMITS", ())
     known = psutil.virtual_memory().available
     assert devices.available(torch.device("cpu")) == pytest.approx(known, rel=0.5)
-
-
-def measured() -> xr.Dataset:
-    """A small run, here or in a process of its own."""
-    small = {"samples": 1, "max_length": 6, "layers": [0], "bounds": ["yudin"], "progress": False}
-    return lb.compare("builtin:gpt2", **small)
-
-
-@pytest.mark.slow  # which imports everything once more
-def test_spawned_processes_measure_the_same() -> None:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        there = pool.submit(measured).result()
-    xr.testing.assert_allclose(there["yudin"], measured()["yudin"], rtol=1e-12)
 
 
 PATHS = (

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from support.checks import refused
 from support.layers import causal, changed, random_attention
 from support.reference import head_function
 
@@ -62,6 +63,7 @@ def test_large_negative_finite_masks_forbid_like_minus_infinity() -> None:
 
 
 GOOD = {"x": (2, 5, 8), "w_q": (3, 8, 4), "w_k": (3, 8, 4), "w_v": (3, 8, 6)}
+ONES = torch.ones(3, 4)
 
 
 def build(**changes: object) -> Attention:
@@ -72,7 +74,7 @@ def build(**changes: object) -> Attention:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": torch.ones(5, 8)}, r"x has shape \(5, 8\); it must be \(samples, N, D\)"),
+        ({"x": torch.ones(5, 8)}, "x has shape (5, 8); it must be (samples, N, D)"),
         ({"x": torch.ones(2, 0, 8)}, "no empty axis"),
         ({"w_k": torch.ones(3, 8, 5)}, "w_k has shape"),
         ({"w_v": torch.ones(2, 8, 6)}, "w_v has shape"),
@@ -88,11 +90,31 @@ def build(**changes: object) -> Attention:
         ({"mask": torch.full((5, 5), math.nan)}, "mask has NaN"),
         ({"mask": torch.full((5, 5), -math.inf)}, "forbids some query every key"),
         ({"scale": math.nan}, "scale is nan"),
+        ({"cap": 0.0}, "cap is 0.0; it must be a positive number"),
+        ({"cap": math.nan}, "cap is nan; it must be a finite number"),
+        ({"sinks": torch.zeros(2)}, "sinks has shape (2,)"),
+        ({"sinks": torch.full((3,), math.nan)}, "sinks has NaN"),
+        ({"norm_q": QKNorm(ONES * math.inf)}, "norm_q.gain has NaN or infinite entries"),
+        ({"norm_q": QKNorm(ONES[:2])}, "norm_q.gain has shape (2, 4)"),
+        ({"norm_k": QKNorm(ONES, over=(ONES.mT, None))}, "norm_k.over.0 has shape (4, 3)"),
     ],
 )
 def test_bad_input_gets_a_sentence(changes: dict, message: str) -> None:
-    with pytest.raises(AttentionError, match=message):
-        build(**changes)
+    refused(lambda: build(**changes), message, error=AttentionError)
+
+
+def test_normalisation_needs_sizes_and_an_eps_where_vectors_vanish() -> None:
+    for bad in (
+        lambda: QKNorm(ONES[0]),
+        lambda: QKNorm(ONES, ONES[:, :2]),
+        lambda: QKNorm(ONES, eps=-1.0),
+    ):
+        refused(bad, " of a normalisation", error=AttentionError)
+    zero = torch.zeros(GOOD["x"])
+    bare = build(x=zero, norm_k=QKNorm(ONES))
+    refused(lambda: bare.p, "normalised without eps", error=AttentionError)
+    still = build(x=zero, norm_k=QKNorm(ONES, eps=1e-6))
+    assert bool(torch.isfinite(lb.spectral_norm(still).lower).all())
 
 
 def test_overflowing_scores_are_refused() -> None:
@@ -100,13 +122,11 @@ def test_overflowing_scores_are_refused() -> None:
         x=torch.linspace(-1e200, 1e200, 80, dtype=torch.float64).view(2, 5, 8),
         **{n: torch.ones(GOOD[n], dtype=torch.float64) for n in GOOD if n != "x"},
     )
-    with pytest.raises(AttentionError, match="scores overflow"):
-        _ = att.p
+    refused(lambda: att.p, "scores overflow", error=AttentionError)
 
 
 def test_head_out_needs_the_output_projection() -> None:
-    with pytest.raises(AttentionError, match="w_o"):
-        build().fold_output()
+    refused(build().fold_output, "w_o", error=AttentionError)
 
 
 def test_repr_says_what_it_is() -> None:

@@ -1,10 +1,12 @@
 """Statistics of attention, against loops over what the softmax sees."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from support.layers import random_attention
+from support.layers import KINDS, changed, random_attention
 
 from lipbound.attention.layer import Attention
 from lipbound.schema import STATISTICS
@@ -26,17 +28,16 @@ def naive(att: Attention, sample: int, head: int) -> tuple[float, float, float]:
     return max(logits), sum(entropies) / len(real), sum(first) / len(real)
 
 
-@pytest.mark.parametrize("side", [None, "right", "left"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_statistics_are_those_of_loops(side: str | None, causal: bool) -> None:
-    plain = random_attention("plain")
-    n, valid = plain.tokens, None
-    if side is not None:
-        valid = torch.ones(plain.samples, n, dtype=torch.bool)
-        valid[0, slice(0, 2) if side == "left" else slice(n - 2, n)] = False
-    mask = torch.full((n, n), -math.inf).triu(1).double() if causal else None
-    weights = (plain.w_q, plain.w_k, plain.w_v)
-    att = Attention(plain.x, *weights, b_q=torch.ones_like(plain.w_q[:, 0]), mask=mask, valid=valid)
+def padded_in_front() -> Attention:
+    att = random_attention("biases")
+    return changed(att, valid=torch.tensor([[False] * 2 + [True] * 4, [True] * 6]))
+
+
+@pytest.mark.parametrize(
+    "make", [partial(random_attention, kind) for kind in KINDS] + [padded_in_front]
+)
+def test_statistics_are_those_of_loops(make: Callable[[], Attention]) -> None:
+    att = make()
     found = att.statistics()
     for sample in range(att.samples):
         for head in range(att.heads):
@@ -51,9 +52,3 @@ def test_statistics_of_uniform_attention() -> None:
     assert found["largest_logit"].tolist() == [[0.0, 0.0]]
     assert found["entropy"][0].tolist() == pytest.approx([math.log(8)] * 2)
     assert found["first_token"][0].tolist() == pytest.approx([1 / 8] * 2)
-
-
-def test_every_kind_of_layer_has_statistics(att: Attention) -> None:
-    for value in att.statistics().values():
-        assert value.shape == (att.samples, att.heads)
-        assert bool(torch.isfinite(value).all())

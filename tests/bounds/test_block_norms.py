@@ -153,16 +153,6 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(
     assert mask not in ("causal", "window") or max(formed) < 5 * 9
 
 
-def test_parts_and_what_they_see() -> None:
-    t = torch.zeros(5, 5)
-    t[1, 0] = t[2, 2] = t[4, 1] = t[4, 3] = 1
-    assert token_block_norms.seen(t, 2) == [
-        (slice(0, 2), slice(1, 5), slice(0, 1)),
-        (slice(2, 4), slice(2, 5), slice(2, 3)),
-        (slice(4, 5), slice(5, 5), slice(1, 4)),
-    ]
-
-
 @pytest.mark.parametrize("has", HAS)
 def test_long_heads_have_all_bounds_but_the_one_with_inner_products(
     has: str, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,6 @@ DTYPES = pytest.mark.parametrize(
 )
 MOST = {torch.float32: 60, torch.float64: 190}
 """Powers of two next to 1e18 and 1e57."""
-NEAR = {torch.float32: 1e-5, torch.float64: 1e-9}
 SIZES = (-1.0, -0.5, 0.5, 1.0)
 OURS = ("lipbound", "lipbound_block")
 PUBLISHED = [name for name in bounds.names() if name not in OURS]
@@ -82,10 +81,11 @@ def expected(name: str, att: Attention, what: str, s: float) -> Tensor | None:
     return None if name in WITH_ONES and att.b_q is not None else value
 
 
-def check(att: Attention, what: str, s: float, names: list[str]) -> None:
-    """Of those bounds that cover the layer."""
+def check(att: Attention, what: str, s: float) -> None:
+    """Of those bounds that cover the layer; of exceptional inputs, which have no output
+    projection, published ones."""
     other, sinks = SCALED[what](att, s), {"sinks", "gate"} & att.variants
-    for name in names:
+    for name in PUBLISHED if att.w_o is None else bounds.names(None):
         bound = bounds.get(name)
         if not bound.applies(att) or (what == "inputs" and sinks and att.b_v is not None):
             continue
@@ -99,45 +99,34 @@ def check(att: Attention, what: str, s: float, names: list[str]) -> None:
             close(found[inside], wanted[inside], rtol)
 
 
-@examples(20)
-@given(layers(**MODERATE), st.sampled_from(list(SCALED)), st.integers(-55, 55))
+SEEDS = st.integers(0, 10**6)
+MILD = [kind for kind in KINDS if kind != "sharp"]
+WIDE = st.one_of(
+    layers(**MODERATE),
+    st.builds(random_attention, st.sampled_from(MILD), SEEDS),
+    st.builds(layer, SEEDS, st.sampled_from(list(map(frozenset, HAS)))),
+)
+NARROW = st.one_of(
+    layers(torch.float32, **MODERATE),
+    st.builds(random_attention, st.sampled_from(KINDS), SEEDS, st.just(torch.float32)),
+)
+
+
+@examples(60)
+@given(WIDE, st.sampled_from(list(SCALED)), st.integers(-55, 55))
 def test_sizes_do_not_matter(att: Attention, what: str, power: int) -> None:
-    check(att, what, 10.0**power, PUBLISHED)
+    check(att, what, 10.0**power)
 
 
 @examples(30)
-@given(
-    st.sampled_from([kind for kind in KINDS if kind != "sharp"]),
-    st.sampled_from(HAS),
-    st.integers(0, 10**6),
-    st.sampled_from(list(SCALED)),
-    st.integers(-55, 55),
-)
-def test_sizes_do_not_matter_of_every_kind(
-    kind: str, has: tuple[str, ...], seed: int, what: str, power: int
-) -> None:
-    att = layer(seed, frozenset(has)) if has else random_attention(kind, seed)
-    check(att, what, 10.0**power, bounds.names(None))
-
-
-@examples(30)
-@given(
-    st.one_of(
-        layers(torch.float32, **MODERATE),
-        st.builds(
-            random_attention, st.sampled_from(KINDS), st.integers(0, 10**6), st.just(torch.float32)
-        ),
-    ),
-    st.sampled_from(list(SCALED)),
-    st.integers(-60, 60),
-)
+@given(NARROW, st.sampled_from(list(SCALED)), st.integers(-60, 60))
 def test_sizes_do_not_matter_in_float32(att: Attention, what: str, power: int) -> None:
     """By powers of two from 1e-18 to 1e18: others would round the given numbers."""
-    check(att, what, 2.0**power, bounds.names(None) if att.w_o is not None else PUBLISHED)
+    check(att, what, 2.0**power)
 
 
 @examples(30)
-@given(st.sampled_from(KINDS), st.integers(0, 10**6))
+@given(st.sampled_from(KINDS), SEEDS)
 def test_order_of_tokens_and_number_of_heads_do_not_matter(kind: str, seed: int) -> None:
     att = random_attention(kind, seed)
     order = torch.randperm(att.tokens, generator=torch.Generator().manual_seed(seed))
@@ -159,7 +148,7 @@ def test_order_of_tokens_and_number_of_heads_do_not_matter(kind: str, seed: int)
 
 
 @examples(30)
-@given(st.sampled_from(KINDS), st.integers(0, 10**6), st.sampled_from((1.0, 100.0, 1e4)))
+@given(st.sampled_from(KINDS), SEEDS, st.sampled_from((1.0, 100.0, 1e4)))
 def test_what_all_keys_or_values_share_does_not_matter(kind: str, seed: int, shift: float) -> None:
     att = random_attention(kind, seed)
     b_k, b_v = (torch.full_like(w[:, 0], shift) for w in (att.w_k, att.w_v))
@@ -203,14 +192,6 @@ def heads(dtype: torch.dtype, biased: bool = True) -> Attention:
 @cache
 def exact(dtype: torch.dtype, biased: bool) -> list[mp_oracle.Enclosed]:
     return [norm for row in mp_oracle.norms(heads(dtype, biased)) for norm in row]
-
-
-@cache
-def follows(name: str, what: str, dtype: torch.dtype, biased: bool) -> bool:
-    """Whether a bound follows a scale of 4."""
-    att, bound = heads(dtype, biased), bounds.get(name)
-    wanted = bound(att) * (4.0 if what == "values" else 1.0)
-    return torch.allclose(bound(SCALED[what](att, 4.0)), wanted, rtol=NEAR[dtype], atol=0.0)
 
 
 def permuted(att: Attention) -> Attention:
@@ -269,26 +250,15 @@ def overlap(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("what", ["inputs", "values"])
 @pytest.mark.parametrize("name", bounds.names())
-def test_bounds_follow_scales(name: str, what: str, size: float, dtype: torch.dtype) -> None:
-    """A bound that follows a scale of 4 follows one of 1e57 (or, of a paper's, is infinite there);
-    one that does not is a bound all the same."""
+def test_bounds_hold_at_any_scale(name: str, what: str, size: float, dtype: torch.dtype) -> None:
     bound, s = bounds.get(name), 2.0 ** int(size * MOST[dtype])
     for biased in (True, False):
-        att = heads(dtype, biased)
-        other, plain = SCALED[what](att, s), bound(att)
+        other = SCALED[what](heads(dtype, biased), s)
         found, sound = bound(other) / (s if what == "values" else 1.0), bound.sound(other)
         assert not bool(found.isnan().any())
-        same = (found - plain).abs() <= NEAR[dtype] * plain
-        same |= found.isinf() & ("lipbound" not in name)
-        assert bool(same.all()) or not follows(name, what, dtype, biased)
+        assert bool(found.isfinite().all()) or name not in OURS
         if bound.map == "head":
             for value, keep, norm in zip(
                 found.flatten().tolist(), sound.flatten(), exact(dtype, biased), strict=True
             ):
                 assert not keep or not below(value, norm)
-
-
-def test_most_bounds_follow_both_scales() -> None:
-    """Else the test above says little."""
-    for name in ("castin", "castin_c3", "yudin", "lipbound", "lipbound_block"):
-        assert all(follows(name, what, torch.float64, False) for what in ("inputs", "values"))

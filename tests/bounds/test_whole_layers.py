@@ -55,12 +55,21 @@ def test_folded_heads_are_their_statement(att: Attention) -> None:
     close(whole_layer(att, "lipbound", rule="folded"), torch.minimum(pairs, stacked), 1e-8)
 
 
-def test_runs_over_layers() -> None:
-    options = {"samples": 2, "max_length": 12, "layers": [1, 4], "map": "layer", "bounds": "all"}
-    ds = lb.compare("builtin:gpt2", progress=False, **options)
+SHORT = {"samples": 2, "max_length": 12, "bounds": "all", "progress": False}
+
+
+@pytest.mark.parametrize(
+    "map", ["layer", *(pytest.param(m, marks=pytest.mark.slow) for m in ("residual", "pre_norm"))]
+)
+def test_no_sound_bound_is_broken_in_a_run(map: str) -> None:
+    ds = lb.compare("builtin:gpt2", map=map, **SHORT)
     assert ds["exact"].dims == ("sample", "layer")
     assert not {"kim", "exact_l2"} & set(ds)
     assert all(entry["broken"] == 0 for entry in ds.attrs["audit"].values())
+
+
+def test_runs_over_layers() -> None:
+    ds = lb.compare("builtin:gpt2", map="layer", layers=[1, 4], **SHORT)
     assert bool((ds["exact_upper"] <= ds["exact"] * 1.001).all())
     mean = lb.tables.summary(ds)["geomean"]
     assert mean["lipbound"] < mean["lipbound_block"]

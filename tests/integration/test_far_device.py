@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from integration.test_readme import benchmark
 from support import elsewhere, far_device
 from support.versions import newer_torch
 
@@ -85,6 +86,7 @@ def test_layers(
     agree(there(what, has, mask, dtype), CLOSE[dtype])
 
 
+@pytest.mark.each_value(family=("bert", "vit", "Llama"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_are_captured(there: Call, family: str) -> None:
     agree(there(elsewhere.captured, family), 0.0, 1e-5)
@@ -92,7 +94,12 @@ def test_models_are_captured(there: Call, family: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weights": "layers"}, EVERY_TOKEN, {"map": "post_norm", "dtype": "float64"}],
+    [
+        {},
+        EVERY_TOKEN,
+        pytest.param({"weights": "layers"}, marks=pytest.mark.slow),
+        pytest.param({"map": "post_norm", "dtype": "float64"}, marks=pytest.mark.slow),
+    ],
 )
 def test_whole_runs(there: Call, bert: Path, options: dict[str, Any]) -> None:
     agree(there(elsewhere.run, bert, options), CLOSE["float32"])
@@ -106,9 +113,17 @@ def test_networks(there: Call, family: str, map: str) -> None:
     agree(there(elsewhere.around, family, map), CLOSE["float32"])
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_gpus(there: Call, tmp_path: Path) -> None:
     assert there(elsewhere.gpu_benchmark, tmp_path / "gpu.json") == 0
-    assert json.loads((tmp_path / "gpu.json").read_text())["device"] == far_device.NAME
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["device"] == far_device.NAME
+    gpu = benchmark("gpu")
+    assert list(found["shapes"]) == [shape.name for shape in gpu.SMALL]
+    for row in found["shapes"].values():
+        assert row["error"] <= row["width"] <= gpu.TOL
+        assert row["lipbound_ratio"] >= 1
+        assert row["heads_per_second"] > 0
 
 
 def test_derivatives(there: Call) -> None:
@@ -132,13 +147,14 @@ def test_models_are_captured_without_float64(without_float64: Call, family: str)
 
 def test_runs_without_float64_are_measured_on_the_cpu(without_float64: Call, bert: Path) -> None:
     agree(without_float64(elsewhere.run, bert, {"map": "head_out"}), CLOSE["float32"])
-    agree(without_float64(elsewhere.surrounded, "bert"), CLOSE["float32"])
+    agree(without_float64(elsewhere.around, "bert", "residual"), CLOSE["float32"])
     (note,) = (one for one in without_float64(elsewhere.notes, bert) if "has no float64" in one)
     assert "the model runs there, and its heads are measured on the CPU" in note
     error = without_float64(elsewhere.refused, bert)
     assert error.startswith("dtype is 'float64', which the device 'far' does not have")
 
 
+@pytest.mark.slow
 def test_layers_networks_and_penalties_without_float64_are_certified_on_the_cpu(
     without_float64: Call,
 ) -> None:

@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM or SIGKILL at any moment, a full disk, two processes on one run: one line each,
 nothing lost, and the same run in the end."""
 
-import functools
+import multiprocessing
 import os
 import random
 import resource
@@ -11,7 +11,10 @@ import sys
 import textwrap
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,6 @@ import pytest
 import torch
 import xarray as xr
 from support.models import AFFINE, build
-from support.processes import CONTEXT, Command
 from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
@@ -31,13 +33,63 @@ from lipbound.runs.partial_store import LayerResult, PartialRun, partial_path
 WORDS = "--max-length 12 --memory 1kB --samples 4 --bounds yudin,lipbound --quiet".split()
 
 
+CONTEXT = multiprocessing.get_context("forkserver")
+LOADED = ["lipbound.__main__", "lipbound.cli.measuring", "lipbound.runs.compare"]
+LOADED += ["lipbound.models.inputs", "transformers.models.bert.modeling_bert"]
+CONTEXT.set_forkserver_preload(LOADED)
+
+
+class Command:
+    """A running ``lipbound`` of some words, in a process that starts in a blink: forked from one
+    that has imported everything. ``before`` is called there first; output and errors are files."""
+
+    def __init__(self, folder: Path, *words: object, before: Callable[[], None] | None = None):
+        number = len(list(folder.glob("out-*")))
+        self._out, self._err = folder / f"out-{number}", folder / f"err-{number}"
+        self._out.touch()
+        arguments = list(map(str, words)), self._out, self._err, before
+        self.process: BaseProcess = CONTEXT.Process(target=_run, args=arguments)
+        self.process.start()
+
+    def has_printed(self, lines: int) -> None:
+        """Wait until standard output has so many lines, or the end."""
+        while len(self.printed()) < lines and self.process.is_alive():
+            time.sleep(0.005)
+
+    def printed(self) -> list[str]:
+        """Whole lines of standard output."""
+        return self._out.read_text().split("\n")[:-1]
+
+    def send(self, sign: signal.Signals) -> None:
+        os.kill(self.process.pid, sign)  # type: ignore[arg-type]
+
+    def ended(self) -> tuple[int, str]:
+        """Status and standard error."""
+        self.process.join(60)
+        assert self.process.exitcode is not None
+        return self.process.exitcode, self._err.read_text()
+
+
+def _run(words: list[str], out: Path, err: Path, before: Callable[[], None] | None) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout, sys.stderr = (path.open("a", buffering=1) for path in (out, err))
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stderr.fileno(), 2)
+    if before is not None:
+        before()
+    sys.argv = ["lipbound", *words]
+    from lipbound.__main__ import main
+
+    main()
+
+
 def slowed(delay: float) -> None:
-    """Say what is stored, and wait after it."""
+    """Say which samples of which layer are stored, and wait after it."""
     put = PartialRun.write
 
     def write(self: PartialRun, measured: LayerResult) -> None:
         put(self, measured)
-        print("measured", flush=True)
+        print(measured.start, measured.layer, flush=True)
         time.sleep(delay)
 
     PartialRun.write = write  # type: ignore[method-assign]
@@ -57,21 +109,38 @@ def expected(bert: Path, data: Path) -> xr.Dataset:
 
 
 @pytest.fixture
-def words(bert: Path, data: Path, tmp_path: Path) -> list[object]:
-    """A command whose run is `run.zarr` in the folder of the test."""
-    return ["compare", bert, "--data", data, *WORDS, "--out", tmp_path / "run.zarr"]
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "run.zarr"
+
+
+@pytest.fixture
+def words(bert: Path, data: Path, out: Path) -> list[object]:
+    """A command whose run is `out`."""
+    return ["compare", bert, "--data", data, *WORDS, "--out", out]
+
+
+@pytest.fixture
+def start(words: list[object], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Command]:
+    """Starts the command, with words more."""
+    return partial(Command, tmp_path_factory.mktemp("said"), *words)
+
+
+@pytest.fixture
+def goes_on(start: Callable[..., Command], out: Path, expected: xr.Dataset) -> Callable[..., None]:
+    """Checks that the command ends well and leaves the run as if nothing had happened."""
+
+    def check(*more: str) -> None:
+        assert start(*more).ended() == (0, "")
+        assert identical(store.load(out), expected)
+        assert [path.name for path in out.parent.iterdir()] == ["run.zarr"]
+
+    return check
 
 
 def hears() -> None:
     """Take SIGINT as a terminal's command does: a shell's background jobs, such as these tests may
     run in, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.fixture
-def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where processes leave what they print."""
-    return tmp_path_factory.mktemp("said")
 
 
 def python(*words: object) -> subprocess.Popen:
@@ -94,25 +163,27 @@ def interrupt(
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.5, 1.5, 2.5])
 def test_interrupted_while_it_starts(
-    moment: float, words: list[object], expected: xr.Dataset, said: Path, tmp_path: Path
+    moment: float,
+    words: list[object],
+    out: Path,
+    expected: xr.Dataset,
+    goes_on: Callable[..., None],
 ) -> None:
     """Within a second or so even on a busy machine; the same command goes on."""
-    out = tmp_path / "run.zarr"
     process = python("-m", "lipbound", *words)
     time.sleep(moment)
     status, err, took = interrupt(process)
     if out.exists():  # it was done: told so, ended, or taken down as Python ends by itself
         assert status in (0, 130, -signal.SIGINT)
         assert ("the run is finished and saved" in err) is (status == 130), err
-    else:
-        # Python ends by the signal itself where it came within code compiled from a string
-        assert status in (130, -signal.SIGINT), err
-        assert err.startswith("interrupted: ")
-        assert err.count("\n") == 1, err
-        assert took < 2
-        resume = ["--resume"] if partial_path(out).exists() else []
-        assert Command(said, *words, *resume).ended() == (0, "")
-    assert identical(store.load(out), expected)
+        assert identical(store.load(out), expected)
+        return
+    # Python ends by the signal itself where it came within code compiled from a string
+    assert status in (130, -signal.SIGINT), err
+    assert err.startswith("interrupted: ")
+    assert err.count("\n") == 1, err
+    assert took < 2
+    goes_on(*["--resume"] * partial_path(out).exists())
 
 
 @pytest.mark.slow
@@ -122,14 +193,12 @@ def test_interrupted_while_it_starts(
 def test_interrupted_while_it_measures(
     stored: int,
     sign: signal.Signals,
-    words: list[object],
-    expected: xr.Dataset,
-    said: Path,
-    tmp_path: Path,
+    start: Callable[..., Command],
+    out: Path,
+    goes_on: Callable[..., None],
 ) -> None:
     """The line says what is kept and how to go on."""
-    out = tmp_path / "run.zarr"
-    command = Command(said, *words, before=functools.partial(slowed, 5 if stored == 1 else 0.05))
+    command = start(before=partial(slowed, 5 if stored == 1 else 0.05))
     command.has_printed(stored)
     began = time.monotonic()
     command.send(sign)
@@ -137,9 +206,7 @@ def test_interrupted_while_it_measures(
     assert (status, time.monotonic() - began < 2) == (130, True)
     assert err.startswith("interrupted: ")
     assert f" kept in {partial_path(out)}; the same command with --resume goes on" in err
-    assert Command(said, *words, "--resume").ended() == (0, "")
-    assert identical(store.load(out), expected)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.zarr"]
+    goes_on("--resume")
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
@@ -171,20 +238,18 @@ def test_a_command_ends_with_one_line(sign: signal.Signals) -> None:
 
 @pytest.mark.slow
 def test_a_second_process_is_told_of_the_first(
-    words: list[object], expected: xr.Dataset, said: Path, tmp_path: Path
+    start: Callable[..., Command], out: Path, goes_on: Callable[..., None]
 ) -> None:
     """With --resume or without; once the first was killed, another takes over."""
-    out = tmp_path / "run.zarr"
-    first = Command(said, *words, before=functools.partial(slowed, 60))
+    first = start(before=partial(slowed, 60))
     first.has_printed(1)
     for resume in ([], ["--resume"]):
-        status, err = Command(said, *words, *resume).ended()
+        status, err = start(*resume).ended()
         assert (status, err.count("\n")) == (2, 1)
         assert f"error: another process is filling {out} at this moment; wait" in err
     first.send(signal.SIGKILL)  # which lets go of the run
     assert first.ended() == (-signal.SIGKILL, "")
-    assert Command(said, *words, "--resume").ended() == (0, "")
-    assert identical(store.load(out), expected)
+    goes_on("--resume")
 
 
 def small_files() -> None:
@@ -195,68 +260,37 @@ def small_files() -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_costs_nothing_that_was_measured(
-    words: list[object], expected: xr.Dataset, said: Path, tmp_path: Path
+    start: Callable[..., Command], out: Path, goes_on: Callable[..., None]
 ) -> None:
     """As large files cannot be written: the next command with --resume goes on."""
-    out = tmp_path / "run.zarr"
-    status, err = Command(said, *words, before=small_files).ended()
+    status, err = start(before=small_files).ended()
     lines = [line for line in err.splitlines() if not line.startswith("note: ")]
     assert (status, len(lines)) == (2, 1), err
     assert "could not be written" in lines[0] or "cannot be" in lines[0]
     assert not out.exists()
-    assert Command(said, *words, "--resume").ended() == (0, "")
-    assert identical(store.load(out), expected)
+    goes_on("--resume")
 
 
 # -- SIGKILL ---------------------------------------------------------------------------------------
 
 
-def logging(log: Path) -> None:
-    """Write down what is measured, before it is stored."""
-    put = PartialRun.write
-
-    def write(self: PartialRun, measured: LayerResult) -> None:
-        with log.open("a") as file:
-            file.write(f"{measured.start} {measured.layer}\n")
-        time.sleep(0.2)
-        put(self, measured)
-
-    PartialRun.write = write  # type: ignore[method-assign]
-
-
 @pytest.mark.slow
 def test_killed_runs_end_like_uninterrupted_ones(
-    bert: Path, whole: xr.Dataset, tmp_path: Path
+    start: Callable[..., Command], out: Path, goes_on: Callable[..., None]
 ) -> None:
-    """SIGKILL at random moments; each process logs what it measures."""
-    out, log = tmp_path / "run.zarr", tmp_path / "log"
-    dice = random.Random(0)
+    """At random moments; no process measures what another has stored."""
+    dice, stored = random.Random(0), set[str]()
     for _ in range(3):
-        stored = _stored(out)
-        log.write_text("")
-        process = CONTEXT.Process(target=_resumed, args=(bert, out, log))
-        process.start()
-        wanted = dice.randint(1, 2)
-        while len(log.read_text().splitlines()) < wanted and process.is_alive():
-            time.sleep(0.01)
+        command = start("--resume", before=partial(slowed, 0.2))
+        command.has_printed(dice.randint(1, 2))
         time.sleep(dice.uniform(0, 0.3))
-        process.kill()
-        process.join()
-        assert not stored & {tuple(map(int, line.split())) for line in log.read_text().splitlines()}
-    assert _stored(out)
-    lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
-    assert identical(store.load(out), whole)
-
-
-def _resumed(bert: Path, out: Path, log: Path) -> None:
-    logging(log)
-    lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
-
-
-def _stored(out: Path) -> set[tuple[int, int]]:
-    """First samples and layers of the blocks that are kept."""
-    files = partial_path(out).glob("[!.]*.npz")
-    return {(int(a), int(b)) for a, b in (file.stem.split("-") for file in files)}
+        command.send(signal.SIGKILL)
+        assert command.ended() == (-signal.SIGKILL, "")
+        assert not stored & set(command.printed())
+        files = partial_path(out).glob("[!.]*.npz")
+        stored = {" ".join(map(str, map(int, file.stem.split("-")))) for file in files}
+    assert stored
+    goes_on("--resume")
 
 
 @pytest.mark.slow

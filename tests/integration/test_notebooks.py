@@ -5,7 +5,6 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from support.kernels import Kernel
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SMALLER = {
@@ -58,7 +57,6 @@ time. `make notebooks` runs them as they are."""
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # as notebooks/execute.py
-    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", Kernel)
     notebook = nbformat.read(path, as_version=4)
     for whole, small in SMALLER.get(path.stem, []):
         assert any(whole in cell.source for cell in notebook.cells), whole
@@ -69,6 +67,16 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     NotebookClient(notebook, timeout=600, resources=place).execute()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [bool(outputs) for outputs in kept] == [bool(cell.outputs) for cell in code]
+
+
+@pytest.mark.slow
+def test_notebooks_need_no_widgets(tmp_path: Path) -> None:
+    code = "import lipbound as lb\nds = lb.compare('builtin:gpt2', samples=1, max_length=8)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, resources=place).execute()
+    outputs = notebook.cells[0].outputs
+    assert [o for o in outputs if o.output_type != "stream" or "Warning" in o.text] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

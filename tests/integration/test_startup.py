@@ -40,13 +40,25 @@ def loaded(code: str, *arguments: object) -> set[str]:
 
 
 def test_loading_is_seen() -> None:
-    """The other tests can fail."""
-    code = "import pandas, lipbound as lb\nlb.devices.available, lb.bounds.over_ball, lb.Attention"
+    """The other tests can fail. Names of papers are taken before these are imported."""
+    code = """
+import pandas
+from lipbound import bounds
+words = "label citation statement statement_latex source assumptions cost"
+try:
+    bounds.bound("yudin", **dict.fromkeys(words.split(), ""), condition=len)(len)
+except ValueError as error:
+    assert "registered" in str(error)
+else:
+    raise AssertionError
+assert sorted(bounds.__all__) == dir(bounds)
+"""
     assert loaded(code) >= {"numpy", "pandas", "torch"}
 
 
 def test_importing_and_helping_load_nothing() -> None:
-    """Neither do modules that are found as attributes, nor lists of models."""
+    """Neither do modules that are found as attributes, nor lists of models; the registry of bounds
+    is imported without torch."""
     code = f"""
 import lipbound as lb
 lb.__version__, dir(lb), lb.errors.StoreError, lb.attention, lb.linalg, lb.runs
@@ -57,6 +69,7 @@ for command in {COMMANDS!r}:
 run("models", "--json")
 """
     assert loaded(code) == set()
+    assert "torch" not in loaded("import lipbound.bounds.registry, lipbound.bounds.audit")
 
 
 def test_a_mistyped_builtin_is_told_before_anything_is_loaded() -> None:
@@ -82,6 +95,7 @@ def test_the_package_runs() -> None:
     assert lb.__version__ == importlib.metadata.version("lipbound")
 
 
+@pytest.mark.slow
 def test_datasets_are_loaded_for_datasets_alone(bert: Path, tmp_path: Path) -> None:
     """And nothing draws random numbers of the caller's stream: rich does when it is loaded."""
     (tmp_path / "rows.csv").write_text("text\nthe ferry is in a clock\n")
@@ -100,6 +114,7 @@ for data in (["the ferry is in a clock"], sys.argv[2]):
     assert "datasets" in loaded(code, bert, tmp_path / "rows.csv")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals of one's own here")
 def test_a_terminal_is_told_what_is_going_on_from_the_start(bert: Path) -> None:
     """Modules are loaded, then layers looked at, then measured, and none of it stays."""

@@ -92,6 +92,7 @@ def compared(found: dict[str, Any], expected: dict[str, Any], rel: float) -> Non
     close(found["w"], expected["w"], rel, rel)
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path, plain: Plain) -> None:
     """Two ranks of two texts each, together or one after the other: the step of one process on
     four."""

@@ -98,13 +98,6 @@ def test_sizes_whose_products_leave_the_range_are_refused(name: str, size: float
         refused(partial(call, far), f"largest entry of {name} is ", " from 1e-60 to 1e")
 
 
-@pytest.mark.parametrize("delta", [None, 1e-6])
-def test_zero_is_measured(delta: float | None) -> None:
-    att = random_attention("plain")
-    zero = spectral_norm(Attention(att.x, att.w_q, att.w_k, 0 * att.w_v), delta=delta)
-    assert bool(zero.converged.all())
-
-
 def test_a_search_that_finds_less_than_the_quotient_has_not_converged() -> None:
     """Rounding of the tensors is 1e-9 of the norm, that of the search 1e-7, downwards."""
     att = hard_heads.FAMILIES["sinks_take_all"](torch.Generator().manual_seed(0), torch.float32)

@@ -55,21 +55,6 @@ def test_lift_is_the_cotangent_of_the_input() -> None:
         close(pulled.flatten(), reference, atol=1e-10)
 
 
-def test_l2_operator_is_the_derivative_of_l2_attention() -> None:
-    att = random_attention("causal")
-    for i, matrix in enumerate(L2HeadJacobian(att).dense()):
-        s, h = divmod(i, att.heads)
-        w, v = att.w_q[h], att.scale * att.w_q[h] @ att.w_q[h].mT @ att.w_v[h]
-
-        def f(x: torch.Tensor, w: torch.Tensor = w, v: torch.Tensor = v) -> torch.Tensor:
-            q = x @ w
-            logits = -att.scale * ((q[:, None] - q[None]) ** 2).sum(-1) + att.mask
-            return torch.softmax(logits, -1) @ x @ v
-
-        reference = torch.linalg.svdvals(torch.func.jacrev(f)(att.x[s]).reshape(24, -1))
-        close(torch.linalg.svdvals(matrix)[:24], reference, atol=1e-9)
-
-
 def test_autograd_operator_matches_the_dense_oracle() -> None:
     att = random_attention("window")
     op = AutogradJacobian(head_function(att, 0, 1), att.x[0])

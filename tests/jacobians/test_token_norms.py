@@ -17,7 +17,6 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.token_norms import token_norm as module
 from lipbound.jacobians.token_norms.token_norm import NORMS, token_norm, token_profile
@@ -137,7 +136,7 @@ def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
     found = {name: token_norm(att, name, vectors=True) for name in NORMS}
     for s in range(att.samples):
         for h in range(att.heads):
-            exact = differentiated(att, s, h)
+            exact, _ = mp_oracle.resolved(att, s, h)
             ends = {name: (n.lower[s, h].item(), n.upper[s, h].item()) for name, n in found.items()}
             check_digits(exact, ends)
             largest = max(*map(abs, exact.jacobian.flat), Decimal("1e-600"))
@@ -153,17 +152,6 @@ def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
             assert lower <= reached * (1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3"))
             below = Decimal(float(token_oracle.every_from_below(j, 5))) * unit
             assert below * (1 - Decimal("1e-13")) <= upper
-
-
-def differentiated(att: Attention, sample: int, head: int) -> Differentiated:
-    """In as many digits as it takes."""
-    for digits in mp_oracle.DIGITS:
-        with mp_oracle.exactly(digits):
-            found = mp_oracle.differentiated(att, sample, head, "head")
-            largest = max(map(abs, found.jacobian.flat))
-            if found.error <= max(largest * mp_oracle.ENOUGH, mp_oracle.TINY):
-                break
-    return found
 
 
 def check_digits(exact: Differentiated, ends: dict[str, tuple[float, float]]) -> None:
@@ -300,30 +288,3 @@ def test_zero_jacobians_have_zero_norms() -> None:
         assert not norm.lower.any()
         assert not norm.upper.any()
         assert bool(norm.converged.all())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"norm": "two-token"}, "did you mean"),
-        ({"norm": "frobenius"}, "norm"),
-        ({"map": "residual"}, "map"),
-        ({"tol": 0}, "tol"),
-        ({"tol": math.nan}, "tol"),
-        ({"vectors": 2}, "vectors"),
-        ({"map": "layer"}, "w_o"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
-)
-def test_what_is_refused(arguments: dict, words: str) -> None:
-    att = Attention(*(torch.randn(s) for s in [(1, 3, 4), (2, 4, 2), (2, 4, 2), (2, 4, 2)]))
-    with pytest.raises(LipboundError, match=words):
-        token_norm(att, **arguments)
-
-
-def test_what_is_no_layer_is_refused() -> None:
-    for measure in (token_norm, token_profile):
-        with pytest.raises(
-            LipboundError, match=f"{measure.__name__} was given is 'gpt2'; give one Attention"
-        ):
-            measure("gpt2")  # type: ignore[operator]

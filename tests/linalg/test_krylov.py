@@ -1,9 +1,5 @@
 """Lanczos runs, what they leave, and what it shows."""
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -39,42 +35,6 @@ def test_top_eigenpairs_of_tridiagonal_matrices(data, shape, exponent):
         ((dense / unit) @ one[..., None])[..., 0], one * (top / unit)[:, None], atol=1e-14
     )
     np.testing.assert_allclose((one**2).sum(1), 1, atol=1e-14)
-
-
-SCRIPT = """
-import json, pathlib, threading, time
-import numpy as np
-from lipbound.linalg.krylov import top_eigenpairs
-
-me, diagonal = threading.get_native_id(), np.random.default_rng(0).random((4, 64))
-
-def spent(repeats):
-    for _ in range(repeats):
-        top_eigenpairs(diagonal, diagonal)
-    time.sleep(0.2)  # until threads that have spun are at rest
-    tasks = [task for task in pathlib.Path("/proc/self/task").iterdir() if int(task.name) != me]
-    return {task.name: int((task / "stat").read_text().rpartition(")")[2].split()[11]) for task in tasks}
-
-print(json.dumps([spent(1), spent(100)]))
-"""  # noqa: E501
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="processor time of single threads is read from /proc"
-)
-def test_no_other_thread_works(monkeypatch):
-    """The threads of numpy's linear algebra spin for a while after each call, on a core that torch
-    may need."""
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "2")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    before, after = json.loads(done.stdout)
-    if not before:
-        pytest.skip("numpy and scipy have no threads of their own here")
-    assert after == before
 
 
 SPECTRA = {

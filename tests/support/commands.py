@@ -1,16 +1,15 @@
-"""The command line in this process, and errors of one sentence."""
+"""The command line in this process; `refused` of `support.checks` for what it is given."""
 
 import io
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from unittest import mock
 
 import pytest
+from support.checks import refused as refused
 
 from lipbound import cli
-from lipbound.errors import LipboundError
 
 
 def command(*words: object) -> tuple[int, str, str]:
@@ -40,15 +39,3 @@ def said(*words: object) -> str:
     status, out, err = command(*words)
     assert status == 0, err
     return out
-
-
-def refused(
-    call: Callable[[], object], *words: str, error: type[Exception] = LipboundError
-) -> None:
-    """Check that a call ends with an error of one sentence, in which these words occur."""
-    with pytest.raises(error) as raised:
-        call()
-    sentence = str(raised.value)
-    assert "\n" not in sentence
-    for one in words:
-        assert one in sentence

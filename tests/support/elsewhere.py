@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from support.far_device import LACKING, NAME, Far
 from support.layers import random_attention
 from support.models import AFFINE, MODERN
 from support.variants import layer
-from torch import Tensor, nn
+from torch import Tensor
 
 import lipbound as lb
 from lipbound import bounds
@@ -77,18 +78,12 @@ def refusals() -> list[str]:
 def norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Norms of every map by every method that covers it, and of L2 attention."""
     att, found, tol = _layer(has, mask, dtype), {}, TOL[dtype]
-    for map in MAPS:
-        for options in METHODS:
-            _both(
-                found,
-                f"{map} {options}",
-                att,
-                lambda one, m=map, o=options: spectral_norm(one, map=m, tol=tol, **o),
-                tol,
-            )
-    _both(found, "L2", att, lambda one: l2_spectral_norm(one, tol=tol), tol)
+    for map, options in product(MAPS, METHODS):
+        measure = partial(spectral_norm, map=map, tol=tol, **options)
+        _both(found, f"{map} {options}", att, measure, tol)
+    _both(found, "L2", att, partial(l2_spectral_norm, tol=tol), tol)
     streaming.WHOLE_BYTES["cpu"], kept = 0, streaming.WHOLE_BYTES["cpu"]
-    _both(found, "streamed", att, lambda one: spectral_norm(one, tol=tol, delta=1e-9), tol)
+    _both(found, "streamed", att, partial(spectral_norm, tol=tol, delta=1e-9), tol)
     streaming.WHOLE_BYTES["cpu"] = kept
     return found
 
@@ -98,7 +93,7 @@ def all_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     att, found = _layer(has, mask, dtype), {}
     for name in bounds.names(None):
         _both(found, name, att, bounds.get(name))
-        _both(found, f"{name}, layer", att, lambda one, n=name: whole_layer(one, n))
+        _both(found, f"{name}, layer", att, partial(whole_layer, name=name))
     for ball in ("token", "frobenius"):
         over_ball = partial(bounds.over_ball, radius=0.1, ball=ball)
         _both(found, f"ball, {ball}", att, over_ball, 4e-4)  # norms of P to 1e-4 enter it twice
@@ -111,27 +106,19 @@ def token_norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     att, found = _layer(has, mask, dtype), {}
     for norm in TOKEN_NORMS:
         allowed = 1e-3 if norm == "every-token" else 0.0  # the others have no tolerance
-        _both(found, norm, att, lambda one, norm=norm: lb.token_norm(one, norm, tol=1e-3), allowed)
+        _both(found, norm, att, partial(lb.token_norm, norm=norm, tol=1e-3), allowed)
     _both(found, "profile", att, lb.token_profile)
     return found
 
 
 def captured(family: str) -> Pairs:
     """Queries and probabilities of a small model of a family, captured on either device."""
-    torch.manual_seed(0)
-    near = (AFFINE | MODERN)[family]().eval()
-    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    inputs = _ids() if near.main_input_name == "input_ids" else {"pixel_values": pixels}
-    seen = [
-        lb.capture(near, inputs),
-        lb.capture(_moved(near), {name: t.to(NAME) for name, t in inputs.items()}),
-    ]
+    near, far = (lb.capture(*side) for side in _sides(family))
     # on the CPU, where the device has no float64
-    assert all(isinstance(att.x, Far) != bool(LACKING) for att in seen[1])
-    pairs = list(zip(*seen, strict=True))
+    assert all(isinstance(att.x, Far) != bool(LACKING) for att in far)
     return {
-        f"{name} of layer {k}": _in_units(*(getattr(att, name) for att in pair))
-        for k, pair in enumerate(pairs)
+        f"{name} of layer {k}": _in_units(getattr(one, name), getattr(other, name))
+        for k, (one, other) in enumerate(zip(near, far, strict=True))
         for name in "qp"
     }
 
@@ -150,20 +137,6 @@ def run(folder: Path, options: dict[str, Any]) -> Pairs:
         name: (_numbers(runs[0][[name]]), _numbers(runs[1][[name]]), allowed.get(name, 0.0))
         for name in measured
     }
-
-
-def surrounded(family: str) -> Pairs:
-    """Norms of layers of a small model with what stands around them."""
-    torch.manual_seed(0)
-    near = (AFFINE | MODERN)[family]().eval()
-    both = [
-        lb.capture(m, {key: t.to(m.device) for key, t in _ids().items()}, around=True)
-        for m in (near, _moved(near))
-    ]
-    norms = [
-        [spectral_norm(att, map="residual", tol=1e-5).lower for att in layers] for layers in both
-    ]
-    return {"residual": (_numbers(norms[0]), _numbers(norms[1]), 1e-5)}
 
 
 def notes(folder: Path) -> list[str]:
@@ -202,27 +175,14 @@ def gpu_benchmark(out: Path) -> int:
 
 def around(family: str, map: str) -> Pairs:
     """Norms of the layers of a small model with what stands around them, and of its network."""
-    torch.manual_seed(0)
-    near = (AFFINE | MODERN)[family]().eval()
-    ids, found = _ids(), {}
-    sides = ((near, ids), (_moved(near), {key: t.to(NAME) for key, t in ids.items()}))
-    for name, f, allowed in (
-        (
-            "layer",
-            lambda m, x: [
-                spectral_norm(att, map=map, tol=1e-3, delta=1e-6).lower
-                for att in lb.capture(m, x, around=True)
-            ],
-            1e-3,
-        ),
-        (
-            "network",
-            lambda m, x: lb.network_norm(m, x, end="last_hidden_state", tol=1e-4, delta=1e-6),
-            1e-4,
-        ),
-    ):
-        found[name] = (_numbers(f(*sides[0])), _numbers(f(*sides[1])), allowed)
-    return found
+    layers, networks = [], []
+    for model, inputs in _sides(family):
+        seen, certified = lb.capture(model, inputs, around=True), {"delta": 1e-6}
+        norms = [spectral_norm(a, map=map, tol=1e-3, **certified).lower for a in seen]
+        layers.append(_numbers(norms))
+        end = {"end": "last_hidden_state", "tol": 1e-4}
+        networks.append(_numbers(lb.network_norm(model, inputs, **end, **certified)))
+    return {"layers": (*layers, 1e-3), "network": (*networks, 1e-4)}
 
 
 def inputs_and_measures() -> Pairs:
@@ -244,37 +204,33 @@ def inputs_and_measures() -> Pairs:
 
 def derivatives() -> Pairs:
     """Penalties of a small model and their derivatives."""
-    torch.manual_seed(0)
-    near, ids = AFFINE["bert"]().eval(), _ids()
     found: Pairs = {}
-    for name, f in {
-        "JaSMin": _jasmin,
-        "ours": _ours,
-        "Specformer": lambda m, _: Specformer(1.0, 1.0, 1.0)(m),
-    }.items():
-        both = []
-        for model in (near, _moved(near)):
-            value = f(model, {key: t.to(model.device) for key, t in ids.items()})
+    for penalty in (_jasmin, _ours, lambda model, _: Specformer(1.0, 1.0, 1.0)(model)):
+        values, slopes = [], []
+        for model, inputs in _sides("bert"):
+            value = penalty(model, inputs)
             value.backward()
-            both.append(
-                (
-                    value.detach(),
-                    torch.cat(
-                        [p.grad.cpu().flatten() for p in model.parameters() if p.grad is not None]
-                    ),
-                )
-            )
-            model.zero_grad()
-        for k, what in enumerate(("", ", derivatives")):
-            found[name + what] = _in_units(both[0][k], both[1][k])
+            own = [p.grad.cpu().flatten() for p in model.parameters() if p.grad is not None]
+            values.append(value.detach())
+            slopes.append(torch.cat(own))
+        for what in (values, slopes):
+            found[str(len(found))] = _in_units(*what)
     return found
 
 
-def _ids() -> dict[str, Tensor]:
-    return {
+def _sides(family: str) -> list[tuple[Any, dict[str, Tensor]]]:
+    """A small model of a family and its inputs, on the CPU and on the other device."""
+    torch.manual_seed(0)
+    near = (AFFINE | MODERN)[family]().eval()
+    inputs = {
         "input_ids": torch.arange(3, 21).view(2, 9),
         "attention_mask": torch.ones(2, 9, dtype=torch.long),
     }
+    if near.main_input_name == "pixel_values":
+        draw = torch.Generator().manual_seed(0)
+        inputs = {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
+    far = copy.deepcopy(near).to(NAME), {name: t.to(NAME) for name, t in inputs.items()}
+    return [(near, inputs), far]
 
 
 def _jasmin(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -289,15 +245,9 @@ def _ours(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return SoundPenalty()(seen)
 
 
-def _moved(model: nn.Module) -> Any:
-    return copy.deepcopy(model).to(NAME)
-
-
 def _layer(has: tuple[str, ...], mask: str | None, dtype: str) -> Attention:
     att = layer(1, frozenset(has), n=5, **({} if mask is None else {"mask": mask}))
-    return (
-        att if dtype == "float64" else att._map(lambda t: t.float() if t.is_floating_point() else t)
-    )
+    return att if dtype == "float64" else att.to(torch.float32)
 
 
 def _in_units(near: Tensor, far: Tensor) -> tuple[list[Any], list[Any], float]:
@@ -319,31 +269,21 @@ def _both(
 
 
 def _numbers(result: Any) -> list[Any]:
-    """All floating-point numbers of a result, flat."""
+    """All floating-point numbers of a result, flat; of singular vectors their lengths, since any
+    mixtures would do where two values are close."""
     if isinstance(result, Tensor):
-        return (
-            result.detach().cpu().double().flatten().tolist() if result.is_floating_point() else []
-        )
+        real = result if result.is_floating_point() else torch.zeros(0)
+        return real.detach().cpu().double().flatten().tolist()
     if isinstance(result, xr.Dataset):
-        return [
-            x
-            for t in result.data_vars.values()
-            if t.dtype.kind == "f"
-            for x in t.values.ravel().tolist()
-        ]
-    if isinstance(
-        result,
-        Norm,
-        # singular vectors by their lengths: where two values are close, any of their mixtures would
-        # do
-    ):
+        tables = [t for t in result.data_vars.values() if t.dtype.kind == "f"]
+        return [x for t in tables for x in t.values.ravel().tolist()]
+    if isinstance(result, Norm):
         lengths = [t.flatten(2).norm(dim=-1) for t in (result.left, result.right) if t is not None]
         return _numbers([result.lower, result.upper, *lengths])
     if is_dataclass(result):
-        return [x for field in fields(result) for x in _numbers(getattr(result, field.name))]
-    return (
-        [x for part in result for x in _numbers(part)] if isinstance(result, list | tuple) else []
-    )
+        return _numbers([getattr(result, field.name) for field in fields(result)])
+    several = result if isinstance(result, list | tuple) else ()
+    return [x for part in several for x in _numbers(part)]
 
 
 def counts(what: str) -> dict[str, int]:

@@ -87,13 +87,21 @@ def norm(
             `lipbound.jacobians.l2_attention` defines it.
         side: "q", "k" or "v" for the Jacobian by the vectors of that side as they enter.
     """
+    found, digits = resolved(att, sample, head, map, side)
+    with exactly(digits):
+        return enclosed(found)
+
+
+def resolved(
+    att: Attention, sample: int, head: int, map: str = "head", side: str | None = None
+) -> tuple[Differentiated, int]:
+    """The Jacobian of `norm` in as many digits as it takes, and how many these are."""
     for digits in DIGITS:
         with exactly(digits):
             found = differentiated(att, sample, head, map, side)
-            result = enclosed(found)
-            if found.error <= max(result.lower * ENOUGH, TINY):
+            if found.error <= max(_largest(found.jacobian) * ENOUGH, TINY):
                 break
-    return result
+    return found, digits
 
 
 @contextmanager

@@ -1,8 +1,5 @@
 """Which combinations of parameters `make test` runs of a test that has many."""
 
-from collections import Counter
-from itertools import combinations
-
 import pytest
 
 
@@ -30,25 +27,14 @@ def combinations_left_out(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _not_needed(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """Greedily: next comes what has most values that are not covered yet, then what has been seen
-    least, one by one and in pairs."""
+    """Greedily: next comes what has most values that are not covered yet."""
     values = {
         case: {(name, repr(value)) for name, value in case.callspec.params.items()}
         for case in cases
     }
-    pairs = {case: set(combinations(sorted(values[case]), 2)) for case in cases}
-    seen = Counter[object]()
     left, missing = list(cases), set().union(*values.values())
     while missing:
-        case = min(
-            left,
-            key=lambda c: (
-                -len(values[c] & missing),
-                sum(seen[value] for value in values[c]),
-                sum(seen[pair] for pair in pairs[c]),
-            ),
-        )
+        case = max(left, key=lambda c: len(values[c] & missing))
         left.remove(case)
         missing -= values[case]
-        seen.update(values[case] | pairs[case])
     return left

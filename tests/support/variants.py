@@ -30,11 +30,13 @@ def layer(
     scale: float = 1.0,
     biases: bool = True,
     same: bool = False,
+    turned: int | None = None,
     samples: int = 2,
     heads: int = 3,
 ) -> Attention:
-    """Samples x heads of width 7; ``same``: all tokens of a sample are equal; ``padded``: every
-    second sample is shorter by two."""
+    """Samples x heads of width 7; ``same``: all tokens of a sample are equal; ``turned``: how many
+    pairs of coordinates a rotation turns at most; ``padded``: every second sample is shorter by
+    two."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -48,7 +50,8 @@ def layer(
     b_q, b_k, b_v = (size * draw(heads, k) if biases else None for size, k in shifts)
     extra: dict = {}
     if "rotation" in has:
-        turn = Rotation.of_angles(3 * draw(n, max(1, d // 2 - seed % 2)))
+        pairs = d // 2 - seed % 2 if turned is None else min(turned, d // 2)
+        turn = Rotation.of_angles(3 * draw(n, max(1, pairs)))
         factor = 1.3 if seed % 3 == 0 else 1.0
         extra["rotation"] = Rotation(factor * turn.cos, factor * turn.sin)
     if has & {"norm", "together"}:
