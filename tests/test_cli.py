@@ -66,26 +66,20 @@ def test_models_and_data_that_do_not_fit(bert: Path, tmp_path: Path) -> None:
         assert (status, words in err) == (2, True)
 
 
-def test_a_finished_run_is_rescued(
+def test_what_was_measured_is_kept_where_a_run_cannot_be_saved(
     bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, full_disk = store._save, [tmp_path]
+    def full(ds: xr.Dataset, path: Path) -> Path:
+        raise StoreError(f"{path} could not be written: No space left on device")
 
-    def some(ds: xr.Dataset, path: Path) -> Path:
-        if any(path.is_relative_to(one) for one in full_disk):
-            raise StoreError(f"{path} could not be written: No space left on device")
-        return write(ds, path)
-
-    monkeypatch.setattr(store, "_save", some)
-    line = f"compare {bert} --data {text} {QUICKLY} --out {tmp_path}"
-    status, _, err = command(f"{line}/run.zarr")
+    line = f"compare {bert} --data {text} {QUICKLY} --out {tmp_path}/run.zarr"
+    with monkeypatch.context() as disk:
+        disk.setattr(store, "_save", full)
+        status, _, err = command(line)
     assert status == 2
-    refuge = Path(err.split("was saved to ")[1].split(" instead")[0])
-    assert lb.load(refuge).sizes["sample"] == 1
-    full_disk.append(Path("/"))  # nor is there room in the refuge
-    status, _, err = command(f"{line}/other.zarr")
-    assert status == 2
-    assert err.strip().endswith("other.zarr could not be written: No space left on device")
+    assert "run.zarr could not be written: No space left on device; 1 measured block, of" in err
+    said(f"{line} --resume")
+    assert lb.load(tmp_path / "run.zarr").sizes["sample"] == 1
 
 
 # -- options and their help ------------------------------------------------------------------------
@@ -216,10 +210,9 @@ def test_the_hint_after_saving_can_be_pasted(tmp_path: Path) -> None:
 
 def test_what_an_interruption_finds_where_the_run_is_saved(tmp_path: Path) -> None:
     blocks_in = measuring.blocks_in
-    assert blocks_in(None, False) == "nothing was kept, since there was no --out"
-    assert blocks_in(tmp_path / "run.zarr", False) == "nothing was measured yet"
-    assert blocks_in(tmp_path, True) == f"{tmp_path} was there already, and nothing was written"
-    assert blocks_in(tmp_path, False) == f"the run is finished and saved in {tmp_path}"
+    assert blocks_in(None) == "nothing was kept, since there was no --out"
+    assert blocks_in(tmp_path / "run.zarr") == "nothing was measured yet"
+    assert blocks_in(tmp_path) == f"the run is finished and saved in {tmp_path}"
 
 
 # -- exact norms alone -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -135,7 +135,8 @@ def main() -> None:
         except (KeyboardInterrupt, typer.Abort):
             status = 130
         except LipboundError as error:
-            status = _failed(str(error), error)
+            unsaved = getattr(error, "dataset", None) is not None  # what was measured is kept
+            status = _failed(f"{error}; {state['kept']()}" if unsaved else str(error), error)
         except typer.Exit as end:
             status = end.exit_code or 2 * (len(sys.argv) == 1)
         except OSError as error:
@@ -183,10 +184,10 @@ def _show_warning(
         typer.echo(f"{filename}:{lineno}: {category.__name__}: {message}", err=True)
 
 
-def number_or_name(text: str) -> str | float:
-    """Read a number, or leave the text as it is."""
+def number_or_name(text: str | None) -> Any:
+    """Read a number, or leave the text, or what was not given, as it is."""
     try:
-        return float(text)
+        return float(text or "")
     except ValueError:
         return text
 
@@ -212,26 +213,22 @@ def with_options(command: Callable[..., Any]) -> str:
         text += f"\n\n{inspect.cleandoc(RunConfig.__doc__ or '')}"
         first = [one for one in own if one.kind is made.POSITIONAL_OR_KEYWORD]
         of_run = []
-        for field in fields(RunConfig):
-            kind = TYPES.get(field.name) or TYPES.get(str(field.type).split(" | ")[0], str)
-            if field.default is not MISSING:
-                kind = kind | None if field.default is None else kind
-                more: Any = {"kind": made.KEYWORD_ONLY, "default": field.default}
-                of_run.append(made(field.name, annotation=kind, **more))
+        for one in inspect.signature(RunConfig).parameters.values():
+            type_of = TYPES.get(one.name) or TYPES.get(str(one.annotation).split(" | ")[0], str)
+            if one.default is not made.empty:
+                type_of = type_of | None if one.default is None else type_of
+                of_run.append(one.replace(annotation=type_of, kind=made.KEYWORD_ONLY))
             elif not first:
-                of_run.append(made(field.name, made.POSITIONAL_OR_KEYWORD, annotation=kind))
+                of_run.append(one.replace(annotation=type_of))
         own = [*first, *of_run, *own[len(first) : -1]]
     help = dict(re.findall(r"^    (\w+): (.+(?:\n        .+)*)", text, re.M))
     found = []
     for one in own:
-        text_of = " ".join(help.get(one.name, "").split())
-        if one.kind is made.KEYWORD_ONLY:
-            names = {"output": ["-o", "--output"]}.get(one.name, [])
-            if isinstance(one.default, bool):
-                names = [f"--{one.name}/--no-{one.name}" if one.default else f"--{one.name}"]
-            info: Any = typer.Option(*names, help=text_of)
-        else:
-            info = typer.Argument(help=text_of)
+        names = ["-o", "--output"] if one.name == "output" else []
+        if isinstance(one.default, bool):
+            names = [f"--{one.name}/--no-{one.name}" if one.default else f"--{one.name}"]
+        info: Any = typer.Option if one.kind is made.KEYWORD_ONLY else typer.Argument
+        info = info(*names, help=" ".join(help.get(one.name, "").split()))
         found.append(one.replace(annotation=Annotated[one.annotation, info]))
     command.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in found}
@@ -270,14 +267,13 @@ def echo_folded(text: str) -> None:
 
 
 def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
-    """Print a run's summary as a table, the extent of its exact norms, and the audit's verdict.
+    """Print a run's summary as a table, and the extent of its exact norms.
 
     ``told`` are notes that were printed before, and are not again; the table's are added to it.
     """
-    from lipbound.bounds.audit import audit
     from lipbound.formatting import counted, outwards, small
     from lipbound.reporting import tables
-    from lipbound.reporting.labels import places, reached
+    from lipbound.reporting.labels import places
     from lipbound.reporting.statistics import ends, quantity
     from lipbound.reporting.text_tables import text_table
 
@@ -294,12 +290,6 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
     error = small(float(f"{ds.attrs['capture_error']:.1e}"))
     what = f"exact norms: {found.norms} ({places(ds)}, {counted(found.exact_samples, 'sample')})"
     echo_folded(f"{what}{extent}; capture reproduces the model to {error} relative")
-    if open_ := reached(ds):
-        tol = small(float(ds.attrs["tol"]))
-        echo_folded(f"the tolerance asked for, {tol}, was not reached by {open_}")
-    if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:
-        what = "\u2021 A bound fell below the exact norm although its assumptions hold"
-        echo_folded(f"{what}: {broken}. Please report this run.")
 
 
 def echo_json(value: Any) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from lipbound.cli.application import app, columns, echo_json, loading, show, state
-from lipbound.errors import LipboundError, StoreError
+from lipbound.errors import LipboundError
 from lipbound.formatting import counted, plain
 from lipbound.runs.config import RunConfig, check_folder_name
 
@@ -32,19 +31,13 @@ on it; None leaves them as they are.
 """
 
 
-def blocks_in(out: Path | None, before: bool) -> str:
-    """Say what of a run is kept, and how to go on.
-
-    Args:
-        out: where the run is saved, if anywhere.
-        before: whether there was something when the command started.
-    """
+def blocks_in(out: Path | None) -> str:
+    """Say what is kept of a run that is saved there, if anywhere, and how to go on."""
     if out is None:
         return "nothing was kept, since there was no --out"
-    partial = out.with_name(out.name + ".partial")
     if out.exists():
-        there = f"{out} was there already, and nothing was written"
-        return there if before else f"the run is finished and saved in {out}"
+        return f"the run is finished and saved in {out}"
+    partial = out.with_name(out.name + ".partial")
     if not partial.exists():
         return "nothing was measured yet"
     done = sum(1 for _ in partial.glob("[!.]*.npz"))
@@ -64,10 +57,11 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
             processes here.
 
     """
+    from lipbound.models.catalogue import known_builtin
+
     out = options["out"]
-    check_builtin(options["model"])
-    before = out is not None and out.exists()
-    state["kept"] = lambda: blocks_in(out, before)
+    known_builtin(options["model"])
+    state["kept"] = lambda: blocks_in(out)
     config = RunConfig(**options | read(options))
     with cluster(scheduler) as client:
         ds = measured(config, client)
@@ -80,13 +74,6 @@ def tell_saved(out: Path | None) -> None:
     if out is not None:
         drawn = f"lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf"
         typer.echo(f"saved {out}; draw it with: {drawn}")
-
-
-def check_builtin(model: str) -> None:
-    """Refuse a mistyped name of a builtin checkpoint, before seconds of imports."""
-    from lipbound.models.catalogue import known_builtin
-
-    known_builtin(model)
 
 
 def read(options: dict[str, Any]) -> dict[str, Any]:
@@ -114,20 +101,20 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
         scheduler: As in `lipbound compare`.
 
     """
+    from lipbound.models.catalogue import known_builtin
     from lipbound.reporting import tables
     from lipbound.reporting.text_tables import text_table
     from lipbound.runs.diff import diff as diff_runs
 
     out = options["out"]
     for model in (a, b):
-        check_builtin(model)
+        known_builtin(model)
     kept = f"what was measured is kept beside {out}; the same command with --resume goes on"
     state["kept"] = lambda: kept if out else "nothing was kept, since there was no --out"
     asked = options | read(options)
     given = {name: value for name, value in asked.items() if value != getattr(RunConfig, name)}
     with cluster(scheduler) as client:
-        progress = not state["quiet"]
-        ds = sheltered(lambda: diff_runs(a, b, **given, client=client, progress=progress))
+        ds = diff_runs(a, b, **given, client=client, progress=not state["quiet"])
     # what both have in common once
     below = replace(tables.table_of(ds, "layer"), caption="", notes=[])
     for table in (tables.table_of(ds), below):
@@ -268,24 +255,8 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
 
 
 def measured(config: RunConfig, client: Any = None) -> xr.Dataset:
-    """Compute a run, and save it to a temporary folder where its own place fails."""
+    """Compute a run."""
     with loading():
         from lipbound.runs.compare import run
 
-    return sheltered(lambda: run(config, client=client, progress=not state["quiet"]))
-
-
-def sheltered(compute: Callable[[], xr.Dataset]) -> xr.Dataset:
-    """Save what was computed to a temporary folder where its own place fails."""
-    from lipbound.runs.store import save
-
-    try:
-        return compute()
-    except StoreError as error:
-        if error.dataset is None:
-            raise
-        try:
-            refuge = save(error.dataset, Path(tempfile.mkdtemp(prefix="lipbound-")) / "run.zarr")
-        except (StoreError, OSError):  # what is wrong is told of the place that was asked for
-            raise error from None
-        raise StoreError(f"{error}; the finished run was saved to {refuge} instead") from error
+    return run(config, client=client, progress=not state["quiet"])

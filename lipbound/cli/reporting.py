@@ -67,14 +67,10 @@ def heatmap(
         step: Of a run over steps of training: which one; the last by default.
     """
     from lipbound.reporting.plots import heatmaps
-    from lipbound.reporting.statistics import requested
 
-    ds = stored(run, step)
-    chosen = None if bounds is None else requested(ds, bounds)
     options: Any = {"scale": scale, "columns": columns, "style": style, "caption": caption}
-    options |= {"over": over, "width": number_or_name(width)}
-    options["reduce"] = None if reduce is None else number_or_name(reduce)
-    heatmaps(ds, output, bounds=chosen, labels=labels_of(label), **options)
+    options |= {"over": over, "width": number_or_name(width), "reduce": number_or_name(reduce)}
+    heatmaps(stored(run, step), output, bounds=bounds, labels=labels_of(label), **options)
     typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
@@ -114,16 +110,14 @@ def table(
         step: Of a run over steps of training: which one; the last by default.
     """
     from lipbound.reporting import tables
-    from lipbound.reporting.statistics import requested
 
     ds = stored(run, step)
-    chosen = None if bounds is None else requested(ds, bounds)
-    options: Any = {"by": by, "bounds": chosen, "values": values}
+    options: Any = {"by": by, "bounds": bounds, "values": values}
     options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
     if json:
         echo_json(tables.table_of(ds, **options).data())
         return
-    wide = number_or_name(width) if width is not None else columns() if format == "text" else None
+    wide = columns() if width is None and format == "text" else number_or_name(width)
     typer.echo(tables.render(ds, format, width=wide, **options))
 
 

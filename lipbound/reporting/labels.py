@@ -14,7 +14,7 @@ import xarray as xr
 
 from lipbound import schema
 from lipbound.bounds.audit import audit, missing
-from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
+from lipbound.errors import LipboundError, choice, shown
 from lipbound.formatting import counted, joined, number, plain, small
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
@@ -50,11 +50,10 @@ METHODS = {
 }
 """Methods of `lipbound.spectral_norm` as prose calls them."""
 MEANING = {
-    "\u2020": "a published statement whose assumptions do not hold everywhere here, and which is "
-    "no bound where they do not",
-    "\u2021": "below the exact norm somewhere",
+    "\u2021": "it is below the exact norm of some {}",
+    "\u2020": "its assumptions do not hold on every {} here",
 }
-"""Meaning of the marks of the audit."""
+"""Meaning of the audit's marks, of heads or layers."""
 
 
 def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dataset:
@@ -79,9 +78,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
     names = {name: name for name in ("exact", "exact_l2", *schema.bounds_there(ds))} | schema.EXTRAS
     known = {name: variable for name, variable in names.items() if variable in ds.variables}
     for name, text in given.items():
-        if name not in (*known, *others):
-            allowed = nearest(name, [*known, *others])
-            raise UnknownNameError(f"labels has {shown(name)}, which the run has not; {allowed}")
+        choice("label", name, [*known, *others])
         if not isinstance(text, str) or not plain(text).strip():
             raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
     usual = {name: ds[one].attrs.get("label", name) for name, one in known.items()} | given
@@ -187,8 +184,8 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
             said += [f"assumptions hold on {fine} of {compared}"] if 0 < fine < compared else []
             why = "; ".join([*said, entry["why"] or broken_words(ds)])
             reasons.setdefault((sign, why), []).append(named(ds, name))
-    used = {sign for sign, _ in reasons}
-    lines = [f"{sign}: {meaning}" for sign, meaning in MEANING.items() if sign in used]
+    used = [sign for sign, _ in reasons]
+    lines = [f"{sign}: {meaning}" for sign, meaning in meanings(ds, used).items()]
     lines += [f"{sign} {', '.join(names)}: {why}" for (sign, why), names in reasons.items()]
     empty: dict[str, list[str]] = {}
     for name in ("exact", *kept):
@@ -200,6 +197,12 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
             empty.setdefault(words, []).append("exact norms" if own else named(ds, name))
     lines += [f"{', '.join(names)}: {words}" for words, names in empty.items()]
     return lines if bounds is not None else lines + left_out(ds)
+
+
+def meanings(ds: xr.Dataset, used: Iterable[str]) -> dict[str, str]:
+    """What the marks mean that are used, by mark, in tables and in captions."""
+    place, there = "head" if "head" in ds.dims else "layer", set(used)
+    return {sign: words.format(place) for sign, words in MEANING.items() if sign in there}
 
 
 def broken_words(ds: xr.Dataset) -> str:

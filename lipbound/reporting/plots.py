@@ -70,11 +70,6 @@ exact norm."""
 ABOVE, BELOW, MISSING = "#fff7bc", "#cfe0f3", "#dddddd"
 """Beyond the upper end of a scale, beyond the lower end, and where there is no value."""
 NO_RATIO = ("\u221e for some heads", "no positive norm")
-MARKS = {
-    "\u2021": "it is below the exact norm of some {}",
-    "\u2020": "its assumptions do not hold on every {} here",
-}
-"""Meaning of the audit's marks, of heads or layers."""
 LINE = 1.35
 """Height of a line of type over its size."""
 NARROW, FLAT = 6.0, 2.0
@@ -104,11 +99,13 @@ class Scale:
     colors: str = COLORMAP
     quantity: str = QUANTITY
 
-    def mark(self, bar: Colorbar) -> None:
-        """Number a diverging bar by ratios rather than by logarithms."""
+    def bar(self, picture: AxesImage, axes: Any, grids: Grids, **at: Any) -> Colorbar:
+        """Draw the colour bar of a picture beside axes; a diverging one is numbered by ratios."""
+        bar = picture.figure.colorbar(picture, ax=axes, extend=self.extend(grids), **at)
         if self.colors == DIVERGING:
             places = np.linspace(-0.8, 0.8, 5) * self.high  # its label is at the end
             bar.set_ticks(list(places), labels=[f"{10**place:.4g}" for place in places])
+        return bar
 
     @property
     def short(self) -> str:
@@ -381,11 +378,10 @@ def _draw_section(
         axes.set_xlabel(axes.get_xlabel() if lowest else "", labelpad=1)
         axes.set_ylabel("layer" if left else "", labelpad=1)
         if panels.own_bars:
-            bar = figure.colorbar(picture, ax=axes, extend=scale.extend(grids), aspect=20)
+            bar = scale.bar(picture, axes, grids, aspect=20)
             bar.ax.tick_params(labelsize=size - 1, width=0.5)
             small: Any = {"fontsize": size - 1, "labelpad": 2, "parse_math": False}
             bar.ax.set_xlabel(scale.short, **small)  # below: beside is the next panel
-            scale.mark(bar)
     for axes in block[count:]:
         axes.set_visible(False)
     if not panels.own_bars:
@@ -393,29 +389,9 @@ def _draw_section(
         long, thick = sides if layout.beside else sides[::-1]
         at: Any = {"location": "right" if layout.beside else "bottom"}
         at |= {"fraction": 1.5 * line / thick, "pad": 0.5 * line / thick}
-        at |= {"aspect": long / (0.7 * line), "extend": scale.extend(grids)}
-        bar = figure.colorbar(picture, ax=block.tolist(), **at)
+        bar = scale.bar(picture, block.tolist(), grids, aspect=long / (0.7 * line), **at)
         bar.set_label(scale.short if long < 12 * line else scale.quantity, labelpad=2)
         bar.ax.tick_params(width=0.5, length=2, pad=1.5)
-
-
-def one_panel(
-    ds: xr.Dataset, grids: Grids, scale: Scale, title: str, ax: Any, path: Any, colorbar: bool
-) -> Axes:
-    """Draw a panel with its colour bar, labelled in words, in axes given or of a new figure."""
-    (name,) = scale.names
-    low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
-    below = ax is None and low <= 2
-    axes = styles.given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
-    picture = image(axes, grids[name], scale)
-    axes.set_title(title, parse_math=False)
-    _number_axes(axes, ds)
-    if flag("colorbar", colorbar):
-        at: Any = {"location": "bottom", "aspect": 35} if below else {"aspect": 20}
-        bar = axes.figure.colorbar(picture, ax=axes, extend=scale.extend(grids), **at)
-        bar.set_label(scale.quantity)
-        scale.mark(bar)
-    return styles.written(axes, path)
 
 
 def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
@@ -451,18 +427,29 @@ def _number_axes(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
 # -- figures of a run, of several runs, of a diff --------------------------------------------------
 
 
-def _of_run(
-    ds: xr.Dataset, bounds: Bounds, reduce: How, scale: str, over: str | None, limits: Limits = None
+def _panels(
+    given: Any,
+    bounds: Bounds,
+    reduce: How,
+    scale: str = "rows",
+    over: str | None = None,
+    limits: Limits = None,
+    labels: Any = None,
 ) -> Panels:
-    """Panels of the exact norm, bounds and extras of a run, or of ratios."""
+    """What a figure of a run, of several runs, or of a diff is of."""
+    given = opened(given, bounds=bounds, over=over, scale=scale != "rows" and scale, limits=limits)
+    if is_diff(given):
+        return _of_diff(given, reduce, labels)
     how = _reduction(reduce, over)
-    chosen = bounds.split(",") if isinstance(bounds, str) else bounds
-    chosen = None if chosen is None else [name.strip() for name in chosen]
+    if isinstance(given, list | tuple):
+        return _of_several(given, bounds, how, limits, over, labels)
+    ds = texts.relabelled(run_of(given), labels)
     if over:
-        names = statistics.compared(ds, chosen)
-    elif chosen is None:
+        names = statistics.compared(ds, bounds)
+    elif bounds is None:
         names = [*statistics.panels(ds), *extras(ds)]
     else:
+        chosen = statistics.requested(ds, bounds)
         own = [_extra(ds, name) for name in chosen if name in EXTRAS]
         names = [*statistics.panels(ds, [one for one in chosen if one not in EXTRAS]), *own]
     grids = log10(ds, names, how, over)
@@ -473,12 +460,11 @@ def _of_run(
 
 
 def _of_several(
-    given: Any, bounds: Bounds, reduce: How, limits: Limits, over: str | None, labels: Any
+    given: Any, bounds: Bounds, how: str | float, limits: Limits, over: str | None, labels: Any
 ) -> Panels:
     """Panels of several runs on one colour scale."""
     found, names = charts.together(given, labels, "colour scale")
-    how, runs, titles = _reduction(reduce, over), {}, {}
-    grids: Grids = {}
+    runs, titles, grids = {}, {}, dict[str, np.ndarray]()
     for k, (ds, name) in enumerate(zip(found, names, strict=True)):
         of = statistics.compared(ds, bounds) if over else statistics.panels(ds, bounds or ())
         own, called = log10(ds, of, how, over), _titles(ds, of)
@@ -499,7 +485,7 @@ def _of_diff(ds: xr.Dataset, reduce: How, labels: Mapping[str, str] | None) -> P
     models = dict(zip(names, map(texts.model_name, sides(ds)), strict=False))
     given = labels or {}
     called = [names[k] if k in given else plain(f"{names[k]}: {models[k]}") for k in models]
-    both = _of_several(sides(ds), None, how, None, None, called)
+    both = _of_several(sides(ds), (), how, None, None, called)
     with np.errstate(all="ignore"):
         grid = np.log10(panel(ds["ratio"], how).values)
     most = max(map(abs, statistics.ends(grid[np.isfinite(grid)])), default=0.0)
@@ -597,20 +583,15 @@ def heatmaps(
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the
             paper; a file that cannot be written.
     """
-    paper = (width, columns, font_size, style, caption)
-    given = opened(ds, bounds=bounds, over=over, scale=scale != "rows" and scale, limits=limits)
-    if is_diff(given):
-        return figure_of(_of_diff(given, reduce, labels), path, paper)
-    if isinstance(given, list | tuple):
-        return figure_of(_of_several(given, bounds, reduce, limits, over, labels), path, paper)
-    ds = texts.relabelled(run_of(given), labels)
+    paper, how = (width, columns, font_size, style, caption), (reduce, scale, over, limits, labels)
+    panels = _panels(ds, bounds, *how)
+    own = [name for name in EXTRAS if EXTRAS[name] in panels.grids]
     try:
-        return figure_of(_of_run(ds, bounds, reduce, scale, over, limits), path, paper)
+        return figure_of(panels, path, paper)
     except PaperError:
-        own = [name for name in EXTRAS if EXTRAS[name] in extras(ds)]
         if bounds is not None or not own:
             raise
-    figure = figure_of(_of_run(ds, bounds_there(ds), reduce, scale, over, limits), path, paper)
+    figure = figure_of(_panels(ds, bounds_there(panels.runs["exact"]), *how), path, paper)
     what = "the extras of the run do not fit on this figure"
     tell(f"{what}; bounds='{','.join(own)}' draws one of them")
     return figure
@@ -652,23 +633,31 @@ def heatmap(
     """
     given = opened(ds, name=name != "exact" and name, over=over, limits=limits)
     if is_diff(given):
-        grids, bar = (panels := _of_diff(given, reduce, labels)).grids, panels.bars[-1]
-        words = bar.quantity + _over_samples(given, ", ", "geomean" if reduce is None else reduce)
-        above = bar.quantity if title is None else title
-        return one_panel(given, grids, replace(bar, quantity=words), above, ax, path, colorbar)
-    ds = texts.relabelled(run_of(given), labels)
-    reduce = _reduction(reduce, over)
-    known = [*statistics.panels(ds), *extras(ds)]
-    known = statistics.compared(ds) if over else known
-    wanted = name if over or name not in EXTRAS else _extra(ds, name)
-    if wanted not in known:
-        what = f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
-        raise UnknownNameError(f"{what}; {nearest(name, known)}")
-    grids = log10(ds, [wanted], reduce, over)
-    (bar,) = scales(ds, grids, "panel", limits)
-    words = (RATIO if over else "log10") + _over_samples(ds, ", ", reduce)
-    above = texts.label_of(ds, wanted) if title is None else title
-    return one_panel(ds, grids, replace(bar, quantity=words), above, ax, path, colorbar)
+        panels, how = _of_diff(given, reduce, labels), "geomean" if reduce is None else reduce
+        wanted, grids, bar = "ratio", panels.grids, panels.bars[-1]
+        words = label = bar.quantity
+    else:
+        given, how = texts.relabelled(run_of(given), labels), _reduction(reduce, over)
+        known = statistics.compared(given) if over else [*statistics.panels(given), *extras(given)]
+        wanted = name if over or name not in EXTRAS else _extra(given, name)
+        if wanted not in known:
+            what = (
+                f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
+            )
+            raise UnknownNameError(f"{what}; {nearest(name, known)}")
+        grids = log10(given, [wanted], how, over)
+        (bar,) = scales(given, grids, "panel", limits)
+        words, label = RATIO if over else "log10", texts.label_of(given, wanted)
+    low = given.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
+    below = ax is None and low <= 2
+    axes = styles.given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
+    picture = image(axes, grids[wanted], bar)
+    axes.set_title(label if title is None else title, parse_math=False)
+    _number_axes(axes, given)
+    if flag("colorbar", colorbar):
+        at: Any = {"location": "bottom", "aspect": 35} if below else {"aspect": 20}
+        bar.bar(picture, axes, grids, **at).set_label(words + _over_samples(given, ", ", how))
+    return styles.written(axes, path)
 
 
 def _extra(ds: xr.Dataset, name: str) -> str:
@@ -721,10 +710,7 @@ def caption(
     labels: Mapping[str, str] | None = None,
 ) -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
-    given = opened(ds, bounds=bounds, over=over, scale=scale != "rows" and scale)
-    if is_diff(given):
-        return _of_diff(given, reduce, labels).caption
-    return _of_run(texts.relabelled(run_of(given), labels), bounds, reduce, scale, over).caption
+    return _panels(ds, bounds, reduce, scale, over, labels=labels).caption
 
 
 def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str) -> str:
@@ -741,8 +727,7 @@ def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str)
         label, title = texts.label_of(ds, name), texts.extra_title(ds, name)
         rows += f" {label}: log10 of the {title}, on a scale of its own{infinite}."
     marks = [texts.mark(entry).strip() for name, entry in audit(ds).items() if name in names]
-    place = "head" if "head" in ds.dims else "layer"
-    meaning = [f" {sign} {MARKS[sign].format(place)}." for sign in MARKS if sign in marks]
+    meaning = [f" {sign} {words}." for sign, words in texts.meanings(ds, marks).items()]
     ratios, and_bounds, means = "", "", texts.over(ds)
     if marks:
         ratios = f" Above the panels: bound / exact{', geometric mean' if means else ''}{means}."

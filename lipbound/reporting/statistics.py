@@ -11,8 +11,8 @@ from lipbound.bounds.audit import allowance, audit
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
 from lipbound.reporting.labels import check_numbers, label_of
-from lipbound.runs.store import sides, takes_run
-from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, is_diff, norm_of, sound
+from lipbound.runs.store import takes_run
+from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, norm_of, sound
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
 Reduction = str | float
@@ -291,10 +291,8 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     Raises:
         UnknownNameError: others, those that no bound has before those that the run lacks.
     """
-    given = [bounds] if isinstance(bounds, str) else bounds
-    names = bounds_there(ds) if given is None else list(given)
-    missing = [name for name in names if name not in bounds_there(ds)]
-    if missing:
+    names = bounds_there(ds) if bounds is None else requested(ds, bounds)
+    if missing := [name for name in names if name not in bounds_there(ds)]:
         missing = [get(name).name for name in missing]
         known = ", ".join(bounds_there(ds)) or "none"
         raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {known}")
@@ -315,13 +313,14 @@ def compared(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     )
 
 
-def requested(ds: xr.Dataset, bounds: str) -> list[str]:
-    """Names of bounds, and of extras of the run, from a list separated by commas.
+def requested(ds: xr.Dataset, bounds: str | Iterable[str]) -> list[str]:
+    """Names of bounds, and of extras of the run, from a list, or text separated by commas.
 
-    Read as `lipbound.bounds.resolve` does in the run's norm; those of the run need no registry, and
-    so no torch.
+    Text is read as `lipbound.bounds.resolve` does in the run's norm; names of the run need no
+    registry, and so no torch.
     """
-    ds = sides(ds)[0] if is_diff(ds) else ds
+    if not isinstance(bounds, str):
+        return list(bounds)
     names = [part.strip() for part in bounds.split(",") if part.strip()]
     if names and all(name in (*bounds_there(ds), *EXTRAS) for name in names):
         return list(dict.fromkeys(names))

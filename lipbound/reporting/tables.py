@@ -22,7 +22,7 @@ from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
 from lipbound.reporting.statistics import LIKELY, RANGE, ROWS, breakdown, panels, ratio, summary
 from lipbound.reporting.text_tables import Table, markdown_table, text_table
-from lipbound.runs.store import Run, run_of
+from lipbound.runs.store import Run, run_of, sides
 from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, with_exact
 
 __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
@@ -129,11 +129,11 @@ def table_of(
         return _by_place(run, by, chosen, reduce, values)
     run, told = ratio_run(given, labels), (diff_words(given, labels), diff_notes(given, labels))
     if by == "bound":
-        norms, wanted = ["a", "b", "exact"], [bounds] if isinstance(bounds, str) else bounds
-        both = [str(name) for name in run.data_vars if f"{name}_upper" in run]
-        both = [name for name in both if name not in norms]
-        chosen = both if wanted is None else [choice("bound", name, both) for name in wanted]
-        return _of_norms(run, [*norms, *chosen], told)
+        norms = ["a", "b", "exact"]
+        both = [one for one in map(str, run.data_vars) if f"{one}_upper" in run]
+        both = [one for one in both if one not in norms]
+        wanted = both if bounds is None else statistics.requested(sides(given)[0], bounds)
+        return _of_norms(run, [*norms, *(choice("bound", one, both) for one in wanted)], told)
     if bounds is not None:
         raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
     made = _by_place(run, by, [], reduce, "ratio", told)

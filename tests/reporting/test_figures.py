@@ -14,7 +14,7 @@ from matplotlib.textpath import text_to_path
 from support.runs import made_up
 
 from lipbound import plots
-from lipbound.errors import LipboundError, UnknownNameError
+from lipbound.errors import LipboundError
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.plots import FLAT, arrange, scales
 from lipbound.reporting.styles import folded, paper_height
@@ -109,13 +109,8 @@ def test_what_is_near_the_exact_norm_has_its_own_scale(ds: xr.Dataset) -> None:
         for name in ("exact", "exact_l2", *ds.attrs["bounds"])
     }
     near, far = scales(ds, grids, "rows")
-    ratio = {
-        name: 10 ** (np.median(grids[name]) - np.median(grids["exact"]))
-        for name in ds.attrs["bounds"]
-    }
-    assert set(near.names) == {"exact"} | {
-        name for name, x in ratio.items() if x <= 10 and name != "kim"
-    }
+    above = {k: np.median(grids[k]) - np.median(grids["exact"]) for k in ds.attrs["bounds"]}
+    assert {*near.names} == {"exact", *(k for k, x in above.items() if x <= 1 and k != "kim")}
     assert {"lipbound", "lipbound_block"} <= set(near.names)
     assert "kim" in far.names  # a bound on another map stands beside the norm of that map
     assert near.low == min(grids[name].min() for name in near.names)
@@ -144,13 +139,6 @@ def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> Non
     assert all((tmp_path / f"paper.{kind}").read_text() == "mine" for kind in ("tex", "txt"))
 
 
-def test_captions_for_latex_have_formulas_and_can_be_broken(ds: xr.Dataset) -> None:
-    text = typeset(plots.caption(ds) + " /data/of/mine/checkpoint_5 50 %")
-    parts = ("$\\log_{10}$ of the", "\\mathrm{softmax}", "$^\\dagger$", "50 \\%")
-    for part in (*parts, "mine/\\allowbreak{}checkpoint"):
-        assert part in text
-
-
 def test_titles_are_folded_to_the_width_of_a_panel() -> None:
     lines = folded("Castin 3.5, mean field \u2020", 0.9, 7.0)
     assert len(lines) == 2
@@ -176,16 +164,6 @@ def test_ratios_to_the_exact_norm_as_colours(ds: xr.Dataset, tmp_path: Path) -> 
     arithmetic = plots.heatmap(ds, "lipbound", over="exact", reduce="mean").images[0].get_array()
     expected = np.log10((ds["lipbound"] / ds["exact"]).mean("sample"))
     np.testing.assert_allclose(arithmetic, expected, rtol=1e-9)
-    for name, over, message in (
-        ("lipbound", "yudin", "unknown over 'yudin'"),
-        ("exact", "exact", "'exact' is no bound of the run"),
-    ):
-        with pytest.raises(UnknownNameError, match=message):
-            plots.heatmap(ds, name, over=over)
-    with pytest.raises(LipboundError, match="the run has no bounds"):
-        plots.heatmaps(ds, bounds=[], over="exact")
-    with pytest.raises(LipboundError, match="the run has no bounds"):
-        plots.heatmap(ds.assign_attrs(bounds=[]), over="exact")
 
 
 def test_several_runs_on_one_colour_scale(ds: xr.Dataset, tmp_path: Path) -> None:
@@ -214,17 +192,6 @@ def test_several_runs_on_one_colour_scale(ds: xr.Dataset, tmp_path: Path) -> Non
     assert {(a.images[0].norm.vmin, a.images[0].norm.vmax) for a in one.axes if a.get_title()} == {
         (-1, 2)
     }
-    for given, options, message in (
-        ([], {}, "no run was given"),
-        ([ds, None], {}, "a run is wanted, not None"),
-        ([ds, ds.assign_attrs(map="layer")], {}, "head and layer share no colour scale"),
-        ([ds, ds], {"labels": ["a"]}, "1 labels were given for 2 runs"),
-        ([ds], {"bounds": ["frobenius"]}, "frobenius"),
-        *((ds, {"limits": bad}, "limits is .*; give log10 of both ends") for bad in (3, (1, 0))),
-        ([ds], {"limits": "ab"}, "limits is 'ab'; give log10 of both ends"),
-    ):
-        with pytest.raises(LipboundError, match=message):
-            plots.heatmaps(given, **options)
 
 
 def test_every_plot_writes_a_file_and_returns_what_it_drew(ds: xr.Dataset, tmp_path: Path) -> None:
@@ -242,8 +209,6 @@ def test_every_plot_writes_a_file_and_returns_what_it_drew(ds: xr.Dataset, tmp_p
     assert (len(alone.figure.axes), alone.get_title()) == (1, "")
     with_bar = plots.heatmap(ds, "yudin", title="mine")
     assert (len(with_bar.figure.axes), with_bar.get_title()) == (2, "mine")
-    with pytest.raises(LipboundError, match="colorbar is 'no'"):
-        plots.heatmap(ds, colorbar="no")  # type: ignore[arg-type]
 
 
 def test_several_runs_against_layers() -> None:
@@ -291,13 +256,3 @@ def test_several_runs_against_layers() -> None:
     assert unnamed is not None
     told = [text.get_text() for text in unnamed.get_texts()]
     assert told == ["all-MiniLM-L6-v2 (1)", "all-MiniLM-L6-v2 (2)"]
-    other = first.assign_attrs(map="layer")
-    for runs, options, message in (
-        (None, {}, "a run is wanted, not None"),
-        ([], {}, "no run was given"),
-        ([first, other], {}, "runs of map head and layer share no axis"),
-        ([first], {"labels": ["a", "b"]}, "2 labels were given for 1 runs"),
-        ([first], {"bounds": ["newhouse"]}, "the run has no bound 'newhouse'"),
-    ):
-        with pytest.raises(LipboundError, match=message):
-            plots.by_layer(runs, **options)

@@ -1,15 +1,12 @@
 """Runs over steps of training, shown: which step it is, and lines that are the numbers."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from support.commands import call
+from support.commands import command, said
 from support.models import AFFINE, build
 
 import lipbound as lb
@@ -45,18 +42,14 @@ def test_lines_are_the_numbers_of_layers(ds: xr.Dataset, tmp_path: Path) -> None
             np.testing.assert_allclose(line.get_ydata(), own, rtol=1e-12)
             assert list(line.get_xdata()) == [0, 5, 10]
         assert axes.get_yscale() == ("log" if name == "exact" else "linear")
-    said = (tmp_path / "exact.caption.txt").read_text()
-    assert said.startswith("Exact: geometric mean over samples and heads, a line for every layer.")
-    assert "at 3 steps of training from 0 to 10" in said
+    words = (tmp_path / "exact.caption.txt").read_text()
+    assert words.startswith("Exact: geometric mean over samples and heads, a line for every layer.")
+    assert "at 3 steps of training from 0 to 10" in words
 
 
-def test_a_figure_over_steps_needs_steps(ds: xr.Dataset, gpt2_run: xr.Dataset) -> None:
-    with pytest.raises(LipboundError, match=r"no steps of training; lb\.Monitor makes one"):
-        lb.plots.over_steps(gpt2_run)
+def test_quantities_that_a_run_over_steps_has_not(ds: xr.Dataset) -> None:
     with pytest.raises(LipboundError, match="unknown quantity 'entropie'; did you mean 'entropy'"):
         lb.plots.over_steps(ds, "entropie")
-    with pytest.raises(LipboundError, match="a run is wanted, not None"):
-        lb.plots.over_steps(None)  # type: ignore[arg-type]
 
 
 def test_ticks_are_steps_and_numbers_in_full(ds: xr.Dataset) -> None:
@@ -84,39 +77,25 @@ def test_tables_and_captions_are_of_the_last_step_or_say_which(ds: xr.Dataset) -
     assert "step" not in run_caption(ds.drop_vars("step").isel(step=0))
 
 
-@pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    return partial(call, capsys, monkeypatch)
-
-
-def test_commands_take_a_step(path: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
-    page, last = tmp_path / "page.html", "at 3 steps of training from 0 to 10"
-    for words, said in (
-        (("table", path, "--step", "5", "--by", "layer"), "after 5 steps of training"),
-        (("cite", path, "--format", "text", "--step", "0"), "after 0 steps of training"),
-        (("info", path), last),
+def test_commands_take_a_step(path: Path, whole: xr.Dataset, tmp_path: Path) -> None:
+    page, figure, other = (tmp_path / name for name in ("page.html", "map.png", "run.zarr"))
+    for line, step in (
+        (f"table {path} --step 5 --by layer", "after 5 steps of training"),
+        (f"cite {path} --format text --step 0", "after 0 steps of training"),
+        (f"info {path}", "at 3 steps of training from 0 to 10"),
     ):
-        status, out, _ = run(*words)
-        assert status == 0
-        assert said in " ".join(out.split())
-    for words, file, step in (
-        (("heatmap", path, "-o", tmp_path / "map.png"), tmp_path / "map.caption.txt", 10),
-        (("report", path, "-o", page), page, 10),
-        (("report", path, "-o", page, "--step", "5"), page, 5),
+        assert step in " ".join(said(line).split())
+    for line, file, step in (
+        (f"heatmap {path} -o {figure}", tmp_path / "map.caption.txt", 10),
+        (f"report {path} -o {page}", page, 10),
+        (f"report {path} -o {page} --step 5", page, 5),
     ):
-        assert run(*words)[0] == 0
+        said(line)
         assert f"after {step} steps of training" in file.read_text(encoding="utf-8")
-    status, _, err = run("table", path, "--step", "6")
-    assert status == 2
-    assert "step 6 was not measured; of 3 steps, from 0 to 10, the nearest are 0, 5, 10" in err
-
-
-def test_other_runs_have_no_steps(
-    whole: xr.Dataset, tmp_path: Path, run: Callable[..., Any]
-) -> None:
-    out = lb.save(whole, tmp_path / "run.zarr")
-    status, _, err = run("table", out, "--step", "3")
-    assert status == 2
-    assert "the run is not one over steps of training" in err
+    lb.save(whole, other)
+    for run, words in (
+        (path, "step 6 was not measured; of 3 steps, from 0 to 10, the nearest are 0, 5, 10"),
+        (other, "the run is not one over steps of training"),
+    ):
+        status, _, err = command(f"table {run} --step 6")
+        assert (status, words in err) == (2, True), err

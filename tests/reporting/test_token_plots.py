@@ -7,7 +7,6 @@ import pytest
 from support.variants import layer
 
 import lipbound as lb
-from lipbound.errors import LipboundError
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +61,3 @@ def test_nothing_stands_on_anything_else(
     assert all(
         axes.get_ylabel() == ("head" if heads is None else "norm, head 1") for axes in panels
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [({"sample": 5}, "sample"), ({"heads": [9]}, "heads"), ({"tokens": ["a"]}, "tokens")],
-)
-def test_what_is_not_there_is_refused(
-    profile: lb.TokenProfile, arguments: dict, words: str
-) -> None:
-    with pytest.raises(LipboundError, match=words):
-        lb.plots.token_profile(profile, **arguments)

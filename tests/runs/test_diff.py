@@ -336,8 +336,7 @@ def test_bars_are_numbered_by_ratios(most: float) -> None:
     axes = Figure().add_subplot()
     scale = Scale(("ratio",), -most, most, DIVERGING)
     picture = axes.imshow([[0.0]], vmin=scale.low, vmax=scale.top)
-    bar = axes.figure.colorbar(picture, ax=axes)
-    scale.mark(bar)
+    bar = scale.bar(picture, axes, {"ratio": np.zeros((1, 1))})
     numbers = [float(label.get_text()) for label in bar.ax.get_yticklabels()]
     assert numbers[2] == 1
     assert max(np.abs(bar.get_ticks())) <= most
