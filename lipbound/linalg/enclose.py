@@ -215,6 +215,9 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     # a search that finds less than the quotient has not seen the top to that accuracy either
     off = (found.lower - size).abs() + (size - low) + noise
     converged = found.converged & (off <= tol * low)
+    if search.squared and search is op:  # what its rounding may hide
+        hidden = roundoff.products * roundoff.size / (low**2).clamp_min(1e-300)
+        error = torch.where(converged, error, error + hidden)
     norm = Norm(low, found.upper, found.steps, converged, error)
     again = (~converged).nonzero()[:, 0]
     if search is op or not len(again):

@@ -59,6 +59,8 @@ class JacobianOperator(ABC):
     out_shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    squared: bool = False
+    """Whether `gram` multiplies by squares of factors, which rounds as squares do."""
 
     @abstractmethod
     def jvp(self, x: Tensor) -> Tensor:

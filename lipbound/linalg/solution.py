@@ -103,8 +103,8 @@ def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
 
 
 def width(low: Tensor, high: Tensor) -> Tensor:
-    """Return the relative widths of enclosures."""
-    return torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
+    """Return the relative widths of enclosures, infinite where the lower end is 0."""
+    return torch.where(high > low, high / low - 1, 0.0)
 
 
 def start_vectors(

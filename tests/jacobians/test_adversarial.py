@@ -112,3 +112,13 @@ def test_saturated_heads_are_enclosed(method: str) -> None:
     norm = spectral_norm(changed(att, scale=1e20), delta=1e-6)
     assert bool(torch.isfinite(norm.upper).all())
     assert not bool(norm.converged.any())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_errors_of_estimates_whose_products_rounding_hides(seed: int) -> None:
+    """Products with W^T W round as squares do: what has not converged claims no small error."""
+    att = judge.case("normalised", torch.float32, 5005).select(slice(4, 5), slice(0, 1))
+    norm, exact = spectral_norm(att, seed=seed), mp_oracle.norm(att)
+    assert not bool(norm.converged)
+    assert not judge.above(float(norm.lower), exact)
+    assert not judge.below(float(norm.lower * (1 + norm.error)), exact)
