@@ -31,7 +31,7 @@ from lipbound.errors import AttentionError, choice, knows_options
 from lipbound.formatting import html_facts
 from lipbound.schema import INPUT, MEMORY, QUERIES, STATISTICS
 
-AXES = {
+_AXES = {
     "x": "sn.",
     "w_q": "h..",
     "w_k": "h..",
@@ -190,7 +190,7 @@ class Attention:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that the layer is made of, by name, as "w_q" or "norm_q.gain"."""
-        return {key: t for name in AXES for key, t in tensors(name, getattr(self, name)).items()}
+        return {key: t for name in _AXES for key, t in tensors(name, getattr(self, name)).items()}
 
     def projection(self, side: Side) -> tuple[Tensor, Tensor | None]:
         """Return the weights and the bias of queries, keys or values."""
@@ -300,7 +300,7 @@ class Attention:
         """Return sizes by name, the names of optional parts, and the dtype."""
         sizes = {"samples": self.samples, "heads": self.heads, "N": self.tokens}
         sizes |= {"D": self.x.shape[2], "d": self.d, "d_v": self.d_v}
-        optional = [name for name in (*AXES, "cap") if name not in ("x", "w_q", "w_k", "w_v")]
+        optional = [name for name in (*_AXES, "cap") if name not in ("x", "w_q", "w_k", "w_v")]
         extra = [name for name in optional if getattr(self, name) is not None]
         return sizes, ", ".join(extra), str(self.dtype).removeprefix("torch.")
 
@@ -569,11 +569,11 @@ class Attention:
 
     def with_parts(self, *, check: bool = True, **parts: Any) -> Self:
         """Return a layer with other parts, named as in the constructor; what is not named stays."""
-        own = {name: getattr(self, name) for name in (*AXES, *NUMBERS)}
+        own = {name: getattr(self, name) for name in (*_AXES, *NUMBERS)}
         return type(self)(**own | parts, check=check)
 
     def _changed(self, change: Callable[[Tensor, str], Tensor], **others: Any) -> Self:
-        axes = {name: at for name, at in AXES.items() if name not in others}
+        axes = {name: at for name, at in _AXES.items() if name not in others}
         own = {name: changed(getattr(self, name), at, change) for name, at in axes.items()}
         return self.with_parts(**own, **others, check=False)
 

@@ -18,7 +18,7 @@ from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side
 MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that
 moves them by less than this factor."""
-VANISHED = 690.0
+_VANISHED = 690.0
 """Scores so far below the largest have probabilities below 1e-299."""
 SMALLEST = 1e-290
 """Bound on all that underflows, far above what any sum of such numbers can be."""
@@ -105,7 +105,7 @@ def _tensor_errors(att: Attention) -> TensorErrors:
     if att.mask is not None or att.sinks is not None:
         reach = reach + _constants(att, reach)
         score = score + 2 * UNIT * reach
-    spread = reach.clamp_max(VANISHED) if att.cap is None else VANISHED
+    spread = reach.clamp_max(_VANISHED) if att.cap is None else _VANISHED
     score = score + 4 * UNIT * spread
     p = torch.expm1(2 * score) + (2 * att.keys + 64) * UNIT
     weights = p if att.cap is None else (1 + p) * (1 + slope) - 1
@@ -163,6 +163,6 @@ def _constants(att: Attention, reach: Tensor) -> Tensor:
     largest = torch.zeros(1, 1, dtype=torch.float64, device=att.device)
     if (mask := att.level_mask) is not None:
         mask = four_axes(mask).double()
-        alive = mask >= mask.amax(-1, keepdim=True) - VANISHED - 2 * reach.amax()
+        alive = mask >= mask.amax(-1, keepdim=True) - _VANISHED - 2 * reach.amax()
         largest = mask.abs().masked_fill(~alive | (mask <= BLOCKED), 0.0).amax((-1, -2))
     return largest if att.sinks is None else largest + att.sinks.double().abs()

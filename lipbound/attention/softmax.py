@@ -14,7 +14,7 @@ from torch import Tensor
 from lipbound.attention.variants.base import UNIT
 from lipbound.errors import LipboundError
 
-ROWS = 2**21
+_ROWS = 2**21
 """Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
 LARGEST_LP_NORM = 0.5
 r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every
@@ -47,7 +47,7 @@ def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
     0.5...
     """
     rows = p.reshape(-1, p.shape[-1])
-    parts = rows.split(max(1, ROWS // p.shape[-1]))
+    parts = rows.split(max(1, _ROWS // p.shape[-1]))
     return _joined([_enclose(part.double(), max_iterations) for part in parts], p.shape[:-1])
 
 

@@ -26,7 +26,7 @@ KINDS: dict[str, type] = {
     "other_stream": OtherStream,
 }
 """Types of the parts of a layer that are no tensors."""
-NEEDED = ("x", "w_q", "w_k", "w_v")
+_NEEDED = ("x", "w_q", "w_k", "w_v")
 BY_HEAD = ("w_", "b_", "norm_v.gain", "norm_v.bias", "norm_v.after", "other_stream.v")
 """Beginnings of names of tensors of which every head has its own size."""
 OWN_DTYPE = ("mask", "norm_", "rotation")
@@ -51,11 +51,11 @@ def validate(att: "Attention", scale: float | None) -> None:
         if part is not None and not isinstance(part, kind):
             what = f"{kind.__name__} of {kind.__module__}"
             raise AttentionError(f"{name} is {shown(part)}; it must be a {what}")
-    for name in (*NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks"):
-        _check_tensor(name, getattr(att, name), needed=name in NEEDED)
+    for name in (*_NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks"):
+        _check_tensor(name, getattr(att, name), needed=name in _NEEDED)
     for name, tensor in att.tensors().items():
         _check_tensor(name, tensor, needed=False)  # also those of its parts
-    for name in NEEDED:
+    for name in _NEEDED:
         axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
         shape = tuple(getattr(att, name).shape)
         if len(shape) != 3 or 0 in shape:

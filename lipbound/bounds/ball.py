@@ -38,9 +38,9 @@ COVERS = frozenset({"rotation", "cap", "sinks"})
 UNEVEN = 1.5
 """Exponent of the ratio of two lengths in the weights between which their sum is shared: 1 is best
 where both are along one direction, 2 where they are orthogonal."""
-CHUNK = 2**24
+_CHUNK = 2**24
 """Bytes of the largest temporary."""
-HIDDEN = 2.0**-100
+_HIDDEN = 2.0**-100
 """At least what underflow can take from a norm, relative to what sizes of tensors let it be."""
 RowMaps = Callable[[slice], Tensor]
 """Maps of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
@@ -141,7 +141,7 @@ def spread(
         size = size + 2 * far * (w @ length) + far.square() * total
     lost = gamma(m + 2 * d + 18) * size  # the difference cancels
     pairs = (x[..., :, None] * x[..., None, :]).flatten(-2)
-    step, found = max(1, CHUNK // (8 * len(x) * d * d)), []
+    step, found = max(1, _CHUNK // (8 * len(x) * d * d)), []
     for rows in (slice(i, i + step) for i in range(0, n, step)):
         sums, more = (w[:, rows] @ pairs).unflatten(-1, (d, d)), lost[:, rows]
         if centre is not None:
@@ -297,7 +297,7 @@ class Centre:
         centre = torch.zeros_like(self.p @ self.k) if self.mean_k is None else self.mean_k
         if self.map_k is None:
             return _distances(centre, self.k)
-        step, found = max(1, CHUNK // (8 * self.k.numel())), []
+        step, found = max(1, _CHUNK // (8 * self.k.numel())), []
         for rows in (slice(i, i + step) for i in range(0, self.p.shape[1], step)):
             apart = self.k[:, None] - centre[:, rows, None]
             found.append((apart @ self.map_k(rows)).norm(dim=-1))
@@ -306,7 +306,7 @@ class Centre:
     def _query_lengths(self) -> Tensor:
         if self.map_q is None:
             return self.q.norm(dim=-1, keepdim=True)
-        step, most = max(1, CHUNK // (8 * self.q.numel())), torch.zeros_like(self.q[..., 0])
+        step, most = max(1, _CHUNK // (8 * self.q.numel())), torch.zeros_like(self.q[..., 0])
         for rows in (slice(i, i + step) for i in range(0, self.q.shape[1], step)):
             most = most.maximum((self.q[:, None] @ self.map_q(rows)).norm(dim=-1).amax(1))
         return most[..., None]
@@ -554,7 +554,7 @@ def _sample(att: Attention, radii: list[float], ball: str) -> tuple[Tensor, Tens
     size = att.d_v**0.5 * torch.linalg.matrix_norm(att.w_v) + att.centred_v[0].norm(dim=-1).amax(-1)
     slope = 1 + around.u.amax((-1, -2)) + around.f.amax((-1, -2))
     turned = around.norm_a[:, 0] * att.x.new_tensor(radii)
-    hidden = HIDDEN * size[:, None] * (slope[:, None] + turned)
+    hidden = _HIDDEN * size[:, None] * (slope[:, None] + turned)
     changed, whole = (torch.stack(values, -1) + hidden for values in zip(*found, strict=True))
     return changed.nan_to_num(torch.inf), whole.nan_to_num(torch.inf)
 

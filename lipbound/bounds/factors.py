@@ -32,10 +32,10 @@ TIGHT = 1e-10
 """Relative excess that the norm of P may have over the exact one."""
 COPIES = 5
 """Number of matrices of the size of P that are in memory while it is formed and used."""
-STEPS = 100
+_STEPS = 100
 UNKNOWN = 0.5
 """Relative errors of probabilities from which on nothing is taken from their values."""
-FAINT = 1e-100
+_FAINT = 1e-100
 """More than what underflow can take from a distance of tokens, relative to the longest of them."""
 TINY = 2.0**-900
 """More than what underflow can take from a sum of probabilities."""
@@ -203,7 +203,7 @@ def diameter(att: Attention) -> Tensor:
         distances = distances * (att.valid[:, None, :] & att.valid[:, :, None])
     pair, row = distances.flatten(1).argmax(-1), torch.arange(len(x), device=x.device)
     apart = (x[row, pair // x.shape[1]] - x[row, pair % x.shape[1]]).norm(dim=-1)
-    return apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + FAINT * radius(att)
+    return apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + _FAINT * radius(att)
 
 
 def total_radius(att: Attention, radius: float, ball: str) -> Tensor:
@@ -243,7 +243,7 @@ def probabilities(att: Attention) -> Tensor:
 def norm_p(att: Attention) -> Tensor:
     """Spectral norm ||P||, (samples, heads)."""
     factor, unknown = stretched(att)
-    norm = nonnegative_norm(probabilities(att), rtol=TIGHT, max_steps=STEPS) * factor + TINY
+    norm = nonnegative_norm(probabilities(att), rtol=TIGHT, max_steps=_STEPS) * factor + TINY
     return torch.minimum(torch.where(unknown, torch.inf, norm), root_count(att))
 
 

@@ -35,7 +35,7 @@ PAPERS = (
 """The modules that register bounds, under ``lipbound.bounds``."""
 NO_BOUNDS = ("none", "exact")
 """Names for no bound at all."""
-PARTS = ("condition", "terms", "layer", "longest")
+_PARTS = ("condition", "terms", "layer", "longest")
 """Keywords that belong to a `Formula`; all others are facts of the bound."""
 _BOUNDS: dict[str, Bound] = {}
 _BIBTEX: dict[str, str] = {}
@@ -90,7 +90,7 @@ def bound(
         UnknownNameError: an unknown norm.
     """
     citation = facts.pop("citation", None) or bibtex.partition("{")[2].partition(",")[0]
-    parts = {key: facts.pop(key) for key in PARTS if key in facts}
+    parts = {key: facts.pop(key) for key in _PARTS if key in facts}
 
     def enter(function: Function) -> Bound:
         if function.__module__ not in _modules():

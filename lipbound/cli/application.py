@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
-VERBOSE = "LIPBOUND_VERBOSE"
+_VERBOSE = "LIPBOUND_VERBOSE"
 """Environment variable that lets other libraries speak, here and in processes started here."""
 SWITCHES = {
     "quiet": "Neither signs of progress nor notes.",
@@ -113,7 +113,7 @@ def main_options(
     """
     state.update(quiet=quiet, verbose=verbose, debug=debug)
     if verbose:
-        os.environ[VERBOSE] = "1"
+        os.environ[_VERBOSE] = "1"
 
 
 def main() -> None:
@@ -156,7 +156,7 @@ def main() -> None:
             status = _failed(f"{said.rstrip('.')}; see {command} --help", error) if said else 2
         finally:
             if state["verbose"]:
-                os.environ.pop(VERBOSE, None)
+                os.environ.pop(_VERBOSE, None)
     if status == 130:  # typer may have ended the command itself
         typer.echo(f"interrupted: {state['kept']()}", err=True)
     if status:

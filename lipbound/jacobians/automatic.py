@@ -18,7 +18,7 @@ from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Product
 from lipbound.linalg.solution import Norm, normal_numbers
 
-STEPS = (1e-6, 1e-8, 1e-4, 1e-3)
+_STEPS = (1e-6, 1e-8, 1e-4, 1e-3)
 """Lengths of differences, relative to the tokens'; one of them must tell the derivative."""
 AGREES, TRANSPOSED = 1e-4, 1e-5
 """Relative errors of differences, and of products with J and its transpose, that are allowed."""
@@ -125,7 +125,7 @@ class AutomaticJacobian(JacobianOperator):
         if not off <= TRANSPOSED * of_jx.numel() ** 0.5:
             return f"its products with J and with the transpose of J are {off:.1e} apart"
         least = float("inf")
-        for h in (step * scale for step in STEPS):
+        for h in (step * scale for step in _STEPS):
             with torch.no_grad():
                 difference = (self._function(x + h * t) - self._function(x - h * t)) / (2 * h)
             apart = size(difference - jx) - 1e-10 / h * size(y)  # its rounding

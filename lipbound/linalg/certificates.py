@@ -35,7 +35,7 @@ LEAST_EXCESS, MOST_EXCESS = -36.0, 60.0
 sought."""
 LEAST_LOST = 32
 """Units of the eigenvalue's rounding that orthogonalisation is taken to lose at least."""
-EXCESS = 0.03
+_EXCESS = 0.03
 """Accuracy of that excess."""
 ESTIMATE_DELTA = 1e-3
 """Failure probability, per norm, behind the error estimate of a norm for which no certificate was
@@ -139,7 +139,7 @@ class Certificate:
     def bound(self, found: Recurrence, starts: Array, goal: Array) -> Array:
         """Return upper bounds on the largest eigenvalues, (batch,); infinite where there is none.
 
-        At most ``goal`` where that is shown. Within `EXCESS` of the excess over Ritz values that
+        At most ``goal`` where that is shown. Within `_EXCESS` of the excess over Ritz values that
         recurrences allow, by bisection on its logarithm.
 
         Args:
@@ -161,7 +161,7 @@ class Certificate:
                 reached = total < epsilon
             # the sum falls at least as fast as the excess grows
             low = np.maximum(high - np.log(epsilon / total), LEAST_EXCESS)
-            while np.where(reached, high - low, 0.0).max(initial=0.0) > EXCESS:
+            while np.where(reached, high - low, 0.0).max(initial=0.0) > _EXCESS:
                 middle = (low + high) / 2
                 shown = self._missed(everyone, found, base * (1 + np.exp(middle)))[0] < epsilon
                 high, low = np.where(shown, middle, high), np.where(shown, low, middle)

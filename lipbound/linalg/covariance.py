@@ -11,7 +11,7 @@ from lipbound.linalg.matrix_norms import (
     with_derivative,
 )
 
-ROWS = 4
+_ROWS = 4
 """Rows of each head solved for at a time, after the first, which is nearly always the largest."""
 ROUNDS = 9
 """Rounds after which the remaining rows keep their cheap upper values."""
@@ -19,9 +19,9 @@ BYTES = 2**26
 """Size in bytes of the largest temporary over rows of several heads."""
 FLUSHED = 2.0**-120
 """Entries of a matrix that count as zero, relative to its largest."""
-VANISHED = 2.0**-1000
+_VANISHED = 2.0**-1000
 """What underflows in fourth powers of deviations is less."""
-FAINT = 2.0**-500
+_FAINT = 2.0**-500
 """Deviations of rows, of inputs of ordinary size, below which nothing depends on their digits: this
 much is added to all of them."""
 
@@ -71,7 +71,7 @@ def _one_sample(x: Tensor, p: Tensor) -> Largest:
     exact = torch.full_like(upper, -torch.inf)
     active = torch.arange(heads, device=x.device)
     for turn in range(ROUNDS):
-        rows = upper[active].topk(min(ROWS if turn else 1, n), -1).indices
+        rows = upper[active].topk(min(_ROWS if turn else 1, n), -1).indices
         places = active[:, None], rows
         exact[places], upper[places] = _exact(x, distances, p[places]), -torch.inf
         active = (upper.amax(-1) > exact.amax(-1)).nonzero()[:, 0]
@@ -113,8 +113,8 @@ def _upper_values(k: Tensor, width: int, p: Tensor) -> Tensor:
     size, per = k.diagonal().detach().amax() * mass.detach(), gamma(4 * n + 2 * width + 60)
     low, high, f = t - 5 * per * size, t + 5 * per * size, f + 20 * per * size**2
     room = (1 - 1 / m) * (f - low.clamp_min(0) ** 2 / m)
-    square = torch.minimum(high / m + room.clamp_min(VANISHED).sqrt(), high)
-    return square.clamp_min(VANISHED**0.5).sqrt() * (1 + gamma(40))
+    square = torch.minimum(high / m + room.clamp_min(_VANISHED).sqrt(), high)
+    return square.clamp_min(_VANISHED**0.5).sqrt() * (1 + gamma(40))
 
 
 def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     n, width = x.shape
     heaviest = p.argmax(-1)
     lengths = p * distances[heaviest]  # at most N times as small as the columns of X^T M
-    scale = lengths.amax(-1, keepdim=True).clamp_min(FAINT)
+    scale = lengths.amax(-1, keepdim=True).clamp_min(_FAINT)
     weights = p / scale  # subnormal products take a hundred times as long
     weights.masked_fill_(weights * distances.amax() < FLUSHED, 0.0)
     z = x - x[heaviest][..., None, :]
@@ -135,4 +135,4 @@ def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)
     top = eigenvalues(g)[..., -1].clamp_min(0) + 2 * gamma(9 * (n + width) + 4) * trace
     norm = (top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0]
-    return (norm + 2 * gamma(n + 12) * lengths.sum(-1) + FAINT) * (1 + gamma(20))
+    return (norm + 2 * gamma(n + 12) * lengths.sum(-1) + _FAINT) * (1 + gamma(20))

@@ -22,10 +22,10 @@ from lipbound.linalg.operators import InUnits, JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, seeds_each, start_vectors, width, with_vectors
 
 Array = np.ndarray
-ADDED = 4
+_ADDED = 4
 """Rounding of one product where it is not measured, in units of the last digit of a bound on the
 norm."""
-HIDDEN = 4
+_HIDDEN = 4
 """Factor on what a random vector shows of a difference, beyond the share that each direction has of
 its length on average."""
 ROUGH = 1e-3
@@ -35,7 +35,7 @@ FINER = 0.2
 SMALL = 1e-60
 """Norms below this are enclosed in units of their size: their fourth powers, and what rounding adds
 to these, may underflow."""
-FAINT = 1e-12
+_FAINT = 1e-12
 """Norms below this, of values of ordinary size, come from probabilities that other dtypes than
 float64 may have lost."""
 
@@ -245,14 +245,14 @@ def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor) -> Tensor:
 
     blur, size = apart(problem.search, top, image), problem.roundoff.size
     unit = torch.finfo(problem.search.dtype).eps
-    unsure = (~(ADDED * unit * size <= problem.tol * low) | (size == 0)).nonzero()[:, 0]
+    unsure = (~(_ADDED * unit * size <= problem.tol * low) | (size == 0)).nonzero()[:, 0]
     if len(unsure):
         part = problem.select(unsure)
         y = start_vectors(part.op, part.op.out_shape, part.seeds_for("blur"))
         exact = part.op.image(y.view(-1, *part.op.out_shape))
-        seen = HIDDEN * y.shape[1] ** 0.5 * apart(part.search, y, exact)
+        seen = _HIDDEN * y.shape[1] ** 0.5 * apart(part.search, y, exact)
         blur[unsure] = torch.maximum(blur[unsure], seen)
-    return torch.where(low < FAINT, math.inf, blur)
+    return torch.where(low < _FAINT, math.inf, blur)
 
 
 def _nothing(op: JacobianOperator) -> tuple[Norm, Tensor]:

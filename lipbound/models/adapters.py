@@ -20,7 +20,7 @@ from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.other_libraries import changed, explained, quiet
 
 PEFT_FILES = PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
 PATH = "base_model.model."
 """Prefix that PEFT gives to names of tensors."""
@@ -59,7 +59,7 @@ class LoraAdapter:
             what = f"has no {PEFT_WEIGHTS}, and pickles are not read"
             raise CheckpointError(f"the adapter {self.name} {what}")
         weight_files.check_file(self.folder / PEFT_WEIGHTS)
-        allowed = {"peft_type": ("LORA",), "init_lora_weights": STARTS, "megatron_config": (None,)}
+        allowed = {"peft_type": ("LORA",), "init_lora_weights": _STARTS, "megatron_config": (None,)}
         for key, values in allowed.items():
             if (said := self.config.get(key)) not in values:
                 what = f"says {key}: {json.dumps(said)[:60]}, which is not merged here"

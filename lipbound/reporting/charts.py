@@ -270,7 +270,7 @@ def ball_curve(
         return styles.written(figure, path)
 
 
-STEPS = (1, 2, 5, 10)
+_STEPS = (1, 2, 5, 10)
 """Round distances of ticks, and ten times these, and so on."""
 UNITS = {"largest_logit": "score", "entropy": "nats", "first_token": "share of attention"}
 """Units of the axes of statistics."""
@@ -322,7 +322,7 @@ def over_steps(
         for i, layer in enumerate(layers):
             axes.plot(ds[STEP], lines[i], color=colors(i), lw=1, marker=".", ms=2, label=str(layer))
         axes.set(xlabel="step of training", yscale="log" if logarithmic else "linear")
-        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=STEPS, integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_STEPS, integer=True, min_n_ticks=1))
         if logarithmic:
             _within_ten(axes, *statistics.ends(lines))
         else:
@@ -345,7 +345,7 @@ ENDS: dict[str, Any] = {
 }
 """What encloses the true supremum: variables, and how they are drawn."""
 PANELS = ("what this token does to all outputs", "what all tokens do to this output")
-LONGEST = 14
+_LONGEST = 14
 """Letters of a token that are written."""
 
 
@@ -390,7 +390,7 @@ def token_profile(
     if len(names) != count:
         what = f"{len(names)} tokens were given for a profile of {count}"
         raise LipboundError(f"{what}; give the text of every token")
-    names = [n if len(n) <= LONGEST else f"{n[: LONGEST - 1]}\u2026" for n in names]
+    names = [n if len(n) <= _LONGEST else f"{n[: _LONGEST - 1]}\u2026" for n in names]
     settings, inches, points = styles.look(None, width, font_size)
     tall = 0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0)
     size = (inches, 2 * tall + 0.06 * max(map(len, names), default=1) + 0.3)

@@ -43,7 +43,7 @@ def mark(entry: dict[str, Any]) -> str:
     return " \u2020" if entry["sound"] < entry["compared"] else ""
 
 
-METHODS = {
+_METHODS = {
     "lanczos": "Lanczos' method",
     "power": "power iteration",
     "dense": "dense decompositions",
@@ -380,7 +380,7 @@ def exact_words(ds: xr.Dataset) -> str:
     else:
         # what encloses works in float64, whatever the model
         dtype = f"({run.dtype} model)" if enclosed else f"in {run.dtype}"
-        found = f"by {METHODS.get(run.method, run.method)} {dtype}, {closely}"
+        found = f"by {_METHODS.get(run.method, run.method)} {dtype}, {closely}"
         if run.delta and enclosed:
             each = " a step" * (schema.STEP in ds.dims)
             found += f" with failure probability {small(run.delta)}{each}"

@@ -19,14 +19,14 @@ r"""Points for a table's width and its type, and its rows before it is split.
 A4 has 221 pt), "page" the text of ``article`` at 10 pt, "slide" a frame of ``beamer``. The type is
 that of \footnotesize there, and the same in a class of larger type, where the table would not fit
 otherwise."""
-LEAST = 120
+_LEAST = 120
 """Points that the narrowest table takes: a column of words beside one of numbers."""
 NARROW, GAP, NOTES = 62.0, 8.0, 7.0
 """Points at 10 pt that a column of words keeps at least, points between two columns, and the type
 of notes."""
 MARKS = {"\u2021": "$^\\ddagger$", "\u2020": "$^\\dagger$"}
 """The audit's marks."""
-WORDS = {"inf": "$\\infty$", "n/a": "--", "to": "--"}
+_WORDS = {"inf": "$\\infty$", "n/a": "--", "to": "--"}
 """Words in cells of numbers."""
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 FORMULA = re.compile(
@@ -38,7 +38,7 @@ FORMULA = re.compile(
 """Mathematics that our statements, labels and descriptions write as plain text."""
 SYMBOLS = {"x": "\\times", "log10": "\\log_{10}"}
 HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
-LONG = 22
+_LONG = 22
 """Characters of a word from which on it may be broken."""
 SLIM = "fijlrst.,:;'|!()[]- "
 """Characters that are narrow in Computer Modern."""
@@ -71,7 +71,7 @@ def _words(text: str) -> str:
 
 def _breakable(word: str) -> str:
     """A word, with places to break a long one: behind punctuation, or after twelve letters."""
-    pieces = re.findall(r"[^/._:-]{1,12}[/._:-]*|[/._:-]+", word) if len(word) > LONG else [word]
+    pieces = re.findall(r"[^/._:-]{1,12}[/._:-]*|[/._:-]+", word) if len(word) > _LONG else [word]
     return "\\allowbreak{}".join(map(escape_latex, pieces))
 
 
@@ -96,14 +96,14 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
 
     Raises:
         UnknownNameError: another name of a width.
-        LipboundError: a width below `LEAST`.
+        LipboundError: a width below 120 points.
     """
     width = "column" if width is None else width
     named = isinstance(width, str)
     room, points, rows = WIDTHS[choice("width", width, WIDTHS)] if named else (float(width), 8, 40)
-    if not room >= LEAST:
+    if not room >= _LEAST:
         raise LipboundError(
-            f"width is {width}; it must be a number of points, at least {LEAST}, or one of "
+            f"width is {width}; it must be a number of points, at least {_LEAST}, or one of "
             f"{', '.join(WIDTHS)}"
         )
     size = points / 10 * 1.07  # small type is wider
@@ -170,7 +170,7 @@ def _numbers(text: str) -> str:
     parts = []
     for token in re.split("([ /])", text):
         known = f"\\num{{{token.replace(',', '')}}}" if NUMBER.fullmatch(token) else typeset(token)
-        parts.append(WORDS.get(token, known))
+        parts.append(_WORDS.get(token, known))
     return "".join(parts).replace(" -- ", "--")
 
 

@@ -64,7 +64,7 @@ NEAR_COLORMAP = "viridis"
 """Colours of rows with a scale of their own, so that nobody reads them off the other one."""
 DIVERGING = "RdBu_r"
 """Colours of ratios of two runs: blue below one, red above."""
-NEAR = 1.0
+_NEAR = 1.0
 """Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the
 exact norm."""
 ABOVE, BELOW, MISSING = "#fff7bc", "#cfe0f3", "#dddddd"
@@ -74,7 +74,7 @@ LINE = 1.35
 """Height of a line of type over its size."""
 NARROW, FLAT = 6.0, 2.0
 """Least width and height of a panel, in lines of type."""
-WIDE = 36.0
+_WIDE = 36.0
 """Width of a figure, in lines of type, from which on colour bars stand on the right of their panels
 rather than below them."""
 
@@ -179,11 +179,11 @@ def scales(ds: xr.Dataset, grids: Grids, how: str, limits: Limits = None) -> lis
 def _near(ds: xr.Dataset, grids: Grids, name: str) -> bool:
     """True for the exact norm, and for bounds on it with a median at most ten times as large."""
     if "exact" not in grids:
-        return _median(grids[name]) <= NEAR
+        return _median(grids[name]) <= _NEAR
     if name not in bounds_there(ds):
         return name == "exact"
     above = _median(grids[name]) - _median(grids["exact"])
-    return compared_with(ds, name) == "exact" and above <= NEAR
+    return compared_with(ds, name) == "exact" and above <= _NEAR
 
 
 def _median(grid: np.ndarray) -> float:
@@ -285,7 +285,7 @@ def arrange(
         line = size / 72 * LINE
         # strips are too low for a bar beside them
         strips = layers <= 2 or layers < 0.2 * cells
-        beside = own_bars or (inches / line >= WIDE and not strips)
+        beside = own_bars or (inches / line >= _WIDE and not strips)
         around, right = (3.8, 0.0) if own_bars else (0.9, 4.4 * beside)
         words = textwrap.fill(caption, int(inches * 72 / size * 1.95))
         room = inches - (3.2 + right) * line

@@ -43,7 +43,7 @@ FILES: Any = {
 BASE: Any = FILES | {"font.family": "sans-serif", "axes.linewidth": 0.5}
 TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
 """Names in tueplots of our widths, for journals of two columns."""
-SPARE = {"serif": "STIXGeneral", "sans-serif": "DejaVu Sans"}
+_SPARE = {"serif": "STIXGeneral", "sans-serif": "DejaVu Sans"}
 """Fonts that are always there, for machines without the venue's."""
 LETTERS = 1.65
 """Letters in a line over its width, in sizes of its type."""
@@ -102,11 +102,11 @@ def look(
 def _font(style: str, found: dict[str, Any]) -> str:
     """The first font of a venue that is installed; else a like one, which is told."""
     family = found["font.family"]
-    fonts = found.get(f"font.{family}", []) if family in SPARE else [family]
+    fonts = found.get(f"font.{family}", []) if family in _SPARE else [family]
     for font in fonts:
         if font in font_manager.get_font_names():
             return str(font)
-    spare = SPARE.get(family, "DejaVu Sans")
+    spare = _SPARE.get(family, "DejaVu Sans")
     named = ", ".join(fonts) or "left to TeX"
     tell(f"style {style!r}: none of its fonts ({named}) is installed; {spare} is taken")
     return spare

@@ -39,7 +39,7 @@ FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, NO_SPREAD = "geom. mean", "one sample: no interval over samples"
 HOLDS, BELOW = "assumptions hold", "below exact"
-WORDS = ("bound", "norm", "name", HOLDS)
+_WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
 SPARE = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 """Columns of a table by bound that are left out where there is no room, the first one first; of the
@@ -174,7 +174,7 @@ def _table(
     else:
         spread.insert(0, f"{LIKELY}: Student's t over {samples} samples, on logarithms")
     shown = shown.map(plain).rename(columns=plain)
-    return Table(numbers, shown, WORDS, head, said, [*spread, *notes], tuple(keys), spare)
+    return Table(numbers, shown, _WORDS, head, said, [*spread, *notes], tuple(keys), spare)
 
 
 def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:

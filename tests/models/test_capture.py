@@ -88,7 +88,7 @@ def test_half_precision_is_captured_as_a_copy_with_the_same_numbers(family: str)
 def test_other_objects_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"give a loaded transformers model, any torch.nn.Mod"):
         capture("bert", {})
-    with pytest.raises(CaptureError, match=r"inputs is \{\}; give named tensors"):
+    with pytest.raises(CaptureError, match=r"inputs is \{\}; give tensors"):
         capture(torch.nn.Linear(2, 2), {})
 
 

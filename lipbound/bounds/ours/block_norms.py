@@ -37,7 +37,7 @@ MATRICES = 17
 STORED = 4e9
 """Bytes of matrices over all pairs of tokens up to which our bounds are computed; longer heads have
 their exact norm enclosed in less time."""
-TINY = 2.0**-160
+_TINY = 2.0**-160
 """At least what underflow can take from a norm, relative to the largest probability and the sizes
 of values and their weights."""
 RTOL = 1e-5
@@ -113,7 +113,7 @@ class Sample(NamedTuple):
             real = None if one.valid_rows is None else one.valid_rows[:, None]
             e, mix, _ = Mixing.of(self.errors, one.p.sum(-2), one.p.amax(-1), real)
             off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
-            off = off + TINY * (one.d_v**0.5 * e.v_slope + e.v)
+            off = off + _TINY * (one.d_v**0.5 * e.v_slope + e.v)
             error = off[0].to(values.device) * (1 + 1e-6) * reach
         return times_power_up(values + error, self.exponents.to(values.device))
 

@@ -32,7 +32,7 @@ from lipbound.jacobians.token_norms.blocks import LayerTensors
 from lipbound.jacobians.token_norms.row_search import bounded
 from lipbound.linalg.matrix_norms import UNIT, gamma
 
-FLOOR = 1e-6
+_FLOOR = 1e-6
 """A hundred times what d is at least, relative to the sizes of the parts of blocks."""
 AT_ONCE = 16
 """Rows whose matrices are formed together, those with the largest sums of norms first."""
@@ -222,7 +222,7 @@ def _largest_row(parts: LayerTensors, d: Tensor) -> Tensor:
             return totals[i] if bool(totals[i].isnan()) else found
         rows = order[i : i + step]
         each = torch.minimum(
-            bounded(parts.rows(rows), d[None, rows], FLOOR)[0], totals[i : i + step]
+            bounded(parts.rows(rows), d[None, rows], _FLOOR)[0], totals[i : i + step]
         )
         found = torch.maximum(found, each.amax())
     return found

@@ -13,7 +13,7 @@ from lipbound.bounds.factors import ROOT3, values_and_softmax
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import gamma
 
-BIBTEX = """@inproceedings{castin2024smooth,
+_BIBTEX = """@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
   author    = {Castin, Val{\\'e}rie and Ablin, Pierre and Peyr{\\'e}, Gabriel},
   booktitle = {International Conference on Machine Learning},
@@ -23,11 +23,11 @@ BIBTEX = """@inproceedings{castin2024smooth,
 QUERY_BIAS = (
     "it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it"
 )
-EXCESS = 1e-10
+_EXCESS = 1e-10
 """More than the relative rounding of an exponent."""
 theorem = partial(
     bound,
-    bibtex=BIBTEX,
+    bibtex=_BIBTEX,
     covers=conditions.LINEAR,
     terms=values_and_softmax(
         lambda att, value: ((ROOT3 * factors.norm_v(att) * factors.root_count(att)) / value) ** 2
@@ -179,7 +179,7 @@ def castin_c3(att: Attention, radius: float = 0.0, ball: str = "token") -> Tenso
 @bound(
     "castin_c3_as_coded",
     label="Castin C.3, as coded",
-    bibtex=BIBTEX,
+    bibtex=_BIBTEX,
     statement="||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i |A x_i|",
     statement_latex=r"$\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' = \max_i |A x_i|$",
     source="Theorem C.3 as recalled from the authors' code: without sqrt(3), R' on one side",
@@ -206,7 +206,7 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
 @bound(
     "castin_mean_field",
     label="Castin 3.5, mean field",
-    bibtex=BIBTEX,
+    bibtex=_BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 3 ||A|| R^2) exp(2 ||A|| R^2)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 3 \|A\| R^2) \exp(2 \|A\| R^2)$",
     source="Theorem 3.5 with Lemma 3.2",
@@ -228,4 +228,4 @@ def castin_mean_field(att: Attention, radius: float = 0.0, ball: str = "token") 
     :math:`2\|W_V\|`: Lemma 38 (docs/theory/published.md).
     """
     t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
-    return factors.norm_v(att) * (1 + 3 * t) * (2 * t * (1 + EXCESS)).exp()
+    return factors.norm_v(att) * (1 + 3 * t) * (2 * t * (1 + _EXCESS)).exp()

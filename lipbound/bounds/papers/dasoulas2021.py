@@ -21,7 +21,7 @@ from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, times_power_up
 
-BIBTEX = """@inproceedings{dasoulas2021lipschitz,
+_BIBTEX = """@inproceedings{dasoulas2021lipschitz,
   title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph
                Neural Networks},
   author    = {Dasoulas, George and Scaman, Kevin and Virmaux, Aladin},
@@ -59,7 +59,7 @@ def _queries(att: Attention) -> Tensor:
 @bound(
     "dasoulas",
     label="Dasoulas 2021, reconstructed",
-    bibtex=BIBTEX,
+    bibtex=_BIBTEX,
     statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = "
     "max_i |x_i|, a = scale W_K b_Q",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\|_F + \sqrt{2} R\,(\max_j |A x_j| + \|X A + 1 "

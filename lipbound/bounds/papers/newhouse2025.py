@@ -11,7 +11,7 @@ from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.papers.yudin2025 import with_ones
 from lipbound.bounds.registry import bound
 
-BIBTEX = """@misc{newhouse2025enforced,
+_BIBTEX = """@misc{newhouse2025enforced,
   title  = {Training Transformers with Enforced {L}ipschitz Constants},
   author = {Newhouse, Laker and Hess, R. Preston and Cesista, Franz and Zahorodnii, Andrii and
             Bernstein, Jeremy and Isola, Phillip},
@@ -23,7 +23,7 @@ BIBTEX = """@misc{newhouse2025enforced,
 @bound(
     "newhouse",
     label="Newhouse 2025",
-    bibtex=BIBTEX,
+    bibtex=_BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 2 scale ||W_Q|| ||W_K|| R^2), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 2 \mathrm{scale}\,\|W_Q\| \|W_K\| R^2)$, $R = "
     r"\max_i |x_i|$",

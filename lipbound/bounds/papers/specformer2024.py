@@ -8,7 +8,7 @@ from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT, gamma
 
-BIBTEX = """@inproceedings{hu2024specformer,
+_BIBTEX = """@inproceedings{hu2024specformer,
   title     = {{SpecFormer}: Guarding Vision Transformer Robustness via Maximum Singular Value
                Penalization},
   author    = {Hu, Xixu and Zheng, Runkai and Wang, Jindong and Leung, Cheuk Hang and Wu, Qi and
@@ -35,7 +35,7 @@ def _condition(att: Attention) -> Tensor:
 @bound(
     "specformer",
     label="Specformer 2024",
-    bibtex=BIBTEX,
+    bibtex=_BIBTEX,
     statement="||J|| <= N (N+1) ||X||_F^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
     statement_latex=r"$\|J\| \le N (N+1) \|X\|_F^2\,(\|W_V\| \|W_Q\| \|W_K\| + \|W_V\|)$",
     source="as stated in Theorem 1 of Yudin et al. 2025, at radius 0",

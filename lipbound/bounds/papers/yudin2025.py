@@ -14,7 +14,7 @@ from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import nonnegative_norm
 
-BIBTEX = """@misc{yudin2025pay,
+_BIBTEX = """@misc{yudin2025pay,
   title  = {Pay Attention to Attention Distribution: A New Local {L}ipschitz Bound for
             Transformers},
   author = {Yudin, Nikolay and Gaponov, Alexander and Kudriashov, Sergei and Rakhuba, Maxim},
@@ -23,7 +23,7 @@ BIBTEX = """@misc{yudin2025pay,
 }"""
 any_biases = partial(
     bound,
-    bibtex=BIBTEX,
+    bibtex=_BIBTEX,
     assumptions="any biases (Remark 2), any mask",
     condition=conditions.always,
     covers=conditions.LINEAR,
@@ -161,7 +161,7 @@ def yudin_g1(att: Attention) -> Tensor:
 @bound(
     "yudin_nobias",
     label="Yudin Thm 3, no bias",
-    bibtex=BIBTEX,
+    bibtex=_BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), whatever the biases",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$, whatever "
     r"the biases",

@@ -24,7 +24,7 @@ from lipbound.linalg.matrix_norms import gamma, matrix_norm
 SLOPE = 4.0
 """Absolute values in the factors of a token's map have a norm that is larger than that of the map
 by this factor at most: Lemma 87 (docs/theory/token_norms.md)."""
-VANISHED = 1e-100
+_VANISHED = 1e-100
 """Norms this small, in the units of a layer of ordinary size, may come of squares that underflow.
 """
 
@@ -341,7 +341,7 @@ class LayerTensors:
         q, v = (torch.linalg.vector_norm(x, dim=-1).amax(-1) for x in (self.q, self.v))
         k = torch.linalg.vector_norm(self.k, dim=-1).amax(-1)
         size = self.v_size + v * (k * self.q_size + q * self.k_size + (v > 0))
-        return torch.where(size > 0, VANISHED * (1 + self._projected(size)), 0.0).sum(-1)
+        return torch.where(size > 0, _VANISHED * (1 + self._projected(size)), 0.0).sum(-1)
 
     def _projected(self, size: Tensor) -> Tensor:
         """Sizes (b, h, ...) of heads after the output projection."""

@@ -27,7 +27,7 @@ SETTLED = 2e-13
 """Relative growth of their sums in a step at which they have arrived."""
 LEADERS = 4
 """Rows of each map that climb to the end, and half of the blocks that are looked at first."""
-FLOOR = 1e-6
+_FLOOR = 1e-6
 """Weights are no smaller than this times the size of their block, which keeps rounding small."""
 FLAT_BYTES = 2**26
 """Bytes of the blocks that are worked on at a time when each row has its own map."""
@@ -213,7 +213,7 @@ def _climb(
 
 def weights_of(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
     """Weights 1 / d (b, i, n) and the sums of d, (b, i): Lemma 90 (docs/theory/token_norms.md)."""
-    d = torch.maximum(lengths, min(FLOOR, tol / 100) * blocks.size)
+    d = torch.maximum(lengths, min(_FLOOR, tol / 100) * blocks.size)
     w = torch.where(d > 1e-290, 1 / d.clamp_min(1e-290), 0.0)
     w = torch.where((blocks.size > 0) & (w == 0), 1e290, w)
     return w, torch.where(w > 0, 1 / w.clamp_min(1e-300), 0.0).sum(-1) * (1 + 1e-12)

@@ -35,7 +35,7 @@ from lipbound.models.capture.seeing.follower import BY_HAND, in_heads
 from lipbound.models.capture.seeing.recording import HIDDEN, Call
 from lipbound.models.other_libraries import changed
 
-ADDED = ("mask", "position_bias")
+_ADDED = ("mask", "position_bias")
 """What attention is handed that is added to scores."""
 POSITIONS = "position_embeddings"
 """The argument in which transformers hands rotary embeddings to a layer."""
@@ -196,7 +196,7 @@ class ProbedLayer(ModuleCopy):
         first, second = (self.seen(self.random(generator))[1] for _ in range(2))
         changed = [name for name, t in first.items() if not same_values(t, second.get(name))]
         for name in changed:
-            if name not in ADDED:
+            if name not in _ADDED:
                 what = name.replace("_", " ")
                 raise self.call.unsupported(f"computes its {what} from its tokens")
         return bool(changed)
@@ -402,7 +402,7 @@ def _scores(call: Call, layer: ProbedLayer, tokens: Tensor) -> tuple[Tensor, Ten
         return q @ k.mT, others["scores"].reshape(*q.shape[:-1], k.shape[-2])
     scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
     scores = scale * q @ k.mT
-    for name in ADDED:
+    for name in _ADDED:
         if (added := others.get(name)) is not None:
             scores = scores + added[..., : k.shape[-2]]
     return q @ k.mT, scores

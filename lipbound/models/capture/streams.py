@@ -27,7 +27,7 @@ from lipbound.models.capture.seeing.follower import BY_HAND, INTERFACE, Heads
 from lipbound.models.capture.seeing.recording import HIDDEN, Call, same_numbers
 from lipbound.schema import INPUT, MEMORY, QUERIES
 
-SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
+_SIDES = {INPUT: "qkv", QUERIES: "q", MEMORY: "kv"}
 """The sides that are made of each stream: of cross-attention queries, or keys and values."""
 
 
@@ -167,14 +167,14 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
     """
     if stream != INPUT:
         owner, streams = owner_of(call, stream)
-        own = owner.run.module is call.module and {stream} <= set(streams.named) <= set(SIDES)
+        own = owner.run.module is call.module and {stream} <= set(streams.named) <= set(_SIDES)
         if not own or not streams.apart or len(streams.named[stream]) > 1:
             raise call.unsupported(
                 "makes its queries, or its keys and values, of several streams of tokens, or of "
                 "some that are not its own inputs"
             )
         tokens = streams.named[stream][0]
-        call = replace(call, run=owner.run, stream=tokens, sides=SIDES[stream])
+        call = replace(call, run=owner.run, stream=tokens, sides=_SIDES[stream])
     if call.run.calls > len(call.pieces) or (len(call.pieces) > 1 and call.form is None):
         raise call.unsupported(
             f"calls attention {call.run.calls} times whenever it runs (differential attention, "

@@ -242,7 +242,7 @@ SAME = 1e-3
 """Relative difference of head outputs up to which they count as the same: rounding, in sums of
 another order."""
 LEFT = "since it is padded on the left and its positions are counted from there; pad on the right"
-LONGEST = (
+_LONGEST = (
     "since the longest sample decides for all (rotary tables for long texts, normalisations over "
     "padding); give samples of one length"
 )
@@ -321,7 +321,7 @@ def check_pass(
         UnfaithfulPassError: it is not.
     """
     modules = {m for call in calls for m in (call.module, call.consumer) if m is not None}
-    samples, own = calls[0].samples, recording.Runs(modules)
+    samples, own = calls[0].samples, recording.ModuleRuns(modules)
     # which axis of others' inputs counts samples is not known
     whole = samples == 1 or all(call.way != INTERFACE for call in calls)
     # eager attention adds True and False as numbers
@@ -454,7 +454,7 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     return [
         *notes,
         "numbers depend on what shares the batch: head outputs of the sample with most padding "
-        f"are up to {off:.1%} off those alone, {LEFT + by_hand if left else LONGEST}",
+        f"are up to {off:.1%} off those alone, {LEFT + by_hand if left else _LONGEST}",
     ]
 
 

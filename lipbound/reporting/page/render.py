@@ -35,7 +35,7 @@ from lipbound.runs.verify import replay
 from lipbound.schema import AXES, INPUT, Contents, bounds_there, compared_with, is_diff, norm_of
 
 HERE = Path(__file__).parent
-NEEDED = ("latex2mathml", "plotly")
+_NEEDED = ("latex2mathml", "plotly")
 """Packages that only the page needs: the extra ``report``."""
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
@@ -128,7 +128,7 @@ def report(
 
 
 def _check_needed() -> None:
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
         them = " and ".join(missing)
         raise LipboundError(f"a report needs {them}; pip install 'lipbound[report]'")
 

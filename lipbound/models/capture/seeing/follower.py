@@ -33,7 +33,7 @@ PROJECTIONS = {F.linear, torch.addmm, torch.mm, F.conv1d, F.conv2d, Tensor.addmm
 NORMALISATIONS = {F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.normalize}
 SPLITS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind}
 """Functions that return all parts of a tensor."""
-PARTS = {Tensor.__getitem__, Tensor.narrow, torch.narrow, *SPLITS}
+_PARTS = {Tensor.__getitem__, Tensor.narrow, torch.narrow, *SPLITS}
 """Functions that return a part of a tensor, or all of them."""
 JOINS = {torch.cat, torch.concat, torch.concatenate}
 """Functions that put tensors beside each other."""
@@ -350,7 +350,7 @@ class Follower(TorchFunctionMode):
             heads = _together(kinds, out, at_least=1 if wider else 2)
             sizes = {one.raw.numel() for one in (heads, *heads.parts)}
             sizes |= {t.numel() for t in given if isinstance(self.kind(t), Heads)}  # their parts
-            return heads if out.numel() in sizes or func in PARTS else None
+            return heads if out.numel() in sizes or func in _PARTS else None
         softmaxes = [k for k in kinds if isinstance(k, FollowedSoftmax)]
         followed = [k for k in softmaxes if k.scores is not None]
         if followed or (softmaxes and not scores):
@@ -360,7 +360,7 @@ class Follower(TorchFunctionMode):
             return of if followed or out.numel() == size else self.weighed(of)
         largest = max(t.numel() for t in given if isinstance(self.kind(t), Scores))
         if out.numel() < largest:
-            return _sum(scores[:1]) if func in PARTS else None
+            return _sum(scores[:1]) if func in _PARTS else None
         if func in NORMALISATIONS:
             return None
         if len(scores) == 1:

@@ -40,7 +40,7 @@ WAYS = (
     "by lipbound.linalg.operator_norm.operator_norm; closed=False needs attention that is seen, too"
 )
 """What to try where none is seen."""
-NEAR = 4
+_NEAR = 4
 """Modules around an operation whose inputs tell how many tokens there are."""
 FUSED_ATTENTION = re.compile(
     "_?scaled_dot_product|_native_multi_head_attention|_transformer_encoder_layer|_fused_sdp|"
@@ -272,7 +272,7 @@ def moved(value: Any, device: torch.device, copies: dict[int, Any]) -> Any:
     return copies[id(value)]
 
 
-class Runs:
+class ModuleRuns:
     """Runs of modules in a forward pass, of which hooks tell.
 
     Args:
@@ -348,7 +348,7 @@ class AttentionFinder(TorchDispatchMode):
     def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None) -> None:
         """Note a sum over tokens with weights, as `Follower.weighed` is told of it."""
         running = self._recorder.running
-        counts = {n for run in running[-NEAR:] for n in _counts(run, self._samples)}
+        counts = {n for run in running[-_NEAR:] for n in _counts(run, self._samples)}
         terms, axes = by.extent if made is None else made.extent
         each = counts.intersection(axes) or counts.intersection(n // self._samples for n in axes)
         apart = bool(each) and id(running[-1]) not in self.sampling
@@ -425,18 +425,18 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -
     return said
 
 
-class Recorder(Runs, Follower):
+class Recorder(ModuleRuns, Follower):
     """The calls of one forward pass, with the runs of modules that they happened in.
 
     Args:
         samples: of the pass.
         adds: as of `Follower`.
         mask: of the tokens, where the model itself is not given it.
-        wanted: as of `Runs`.
+        wanted: as of `ModuleRuns`.
     """
 
     def __init__(self, samples: int, adds: bool, mask: Any, wanted: Collection[nn.Module]):
-        Runs.__init__(self, wanted)
+        ModuleRuns.__init__(self, wanted)
         Follower.__init__(self, adds)
         self._samples, self._mask = samples, mask
         self.unseen = AttentionFinder(self, samples)
