@@ -80,7 +80,8 @@ def spectral_norm(
     Returns:
         `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer;
         values in float64, vectors in the dtype of ``att``. ``upper`` is infinite unless ``delta``
-        is given or the method is "dense", whose upper ends hold for every ``delta``.
+        is given, the method is "dense", or queries alone move (cross-attention, ``wrt="queries"``):
+        upper ends of the last two hold for every ``delta``.
         With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out) for
         "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole
         layer, and with d or d_v for D where keys, queries or values move.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from contextlib import suppress
 from dataclasses import fields
@@ -11,7 +12,7 @@ from typing import Any
 import xarray as xr
 
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError, Notice, choice, shown, tell
+from lipbound.errors import LipboundError, Notice, StoreError, choice, shown, tell
 from lipbound.models.checkpoint import Inputs
 from lipbound.runs.compare import one_of, open_sources, run
 from lipbound.runs.config import RunConfig, check_run_name
@@ -131,4 +132,13 @@ def _measured(configs: list[RunConfig], client: Any, progress: bool) -> list[xr.
         (a, of_a), (b, of_b) = map(_looked_at, configs)
     refuse_inputs(a.fingerprint == b.fingerprint, a.description, b.description)
     refuse_unlike(of_a, of_b)
-    return [run(config, client=client, progress=progress) for config in configs]
+    runs = [run(configs[0], client=client, progress=progress)]
+    try:
+        runs.append(run(configs[1], client=client, progress=progress))
+    except Exception:
+        if configs[0].target is None:  # a is finished work
+            with suppress(StoreError, OSError):
+                refuge = Path(tempfile.mkdtemp(prefix="lipbound-")) / "a.zarr"
+                tell(f"the run of a was finished, and is saved to {save(runs[0], refuge)}")
+        raise
+    return runs

@@ -121,4 +121,5 @@ def test_errors_of_estimates_whose_products_rounding_hides(seed: int) -> None:
     norm, exact = spectral_norm(att, seed=seed), mp_oracle.norm(att)
     assert not bool(norm.converged)
     assert not judge.above(float(norm.lower), exact)
-    assert not judge.below(float(norm.lower * (1 + norm.error)), exact)
+    if bool(norm.error.isfinite()):  # else nothing is claimed
+        assert not judge.below(float(norm.lower * (1 + norm.error)), exact)

@@ -16,7 +16,7 @@ from support.variants import layer
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.analysis import cache_bits
-from lipbound.errors import LipboundError, PaperError, StoreError, UnknownNameError
+from lipbound.errors import LipboundError, StoreError, UnknownNameError
 from lipbound.reporting import citations, statistics
 
 BAD, UNKNOWN = LipboundError, UnknownNameError
@@ -39,7 +39,6 @@ OF_RUN: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (plots.heatmaps, {"bounds": [], "over": "exact"}, BAD, "the run has no bounds"),
     (plots.heatmaps, {"limits": 3}, BAD, "limits is 3; give log10 of both ends"),
     (plots.heatmaps, {"limits": (1, 0)}, BAD, "limits is (1, 0); give log10 of both ends"),
-    (plots.heatmaps, {"columns": 1, "width": "column"}, PaperError, "11 panels in 1 column do not"),
     (plots.heatmaps, {"path": "x.docx"} | YUDIN, BAD, "no file type that can be drawn"),
     (plots.heatmaps, {"path": "setup.cfg/x.png"} | YUDIN, StoreError, "cannot be written"),
     (plots.heatmap, {"name": "yudn"}, UNKNOWN, "the run has no 'yudn'; did you mean"),

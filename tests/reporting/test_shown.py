@@ -110,7 +110,6 @@ MODELS = {
         (halved, table(), "bound / exact over layers and heads", "over samples, layers"),
         (halved, paragraph, "geometric means over layers and heads", "over samples, layers"),
         (halved, paragraph, "with exact constants on 1 of them", "?"),
-        (halved, tables.caption, "exact norms (on 1 of the samples)", "?"),
         (halved, VALUES, "exact norms are of 1 sample, bounds of all 2", "?"),
         (halved, table(by="layer"), "geometric mean over heads: exact norm, bound / exact;", "?"),
         (halved, VALUES, "geometric mean over samples and heads: exact norm, bound;", "?"),

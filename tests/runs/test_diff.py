@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,24 @@ def test_the_same_tokens_are_the_same_however_they_are_given(bert: Path) -> None
     mask = (torch.arange(padded.shape[1]) < ids.shape[1]).long()[None]
     other = lb.compare(bert, inputs={"input_ids": padded, "attention_mask": mask}, **options)
     refused(lambda: lb.diff(runs[0], other), "data is '1 given text", " in a and 'ready model in")
+
+
+def test_finished_work_is_kept_where_the_second_run_fails(
+    bert: Path, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = runs_diff.run
+
+    def failing(config: Any, **options: object) -> xr.Dataset:
+        if config.model == tuned:
+            raise MemoryError("no room")
+        return measured(config, **options)
+
+    monkeypatch.setattr(runs_diff, "run", failing)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(Notice, match="the run of a was finished"), pytest.raises(MemoryError):
+        lb.diff(bert, tuned, TEXTS, **OPTIONS)
+    (kept,) = tmp_path.glob("lipbound-*/a.zarr")
+    assert lb.load(kept).attrs["model"] == str(bert)
 
 
 @pytest.mark.parametrize("by", ["bound", "layer", "head"])
