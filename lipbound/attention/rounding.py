@@ -80,13 +80,13 @@ def tensor_errors(att: Attention) -> TensorErrors:
 
 @torch.no_grad()
 def _tensor_errors(att: Attention) -> TensorErrors:
-    reach, around = (_longest(x[:, None], att.valid) for x in (att.x, att.centred_x))
+    reach, around = (_lengths(x[:, None], att.valid) for x in (att.x, att.centred_x))
     found = []
     vectors = (att.wide_q, att.centred_k, att.centred_v)
     free = (False, att.shift_invariant, att.sinks is None)
     for side, t, differences in zip(SIDES, vectors, free, strict=True):
         error, *slopes = _entered(att, side, reach, around, differences=differences)
-        longest = _longest(t, att.valid_rows if side == "q" else att.valid_keys)
+        longest = _lengths(t, att.valid_rows if side == "q" else att.valid_keys).amax(-1)
         if differences or side == "v":  # centring
             error = error + 2 * UNIT * longest
         found.append([longest, error, *slopes])
@@ -115,10 +115,10 @@ def _tensor_errors(att: Attention) -> TensorErrors:
     return TensorErrors(*torch.nan_to_num(upper, nan=torch.inf, posinf=torch.inf))
 
 
-def _longest(t: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the largest lengths of vectors (samples, ..., N, n), (samples, ...)."""
+def _lengths(t: Tensor, valid: Tensor | None) -> Tensor:
+    """Return lengths of vectors (samples, heads, N, n), (samples, heads, N), zero for padding."""
     lengths = torch.linalg.vector_norm(t, dim=-1)
-    return (lengths if valid is None else lengths.masked_fill(~valid[:, None], 0.0)).amax(-1)
+    return lengths if valid is None else lengths.masked_fill(~valid[:, None], 0.0)
 
 
 def length(w: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _entered(
 ) -> Iterable[Tensor]:
     """Return what is known of queries, keys or values as they are used, the fields of `Passing`.
 
-    Of tokens no longer than ``size``, and than ``around`` from their mean, (samples, 1) each.
+    Of tokens of lengths ``size``, and ``around`` their mean, (samples, 1, N) each.
     ``differences``: whether those between tokens alone count.
     """
     if att.fixed(side) is not None:
@@ -139,18 +139,17 @@ def _entered(
     (w, b), steps = att.projection(side), att.steps(side)
     if differences and not steps:
         size, b = around, None
-    norm = torch.linalg.matrix_norm(w)
+    size = size if steps else size.amax(-1, keepdim=True)  # steps may divide by a token's own
+    norm = torch.linalg.matrix_norm(w)[:, None]
     reach = size * norm
-    reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)
+    reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)[:, None]
     error, slope = 2 * (w.shape[1] + 8) * UNIT * reach, norm * MARGIN
-    if not steps:
-        return error, slope, torch.zeros_like(slope)
-    slope = slope[:, None]
-    passing, y = Passing(error[..., None], slope, torch.zeros_like(slope)), att.projected(side)
+    passing = Passing(error, slope, torch.zeros_like(slope))
+    y = att.projected(side) if steps else error
     for step in steps:
         passing = step.rounded(att.x, y, passing)
         y = step.enter(att.x, y, att.valid)
-    if att.valid is not None:
+    if steps and att.valid is not None:
         passing = Passing(*(t.masked_fill(~att.valid[:, None], 0.0) for t in passing))
     return [t.amax(-1) for t in passing]
 
