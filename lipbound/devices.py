@@ -21,8 +21,8 @@ from lipbound.errors import (
     shown,
 )
 
-_T = TypeVar("_T")
-_P = ParamSpec("_P")
+T = TypeVar("T")
+P = ParamSpec("P")
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """Dtypes that numbers are computed in, by name."""
@@ -152,7 +152,7 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
         raise LipboundError(f"{what}, {sizes}; {instead}")
 
 
-def in_own_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function independent of the modes that its caller has set in torch.
 
     Products are in the dtype of their factors (no autocast), new tensors are on the CPU unless said
@@ -170,7 +170,7 @@ def in_own_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     function = knows_options(function)
 
     @wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
@@ -241,7 +241,7 @@ def threads_for(work: float) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def side_by_side(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
+def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """Run each task in a thread of its own, and return what they return.
 
     torch's threads are shared out among them, and derivatives are recorded as they are here. Many
@@ -259,7 +259,7 @@ def side_by_side(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
         return [task() for task in tasks]
     threads, recording = torch.get_num_threads(), torch.is_grad_enabled()
 
-    def run(task: Callable[[], _T]) -> _T:
+    def run(task: Callable[[], T]) -> T:
         torch.set_num_threads(max(1, threads // len(tasks)))
         with torch.set_grad_enabled(recording):
             return task()

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 if TYPE_CHECKING:
     import xarray as xr
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _HERE = str(PurePath(__file__).parent)
 """What the paths of our own modules begin with."""
@@ -422,13 +422,13 @@ def file_path(given: object, example: str) -> Path:
     return Path(given).expanduser()
 
 
-def knows_options(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def knows_options(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function say which of its options is nearest to one that it does not take."""
     known = inspect.signature(function).parameters
     every = any(one.kind is one.VAR_KEYWORD for one in known.values())
 
     @wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if unknown := [name for name in kwargs if name not in known and not every]:
             name = function.__qualname__.removesuffix(".__init__")
             what = f"{name} has no option {unknown[0]!r}"

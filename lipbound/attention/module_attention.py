@@ -11,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
 from lipbound.schema import AUTOMATIC, CLOSED_FORM, INPUT, STATISTICS
 
-_MAPS = ("head", "head_out", "heads", "layer")
+DIFFERENTIATED = ("head", "head_out", "heads", "layer")
 """Maps of heads that are measured through their module."""
 
 
@@ -119,7 +119,7 @@ class ModuleAttention:
         return self.select(samples)
 
     def outputs(self, stream: Tensor, map: str) -> Tensor:
-        """Return what a map of `_MAPS` makes of a stream.
+        """Return what a map of `DIFFERENTIATED` makes of a stream.
 
         Args:
             stream: of the shape of ``stream``.
@@ -131,10 +131,10 @@ class ModuleAttention:
         Raises:
             AttentionError: the map needs an output projection that was not found, or a closed form.
         """
-        if map not in _MAPS:
+        if map not in DIFFERENTIATED:
             raise AttentionError(
                 f"map {map!r} needs a layer in closed form; of one that is measured by automatic "
-                f"differentiation there are {', '.join(_MAPS)}"
+                f"differentiation there are {', '.join(DIFFERENTIATED)}"
             )
         if map == "layer" and self.layer is not None:
             whole = self.layer(stream)[:, None]

@@ -39,7 +39,7 @@ class AutomaticJacobian(JacobianOperator):
 
     Args:
         att: the layer.
-        map: of `lipbound.attention.module_attention.MAPS`.
+        map: of `lipbound.attention.module_attention.DIFFERENTIATED`.
 
     Raises:
         AttentionError: no way gives the derivative of what the module computes.

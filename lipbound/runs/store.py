@@ -22,12 +22,12 @@ from lipbound.runs.checksums import check_whole, faults
 from lipbound.runs.config import check_run_name
 from lipbound.runs.partial_store import PARTIAL, partial_path
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+P = ParamSpec("P")
+R = TypeVar("R")
 Run = xr.Dataset | str | Path
 """A run as users hand it over: itself, or its path."""
-_OfRun = Callable[Concatenate[xr.Dataset, _P], _R]
-_TakesRun = Callable[Concatenate[Run, _P], _R]
+_OfRun = Callable[Concatenate[xr.Dataset, P], R]
+_TakesRun = Callable[Concatenate[Run, P], R]
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
 PLACED: dict[str, tuple[str, ...]] = dict.fromkeys(schema.LAYER_WORDS, ("layer",))
@@ -270,7 +270,7 @@ def _newer(path: Path) -> str:
     return ""
 
 
-def takes_run(function: _OfRun[_P, _R]) -> _TakesRun[_P, _R]:
+def takes_run(function: _OfRun[P, R]) -> _TakesRun[P, R]:
     """Let a function whose first argument is a run also take its path, and parts of it.
 
     The axes of such parts may be gone, as after ``ds.isel(layer=0)``.
@@ -278,10 +278,10 @@ def takes_run(function: _OfRun[_P, _R]) -> _TakesRun[_P, _R]:
     function = knows_options(function)
 
     @wraps(function)
-    def taking(ds: Run, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(run_of(ds), *args, **kwargs)
 
-    return cast("_TakesRun[_P, _R]", taking)
+    return cast("_TakesRun[P, R]", taking)
 
 
 def run_of(given: object) -> xr.Dataset:
