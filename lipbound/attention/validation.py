@@ -61,6 +61,7 @@ def validate(att: "Attention", scale: float | None) -> None:
         if len(shape) != 3 or 0 in shape:
             raise AttentionError(f"{name} has shape {shape}; it must be {axes} with no empty axis")
     _check_shapes(att)
+    _check_dtypes(att.tensors(), att.x.dtype)
     _check_mask(att)
 
 
@@ -135,15 +136,12 @@ def _check_shapes(att: "Attention") -> None:
         )
 
 
-def check_values(att: "Attention", names: Collection[str] | None = None) -> None:
-    """Check that tensors of a layer, by default all, hold numbers of a dtype that is computed with.
+def _check_dtypes(given: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Check that tensors of a layer have a dtype that is computed with, and that of its inputs.
 
     Raises:
-        AttentionError: they do not.
+        AttentionError: they have not.
     """
-    given = att.tensors()
-    if names is not None:
-        given = {name: t for name, t in given.items() if name in names}
     for name, t in given.items():
         if name.endswith(("valid", "part")):
             continue
@@ -152,10 +150,22 @@ def check_values(att: "Attention", names: Collection[str] | None = None) -> None
                 f"{name} has dtype {t.dtype}; attention is computed in torch.float32 or "
                 "torch.float64"
             )
-        if t.dtype != att.x.dtype and not name.startswith(OWN_DTYPE):
+        if t.dtype != dtype and not name.startswith(OWN_DTYPE):
             raise AttentionError(
-                f"{name} has dtype {t.dtype} but x has {att.x.dtype}; give all tensors one dtype"
+                f"{name} has dtype {t.dtype} but x has {dtype}; give all tensors one dtype"
             )
+
+
+def check_values(att: "Attention", names: Collection[str] | None = None) -> None:
+    """Check dtypes of tensors of a layer, by default of all, and that their numbers are finite.
+
+    Raises:
+        AttentionError: they are not, or have other dtypes.
+    """
+    given = att.tensors()
+    if names is not None:
+        given = {name: t for name, t in given.items() if name in names}
+    _check_dtypes(given, att.x.dtype)
     sizes = largest_entries(att) if names is None else _largest(given)
     for name, largest in sizes.items():
         if not all(map(math.isfinite, largest)):

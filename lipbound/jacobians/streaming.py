@@ -34,7 +34,7 @@ FEW = 0.6
 
 
 BY_ROWS = ContextVar("by_rows", default=False)
-"""Whether no attention matrix is kept as a whole, whatever fits: where memory has run out."""
+"""True while rows of P are formed anew in every product, because memory has run out."""
 
 
 def by_rows_if_full(att: Attention, measure: Callable[[], T]) -> T:

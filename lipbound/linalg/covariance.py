@@ -20,7 +20,7 @@ BYTES = 2**26
 FLUSHED = 2.0**-120
 """Entries of a matrix that count as zero, relative to its largest."""
 _VANISHED = 2.0**-1000
-"""What underflows in fourth powers of deviations is less."""
+"""Upper value of what underflow takes from fourth powers of deviations."""
 _FAINT = 2.0**-500
 """Deviations of rows, of inputs of ordinary size, below which nothing depends on their digits: this
 much is added to all of them."""

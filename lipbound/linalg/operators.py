@@ -60,7 +60,7 @@ class JacobianOperator(ABC):
     dtype: torch.dtype
     device: torch.device
     squared: bool = False
-    """Whether `gram` multiplies by squares of factors, which rounds as squares do."""
+    """True if `gram` multiplies by squares of factors, and rounds as these do."""
 
     @abstractmethod
     def jvp(self, x: Tensor) -> Tensor:

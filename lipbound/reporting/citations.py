@@ -97,7 +97,7 @@ def methods(
 
 
 def _facts(ds: xr.Dataset) -> dict[str, Any]:
-    """What the template of `methods` says of a run, by the names that it has there."""
+    """Return the values that the template of `methods` is filled with, by name."""
     names, audited = schema.bounds_there(ds), audit(ds)
     norm, _, meaning = said.norm_words(ds).partition(" ")
     variants, sources = ds.attrs.get("variants"), dict[str, list[str]]()

@@ -200,7 +200,7 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def meanings(ds: xr.Dataset, used: Iterable[str]) -> dict[str, str]:
-    """What the marks mean that are used, by mark, in tables and in captions."""
+    """Return the meanings of those of the audit's marks that are used, by mark."""
     place, there = "head" if "head" in ds.dims else "layer", set(used)
     return {sign: words.format(place) for sign, words in MEANING.items() if sign in there}
 

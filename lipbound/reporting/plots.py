@@ -436,7 +436,7 @@ def _panels(
     limits: Limits = None,
     labels: Any = None,
 ) -> Panels:
-    """What a figure of a run, of several runs, or of a diff is of."""
+    """Return the panels of a figure of a run, of several runs, or of a diff."""
     given = opened(given, bounds=bounds, over=over, scale=scale != "rows" and scale, limits=limits)
     if is_diff(given):
         return _of_diff(given, reduce, labels)

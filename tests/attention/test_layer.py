@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import pytest
 import torch
@@ -179,3 +180,11 @@ def test_a_bias_of_keys_costs_no_digits_where_only_queries_are_normalised() -> N
     bias = torch.full((own.heads, own.d), 1e8, dtype=torch.float64)
     without, with_bias = (changed(own, b_k=b, norm_q=norm) for b in (None, bias))
     assert torch.equal(without.p, with_bias.p)
+
+
+def test_a_boolean_mask_is_refused_by_its_dtype_alone() -> None:
+    """Without a notice on what its numbers would mean."""
+    att = random_attention("plain")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused(lambda: changed(att, mask=torch.ones(1, 1).bool()), "dtype torch.bool")

@@ -52,7 +52,7 @@ Project = Callable[[Tensor], Tensors]
 """A function that makes q, k, v of tokens."""
 Map = Callable[[Tensor], Tensor]
 Act = Callable[[Tensor, Map], Tensor]
-"""What a stub makes of a vector, given the normalisation that it stands for."""
+"""Stand-in for a normalisation: a function of a vector and of the normalisation itself."""
 
 
 class Turns(NamedTuple):
