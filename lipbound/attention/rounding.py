@@ -69,7 +69,6 @@ class TensorErrors(NamedTuple):
         return TensorErrors(*(t[index] for t in self))
 
 
-@memoised
 def tensor_errors(att: Attention) -> TensorErrors:
     """Return errors of ``wide_q``, ``centred_k``, ``centred_v`` and P of `Attention` in float64.
 
@@ -78,23 +77,46 @@ def tensor_errors(att: Attention) -> TensorErrors:
     return _tensor_errors(att.double())
 
 
-@torch.no_grad()
+def probability_error(att: Attention) -> Tensor:
+    """Return ``p`` of `tensor_errors`, without what is said of values, (samples, heads)."""
+    return _upper([_probabilities(att.double())[1]])[0].expand(att.samples, att.heads)
+
+
+@memoised
 def _tensor_errors(att: Attention) -> TensorErrors:
-    reach, around = (_lengths(x[:, None], att.valid) for x in (att.x, att.centred_x))
-    found = []
-    vectors = (att.wide_q, att.centred_k, att.centred_v)
-    free = (False, att.shift_invariant, att.sinks is None)
-    for side, t, differences in zip(SIDES, vectors, free, strict=True):
-        error, *slopes = _entered(att, side, reach, around, differences=differences)
-        longest = _lengths(t, att.valid_rows if side == "q" else att.valid_keys).amax(-1)
-        if differences or side == "v":  # centring
-            error = error + 2 * UNIT * longest
-        found.append([longest, error, *slopes])
-    (q, q_error, *_), (k, k_error, *_), _ = found
+    sides = (_side(att, side) for side in SIDES)
+    every = [*(t for each in zip(*sides, strict=True) for t in each), *_probabilities(att)]
+    shape = (att.samples, att.heads)
+    return TensorErrors(*_upper([t.expand(shape) for t in every]))
+
+
+def _upper(values: list[Tensor]) -> Tensor:
+    """Return upper values in one tensor; NaN, from infinities or zeros, says nothing."""
+    return torch.nan_to_num(torch.stack(values) * MARGIN, nan=torch.inf, posinf=torch.inf)
+
+
+@memoised
+@torch.no_grad()
+def _side(att: Attention, side: Side) -> list[Tensor]:
+    """Return the largest length of queries, keys or values, and the fields of `Passing`."""
+    differences = {"q": False, "k": att.shift_invariant, "v": att.sinks is None}[side]
+    t = {"q": "wide_q", "k": "centred_k", "v": "centred_v"}[side]
+    longest = _lengths(getattr(att, t), att.valid_rows if side == "q" else att.valid_keys).amax(-1)
+    error, *slopes = _entered(att, side, differences=differences)
+    if differences or side == "v":  # centring
+        error = torch.add(error, longest, alpha=2 * UNIT)
+    return [longest, error, *slopes]
+
+
+@memoised
+@torch.no_grad()
+def _probabilities(att: Attention) -> list[Tensor]:
+    """Return the fields ``score``, ``p`` and ``weights`` of `TensorErrors`, without `MARGIN`."""
+    (q, q_error, *_), (k, k_error, *_) = _side(att, "q"), _side(att, "k")
     # of scale q k^T in every row, and how large its entries can be
-    rounding, c = 2 * (att.d + 4) * UNIT * q * k, abs(att.scale)
-    score = c * (q_error * k + (q + q_error) * k_error + rounding)
-    reach = c * q * k
+    c, reach = abs(att.scale), abs(att.scale) * (q * k)
+    score = torch.addcmul(c * (q_error * k), q + q_error, k_error, value=c)
+    score = torch.add(score, reach, alpha=2 * (att.d + 4) * UNIT)
     slope: Tensor | float = 0.0
     if att.cap is not None:
         # tanh has slope at most 1, and the logarithm of its derivative slope at most 2;
@@ -105,14 +127,13 @@ def _tensor_errors(att: Attention) -> TensorErrors:
     if att.mask is not None or att.sinks is not None:
         reach = reach + _constants(att, reach)
         score = score + 2 * UNIT * reach
-    spread = reach.clamp_max(_VANISHED) if att.cap is None else _VANISHED
-    score = score + 4 * UNIT * spread
+    if att.cap is None:
+        score = torch.add(score, reach.clamp_max(_VANISHED), alpha=4 * UNIT)
+    else:
+        score = score + 4 * UNIT * _VANISHED
     p = torch.expm1(2 * score) + (2 * att.keys + 64) * UNIT
     weights = p if att.cap is None else (1 + p) * (1 + slope) - 1
-    every = [*(t for each in zip(*found, strict=True) for t in each), score, p, weights]
-    upper = torch.stack([t.expand(score.shape) for t in every]) * MARGIN
-    # NaN, from infinity less infinity or times zero, says nothing
-    return TensorErrors(*torch.nan_to_num(upper, nan=torch.inf, posinf=torch.inf))
+    return [score, p, weights]
 
 
 def _lengths(t: Tensor, valid: Tensor | None) -> Tensor:
@@ -126,32 +147,37 @@ def length(w: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(w.double()) * MARGIN
 
 
-def _entered(
-    att: Attention, side: Side, size: Tensor, around: Tensor, *, differences: bool
-) -> Iterable[Tensor]:
+def _entered(att: Attention, side: Side, *, differences: bool) -> Iterable[Tensor]:
     """Return what is known of queries, keys or values as they are used, the fields of `Passing`.
 
-    Of tokens of lengths ``size``, and ``around`` their mean, (samples, 1, N) each.
-    ``differences``: whether those between tokens alone count.
+    The largest of all tokens. ``differences``: whether those between tokens alone count.
     """
     if att.fixed(side) is not None:
         return [torch.zeros(1, 1, dtype=torch.float64, device=att.device)] * 3
     (w, b), steps = att.projection(side), att.steps(side)
-    if differences and not steps:
-        size, b = around, None
-    size = size if steps else size.amax(-1, keepdim=True)  # steps may divide by a token's own
-    norm = torch.linalg.matrix_norm(w)[:, None]
-    reach = size * norm
+    alone = differences and not steps
+    size = _token_lengths(att, alone)
+    size, b = size if steps else size.amax(-1, keepdim=True), None if alone else b
+    slope = torch.linalg.matrix_norm(w)[:, None]
+    reach = size * slope
     reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)[:, None]
-    error, slope = 2 * (w.shape[1] + 8) * UNIT * reach, norm * MARGIN
+    error = 2 * (w.shape[1] + 8) * UNIT * reach
     passing = Passing(error, slope, torch.zeros_like(slope))
-    y = att.projected(side) if steps else error
-    for step in steps:
+    if not steps:
+        return [t[..., 0] for t in passing]
+    y = att.projected(side)
+    for step in steps:  # which may divide by a token's own length
         passing = step.rounded(att.x, y, passing)
         y = step.enter(att.x, y, att.valid)
-    if steps and att.valid is not None:
+    if att.valid is not None:
         passing = Passing(*(t.masked_fill(~att.valid[:, None], 0.0) for t in passing))
     return [t.amax(-1) for t in passing]
+
+
+@memoised
+def _token_lengths(att: Attention, around: bool) -> Tensor:
+    """Return lengths of tokens, or of what they differ from their mean by, (samples, 1, N)."""
+    return _lengths((att.centred_x if around else att.x)[:, None], att.valid)
 
 
 def _constants(att: Attention, reach: Tensor) -> Tensor:

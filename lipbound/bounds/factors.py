@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.rounding import tensor_errors
+from lipbound.attention.rounding import probability_error
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
 from lipbound.bounds.statement import Bound
 from lipbound.devices import require
@@ -79,19 +79,19 @@ def _every_gram(att: Attention) -> list[Tensor]:
 @memoised
 def norm_v(att: Attention) -> Tensor:
     """Norm ||W_V||, (heads,)."""
-    return matrix_norm(att.w_v, weight_grams(att)[2])
+    return matrix_norm(wide(att).w_v, weight_grams(att)[2])
 
 
 @memoised
 def norm_q(att: Attention) -> Tensor:
     """Norm ||W_Q||, (heads,)."""
-    return matrix_norm(att.w_q, weight_grams(att)[0])
+    return matrix_norm(wide(att).w_q, weight_grams(att)[0])
 
 
 @memoised
 def norm_k(att: Attention) -> Tensor:
     """Norm ||W_K||, (heads,)."""
-    return matrix_norm(att.w_k, weight_grams(att)[1])
+    return matrix_norm(wide(att).w_k, weight_grams(att)[1])
 
 
 def turn(att: Attention) -> float:
@@ -107,24 +107,26 @@ def norm_a(att: Attention) -> Tensor:
     """
     if att.rotation is not None:
         return abs(att.scale) * turn(att) ** 2 * norm_q(att) * norm_k(att)
-    return abs(att.scale) * _norm_of_product(att)
+    return _norm_of_product(att)
 
 
 def _norm_of_product(att: Attention) -> Tensor:
-    """Norm ||W_Q W_K^T||, without forming it: Lemma 86 (docs/theory/upper_values.md)."""
-    a, b, tall = att.w_q.double(), att.w_k.double(), att.x.shape[2] > att.d
+    """Norm ||scale W_Q W_K^T||, without forming it: Lemma 86 (docs/theory/upper_values.md)."""
+    a, b, tall = wide(att).w_q, wide(att).w_k, att.x.shape[2] > att.d
     f_a, f_b = (
         factor_of_gram(gram, len(w[0]))[0] if tall else w.detach().cpu()
         for w, gram in zip((a, b), weight_grams(att)[:2], strict=True)
     )
     inner, sizes = f_a @ f_b.mT, torch.linalg.matrix_norm(f_a) * torch.linalg.matrix_norm(f_b)
-    norm = (matrix_norm(inner) + gamma(att.d + 2) * sizes).to(att.device)
+    norm = abs(att.scale) * (matrix_norm(inner) + gamma(att.d + 2) * sizes)
+    norm = norm.to(att.device)
     if a.requires_grad or b.requires_grad:
         u, s, vh = (t.to(att.device) for t in torch.linalg.svd(inner))
         top = torch.where(s[..., :1] > 0, s[..., :1], 1.0)[..., None]
         left = a.detach() @ (f_b.to(att.device).mT @ vh[..., 0, :, None]) / top
         right = b.detach() @ (f_a.to(att.device).mT @ u[..., :, :1]) / top
-        norm = with_derivative(norm, ((left.mT @ a) @ (b.mT @ right))[..., 0, 0])
+        form = ((left.mT @ a) @ (b.mT @ right))[..., 0, 0]
+        norm = with_derivative(norm, abs(att.scale) * form)
     return norm
 
 
@@ -176,7 +178,7 @@ def root_count(att: Attention) -> Tensor:
 @memoised
 def radius(att: Attention) -> Tensor:
     """Largest length R = max_i |x_i| of a token, (samples, 1)."""
-    x = att.x.double()
+    x = wide(att).x
     where = x.detach().norm(dim=-1).argmax(-1)
     return size(x[torch.arange(len(x), device=x.device), where][:, None], -1)
 
@@ -190,13 +192,13 @@ def frobenius(att: Attention) -> Tensor:
 @memoised
 def norm_x(att: Attention) -> Tensor:
     """Spectral norm ||X||, (samples, 1)."""
-    return matrix_norm(att.x[:, None], _every_gram(att)[3])
+    return matrix_norm(wide(att).x[:, None], _every_gram(att)[3])
 
 
 @memoised
 def diameter(att: Attention) -> Tensor:
     """Largest distance |x_i - x_j| of tokens that are not padding, (samples, 1)."""
-    x = att.x.double()
+    x = wide(att).x
     fixed = x.detach()
     distances = torch.cdist(fixed, fixed, compute_mode="donot_use_mm_for_euclid_dist")
     if att.valid is not None:
@@ -220,7 +222,7 @@ def stretched(att: Attention) -> tuple[Tensor, Tensor]:
 
     (samples, heads) each: Lemma 84 (docs/theory/upper_values.md).
     """
-    error = tensor_errors(att).p
+    error = probability_error(att)
     unknown = error >= UNKNOWN
     return (1 + gamma(att.tokens + 20)) / (1 - error.masked_fill(unknown, 0.0)), unknown
 
@@ -244,7 +246,7 @@ def norm_p(att: Attention) -> Tensor:
     """Spectral norm ||P||, (samples, heads)."""
     factor, unknown = stretched(att)
     norm = nonnegative_norm(probabilities(att), rtol=TIGHT, max_steps=_STEPS) * factor + TINY
-    return torch.minimum(torch.where(unknown, torch.inf, norm), root_count(att))
+    return torch.minimum(norm.masked_fill(unknown, torch.inf), root_count(att))
 
 
 @memoised
@@ -269,8 +271,8 @@ def _of_rows(att: Attention, largest: Callable[[Tensor], Tensor]) -> Tensor:
 def deviation(att: Attention) -> Tensor:
     """Largest norm max_i ||X^T M(P_i)||, (samples, heads)."""
     factor, unknown = stretched(att)
-    factor = factor * (1 + att.tokens * factor * (factor - 1))
-    value = weighted_deviation_norm(att.x, probabilities(att)) * factor
+    factor = torch.addcmul(factor, factor * factor, factor - 1, value=att.tokens)
+    value = weighted_deviation_norm(wide(att).x, probabilities(att)) * factor
     return torch.fmin(value.masked_fill(unknown, torch.inf), radius(att))
 
 

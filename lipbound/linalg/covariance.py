@@ -27,11 +27,12 @@ much is added to all of them."""
 
 
 class Largest(NamedTuple):
-    """The value of each head, its row, and whether that row was solved for."""
+    """The value of each head; rows in order, what those solved for have, and what is left over."""
 
     value: Tensor
-    row: Tensor
-    solved: Tensor
+    rows: Tensor
+    exact: Tensor
+    left: Tensor
 
 
 def weighted_deviation_norm(x: Tensor, p: Tensor) -> Tensor:
@@ -66,20 +67,23 @@ def _one_sample(x: Tensor, p: Tensor) -> Largest:
     heads, n, _ = p.shape
     k, step = _inner_products(x), max(1, int(BYTES // (8 * heads * n)))
     parts = [_upper_values(k, x.shape[1], p[:, i : i + step]) for i in range(0, n, step)]
-    upper = torch.cat(parts, -1).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    upper = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    upper = upper.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    most = min(n, 2 + _ROWS * (ROUNDS - 1))
+    upper, rows = upper.topk(most, -1)  # the last is left over, unless these are all
     distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
     exact = torch.full_like(upper, -torch.inf)
     active = torch.arange(heads, device=x.device)
     for turn in range(ROUNDS):
-        rows = upper[active].topk(min(_ROWS if turn else 1, n), -1).indices
-        places = active[:, None], rows
-        exact[places], upper[places] = _exact(x, distances, p[places]), -torch.inf
-        active = (upper.amax(-1) > exact.amax(-1)).nonzero()[:, 0]
+        start, end = max(0, 1 + _ROWS * (turn - 1)), 1 + _ROWS * turn
+        places = active[:, None], rows[active, start:end]
+        exact[active, start:end] = _exact(x, distances, p[places])
+        best = exact.amax(-1)
+        left = upper[:, end] if end < most else torch.full_like(best, -torch.inf)
+        active = (left > best).nonzero()[:, 0]
         if not len(active):
             break
-    (best, where), (left, row) = exact.max(-1), upper.max(-1)
-    solved = best >= left
-    return Largest(torch.maximum(best, left), torch.where(solved, where, row), solved)
+    return Largest(torch.maximum(best, left), rows, exact, left)
 
 
 def _derived(found: Largest, x: Tensor, p: Tensor) -> Tensor:
@@ -87,14 +91,18 @@ def _derived(found: Largest, x: Tensor, p: Tensor) -> Tensor:
 
     At a top singular pair of X^T M, or that of the cheap upper value.
     """
-    rows = p[torch.arange(len(p), device=p.device), found.row]
+    best, where = found.exact.max(-1)
+    solved = best >= found.left
+    where = torch.where(solved, where, (found.exact > -torch.inf).sum(-1))  # or the one left over
+    row = found.rows.gather(-1, where[:, None])[:, 0]
+    rows = p[torch.arange(len(p), device=p.device), row]
     y = x - x[rows.detach().argmax(-1)][:, None]  # (heads, N, D)
     z = rows[..., None] * (y - rows[:, None] @ y)
     u, _, vh = torch.linalg.svd(z.detach(), full_matrices=False)
     form = (u[:, None, :, 0] @ z @ vh[:, 0, :, None])[:, 0, 0]
-    if not bool(found.solved.all()):
+    if not bool(solved.all()):
         cheap = _upper_values(_inner_products(x), x.shape[1], rows[:, None])[:, 0]
-        form = torch.where(found.solved, form, cheap)
+        form = torch.where(solved, form, cheap)
     return with_derivative(found.value, form)
 
 
@@ -104,16 +112,19 @@ def _upper_values(k: Tensor, width: int, p: Tensor) -> Tensor:
     Of rows p (heads, rows, N); k = X X^T for centred x of this width.
     """
     (n, m), (w, c) = (len(k), min(len(k), width)), (p * p, p @ k)  # c_ij = mean_i . x_j
-    a = c - (c * p).sum(-1, keepdim=True) / 2  # so that k_jl - a_j - a_l is an inner product
+    # so that k_jl - a_j - a_l is an inner product
+    a = torch.sub(c, (c * p).sum(-1, keepdim=True), alpha=0.5)
     # sums over j of w_j times 1, a_j and a_j^2, and over j, l of w_j w_l times k_jl a_l, k_jl^2
     wa = w * a
     mass, first, second = w.sum(-1), wa.sum(-1), (wa * a).sum(-1)
-    squares = ((w @ (k * k)) * w - 4 * (w @ k) * wa).sum(-1)
-    t, f = w @ k.diagonal() - 2 * first, squares + 2 * (second * mass + first * first)
-    size, per = k.diagonal().detach().amax() * mass.detach(), gamma(4 * n + 2 * width + 60)
-    low, high, f = t - 5 * per * size, t + 5 * per * size, f + 20 * per * size**2
-    room = (1 - 1 / m) * (f - low.clamp_min(0) ** 2 / m)
-    square = torch.minimum(high / m + room.clamp_min(_VANISHED).sqrt(), high)
+    squares = torch.addcmul((w @ (k * k)) * w, w @ k, wa, value=-4).sum(-1)
+    f = torch.addcmul(torch.addcmul(squares, second, mass, value=2), first, first, value=2)
+    t, per = torch.sub(w @ k.diagonal(), first, alpha=2), 5 * gamma(4 * n + 2 * width + 60)
+    size = k.diagonal().detach().amax() * mass.detach()  # per times which t may be off by
+    low = torch.sub(t, size, alpha=per).clamp_min(0)
+    high, f = torch.add(t, size, alpha=per), torch.addcmul(f, size, size, value=4 * per)
+    room = torch.addcmul(f, low, low, value=-1 / m).clamp_min(_VANISHED).sqrt()
+    square = torch.minimum(torch.add(high / m, room, alpha=(1 - 1 / m) ** 0.5), high)
     return square.clamp_min(_VANISHED**0.5).sqrt() * (1 + gamma(40))
 
 
@@ -133,6 +144,7 @@ def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     z = z if n <= width else z.mT
     g = z @ z.mT
     trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)
-    top = eigenvalues(g)[..., -1].clamp_min(0) + 2 * gamma(9 * (n + width) + 4) * trace
-    norm = (top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0]
-    return (norm + 2 * gamma(n + 12) * lengths.sum(-1) + _FAINT) * (1 + gamma(20))
+    top = eigenvalues(g)[..., -1].clamp_min(0)
+    top = torch.add(top, trace, alpha=2 * gamma(9 * (n + width) + 4))
+    norm = (top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + _FAINT
+    return torch.add(norm, lengths.sum(-1), alpha=2 * gamma(n + 12)) * (1 + gamma(20))

@@ -356,7 +356,8 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
         fixed = flat.double()
         size = fixed.amax((-1, -2)).clamp_min(1e-300)  # squares of the entries must stay in range
         unit = fixed / size[:, None, None]
-        upper = _collatz_wielandt(unit, rtol, max_steps) * size * (1 + 4 * UNIT)
+        upper = _collatz_wielandt(unit, rtol, max_steps).sqrt()
+        upper = upper * (size * (1 + (8 * p.shape[-1] + 8) * UNIT))
     if p.requires_grad:
         u, y = singular_pair(unit)
         upper = with_derivative(upper, (u * (flat.double() @ y)).sum((-1, -2)))
@@ -381,7 +382,10 @@ def singular_pair(p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
-    """Return upper values of the norms, (batch,), by the theorem of Collatz and Wielandt."""
+    """Return squares of norms, (batch,), by the theorem of Collatz and Wielandt.
+
+    Upper values but for their rounding: 16 n units.
+    """
     n = flat.shape[-1]
     upper = torch.full_like(flat[:, 0, 0], torch.inf)
     active, part = torch.arange(len(flat), device=flat.device), flat
@@ -398,7 +402,7 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
             rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
             left = (least > rayleigh * (1 + 2 * rtol)).nonzero()[:, 0]
             if not len(left):
-                return upper.sqrt() * (1 + 8 * n * UNIT)
+                return upper
             if len(left) < len(active):  # what has settled stays as it is, whatever others do
                 active, part, z = active[left], part[left], z[left]
             z = z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)
@@ -406,4 +410,4 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
     if n <= LARGEST_DENSE_EIG:
         proved = symmetric_norm(part.mT @ part) * (1 + gamma(2 * n))
         upper[active] = torch.minimum(upper[active], proved)
-    return upper.sqrt() * (1 + 8 * n * UNIT)
+    return upper
