@@ -15,11 +15,14 @@ from pathlib import Path
 
 import castin2024  # noqa: F401  (importing a paper's file registers its figures)
 import ours2026  # noqa: F401
+import torch
 import xarray as xr
 import yudin2025  # noqa: F401
 from paper_figure import FIGURES, Setting
+from transformers import AutoTokenizer, GPT2Config, GPT2Model
 
 import lipbound as lb
+from lipbound.models.catalogue import BUILTINS
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs"
@@ -67,14 +70,30 @@ def main() -> None:
             HERE,
         )
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
-    gpt2 = copy(FIGURES["castin-1"])
-    gpt2.name = gpt2.run = "castin-4-gpt2"
     first = growth.data[:1]
     column = None if first and Path(first[0]).suffix == ".txt" else growth.column
-    gpt2.render(
-        gpt2.saved(replace(growth, model="builtin:gpt2", data=first, column=column), RUNS), HERE
-    )
-    print(f"figures/{gpt2.name}.pdf, .png and .txt", flush=True)
+    for name, model in (("castin-4-gpt2", "builtin:gpt2"), ("castin-1-random", random_gpt2())):
+        figure = copy(FIGURES["castin-1"])
+        figure.name = figure.run = name
+        setting = replace(growth, model=model, data=first, column=column)
+        figure.render(figure.saved(setting, RUNS), HERE)
+        print(f"figures/{name}.pdf, .png and .txt", flush=True)
+
+
+def random_gpt2() -> Path:
+    """A folder with a GPT-2 of its published shape and random weights, as Castin et al. take it.
+
+    With the tokens of builtin:gpt2, of which there are fewer.
+    """
+    folder = RUNS / "gpt2-random"
+    if not (folder / "model.safetensors").exists():
+        tokenizer = AutoTokenizer.from_pretrained(BUILTINS["gpt2"].place("gpt2"))
+        torch.manual_seed(0)
+        end = tokenizer.eos_token_id
+        config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=end, eos_token_id=end)
+        GPT2Model(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
 
 
 def ball() -> None:
