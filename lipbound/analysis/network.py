@@ -21,8 +21,8 @@ from lipbound.models.capture.seeing.interface import computing, implementation, 
 from lipbound.models.in_memory import bare_model, measurable
 
 _FEW = 16
-"""Outputs, such as logits of a few classes, whose gradients are simply computed: the norm is then
-dense, and ``upper`` needs no probability."""
+"""Number of outputs, such as logits of a few classes, up to which their gradients are simply
+computed: the norm is then that of a dense matrix, and ``upper`` needs no probability."""
 
 
 class NetworkJacobian(JacobianOperator):
@@ -31,8 +31,8 @@ class NetworkJacobian(JacobianOperator):
     At a batch of inputs: one batch entry per sample.
 
     Products with J^T by reverse mode; with J by forward mode, or where some operation has none, by
-    differentiating products with J^T. Selected samples are computed with all others, which get
-    zeros.
+    differentiating products with J^T. A product at selected samples is computed at all,
+    with zeros for the others.
 
     Args:
         f: (samples, *in_shape) -> (samples, *out_shape), each sample of the result depending on the
@@ -159,8 +159,8 @@ def network_norm(
     seeds = sample_seeds(count, seed)
     parts: list[Norm] = []
     for piece, samples in batches(inputs, count, batch):
-        with chain(model, piece, start, end) as (f, x, held):
-            op: JacobianOperator = NetworkJacobian(f, x, held)
+        with chain(model, piece, start, end) as (f, x, movable):
+            op: JacobianOperator = NetworkJacobian(f, x, movable)
             if math.prod(op.out_shape) <= _FEW:
                 parts.append(_from_gradients(op))
                 continue
@@ -182,7 +182,7 @@ def networks_inputs(
 def batches(
     inputs: Mapping[str, Tensor], count: int, batch: int
 ) -> Iterator[tuple[dict[str, Tensor], slice]]:
-    """Inputs of so many samples at a time, and which samples these are."""
+    """Inputs of ``batch`` samples at a time, each with the slice of samples that they are."""
     for i in range(0, count, batch):
         part = slice(i, i + batch)
         yield {name: t[part] if len(t) == count else t for name, t in inputs.items()}, part
@@ -207,7 +207,11 @@ class _Reached(Exception):
 
 
 def _block(value: Any, name: str, words: Sequence[str], count: int) -> int | None:
-    """The number of the block at an end of a map; None for one of some words."""
+    """The number of the block at which a map starts or ends; None where one of the words is given.
+
+    Raises:
+        LipboundError: neither such a word nor the number of a block.
+    """
     if isinstance(value, str) and value in words:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
@@ -222,9 +226,10 @@ def _block(value: Any, name: str, words: Sequence[str], count: int) -> int | Non
 def chain(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], start: str | int, end: str | int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
-    """Map from ``start`` to ``end`` of a model, its input here, and the entries that may move.
+    """Map from ``start`` to ``end`` of a model, its input here, and the tokens that may move.
 
-    The map is a function of (samples, N, D), zero for padding.
+    The map is a function of (samples, N, D); its value is zero for padding. Tokens that may move
+    are 1 in a tensor (samples, N, 1), padding is 0; None where all may.
     """
     # tensors made in inference mode take part in no derivative
     inputs = {name: t.clone() if t.is_inference() else t for name, t in inputs.items()}
@@ -271,8 +276,8 @@ def chain(
             value = run()
         finally:
             replacement.clear()
-        counted = _real_tokens(model, inputs, value, None if last is None else parts[0])
-        return value if counted is None else value.masked_fill(~counted, 0)
+        valid = _real_tokens(model, inputs, value, None if last is None else parts[0])
+        return value if valid is None else value.masked_fill(~valid, 0)
 
     hooks = [parts[first].register_forward_pre_hook(before, with_kwargs=True)]
     if last is not None:
@@ -294,8 +299,8 @@ def _real_tokens(
 ) -> Tensor | None:
     """Tokens of (samples, N, ...) that are no padding, (samples, N, 1) bool; None for all.
 
-    Of an encoder and a decoder each has its own padding: the stream is that of a ``block``, or for
-    None that of the outputs.
+    An encoder and a decoder have a mask of padding each: taken is that of the one that ``block`` is
+    in, or where that is None the decoder's, whose tokens the outputs are.
     """
     name = "attention_mask"
     if getattr(model.config, "is_encoder_decoder", False):

@@ -34,7 +34,7 @@ def hides_or_shows(att: Attention) -> Tensor:
 
 
 def unmasked(att: Attention) -> Tensor:
-    """True where every token may attend to all that are not padding, at no offset, (1, 1)."""
+    """True where every token may attend to all but padding and no score has an offset, (1, 1)."""
     if att.mask is None:
         return torch.ones(1, 1, dtype=torch.bool, device=att.device)
     free = att.mask == 0
@@ -55,6 +55,9 @@ def never(att: Attention) -> Tensor:
 
 
 def no_query_bias(att: Attention) -> Tensor:
-    """True where queries have no bias, nor keys if theirs enters (rotation, cap), (heads,)."""
+    """True where queries have no bias, (heads,).
+
+    With variants (rotation, cap), under which the keys' bias enters J too, keys have none either.
+    """
     free = ~has_query_bias(att)
     return free & (att.b_k == 0).all(-1) if att.variants and att.b_k is not None else free

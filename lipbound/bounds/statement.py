@@ -29,7 +29,7 @@ DIFFERENTIABLE = {
     "every-token": "lipbound_every_block",
     "one-token": "lipbound_one",
 }
-"""A sharp bound with derivatives in each norm."""
+"""By norm, a sharp bound that has derivatives, to take in place of one that has none."""
 BALLS = ("token", "frobenius")
 """Balls around an input: every token moves by at most the radius, or all of X does in the
 Frobenius norm."""
@@ -224,11 +224,11 @@ class Bound:
     def extends(self, *variants: str, **parts: Any) -> Callable[[Function], Function]:
         """Decorator: a formula for variants of heads that the formulas so far do not cover.
 
-        It stands for itself: what it is not given is not taken over from the formula for plain
-        heads.
+        Nothing is taken over from the formula for plain heads: terms, say, that are not given
+        here are missing.
 
         Args:
-            variants: some or all of them are in the heads that it covers.
+            variants: heads that it covers have some or all of these, and no others.
             parts: condition, terms, layer, longest: see `Formula`.
 
         Returns:
@@ -284,13 +284,13 @@ class Bound:
 
 
 def _numbers(att: Attention, values: Tensor) -> Tensor:
-    """Values in float64, rounded upwards; what is no number bounds nothing, and is infinite."""
+    """Values in float64, rounded upwards; NaN, which bounds nothing, becomes infinite."""
     upper = values.double() * (1 + allowance(att))
     return upper.nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
 
 
 def allowance(att: Attention) -> float:
-    """Relative rounding of what a formula makes of upper values: 1e-12 at 1,000 tokens.
+    """Relative error of a formula's own operations on upper values: 1e-12 at 1,000 tokens.
 
     Formulas are sums, products, roots and minima of numbers >= 0, over tokens and coordinates:
     Lemma 77 (docs/theory/upper_values.md).

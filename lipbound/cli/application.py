@@ -42,8 +42,8 @@ SWITCHES = {
 }
 """Options that every command takes, behind its name or before it."""
 state: dict[str, Any] = {}
-"""Switches that are on, and of the running command the options by argument, and a function that
-says what an interruption leaves (``kept``)."""
+"""Of the running command: whether each of `SWITCHES` is on, its options by argument (``options``),
+and a function that says what an interruption leaves (``kept``)."""
 
 
 def start_anew() -> None:
@@ -196,16 +196,16 @@ def number_or_name(text: str | None) -> Any:
 
 
 TYPES: dict[str, Any] = {"out": Path, "samples": str, "int": int, "float": float, "bool": bool}
-"""Types on the command line, by the name of an option or its type in Python; text for others."""
+"""Types on the command line, by an option's name or its type in Python; all others are text."""
 
 
 def with_options(command: Callable[..., Any]) -> str:
-    """Make arguments and options of a command's parameters; return its docstring before them.
+    """Turn a command's parameters into arguments and options; return its docstring up to ``Args:``.
 
     Parameters by position are arguments, those by keyword options. Their help is what the docstring
-    says of them. ``**options`` are the fields of `RunConfig`, with their names, types, defaults and
-    help, before a command's own options; arguments of its own come in place of those that
-    `RunConfig` needs.
+    says of them. ``**options`` stands for the fields of `RunConfig`, with their names, types,
+    defaults and help, before a command's own options. A command with arguments of its own takes
+    them in place of the fields of `RunConfig` that have no default.
     """
     made, text = inspect.Parameter, inspect.cleandoc(command.__doc__ or "")
     own = [*inspect.signature(command, eval_str=True).parameters.values()]
@@ -236,7 +236,7 @@ def with_options(command: Callable[..., Any]) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", text)  # paragraphs fold at the terminal's width
 
 
-# -- modules of size -------------------------------------------------------------------------------
+# -- modules that take long to import --------------------------------------------------------------
 
 
 @contextlib.contextmanager

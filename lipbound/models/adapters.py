@@ -21,7 +21,7 @@ from lipbound.models.other_libraries import changed, explained, quiet
 
 PEFT_FILES = PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
+"""Values of ``init_lora_weights`` that leave the base model's weights as they are."""
 PATH = "base_model.model."
 """Prefix that PEFT gives to names of tensors."""
 _FINDER = "find_adapter_config_file"
@@ -49,8 +49,8 @@ class LoraAdapter:
     def check(self) -> None:
         """Refuse what PEFT must not be given.
 
-        That is no safetensors file, other kinds than LoRA, modules to be imported by name, and
-        beginnings that change the weights beside the matrices.
+        That is no safetensors file, other kinds than LoRA, modules to be imported by name
+        (``megatron_config``), and initialisations that change the base model's weights.
 
         Raises:
             CheckpointError: the adapter has one of them.
@@ -74,8 +74,8 @@ class LoraAdapter:
                 may be missing there.
 
         Raises:
-            CheckpointError: PEFT is not installed, or refuses; the adapter changes or lacks parts
-                that the model has not, or has.
+            CheckpointError: PEFT is not installed, or refuses; the adapter has weights for parts
+                that the model lacks, or lacks weights for parts that it changes.
         """
         self.check()
         try:
@@ -106,7 +106,9 @@ class LoraAdapter:
 
 
 def _as_trained(model: PreTrainedModel, keys: list[str]) -> nn.Module:
-    """Return a model, in a module with the head's name for it where an adapter was trained there.
+    """Return a model, within a module as a model with a head holds it if an adapter asks for that.
+
+    Behind `PATH`, names of such an adapter's tensors begin with the model's name in there.
 
     Args:
         model: without a head.

@@ -15,7 +15,7 @@ from lipbound.runs.checksums import check_whole, sealed
 from lipbound.runs.store import run_of
 
 Key = tuple[str, int]
-"""A sample: the fingerprint of the data that it is from, and its number there."""
+"""What tells samples apart: the fingerprint of a sample's data, and its number there."""
 
 
 def concat(runs: Iterable[object]) -> xr.Dataset:
@@ -99,7 +99,7 @@ def _heads(ds: xr.Dataset) -> list[int]:
 
 
 def _keys(part: xr.Dataset) -> list[Key]:
-    """Samples of a run."""
+    """What tells the samples of a run apart."""
     return [(str(part.attrs["data_fingerprint"]), int(sample)) for sample in part["sample"].values]
 
 
@@ -170,8 +170,8 @@ def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> schema.RunInfo:
     if first.get("delta") is not None:
         said["delta"] = min(1.0, sum(run["delta"] for run in runs))
     sizes, layers = ds.sizes, ds["layer"].values.tolist()
-    exact_samples, of_model = int(schema.with_exact(ds).sum()), first["made"]["model_layers"]
-    made = schema.Extent(sizes["sample"], exact_samples, layers, sizes.get("head"), of_model)
+    exact_samples, model_layers = int(schema.with_exact(ds).sum()), first["made"]["model_layers"]
+    made = schema.Extent(sizes["sample"], exact_samples, layers, sizes.get("head"), model_layers)
     return schema.RunInfo(
         **said,
         source=None,

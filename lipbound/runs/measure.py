@@ -93,13 +93,13 @@ def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInf
 
 
 def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
-    """Check that every layer has the norm, and the arguments to move alone, that are asked for.
+    """Check that every layer has the norm asked for, and that of the arguments ``wrt`` alone.
 
     Raises:
         LipboundError: one has not.
     """
     asked, usual = (f"wrt={wrt!r}", "wrt='input'") if wrt != INPUT else ("", "")
-    if norm in TOKEN_NORMS:  # which wrt= goes with the other norm alone
+    if norm in TOKEN_NORMS:  # other arguments than the input have the Frobenius norm alone
         asked, usual = f"norm {norm!r}", "norm='frobenius'"
     for layer in layers if asked else ():
         without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
@@ -122,8 +122,8 @@ class Measurer:
     Attributes:
         capturer: finds them.
         spec: what is measured (`RunConfig.of_places`).
-        room: samples of one layer that memory has room for; layers of fewer are measured side by
-            side.
+        room: samples of one layer that memory has room for; where a block has fewer, layers are
+            measured side by side, as many as fit.
         verify: whether every block after the first is compared with the model's own outputs once
             more.
         statistics: also measure `lipbound.schema.STATISTICS`; of a whole layer, over its heads.
@@ -371,7 +371,7 @@ def measured_by(
 
     Args:
         client: of dask.
-        sources: model, whose layers are let go, and inputs.
+        sources: model, whose probed weights are freed here, and inputs.
         spec: what is measured (`RunConfig.of_places`).
         blocks: of samples.
 

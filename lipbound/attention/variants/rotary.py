@@ -66,14 +66,14 @@ class Rotation(TokenStep):
         return max(1.0, float(squares.amax().sqrt())) * (1 + 1e-14)
 
     def turn(self, x: Tensor, sign: float = 1.0) -> Tensor:
-        """Return vectors (..., N, d) turned by their tokens' maps; by the transposes for -1."""
+        """Return vectors (..., N, d) turned by their tokens' maps, by transposes for sign -1."""
         if x.dtype not in self._cast:
             self._cast[x.dtype] = (self.cos.to(x.dtype), self.sin.to(x.dtype))
         cos, sin = self._cast[x.dtype]
         return turned(x, cos, sign * sin)
 
     def enter(self, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        """Return projected vectors (samples, heads, N, d) as they go on: turned."""
+        """Return projected vectors (samples, heads, N, d) as they enter the scores: turned."""
         return self.turn(y)
 
     def rounded(self, x: Tensor, y: Tensor, before: Passing) -> Passing:
@@ -88,7 +88,7 @@ class Rotation(TokenStep):
     # -- as its own derivative, the same for every entry of a batch --------------------------------
 
     def push(self, z: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Return perturbations as they go on."""
+        """Return perturbations z of projected vectors, turned as these are."""
         return self.turn(z)
 
     def pull(self, g: Tensor) -> tuple[Tensor, None]:

@@ -23,7 +23,7 @@ def _condition(att: Attention) -> Tensor:
     """True where the statement is a bound: Lemma 39 (docs/theory/published.md)."""
     n = factors.count(att)
     size = factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2
-    # beyond doubt: rounding has enlarged the size by far less than the factor
+    # certainly >= 1: rounding has enlarged the size by far less than the factor on the right
     large = size >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
     small = abs(att.scale) <= n * (n + 1)
     if att.variants:
@@ -52,7 +52,8 @@ def _condition(att: Attention) -> Tensor:
 def specformer(att: Attention, radius: float = 0.0, ball: str = "frobenius") -> Tensor:
     r"""The theorem as printed, at the point X.
 
-    The radius R of their ball, in the Frobenius norm, is 0; else it is :math:`(\|X\|_F + R)^2`:
+    Their ball has a radius R in the Frobenius norm, here 0; over a ball :math:`\|X\|_F^2` becomes
+    :math:`(\|X\|_F + R)^2`:
 
     .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
 
@@ -61,9 +62,9 @@ def specformer(att: Attention, radius: float = 0.0, ball: str = "frobenius") -> 
     bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1` (and scale at most N(N+1)): Lemma 10
     (docs/theory/softmax.md) and Lemma 39 (docs/theory/published.md). No bias enters the statement.
 
-    With rotary embeddings or a cap it is one without biases of queries and keys and for
-    :math:`\mathrm{scale}\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; nothing in it stands for
-    :math:`\|A\|`.
+    With rotary embeddings :math:`R_i` or a cap it is a bound if, besides, neither queries nor keys
+    have a bias and :math:`\mathrm{scale}\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; its formula is
+    the same, since :math:`\|A\|` is not in it.
     """
     n = factors.count(att)
     size = factors.frobenius(att) + factors.total_radius(att, radius, ball)

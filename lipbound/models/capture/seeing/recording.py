@@ -39,7 +39,7 @@ WAYS = (
     "Softmax attention can be given by its tensors, as lipbound.Attention; any function has a norm "
     "by lipbound.linalg.operator_norm.operator_norm; closed=False needs attention that is seen, too"
 )
-"""What to try where none is seen."""
+"""What to try where no attention is seen, the end of an error."""
 _NEAR = 4
 """Modules around an operation whose inputs tell how many tokens there are."""
 FUSED_ATTENTION = re.compile(
@@ -48,7 +48,7 @@ FUSED_ATTENTION = re.compile(
 )
 """Beginnings of the names of torch's operations that are attention by themselves."""
 KNOWN = ("aten", "prims", "torchvision")
-"""Packages whose other operations are none."""
+"""Packages of whose operations only those of `FUSED_ATTENTION` are attention by themselves."""
 NAMED = 4
 """Number of modules that a sentence names."""
 
@@ -60,7 +60,10 @@ def first_tensor(returned: object) -> Tensor | None:
 
 
 def samples_first(t: Tensor, samples: int, n: int) -> Tensor:
-    """Return (samples, N, D) of (N, samples, D) or itself; (N, N, D) counts as the former."""
+    """Return a tensor with samples on its first axis, which is turned if it is (N, samples, D).
+
+    One of N samples of N tokens is taken to have them there already.
+    """
     turned = t.ndim == 3 and t.shape[:2] == (n, samples) != (samples, n)
     return t.transpose(0, 1) if turned else t
 
@@ -131,7 +134,7 @@ class Call:
         raw: the same in the layout in which they were computed.
         turn: how many calls the same module made before (ALBERT runs one module as every layer).
         boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
-        adds: whether these are added to scores as the numbers 1 and 0.
+        adds: whether a mask of True and False is added to scores as the numbers 1 and 0.
         given_mask: the mask of tokens, (samples, N), that the model (of a composed one the part)
             around the layer was given.
         consumer: the module that projects the head outputs, where it is given just these.
@@ -141,7 +144,7 @@ class Call:
         around: the runs that it happened in, the innermost first, each with the number of calls of
             attention before it in that run.
         scores: what the softmax was given, of attention by hand.
-        samples: of the pass.
+        samples: number of samples in the pass.
         formed: whether ``q``, ``k``, ``v`` and ``out`` have the axes given above; by hand they may
             be as they were multiplied.
         form: how they were brought to these, where they were not handed over so.
@@ -259,7 +262,8 @@ def moved(value: Any, device: torch.device, copies: dict[int, Any]) -> Any:
     Args:
         value: anything.
         device: for tensors.
-        copies: by identities of what was moved before: what is one tensor stays one.
+        copies: what was moved before, by ``id`` of the original: what is in two places is copied
+            once. Entries are added.
     """
     if isinstance(value, Tensor):
         return copies.setdefault(id(value), value.to(device))
@@ -273,7 +277,7 @@ def moved(value: Any, device: torch.device, copies: dict[int, Any]) -> Any:
 
 
 class ModuleRuns:
-    """Runs of modules in a forward pass, of which hooks tell.
+    """Runs of modules in a forward pass, recorded by hooks.
 
     Args:
         wanted: modules whose runs are kept when they have ended.
@@ -307,7 +311,7 @@ class ModuleRuns:
         self.running.append(ModuleRun(module, name, args, kwargs))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Run behind every module, as a hook."""
+        """Run after every module, as a hook."""
         run = self.running.pop()
         run.returned = first_tensor(output)
         if module in self._wanted:
@@ -533,7 +537,8 @@ class Recorder(ModuleRuns, Follower):
 
         Args:
             heads: with parts.
-            run: that returned this, if one did, and is what they must have in common.
+            run: the one that returned what was put together, if one did; every call must have
+                happened in it.
         """
         calls = [call for part in heads.parts if (call := self._made.get(id(part)))]
         if len(calls) < max(2, len(heads.parts)) or len({type(c.module) for c in calls}) > 1:
@@ -595,7 +600,8 @@ def record(
         wanted: modules whose runs are returned, too.
 
     Returns:
-        Each call with the projection that consumed its output; those runs; and sentences.
+        Each call with the projection that consumed its output; those runs; and notes, a sentence
+        each.
 
     Raises:
         CaptureError: the model computes no attention that is seen.
