@@ -67,6 +67,13 @@ def test_lowest_versions_are_those_that_are_tested() -> None:
         assert one.specifier == DIRECT.get(name, one).specifier, one
 
 
+def test_hooks_run_the_versions_that_make_lint_runs() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    found = re.findall(r"additional_dependencies: \[([\w-]+)==([\w.]+)\]", hooks)
+    assert {"ruff", "codespell", "import-linter"} == {name for name, _ in found}
+    assert all(pins("constraints.txt")[name] == version for name, version in found)
+
+
 def conda(requirements: list[str]) -> set[str]:
     return {
         f"{CONDA_NAMES.get(one.name, one.name)} {one.specifier}"
