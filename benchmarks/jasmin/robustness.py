@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lipbound.analysis.network import NetworkJacobian, batches, chain, networks_inputs
+from lipbound.analysis.network import NetworkJacobian, batches, chain, network_inputs
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
 
@@ -194,7 +194,7 @@ def embedding_accuracy(
         raise LipboundError(f"radius is {radius}; it must be positive")
     generator = torch.Generator().manual_seed(seed)
     right: Counter[str] = Counter()
-    model, inputs, count = networks_inputs(model, inputs)
+    model, inputs, count = network_inputs(model, inputs)
     for piece, samples in batches(inputs, count, batch):
         with chain(model, piece, "embeddings", "logits") as (f, x, real):
             targets = labels[samples].to(x.device).clone()

@@ -155,7 +155,7 @@ def network_norm(
     if delta is not None:
         delta = real("delta", delta, "a probability between 0 and 1, or None", above=0, below=1)
     batch = whole("batch", batch, least=1)
-    model, inputs, count = networks_inputs(model, inputs)
+    model, inputs, count = network_inputs(model, inputs)
     seeds = sample_seeds(count, seed)
     parts: list[Norm] = []
     for piece, samples in batches(inputs, count, batch):
@@ -170,7 +170,7 @@ def network_norm(
     return Norm.cat(parts)
 
 
-def networks_inputs(
+def network_inputs(
     model: PreTrainedModel, inputs: Mapping[str, Tensor]
 ) -> tuple[PreTrainedModel, dict[str, Tensor], int]:
     """A model without its wrappers, the tensors its forward takes, and the number of samples."""
