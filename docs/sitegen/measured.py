@@ -435,12 +435,43 @@ def cache() -> str:
     return "\n".join([*parts, said, "", measured_with(one)])
 
 
+WATCHED = {
+    "loss": "training loss",
+    "exact": "exact norm",
+    "kappa_softmax": "kappa_softmax",
+    "largest_logit": "largest logit",
+    "entropy": "entropy (smallest)",
+    "row_norm": "largest norm of a softmax Jacobian's row",
+    "wqk_norm": "norm of W_Q W_K^T",
+}
+"""Numbers of early_warning.json."""
+
+
+def warning() -> str:
+    """What benchmarks/early_warning.py has found: a row for each number, columns by model."""
+    found = report("early_warning.json")["summary"]
+    kinds = [kind for kind in found if kind != "all"]
+
+    def cell(kind: str, name: str) -> str:
+        row = found[kind]["numbers"][name]
+        lead = "" if row["median lead"] is None else f", {row['median lead']:g} steps before"
+        early = f", {row['too early']} too early" if row["too early"] else ""
+        return f"{row['warned']} of {found[kind]['spikes']}{lead}{early}"
+
+    rows = [
+        (said, *(cell(kind, name) for kind in kinds), f"{found['all']['numbers'][name]['false']}")
+        for name, said in WATCHED.items()
+    ]
+    head = f"number | {' | '.join(kinds)} | false, of {found['all']['calm']} calm runs"
+    return "\n".join(table(head, rows))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         *(accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families),
         *(census, memory, token_norms, startup, commands, layers_once, cluster),
-        *(penalty_costs, monitor, study, cache),
+        *(penalty_costs, monitor, study, cache, warning),
     )
 }
 """Tables and sentences by name: a page has one where ``<!-- table: NAME -->`` stands."""
