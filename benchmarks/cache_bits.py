@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 import torch
 import xarray as xr
+from scipy.stats import spearmanr
 
 import lipbound as lb
 from lipbound.analysis.cache_bits import CACHED, KINDS, agreement
@@ -65,7 +66,6 @@ def rules(ds: xr.Dataset, entropy: np.ndarray) -> dict[str, Any]:
         at = error[..., ds["bits"].values.tolist().index(AVERAGE)].ravel()
         rows = {}
         for name, need in needs.items():
-            rank = xr.DataArray(need.ravel()).rank("dim_0"), xr.DataArray(at).rank("dim_0")
             errors, counts = [], []
             for one, errs in zip(need, error, strict=True):
                 bits = shared_out(one.ravel())
@@ -74,7 +74,7 @@ def rules(ds: xr.Dataset, entropy: np.ndarray) -> dict[str, Any]:
                 counts.append(bits.mean())
             moved = np.concatenate(errors)
             rows[name] = {
-                "rank": None if name == "even" else float(xr.corr(*rank)),
+                "rank": None if name == "even" else float(spearmanr(need.ravel(), at).statistic),
                 "median": float(np.median(moved)),
                 "root_mean_square": float(np.sqrt((moved**2).mean())),
                 "largest": float(moved.max()),
