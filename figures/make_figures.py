@@ -72,10 +72,13 @@ def main() -> None:
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
     first = growth.data[:1]
     column = None if first and Path(first[0]).suffix == ".txt" else growth.column
-    for name, model in (("castin-4-gpt2", "builtin:gpt2"), ("castin-1-random", random_gpt2())):
+    others = {
+        "castin-4-gpt2": replace(growth, model="builtin:gpt2", data=first, column=column),
+        "castin-1-random": Setting(model=random_gpt2(), samples=1),
+    }
+    for name, setting in others.items():
         figure = copy(FIGURES["castin-1"])
         figure.name = figure.run = name
-        setting = replace(growth, model=model, data=first, column=column)
         figure.render(figure.saved(setting, RUNS), HERE)
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
 
