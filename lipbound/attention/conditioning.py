@@ -14,12 +14,16 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.softmax import largest_jacobian_norm
-from lipbound.devices import in_own_modes
+from lipbound.devices import in_own_modes, require
 from lipbound.errors import choice
 from lipbound.schema import CONDITIONING
 
 BFLOAT16 = 2.0**-8
 """Unit roundoff of bfloat16, that of `rho_ln`; float16 has an eighth of it."""
+
+
+MATRICES = 8
+"""Number of float64 matrices of the size of P that are in memory meanwhile."""
 
 
 @memoised
@@ -43,14 +47,14 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
     and V as they enter (biases and rotations included), and :math:`J = \max_i \|\mathrm{diag}(P_i)
     - P_i P_i^T\|`:
 
-    - ``kappa_softmax``: :math:`J\,\|S\|_F / \|P\|_F`, relative errors of S that P has;
-    - ``chi_score``: :math:`J\,|c|\,\|Q\|_F \|K\|_F / \|P\|_F`, the same of rounding in Q K^T, c the
-      scale of the scores;
+    - ``kappa_softmax``: :math:`J\,\|S\|_F / \|P\|_F`, how relative errors of S grow in P;
+    - ``chi_score``: :math:`J\,|c|\,\|Q\|_F \|K\|_F / \|P\|_F`, how those of Q and K do, c the scale
+      of the scores;
     - ``kappa_val``: :math:`\|P\|_F\,\sigma(V) / \|P V\|_F`, :math:`\sigma` the largest singular
-      value: relative errors of P that outputs have; at least 1;
+      value: how those of P grow in outputs; at least 1;
     - ``rho_ln``: :math:`D\,u\,\overline{\sigma^2} / eps` of the LayerNorm that feeds the layer,
       :math:`\overline{\sigma^2}` the mean of its inputs' variances over tokens, D their width, eps
-      its own, and u the unit roundoff of bfloat16: below 1 the eps rules.
+      its own, and u the unit roundoff of bfloat16: what rounding makes of the variance, beside eps.
 
     Args:
         att: the layer. name: which.
@@ -64,6 +68,7 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
 
     Raises:
         UnknownNameError: another name.
+        LipboundError: the memory for P and scores is not free.
     """
     choice("condition number", name, CONDITIONING)
     nothing = torch.full((att.samples, 1 if whole else att.heads), math.nan, dtype=torch.float64)
@@ -88,6 +93,9 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
         real = torch.ones_like(variances) if att.valid is None else att.valid.double()
         mean = ((variances * real).sum(-1) / real.sum(-1))[:, None]
         return (mean * (norm.x.shape[-1] * BFLOAT16) / norm.eps).expand(nothing.shape)
+    what = f"{name} needs the attention matrices of all heads at {att.tokens} tokens"
+    needed = MATRICES * 8.0 * att.samples * att.heads * att.rows * att.keys
+    require(needed, att.device, what, "measure shorter inputs or fewer samples, or leave it out")
     p = size(att.p)
     if name == "kappa_val":
         v = att.wide_v if keys is None else att.wide_v * keys[:, None, :, None]

@@ -1,17 +1,19 @@
 """Condition numbers of attention in low precision: numpy one-liners on captured heads."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.checks import normal
+from support.checks import normal, refused
 from support.layers import KINDS, changed, random_attention
 from support.models import AFFINE, MODERN, build, inputs_for
 from support.variants import layer as variant_layer
 
 import lipbound as lb
+from lipbound import devices
 from lipbound.attention.conditioning import conditioning, row_norm
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import jacobian_norm
@@ -168,3 +170,13 @@ def test_a_model_without_layer_norm_says_so() -> None:
         )
     assert bool(ds["rho_ln"].isnull().all())
     assert bool(ds["kappa_val"].notnull().all())
+
+
+def test_memory_that_is_not_free_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "available", lambda device: 1000.0)
+    att = random_attention("plain")
+    for name in OF_HEADS:
+        refused(partial(conditioning, att, name), "at 6 tokens", "leave it out")
+    assert bool(conditioning(att, "rho_ln").isnan().all())
