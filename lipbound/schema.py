@@ -41,7 +41,10 @@ WRT = {
 """Arguments that a head is a function of, everything else held fixed."""
 EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
+CONDITIONING = ("kappa_softmax", "chi_score", "kappa_val", "rho_ln")
+"""Condition numbers of attention in low precision: `lipbound.attention.conditioning`."""
 EXTRAS = {"frobenius": "jacobian_frobenius", "condition": "jacobian_condition"}
+EXTRAS |= {name: name for name in CONDITIONING}
 """Variables that a run has where they are asked for, by the names of what is asked."""
 STATISTICS = ("largest_logit", "entropy", "first_token")
 """Variables about attention itself, where they are asked for: `Attention.statistics`."""

@@ -20,6 +20,12 @@ one = torch.ones(1, 1, 1, dtype=torch.float64)
 mask = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]], dtype=torch.float64)  # causal, two tokens
 att = lb.Attention(torch.ones(1, 2, 1, dtype=torch.float64), 0 * one, one, one, mask=mask)
 """
+GATHERED = """
+one = torch.ones(1, 1, 1, dtype=torch.float64)
+mask = torch.full((9, 9), -torch.inf, dtype=torch.float64)
+mask[:, 0] = 0.0  # nine tokens, of which each attends to the first alone
+att = lb.Attention(torch.ones(1, 9, 1, dtype=torch.float64), 0 * one, one, one, mask=mask)
+"""
 SMALL = """
 one = torch.ones(1, 1, 1, dtype=torch.float64)
 att = lb.Attention(0.1 * one, one, one, one)  # one token of length 0.1
@@ -41,6 +47,8 @@ REASONS = {
     "not see it.",
     CAUSAL: "With a causal mask both rows of P look at the first token, and the norm of P "
     "exceeds one.",
+    GATHERED: "All rows of P gather on one token, which moves all outputs: the norm of P is the "
+    "square root of their number, and no constant without N bounds it.",
     SMALL: "The value term of the statement is multiplied by the squared norm of X and vanishes "
     "with X; the Jacobian of one token is W_V.",
     ONE_SIDE: "A perturbation of a token moves its scores as a query, and those of all others as "
@@ -52,6 +60,7 @@ EXAMPLES = {
     "castin_c3": QUERY_BIAS,
     "yudin_nobias": QUERY_BIAS,
     "castin_mean_field": CAUSAL,
+    "castin_masked_mean_field": GATHERED,
     "specformer": SMALL,
     "castin_c3_as_coded": ONE_SIDE,
     "kim": NEGATIVE,

@@ -57,11 +57,65 @@ LEFT_OUT = (
         "without the 1/3",
     ),
     LeftOut(
-        "Emadi 2026, bound on layers (arXiv:2602.18849)",
-        "a constant of a layer in the block maximum norm, from Phi_h and theta_h",
+        "Emadi 2026, Theorem 5.1 (arXiv:2602.18849)",
+        "||W_O|| sum_h (||W_V^h|| + theta_h / tau Phi_h) for a layer, every token moving, theta = "
+        "4 max_S p(S) (1 - p(S))",
         "text not found",
-        "only abstract and quotations; `lipbound.attention.softmax.splitting_bound` is above "
-        "theta(p), and `mass_splitting` a bound of that form of ours",
+        "quoted by others, without what Phi_h stands for; `mass_splitting` is a bound of that form "
+        "of ours, and Lemma 104 says for which Phi_h the form is true",
+    ),
+    LeftOut(
+        "Emadi 2026, Theorem 5.2 (arXiv:2602.18849)",
+        "(1 + Lip(LN) L_MHA) (1 + Lip(LN) L_FFN) for a block that normalises before both",
+        "another map",
+        "with the MLP, which no map here has; quoted by others. The first factor is what maps with "
+        "a residual connection make of a bound, at the norm of the normalisation at the input",
+    ),
+    LeftOut(
+        "Emadi 2026, Lemma 3.3 (arXiv:2602.18849)",
+        "the root mean square of LN(x) is at most max |gamma| + max |beta|",
+        "contained",
+        "quoted by others; `lipbound.attention.layer_norm.ellipsoid_radius` has the largest length "
+        "itself (Lemma 23)",
+    ),
+    LeftOut(
+        "Baek 2026 (AISTATS; arXiv:2510.21770)",
+        "a first-order bound on the errors of a forward pass in low precision, from kappa_softmax, "
+        "chi_score, kappa_val and rho_LN of every layer",
+        "no constant",
+        "of rounding errors, not of a head in its input; the four are extras of a run, by the "
+        "definitions of the released code",
+    ),
+    LeftOut(
+        "Budzinskiy, Fang, Zeng, Petersen 2026, Numerical stability analysis of large language "
+        "models (arXiv:2503.10251v2)",
+        "bounds on the local Lipschitz constant of self-attention that do not depend on the "
+        "number of tokens",
+        "text not found",
+        "only the abstracts of both versions",
+    ),
+    LeftOut(
+        "Ramapuram et al. 2025, sigmoid attention (arXiv:2409.04431)",
+        "a bound on the Jacobian of attention with sigmoids of scores in place of the softmax",
+        "another map",
+        "no rows that sum to one; such heads are measured by automatic differentiation, and the "
+        "run names them so; abstract alone was read",
+    ),
+    LeftOut(
+        "Mudarisov, Burtsev, Petrova, Radu 2025 (arXiv:2508.17821)",
+        "which tokens a softmax can tell apart as there are more of them, and a bound on its "
+        "gradient, min(1/(4T), sqrt 2) at temperature T",
+        "no constant",
+        "of a softmax row, not of a head; second hand, and as a bound on the spectral norm it "
+        "would be false: a row (1/2, 1/2) has 1/(2T)",
+    ),
+    LeftOut(
+        "Lipschitz Continuity in Deep Learning: A Systematic Review of Theoretical Foundations, "
+        "Estimation Methods, Regularization Approaches and Certifiable Robustness (TMLR; "
+        "OpenReview pRZ0RKl11f)",
+        "a survey of what is known of Lipschitz constants of networks",
+        "no constant",
+        "a reference to start from; abstract alone was read",
     ),
     LeftOut(
         "Havens, Araujo, Zhang, Hu 2024, LoFAST (ICML, PMLR 235)",

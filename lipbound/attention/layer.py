@@ -534,6 +534,16 @@ class Attention:
         """Head outputs before the output projection, (samples, heads, N, d_v)."""
         return self.ungated if self.gate is None else self.gate.apply(self.x, self.ungated)
 
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Scaled and capped scores before masks, float64, and where attention is forbidden, bool.
+
+        (samples, heads, N, N); forbidden also for queries and keys that are padding.
+        """
+        rows = self.valid_rows
+        logits = self.capped(self.scale * (self.wide_q @ self.wide_k.mT)).double()
+        hidden = torch.isneginf(self.forbid(torch.zeros_like(logits)))
+        return logits, hidden if rows is None else hidden | ~rows[:, None, :, None]
+
     @in_own_modes
     @torch.no_grad()
     def statistics(self) -> dict[str, Tensor]:
@@ -550,11 +560,8 @@ class Attention:
             (samples, heads) each, float64.
         """
         p, rows, keys = self.p.double(), self.valid_rows, self.valid_keys
-        logits = self.capped(self.scale * (self.wide_q @ self.wide_k.mT))
-        hidden = torch.isneginf(self.forbid(torch.zeros_like(logits)))
-        if rows is not None:
-            hidden = hidden | ~rows[:, None, :, None]
-        logit = logits.double().masked_fill(hidden, -torch.inf).amax((-1, -2))
+        logits, hidden = self.logits()
+        logit = logits.masked_fill(hidden, -torch.inf).amax((-1, -2))
         first = p[..., 0]
         if keys is not None:
             place = keys.int().argmax(-1)  # the first that is no padding

@@ -33,15 +33,29 @@ def hides_or_shows(att: Attention) -> Tensor:
     return (((att.mask == 0) | blocked).all() & ~diagonal.any()).view(1, 1)
 
 
-def unmasked(att: Attention) -> Tensor:
-    """True where every token may attend to all but padding and no score has an offset, (1, 1)."""
-    if att.mask is None:
-        return torch.ones(1, 1, dtype=torch.bool, device=att.device)
-    free = att.mask == 0
+def _forbids(att: Attention, later: Tensor) -> Tensor:
+    """True where the mask forbids just ``later`` among tokens that are not padding, (1, 1)."""
+    mask = torch.zeros_like(later, dtype=torch.float64) if att.mask is None else att.mask
+    right = torch.where(later, mask <= BLOCKED, mask == 0)
     if att.valid is not None:
         both = att.valid[:, None, :, None] & att.valid[:, None, None, :]
-        free = free | ~both
-    return free.all().view(1, 1)
+        right = right | ~both
+    return right.all().view(1, 1)
+
+
+def unmasked(att: Attention) -> Tensor:
+    """True where every token may attend to all that are not padding, with no offset on any score, (1, 1)."""
+    nothing = torch.zeros(1, 1, dtype=torch.bool, device=att.device)
+    return always(att) if att.mask is None else _forbids(att, nothing)
+
+
+def causal(att: Attention) -> Tensor:
+    """True where every token may attend to itself and to all before it alone, at no offset, (1, 1).
+
+    Padding does not count.
+    """
+    n = att.tokens
+    return _forbids(att, torch.ones(n, n, dtype=torch.bool, device=att.device).triu(1))
 
 
 def always(att: Attention) -> Tensor:

@@ -138,10 +138,10 @@ def _facts(ds: xr.Dataset) -> dict[str, Any]:
 
 
 def _extra(ds: xr.Dataset, name: str) -> str:
-    """The name of Frobenius norms or condition numbers, and how accurate they are."""
+    """The name of an extra, and how accurate it is."""
     error = f" to a relative error of {small(EXTRA_WIDTHS[name] / 2)}" * (not edited(ds))
     lost = ", infinite where rounding hides whether the smallest singular value is zero"
-    infinite = lost * bool(np.isinf(ds[name]).any())
+    infinite = lost * (name == schema.EXTRAS["condition"] and bool(np.isinf(ds[name]).any()))
     known = f" ({some})" if (some := said.extra_known(ds, name)) else ""
     return f"the {said.extra_title(ds, name)}{error}{infinite}{known}"
 

@@ -165,7 +165,7 @@ SPANS = {LIKELY: INTERVAL, RANGE: ("sample_min", "sample_max")}
 """Columns of two ends in words, and those of their ends in numbers."""
 AUDITED = ("violations", "compared", "sound")
 """Columns that count places of the audit."""
-EXTRA_WIDTHS = {EXTRAS["frobenius"]: 2e-6, EXTRAS["condition"]: 0.04}
+EXTRA_WIDTHS = dict.fromkeys(EXTRAS.values(), 2e-6) | {EXTRAS["condition"]: 0.04}
 """Relative widths to which the extras of runs are known."""
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared

@@ -31,7 +31,7 @@ from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, norms_shape
 from lipbound.runs.partial_store import LayerResult, PartialRun
-from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, Extent, RunInfo, sound
+from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ LABELS = {
     ),
     "jacobian_frobenius": ("Frobenius norm", "Frobenius norm of the Jacobian"),
     "jacobian_condition": ("Condition number", "condition number of the Jacobian"),
+    "kappa_softmax": ("kappa_softmax", "condition number of the softmax (Baek 2026)"),
+    "chi_score": ("chi_score", "condition number of scores from queries and keys (Baek 2026)"),
+    "kappa_val": ("kappa_val", "condition number of averages of values (Baek 2026)"),
+    "rho_ln": ("rho_LN", "indicator of the LayerNorm in front, in bfloat16 (Baek 2026)"),
     "largest_logit": ("Largest logit", "largest score of a query and a key before the softmax"),
     "entropy": ("Entropy", "entropy of the attention of a query, mean over queries (nats)"),
     "first_token": ("First token", "attention on the first token, mean over queries"),
@@ -118,8 +122,10 @@ def compare(
         extras: "frobenius" (the Frobenius norm of the Jacobian, ``jacobian_frobenius``) and
             "condition" (its condition number, ``jacobian_condition``, up to 1,024 outputs, N d_v of
             a head), where there are exact norms; see `lipbound.frobenius_norm` and
-            `lipbound.condition_number`. NaN for what is too large or hidden by rounding, which a
-            `lipbound.errors.Notice` and attrs["notes"] tell. Frobenius norm of inputs only.
+            `lipbound.condition_number`; "kappa_softmax", "chi_score", "kappa_val" and "rho_ln",
+            condition numbers in low precision (`lipbound.attention.conditioning`). NaN for what is
+            too large, hidden by rounding or not there, which a `lipbound.errors.Notice` and
+            attrs["notes"] tell. Frobenius norm of inputs only.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then
             have ||W_V W_O|| for ||W_V||), "heads" (all heads of a layer side by side), "layer"
             (with the output projection; bounds on heads are put together by
@@ -321,8 +327,11 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
             why = "more than the 1,024 outputs of a condition number, several windows, or rounding"
+            why = f"{why} hides it"
+            if name in CONDITIONING:
+                why = "no closed form, sinks, or no LayerNorm in front of the layer that was found"
             what = f"{name} is missing at {without} of {int(there)} exact norms"
-            note(sources.inputs, f"{what}: {why} hides it")
+            note(sources.inputs, f"{what}: {why}")
 
 
 def run_info(
@@ -404,7 +413,8 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     if not devices.has_float64(device):
         what = f"the device {device!r} has no float64: the model runs there"
         note(inputs, f"{what}, and its heads are measured on the CPU")
-    capturer = measure.capturer_of(checkpoint.model, config.chosen_layers, config.map)
+    layers = config.chosen_layers
+    capturer = measure.capturer_of(checkpoint.model, layers, config.map, config.extras)
     return Sources(checkpoint, inputs, device, capturer)
 
 

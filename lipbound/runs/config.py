@@ -62,7 +62,8 @@ class RunConfig:
         bounds: 'default', 'all', 'none' (exact norms alone), or names separated by commas (see
             `lipbound bounds`).
         extras: More of the Jacobian of each head at each sample with an exact norm: frobenius (its
-            Frobenius norm), condition (its condition number, up to 1,024 outputs: short inputs).
+            Frobenius norm), condition (its condition number, up to 1,024 outputs: short inputs);
+            kappa_softmax, chi_score, kappa_val, rho_ln (condition numbers in low precision).
         map: head, head_out (with its slice of the output projection), heads, layer (all together),
             residual, pre_norm or post_norm.
         norm: frobenius, every-token (each moves by at most 1, the worst output counts) or

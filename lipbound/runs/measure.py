@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound import errors
+from lipbound.attention.conditioning import conditioning
 from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
 from lipbound.bounds.registry import get
@@ -32,7 +33,7 @@ from lipbound.models.capture.verification import one_sample
 from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.partial_store import LayerResult
-from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, MEANS, TOKEN_NORMS, sound
+from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, MEANS, TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
     from lipbound.runs.compare import SampleBlock, Sources
@@ -62,21 +63,27 @@ class LayerInfo:
 
 
 def capturer_of(
-    model: nn.Module, layers: Sequence[int] | None, map: str, *, closed: bool = True
+    model: nn.Module,
+    layers: Sequence[int] | None,
+    map: str,
+    extras: Collection[str] | None = None,
+    *,
+    closed: bool = True,
 ) -> Capturer:
-    """Prepare the capture of some layers of a model (all for None) as a map needs them.
+    """Prepare the capture of some layers of a model (all for None) as a map and extras need them.
 
     Args:
         model: loaded.
         layers: their numbers.
-        map: that is measured.
+        map: that is measured. extras: beside it.
         closed: False for automatic differentiation of every layer.
 
     Raises:
         LipboundError: layers that are given themselves have no module to differentiate.
     """
     if not isinstance(model, GivenLayers):
-        return Capturer(model, layers, around=map in BLOCKS, closed=closed)
+        around = map in BLOCKS or "rho_ln" in (extras or ())
+        return Capturer(model, layers, around=around, closed=closed)
     if not closed:
         raise LipboundError("the run is of layers without a model, and there is no module to run")
     return GivenCapturer(model, layers)
@@ -270,6 +277,9 @@ class Measurer:
                 values["exact_upper"] = norm.upper
             for name in spec.extras or ():
                 values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
+                if name in CONDITIONING:
+                    values[name] = conditioning(part, name, whole=whole)
+                    continue
                 with suppress(errors.TooLargeError):
                     measure = frobenius_norm if name == "frobenius" else condition_number
                     values[EXTRAS[name]] = measure(part, map=spec.map)
@@ -343,7 +353,7 @@ def work(
             if checkpoint.revision != revision:
                 found = f"{spec.model} is {checkpoint.revision} on a worker"
                 raise errors.CheckpointError(f"{found} but {revision} here; give all the same")
-            capturer = capturer_of(checkpoint.model, spec.chosen_layers, spec.map)
+            capturer = capturer_of(checkpoint.model, spec.chosen_layers, spec.map, spec.extras)
             _MEASURERS[worker] = Measurer(capturer, spec)
         here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
         return list(_MEASURERS[worker].block(here, start, skip))

@@ -117,7 +117,8 @@ def measure_again(
     shape = (len(made.layers), made.heads or 1)
     spec = rerun.config.of_places(names, made.exact_samples, shape)
     statistics = closed and schema.STATISTICS[0] in ds.variables
-    capturer = capturer_of(rerun.checkpoint.model, [int(ds["layer"][i])], spec.map, closed=closed)
+    layers = [int(ds["layer"][i])]
+    capturer = capturer_of(rerun.checkpoint.model, layers, spec.map, spec.extras, closed=closed)
     number = int(ds["sample"][s])
     block = rerun.inputs.block(number, number + 1, rerun.device)
     with torch.no_grad():
@@ -428,7 +429,7 @@ def _tolerance(
     size, tol = np.maximum(now, 1e-300), float(ds.attrs["tol"])
     if name == schema.EXTRAS["condition"]:  # as badly conditioned as the Jacobian itself
         allowed = slack * np.maximum(1, now)
-    elif name in schema.STATISTICS:
+    elif name in (*schema.STATISTICS, *schema.CONDITIONING):
         allowed = np.full(now.shape, slack)
     elif name in ds.attrs["bounds"]:
         allowed = slack * np.maximum(1, np.abs(np.log(size)))

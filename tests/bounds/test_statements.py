@@ -45,6 +45,7 @@ def naive(att: Attention, h: int) -> dict[str, float]:
     ae = norm(att.scale * torch.cat([w_q, b_q[None]]) @ w_k.mT) if biased else norm(a)
     side, other, diameter = longest(x @ a.mT), longest(x @ a), longest(x[:, None] - x)
     t, shift = norm(a) * r * r, att.scale * w_k @ b_q
+    u = float(t + shift.norm() * r)
     yudin, closed = v * norm(p), v * math.sqrt(n)
     sides = [t[0, h] for t in (att.q, att.k, att.v)]
     phi, root3 = float(inverse_phi(torch.tensor(n - 1.0, dtype=torch.float64))), math.sqrt(3)
@@ -60,6 +61,9 @@ def naive(att: Attention, h: int) -> dict[str, float]:
         "castin_c3": root3 * v * math.sqrt(max(side, other) ** 2 * c3 + n),
         "castin_c3_as_coded": v * math.sqrt(side**2 * c3 + n),
         "castin_mean_field": v * (1 + 3 * t) * math.exp(2 * t) if t < 350 else math.inf,
+        "castin_masked_mean_field": v * (t + 2 * (1 + 2 * u) * math.exp(2 * u))
+        if u < 350
+        else math.inf,
         "yudin": yudin + v * 2 * norm(xe) ** 2 * ae * largest_m,
         "yudin_g1": yudin + v * 2 * norm(xe) ** 2 * ae * g1,
         "yudin_nobias": yudin + v * 2 * norm(x) ** 2 * norm(a) * largest_m,
@@ -192,6 +196,49 @@ def test_conditions_see_masks_padding_and_scales() -> None:
     assert sound("kim", padded)
     forbidden = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=causal(6))
     assert not sound("castin_mean_field", forbidden)
+
+
+def test_masked_mean_field_is_of_causal_masks_and_of_none() -> None:
+    """Among tokens that are not padding, whatever the mask says of the others."""
+    kinds = ("plain", "causal", "window", "offsets", "biases", "one_token")
+    found = [sound("castin_masked_mean_field", random_attention(kind)) for kind in kinds]
+    assert found == [True, True, False, False, True, True]
+    att, mask = random_attention("plain"), causal(6)
+    for valid in ([True] * 4 + [False] * 2, [False] * 2 + [True] * 4):
+        real = torch.tensor([[True] * 6, valid])
+        seen = mask.expand(2, 1, 6, 6).masked_fill(~real[:, None, None], -math.inf)
+        seen = seen.masked_fill(~real[:, None, :, None], 0.0)
+        padded = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=seen, valid=real)
+        assert sound("castin_masked_mean_field", padded)
+    for row, column, entry in ((2, 4, 0.0), (4, 2, -math.inf), (4, 2, 0.1), (0, 0, 1.0)):
+        other = mask.clone()
+        other[row, column] = entry
+        head = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=other)
+        assert not sound("castin_masked_mean_field", head), (row, column, entry)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 64])
+def test_averages_of_the_past_need_the_factor_two(tokens: int) -> None:
+    """At A = 0 the norm is that of P (Hardy), beyond every bound that tends to ||W_V||."""
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    att = Attention(torch.ones(1, tokens, 1).double(), 0 * one, one, one, mask=causal(tokens))
+    p = torch.ones(tokens, tokens).double().tril() / torch.arange(1, tokens + 1)[:, None]
+    exact = dense_norms(att)
+    assert float(exact) == pytest.approx(norm(p), rel=1e-9)
+    masked, plain = (bounds.get(name) for name in ("castin_masked_mean_field", "castin_mean_field"))
+    assert float(exact) <= float(masked(att)) == pytest.approx(2, rel=1e-9)
+    assert (float(plain(att)) < float(exact)) == (tokens > 1)
+    if tokens == 64:
+        assert float(exact) > 1.59
+
+
+def test_means_over_the_past_are_at_most_twice_as_long() -> None:
+    """With any weights of positions: the inequality in the proof of Lemma 38."""
+    draw = normal()
+    for scale in (0.1, 1.0, 4.0):
+        weight, a = (scale * draw(200, 12)).exp(), draw(200, 12).abs()
+        alpha = (weight * a).cumsum(1) / weight.cumsum(1)
+        assert bool(((weight * alpha**2).sum(1) <= 4 * (weight * a**2).sum(1)).all())
 
 
 def test_the_registry_is_complete() -> None:

@@ -172,6 +172,25 @@ def test_mass_splitting_uses_at_least_theta(kind: str) -> None:
             assert split(one, h, exact[h]) >= float(least[s, h]) * (1 - 1e-9)
 
 
+@pytest.mark.each_value(kind=HARD)
+def test_layers_are_below_the_form_of_theorem_5_1(kind: str) -> None:
+    """||W_O|| sum_h (||W_V^h|| + theta_h Phi_h / tau) with the Phi_h of Lemma 104 and the exact
+    theta, of Emadi 2026, and no less than what mass splitting makes of the layer."""
+    att = random_attention(kind)
+    for s in range(att.samples):
+        one, total = att.unpadded(s), 0.0
+        for h in range(att.heads):
+            theta, cheap = subsets(one.p[0, h]), splitting_bound(one.p[0, h])
+            total += split(one, h, torch.full_like(theta, float(theta.max())))
+            assert split(one, h, theta) <= split(one, h, cheap) * (1 + 1e-12)
+        assert one.w_o is not None
+        form = float(torch.linalg.matrix_norm(one.w_o.flatten(0, 1), 2)) * total
+        (whole,) = token_oracle.blocks(att, s, "layer")
+        assert form >= float(token_oracle.every_from_below(whole, 6, 20)) * (1 - 1e-9)
+        if bool((one.p.amax(-1) >= 0.5).all()):  # where the cheap theta is exact
+            assert float(bounds.whole_layer(att, "mass_splitting")[s]) <= form * (1 + 1e-9)
+
+
 def naive(one: Attention, h: int) -> dict[str, float]:
     """The statements from blocks of the autograd Jacobian of the definition and dense norms of
     their parts, of one sample without padding."""

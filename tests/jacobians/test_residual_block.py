@@ -191,6 +191,8 @@ def test_ellipsoid_radius(seed: int, width: int, centred: bool, size: float, alo
     radius = ellipsoid_radius(weight, bias, centred=centred)
     out = Normaliser(draw(1, 200, width), weight, bias, centred=centred).out
     assert float(out.norm(dim=-1).amax()) <= radius * (1 + 1e-9)
+    most = weight.abs().amax() + (0.0 if bias is None else bias.abs().amax())
+    assert radius <= width**0.5 * float(most) * (1 + 1e-9)  # Lemma 3.3 of Emadi 2026
     z = draw(50, width)
     b = torch.zeros(width, dtype=torch.float64) if bias is None else bias
     for _ in range(3000):  # power-like ascent of a convex function over the sphere

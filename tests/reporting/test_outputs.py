@@ -240,7 +240,7 @@ def test_extras_cost_no_figure(gpt2_run: xr.Dataset, tmp_path: Path) -> None:
     assert "Also computed" not in lb.cite(gpt2_run, "text")
     called = plots.heatmaps(ds, bounds="condition", labels={"condition": "Kappa"})
     assert [title for title in titles(called) if title] == ["Exact", "Kappa"]
-    with pytest.raises(PaperError, match="17 panels in 1 column do not fit"):
+    with pytest.raises(PaperError, match="18 panels in 1 column do not fit"):
         plots.heatmaps(ds, width="slide", columns=1)
 
 

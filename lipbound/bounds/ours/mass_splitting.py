@@ -1,7 +1,7 @@
 r"""Our bound by how softmax rows split their mass, where every token moves.
 
-:math:`\theta` is that of Emadi 2026 (arXiv:2602.18849; its abstract and quotations were read, its
-bound on layers was not). Symbols: docs/theory/notation.md.
+:math:`\theta`, and the form of the bound, are those of Emadi 2026 (arXiv:2602.18849; its abstract
+and quotations were read, its text was not). Symbols: docs/theory/notation.md.
 """
 
 from torch import Tensor, cdist
@@ -26,7 +26,8 @@ from lipbound.linalg.matrix_norms import gamma
     statement_latex=r"$\|J\| \le \|W_V\| + 1/2\,\mathrm{diam}(V)\,\max_i \theta_i (|A^T x_i + a| "
     r"+ \max_j |A (x_j - m)|)$, $\theta_i \ge 4 \max_S p_i(S) (1 - p_i(S))$, $m$ the mean token, "
     r"$a = \mathrm{scale}\,W_K b_Q$",
-    source="Lemma 103 in the documentation of lipbound, with theta of Emadi 2026",
+    source="Lemma 103 in the documentation of lipbound, with theta and in the form of Emadi 2026, "
+    "Theorem 5.1 (arXiv:2602.18849)",
     assumptions="any biases, any mask",
     condition=conditions.always,
     cost="O(N^2 d_v)",
@@ -46,6 +47,11 @@ def mass_splitting(att: Attention) -> Tensor:
     Finding it is a problem of partition; :math:`\theta_i` is an upper value:
     :math:`4 p (1 - p)` where the largest entry p of a row is at least 1/2, which is exact, and 1
     elsewhere. Proof: Lemma 103 (docs/theory/token_bounds.md). For plain heads.
+
+    It is of the form of Emadi's Theorem 5.1 (quoted by others), a layer's bound
+    :math:`\|W_O\| \sum_h (\|W_V^h\| + \theta_h \Phi_h / \tau)` with :math:`1/\tau` the scale of the
+    scores. What :math:`\Phi_h` stands for there could not be read; which numbers will do is Lemma
+    104 (docs/theory/token_bounds.md).
     """
     return in_chunks(att, _values, [float(att.lengths.max()) ** 0.5])[..., 0]
 

@@ -1,0 +1,110 @@
+r"""Condition numbers of attention in low precision, of heads or of whole layers: Baek 2026.
+
+Jinwoo Baek, "Numerical Fragility in Transformers" (AISTATS 2026, arXiv:2510.21770). The definitions
+are those of the code released with the paper, which looks at some rows of P, by power iteration;
+here the Jacobians of all rows count, to rounding. They are no bounds on a head's Jacobian.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.cache import memoised
+from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import ModuleAttention
+from lipbound.attention.softmax import largest_jacobian_norm
+from lipbound.devices import in_own_modes, require
+from lipbound.errors import choice
+from lipbound.schema import CONDITIONING
+
+BFLOAT16 = 2.0**-8
+"""Unit roundoff of bfloat16, that of `rho_ln`; float16 has an eighth of it."""
+
+
+MATRICES = 8
+"""Number of float64 matrices of the size of P that are in memory meanwhile."""
+
+
+@memoised
+def row_norm(att: Attention) -> Tensor:
+    """Largest norm of the softmax Jacobian diag(p) - p p^T of a row of P, (samples, heads).
+
+    float64. NaN where sinks take part, without which rows do not sum to one.
+    """
+    if att.sinks is not None:
+        return att.p.new_full((att.samples, att.heads), math.nan, dtype=torch.float64)
+    return largest_jacobian_norm(att.p)
+
+
+@in_own_modes
+@torch.no_grad()
+def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = False) -> Tensor:
+    r"""One of the condition numbers of Baek 2026, at every input.
+
+    With :math:`\|\cdot\|_F` the Frobenius norm, S the scores as they enter the softmax (scaled and
+    capped, position biases added, forbidden entries and padding left out), P their softmax, Q, K
+    and V as they enter (biases and rotations included), and :math:`J = \max_i \|\mathrm{diag}(P_i)
+    - P_i P_i^T\|`:
+
+    - ``kappa_softmax``: :math:`J\,\|S\|_F / \|P\|_F`, how relative errors of S grow in P;
+    - ``chi_score``: :math:`J\,|c|\,\|Q\|_F \|K\|_F / \|P\|_F`, how those of Q and K do, c the scale
+      of the scores;
+    - ``kappa_val``: :math:`\|P\|_F\,\sigma(V) / \|P V\|_F`, :math:`\sigma` the largest singular
+      value: how those of P grow in outputs; at least 1;
+    - ``rho_ln``: :math:`D\,u\,\overline{\sigma^2} / eps` of the LayerNorm that feeds the layer,
+      :math:`\overline{\sigma^2}` the mean of its inputs' variances over tokens, D their width, eps
+      its own, and u the unit roundoff of bfloat16: what rounding makes of the variance, beside eps.
+
+    Args:
+        att: the layer. name: which.
+        whole: of all heads together, as the authors' code does: squared norms added up, the largest
+            J and :math:`\sigma(V)`. ``rho_ln`` is that of the layer anyway.
+
+    Returns:
+        (samples, heads), or (samples, 1) of all heads, float64. NaN for what there is not: layers
+        by automatic differentiation, J with sinks, a LayerNorm in front that was not found (or
+        RMSNorm); infinite where the denominator is zero.
+
+    Raises:
+        UnknownNameError: another name.
+        LipboundError: the memory for P and scores is not free.
+    """
+    choice("condition number", name, CONDITIONING)
+    nothing = torch.full((att.samples, 1 if whole else att.heads), math.nan, dtype=torch.float64)
+    if isinstance(att, ModuleAttention):
+        return nothing
+    rows, keys = att.valid_rows, att.valid_keys
+
+    def size(t: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Frobenius norms over tokens that are not padding."""
+        t = t if valid is None else t * valid[:, None, :, None]
+        squares = t.double().square().sum((-1, -2))
+        return (squares.sum(-1, keepdim=True) if whole else squares).sqrt()
+
+    def largest(t: Tensor) -> Tensor:
+        return t.amax(-1, keepdim=True) if whole else t
+
+    if name == "rho_ln":
+        norm = None if att.surroundings is None else att.surroundings.fed_by
+        if norm is None or not norm.centred:
+            return nothing
+        variances = norm.x.double().var(-1, correction=0)
+        real = torch.ones_like(variances) if att.valid is None else att.valid.double()
+        mean = ((variances * real).sum(-1) / real.sum(-1))[:, None]
+        return (mean * (norm.x.shape[-1] * BFLOAT16) / norm.eps).expand(nothing.shape)
+    what = f"{name} needs the attention matrices of all heads at {att.tokens} tokens"
+    needed = MATRICES * 8.0 * att.samples * att.heads * att.rows * att.keys
+    require(needed, att.device, what, "measure shorter inputs or fewer samples, or leave it out")
+    p = size(att.p)
+    if name == "kappa_val":
+        v = att.wide_v if keys is None else att.wide_v * keys[:, None, :, None]
+        sigma = largest(torch.linalg.svdvals(v)[..., 0])
+        return p * sigma / size(att.p.double() @ v)
+    if name == "kappa_softmax":
+        logits, hidden = att.logits()
+        scores = logits if att.mask is None else logits + att.mask
+        entering = size(scores.masked_fill(hidden, 0.0))
+    else:
+        entering = abs(att.scale) * size(att.wide_q, rows) * size(att.wide_k, keys)
+    return entering * largest(row_norm(att)) / p
