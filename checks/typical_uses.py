@@ -27,6 +27,8 @@ runs: list[xr.Dataset] = [
     lb.compare(module, x),
     lb.compare([att]),
     lb.compare((att, att), bounds="all", extras=["condition"]),
+    lb.compare([att], extras=["wqk_norm", "qk_clip"], tau=100),
+    lb.weight_norms("builtin:gpt2", out="weights.zarr"),
     lb.compare(lb.capture(module, {"query": x})),
 ]
 ds = lb.concat([runs[0].isel(sample=[0]), runs[0].isel(sample=[1])])
@@ -51,6 +53,7 @@ statement: str = bound.statement
 product: torch.Tensor = lb.HeadJacobian(att).jvp(x)
 of_tokens: lb.Norm = lb.token_norm(att, "one-token", tol=1e-2)
 profile: lb.TokenProfile = lb.token_profile(att)
+steepest: torch.Tensor = lb.singular_values(att, k=3, map="head_out").lower
 others: tuple[torch.Tensor, torch.Tensor] = lb.frobenius_norm(att), lb.condition_number(att)
 curve: xr.Dataset = lb.radius_curve(att, [0.1, 1.0])
 crossed = lb.cross_attention(x, x, w, w, w, stream="memory")

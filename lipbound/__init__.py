@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from lipbound.errors import Notice as Notice
     from lipbound.jacobians.head import HeadJacobian as HeadJacobian
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
+    from lipbound.jacobians.spectrum import SingularValues as SingularValues
     from lipbound.jacobians.spectrum import condition_number as condition_number
     from lipbound.jacobians.spectrum import frobenius_norm as frobenius_norm
+    from lipbound.jacobians.spectrum import singular_values as singular_values
     from lipbound.jacobians.token_norms.token_norm import TokenProfile as TokenProfile
     from lipbound.jacobians.token_norms.token_norm import token_norm as token_norm
     from lipbound.jacobians.token_norms.token_norm import token_profile as token_profile
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from lipbound.runs.store import save as save
     from lipbound.runs.sweep import sweep as sweep
     from lipbound.runs.verify import verify as verify
+    from lipbound.runs.weights import weight_norms as weight_norms
 
 __version__ = "0.1.0"
 _NAMES = {
@@ -66,7 +69,7 @@ _NAMES = {
     "errors": "LipboundError Notice",
     "jacobians.head": "HeadJacobian",
     "jacobians.spectral_norm": "spectral_norm",
-    "jacobians.spectrum": "condition_number frobenius_norm",
+    "jacobians.spectrum": "SingularValues condition_number frobenius_norm singular_values",
     "jacobians.token_norms.token_norm": "TokenProfile token_norm token_profile",
     "linalg.solution": "Norm",
     "models.capture.capture": "capture",
@@ -82,6 +85,7 @@ _NAMES = {
     "runs.store": "load save",
     "runs.sweep": "sweep",
     "runs.verify": "verify",
+    "runs.weights": "weight_norms",
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 _MODULES = {"plots": "reporting.plots", "tables": "reporting.tables"}

@@ -43,8 +43,12 @@ EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
 """Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
 CONDITIONING = ("kappa_softmax", "chi_score", "kappa_val", "rho_ln")
 """Condition numbers of attention in low precision: `lipbound.attention.conditioning`."""
+OF_WEIGHTS = ("wqk_norm", "wqk_stable_rank", "wov_norm", "wov_stable_rank")
+"""Extras of the weights of heads alone, whatever the inputs."""
+OF_HEADS = (*OF_WEIGHTS, "row_norm", "largest_logit", "qk_clip")
+"""Extras of heads themselves, whatever map and norm are measured."""
 EXTRAS = {"frobenius": "jacobian_frobenius", "condition": "jacobian_condition"}
-EXTRAS |= {name: name for name in CONDITIONING}
+EXTRAS |= {name: name for name in (*CONDITIONING, *OF_HEADS)}
 """Variables that a run has where they are asked for, by the names of what is asked."""
 STATISTICS = ("largest_logit", "entropy", "first_token")
 """Variables about attention itself, where they are asked for: `Attention.statistics`."""
@@ -65,7 +69,8 @@ DRAWN = ("method", "delta", "seed")
 """Attributes of exact norms that are found from random vectors: in the Frobenius norm alone."""
 AGREE = (
     *("revision", "architecture", "loaded", "commit", "quantization", "map", "norm"),
-    *("wrt", "method", "tol", "dtype", "seed", "bounds", "extras", "variants", "not_applicable"),
+    *("wrt", "method", "tol", "dtype", "seed", "bounds", "extras", "tau", "variants"),
+    "not_applicable",
 )
 """Attributes that runs put together share, since a number means something else without."""
 JOINED = (
@@ -86,7 +91,7 @@ CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float6
 STORED: dict[str, Any] = {"str": str, "bool": bool, "int": int, "float": int | float, "list": list}
 STORED |= {"dict": dict, "Extent": dict, "None": type(None)}
 """Types of values in a store, by those that are declared."""
-OPTIONAL = ("notes", "quantization", "configuration", "runs", "block", "extras")
+OPTIONAL = ("notes", "quantization", "configuration", "runs", "block", "extras", "tau")
 """Attributes that stand only where there is something to tell."""
 
 
@@ -122,7 +127,7 @@ class RunInfo:
         configuration: hash of the model's configuration.
         data, data_fingerprint, preprocessing: the inputs.
         source: where model and data are found again (see `lipbound.runs.config.RunConfig.source`).
-        bounds, extras, map, map_description, norm, wrt, tol, dtype, device: as in
+        bounds, extras, tau, map, map_description, norm, wrt, tol, dtype, device: as in
             `lipbound.compare`.
         method, delta, seed: of exact norms that are found from random vectors; of a run over steps
             of training ``delta`` is that of each step.
@@ -147,6 +152,7 @@ class RunInfo:
     preprocessing: str
     bounds: list[str]
     extras: list[str] = field(default_factory=list)
+    tau: float | None = None
     map: str
     map_description: str
     norm: str
@@ -254,7 +260,7 @@ def own(ds: xr.Dataset) -> list[str]:
     bounds = list(ds.attrs["bounds"])
     extras = map(EXTRAS.__getitem__, ds.attrs.get("extras", ()))
     names = (*EXACT, *STATISTICS, *extras, *bounds, *map(sound, bounds))
-    return [name for name in names if name in ds.variables]
+    return [name for name in dict.fromkeys(names) if name in ds.variables]
 
 
 def flags(ds: xr.Dataset) -> list[str]:
@@ -269,6 +275,11 @@ def flags(ds: xr.Dataset) -> list[str]:
 def is_diff(ds: object) -> bool:
     """Tell whether data are two runs side by side, from `lipbound.diff`."""
     return DIFF in getattr(ds, "attrs", {})
+
+
+def of_weights_alone(ds: xr.Dataset) -> bool:
+    """Tell whether a run is of weights without data, from `lipbound.weight_norms`."""
+    return not ds.attrs.get("exact_samples", 1)
 
 
 def lacks_variables(ds: xr.Dataset) -> bool:

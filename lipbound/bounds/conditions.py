@@ -44,7 +44,7 @@ def _forbids(att: Attention, later: Tensor) -> Tensor:
 
 
 def unmasked(att: Attention) -> Tensor:
-    """True where every token may attend to all that are not padding, with no offset on any score, (1, 1)."""
+    """True where every token may attend to all but padding and no score has an offset, (1, 1)."""
     nothing = torch.zeros(1, 1, dtype=torch.bool, device=att.device)
     return always(att) if att.mask is None else _forbids(att, nothing)
 

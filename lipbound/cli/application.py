@@ -27,7 +27,7 @@ from lipbound import __version__, _importing
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain, plain_data
 from lipbound.runs.config import RunConfig
-from lipbound.schema import Contents
+from lipbound.schema import Contents, of_weights_alone
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -282,6 +282,8 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
     if told is not None:
         told += fresh
     typer.echo(text_table(replace(made, notes=fresh), columns()))
+    if of_weights_alone(ds):
+        return
     found, extent = Contents.of(ds), ""
     if found.norms:
         least, most = ends(quantity(ds, "exact", 0))[0], ends(quantity(ds, "exact", 1))[1]

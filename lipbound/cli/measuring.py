@@ -69,6 +69,24 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
     tell_saved(out)
 
 
+@app.command(epilog="Example: lipbound weights builtin:smollm2 --out weights.zarr")
+def weights(model: str, *, out: Path | None = None) -> None:
+    """Measure the weights of every head alone: no data, no forward pass; one layer in memory.
+
+    Norms of W_Q W_K^T, with the factor of the scores, and of W_V W_O, and their stable ranks.
+    Tables and heatmaps take the run.
+
+    Args:
+        model: As in `lipbound compare`, of a family whose weights are found by their names.
+        out: Save the run here, a Zarr store that does not exist yet.
+    """
+    with loading():
+        from lipbound.runs.weights import weight_norms
+
+    show(weight_norms(model, out=out))
+    tell_saved(out)
+
+
 def tell_saved(out: Path | None) -> None:
     """Print where a run is, if anywhere, and how to draw it."""
     if out is not None:

@@ -15,6 +15,8 @@ GRAM_RANGE = 1e200
 """Sums of squares between this and its inverse have lost nothing to the range of float64."""
 LARGEST_DENSE_EIG = 1024
 """Largest matrix handed to a dense eigensolver where an iterative upper bound has not settled."""
+KNOWN = 1e-6
+"""Relative error to which `product_norms` are known."""
 LOOK = 3
 """Steps of power iteration between two looks at what it has shown, which cost as much."""
 SQUARED, FAR_SQUARED = 16, 1024
@@ -108,6 +110,30 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
     v = torch.linalg.eigh(gram).eigenvectors[..., -1:].to(w.device)
     image = (w if w.shape[-2] >= w.shape[-1] else w.mT).double() @ v
     return with_derivative(norm, (_unit_columns(image.detach()) * image).sum((-1, -2)))
+
+
+def product_norms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return spectral norms of products a b^T, and their stable ranks, (...) each, float64.
+
+    The stable rank is the squared Frobenius norm over the squared spectral norm. Both come from the
+    singular values of R_a R_b^T, the triangular factors of a and b. They are values, in no
+    direction rounded, to a relative error of `KNOWN`; NaN where rounding, an allowance in the norms
+    of a and b, may be more, since these cancel. A product with a matrix of zeros is zero, and its
+    stable rank NaN.
+
+    Args:
+        a: (..., m, n).
+        b: (..., k, n).
+    """
+    factors = [torch.linalg.qr(w.detach().double(), mode="r").R for w in (a, b)]
+    values = torch.linalg.svdvals(factors[0] @ factors[1].mT)
+    norm = values[..., 0]
+    size = torch.linalg.matrix_norm(factors[0]) * torch.linalg.matrix_norm(factors[1])
+    error = 16 * (a.shape[-2] + a.shape[-1] + b.shape[-2]) * UNIT * size
+    known = error <= KNOWN / 2 * norm
+    rank = (values / torch.where(known, norm, 1.0)[..., None]).square().sum(-1)
+    nothing = torch.full_like(norm, torch.nan)
+    return torch.where(known, norm, nothing), torch.where(known & (size > 0), rank, nothing)
 
 
 def grams(*matrices: Tensor) -> list[Tensor]:

@@ -63,6 +63,8 @@ class LoadOptions:
         gguf_file: which GGUF file of a directory or a hub model, or None.
         adapter: what is merged into the weights; "none": not even one that lies beside them; None:
             nothing was said.
+        lazy: only a few weights will be looked at: they stay in safetensors files, and whoever
+            reads them sees whether they are finite.
     """
 
     revision: str | None
@@ -71,6 +73,7 @@ class LoadOptions:
     weights: str
     gguf_file: str | None = None
     adapter: "LoraAdapter | str | None" = None
+    lazy: bool = False
 
     def refuse_given(self, what: str, *names: str) -> None:
         """Refuse options that mean nothing for what is loaded.

@@ -443,7 +443,8 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
         if merged is not None:
             merged.merge(model)
         model = model.to(device=options.device)
-    check_finite(model, name)
+    if not (layers and options.lazy):
+        check_finite(model, name)
     revision = weight_files.sha256(files) if commit is None or gguf else commit
     config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
     checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
@@ -471,8 +472,10 @@ def _by_layer(folder: Path, options: LoadOptions) -> bool:
         raise CheckpointError("adapters are merged in memory; use weights='whole', not 'layers'")
     if merged or options.weights != "auto":
         return options.weights == "layers"
-    needed = sum(prod(t.shape) for t in _stored(folder).values()) * options.dtype.itemsize
-    return needed > devices.available(torch.device(options.device)) / 2
+    stored = _stored(folder)
+    needed = sum(prod(t.shape) for t in stored.values()) * options.dtype.itemsize
+    little = needed <= devices.available(torch.device(options.device)) / 2
+    return not little or bool(options.lazy and stored)
 
 
 def _load_whole(

@@ -124,6 +124,7 @@ def _facts(ds: xr.Dataset) -> dict[str, Any]:
         "bounds": names,
         "reaching": [name for name in names if bool(ds[name].where(across).notnull().any())],
         "edited": edited(ds),
+        "weights": schema.of_weights_alone(ds),
         "automatic": bool(schema.automatic(ds).any()),
         "sources": sources,
         "labels": lambda names: [str(ds[name].attrs["label"]) for name in names],
@@ -138,12 +139,14 @@ def _facts(ds: xr.Dataset) -> dict[str, Any]:
 
 
 def _extra(ds: xr.Dataset, name: str) -> str:
-    """The name of an extra, and how accurate it is."""
-    error = f" to a relative error of {small(EXTRA_WIDTHS[name] / 2)}" * (not edited(ds))
+    """The name of an extra, where it comes from, and how accurate it is."""
+    error = f" to a relative error of {small(EXTRA_WIDTHS[name] / 2)}"
+    error *= not (edited(ds) or name in schema.OF_HEADS)
     lost = ", infinite where rounding hides whether the smallest singular value is zero"
     infinite = lost * (name == schema.EXTRAS["condition"] and bool(np.isinf(ds[name]).any()))
     known = f" ({some})" if (some := said.extra_known(ds, name)) else ""
-    return f"the {said.extra_title(ds, name)}{error}{infinite}{known}"
+    source = f" ({ds[name].attrs['source']})" if "source" in ds[name].attrs else ""
+    return f"the {said.extra_title(ds, name)}{source}{error}{infinite}{known}"
 
 
 def _environment(run: Mapping[str, Any]) -> str:

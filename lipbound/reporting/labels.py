@@ -241,6 +241,13 @@ def extra_title(ds: xr.Dataset, name: str) -> str:
     return plain(str(attrs.get("long_name", attrs.get("label", name))))
 
 
+def extra_words(ds: xr.Dataset, name: str) -> str:
+    """The name of an extra, what it is, and where it comes from, if that is said."""
+    said = ds[schema.EXTRAS[name]].attrs if schema.EXTRAS[name] in ds.variables else {}
+    words = [str(said[key]) for key in ("long_name", "source") if key in said]
+    return f"{name} ({plain('; '.join(words))})" if words else name
+
+
 def extra_known(ds: xr.Dataset, name: str) -> str:
     """Words on an extra that some exact norms are without; empty where none is."""
     known, norms = int(ds[name].count()), int(ds["exact"].count())
@@ -429,6 +436,9 @@ def checkpoint_words(ds: xr.Dataset) -> str:
 
 def setting_words(ds: xr.Dataset) -> str:
     """Say what was measured of a checkpoint, on what, and how surely."""
+    if schema.of_weights_alone(ds):
+        state = f"; {words}" if (words := state_words(ds)) else ""
+        return f"{places(ds)}; {ds.attrs['map_description']}{state}"
     there = schema.Contents.of(ds)
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if schema.norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
@@ -450,6 +460,7 @@ def facts(ds: xr.Dataset) -> dict[str, Any]:
         "data": data_name(ds),
         "map": ds.attrs["map_description"],
         "norm": norm_words(ds),
+        "extras": [extra_words(ds, name) for name in ds.attrs.get("extras", ())],
         "function of": schema.WRT[str(ds.attrs["wrt"])],
         "samples": there.samples,
         "exact on samples": there.exact_samples,

@@ -41,7 +41,7 @@ from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, 
 from lipbound.reporting.diffs import diff_notes, diff_words, opened, ratio_run, side_names
 from lipbound.reporting.statistics import across, extras, panel, ratio, reduce_samples
 from lipbound.runs.store import Run, run_of, sides
-from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff
+from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff, of_weights_alone
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
 __all__ += ["over_steps", "reduce_samples", "token_profile"]
@@ -589,7 +589,7 @@ def heatmaps(
     try:
         return figure_of(panels, path, paper)
     except PaperError:
-        if bounds is not None or not own:
+        if bounds is not None or not own or "exact" not in panels.runs:
             raise
     figure = figure_of(_panels(ds, bounds_there(panels.runs["exact"]), *how), path, paper)
     what = "the extras of the run do not fit on this figure"
@@ -724,6 +724,7 @@ def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str)
         rows = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour {own}."
     for name in filter(extras(ds).__contains__, names):
         infinite = ", infinite ones in the colour beyond it" * bool(np.isinf(ds[name]).any())
+        infinite += ", missing where it is not positive" * bool((ds[name] < 0).any())
         label, title = texts.label_of(ds, name), texts.extra_title(ds, name)
         rows += f" {label}: log10 of the {title}, on a scale of its own{infinite}."
     marks = [texts.mark(entry).strip() for name, entry in audit(ds).items() if name in names]
@@ -733,5 +734,6 @@ def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str)
         ratios = f" Above the panels: bound / exact{', geometric mean' if means else ''}{means}."
         if bars[0].quantity == QUANTITY:
             and_bounds = f" and its {'bounds' if len(marks) > 1 else 'bound'}"
-    shown_is = f"{bars[0].quantity}{and_bounds}{_over_samples(ds, ', each the ', reduce)}{each}"
+    what = "Numbers of weights" if of_weights_alone(ds) else f"{bars[0].quantity}{and_bounds}"
+    shown_is = f"{what}{_over_samples(ds, ', each the ', reduce)}{each}"
     return plain(f"{shown_is}.{rows} {texts.run_caption(ds)}.{ratios}{''.join(meaning)}")

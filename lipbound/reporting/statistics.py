@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from lipbound import schema
 from lipbound.bounds.audit import allowance, audit
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
@@ -55,6 +56,7 @@ def reduce_samples(
         if how == "geomean":
             logs: xr.DataArray = xr.apply_ufunc(np.log, values)
             reduced = xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
+            reduced = reduced.where(~(values < 0).any(dims))  # which have no geometric mean
         elif isinstance(how, str):
             reduced = getattr(values, how)(dims, skipna=holes)
         else:
@@ -167,6 +169,8 @@ AUDITED = ("violations", "compared", "sound")
 """Columns that count places of the audit."""
 EXTRA_WIDTHS = dict.fromkeys(EXTRAS.values(), 2e-6) | {EXTRAS["condition"]: 0.04}
 """Relative widths to which the extras of runs are known."""
+MOST = {"row_norm": 0.5, "qk_clip": 1.0}
+"""Values that extras cannot exceed."""
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared
 scale."""
@@ -264,7 +268,8 @@ def breakdown(
     names = present(ds, bounds)
     table = cells(ds, by, names, reduce, values)
     # layers of fewer heads have empty places
-    return table.loc[~table[["exact", *names]].isna().all(axis=1)]
+    there = extras(ds) if schema.of_weights_alone(ds) else ["exact", *names]
+    return table.loc[~table[there].isna().all(axis=1)]
 
 
 def cells(
@@ -334,12 +339,15 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     The exact norm, then bounds, each behind the exact norm of its own map.
     """
     pairs = ((compared_with(ds, name), name) for name in present(ds, bounds))
-    return list(dict.fromkeys(["exact", *(name for pair in pairs for name in pair)]))
+    own = ["exact"] * (not schema.of_weights_alone(ds))
+    return list(dict.fromkeys([*own, *(name for pair in pairs for name in pair)]))
 
 
 def extras(ds: xr.Dataset) -> list[str]:
     """Variables with values besides norms: see `EXTRA_WIDTHS`; of a diff the norms of its runs."""
+    asked = [EXTRAS[name] for name in ds.attrs.get("extras", ())]  # monitors add statistics
     there = [name for name in (*EXTRA_WIDTHS, *SIDES) if name in ds.variables]
+    there = [name for name in there if name not in schema.OF_HEADS or name in asked]
     return [name for name in there if ds[name].notnull().any()]
 
 
@@ -415,7 +423,8 @@ def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.DataArray:
     if f"{name}_lower" in ds:  # of a diff
         return ds[name if end is None else f"{name}_{('lower', 'upper')[end]}"]
     if name in EXTRA_WIDTHS:
-        return ds[name] * (1 if end is None else 1 + (end - 0.5) * EXTRA_WIDTHS[name])
+        width = 0 if end is None else (end - 0.5) * EXTRA_WIDTHS[name]
+        return (ds[name] + width * abs(ds[name])).clip(max=MOST.get(name))
     of = "exact" if name == "exact" else compared_with(ds, name)
     exact = ds[of]
     norms = [exact * (1 - allowance(of)), exact * (1 + float(ds.attrs["tol"]))]

@@ -23,7 +23,7 @@ from lipbound.reporting.latex import latex_table
 from lipbound.reporting.statistics import LIKELY, RANGE, ROWS, breakdown, panels, ratio, summary
 from lipbound.reporting.text_tables import Table, markdown_table, text_table
 from lipbound.runs.store import Run, run_of, sides
-from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, with_exact
+from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, of_weights_alone, with_exact
 
 __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
@@ -181,7 +181,8 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     """`summary`, ready to be written; of no bounds, what the exact norms are."""
     counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
     if not names:
-        return _of_norms(ds, ["exact"], bounds=chosen)
+        norms = statistics.extras(ds) if of_weights_alone(ds) else ["exact"]
+        return _of_norms(ds, norms, bounds=chosen)
     numbers, labels = summary(ds).loc[names], [texts.label_of(ds, name) for name in names]
     columns = _of_each(ds, names) | {
         "bound": [
@@ -204,7 +205,8 @@ def _of_norms(
     numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
     labels = {"norm": [texts.label_of(ds, name) for name in names]}
     shown = pd.DataFrame(labels | _of_each(ds, names))
-    head = f"{'exact norms and their ratio' if told else 'exact norm'}{texts.over(ds)}"
+    what = "numbers of weights" if of_weights_alone(ds) else "exact norm"
+    head = f"{'exact norms and their ratio' if told else what}{texts.over(ds)}"
     return _table(ds, numbers, shown, head=head, bounds=bounds, keys=["norm"], told=told)
 
 
@@ -265,7 +267,7 @@ def _said_of_cells(
     head = ", ".join(filter(None, (exact, *others, what)))
     head = f"{statistics.reduction_name(reduce)}{means}: {head}" if means else head
     there = Contents.of(ds)
-    if there.exact_samples != there.samples:
+    if there.norms and there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
         head += f"; exact norms are of {counted(there.exact_samples, 'sample')}{bounded}"
     return head
@@ -282,6 +284,9 @@ def _by_place(
     column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
     exact = texts.label_of(ds, "exact") if told else "exact norm"
     norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")
+    if of_weights_alone(ds):
+        del norms["exact"]
+        exact = ""
     shown = table.index.to_frame().astype(str).assign(**norms)
     for name in statistics.extras(ds):
         shown[texts.extra_title(ds, name)] = column[name]

@@ -50,15 +50,32 @@ LABELS = {
     ),
     "jacobian_frobenius": ("Frobenius norm", "Frobenius norm of the Jacobian"),
     "jacobian_condition": ("Condition number", "condition number of the Jacobian"),
-    "kappa_softmax": ("kappa_softmax", "condition number of the softmax (Baek 2026)"),
-    "chi_score": ("chi_score", "condition number of scores from queries and keys (Baek 2026)"),
-    "kappa_val": ("kappa_val", "condition number of averages of values (Baek 2026)"),
-    "rho_ln": ("rho_LN", "indicator of the LayerNorm in front, in bfloat16 (Baek 2026)"),
+    "kappa_softmax": ("kappa_softmax", "condition number of the softmax"),
+    "chi_score": ("chi_score", "condition number of scores from queries and keys"),
+    "kappa_val": ("kappa_val", "condition number of averages of values"),
+    "rho_ln": ("rho_LN", "indicator of the LayerNorm in front, in bfloat16"),
     "largest_logit": ("Largest logit", "largest score of a query and a key before the softmax"),
     "entropy": ("Entropy", "entropy of the attention of a query, mean over queries (nats)"),
     "first_token": ("First token", "attention on the first token, mean over queries"),
+    "wqk_norm": ("Norm of W_Q W_K^T", "norm of W_Q W_K^T times the factor of the scores"),
+    "wqk_stable_rank": ("Stable rank of W_Q W_K^T", "stable rank of W_Q W_K^T"),
+    "wov_norm": ("Norm of W_V W_O", "norm of W_V W_O"),
+    "wov_stable_rank": ("Stable rank of W_V W_O", "stable rank of W_V W_O"),
+    "row_norm": ("Largest row norm", "largest norm of a row's softmax Jacobian"),
+    "qk_clip": ("QK-clip factor", "QK-clip factor min(1, {tau:g} / largest logit)"),
 }
 """Labels and long names of exact norms, and of what attention itself is."""
+SOURCES = {
+    "wqk_norm": "Zhai et al. 2023, Theorem 3.1",
+    "wqk_stable_rank": "Rudelson and Vershynin 2007",
+    "wov_norm": "the OV circuit of Elhage et al. 2021",
+    "wov_stable_rank": "Rudelson and Vershynin 2007",
+    "row_norm": "the factor of Theorem 3 of Yudin et al. 2025",
+    "largest_logit": "Dehghani et al. 2023",
+    "qk_clip": "Kimi Team 2025, section 2.1",
+    **dict.fromkeys(CONDITIONING, "Baek 2026"),
+}
+"""Where extras of heads come from."""
 
 
 TYPES: dict[str, type] = {"f": float, "i": np.int32, "b": bool}
@@ -79,6 +96,7 @@ def compare(
     inputs: Any = None,
     bounds: str | Iterable[str] = "default",
     extras: Sequence[str] | str | None = None,
+    tau: float | None = None,
     map: str = "head",
     norm: str = "frobenius",
     wrt: str = "input",
@@ -126,6 +144,11 @@ def compare(
             condition numbers in low precision (`lipbound.attention.conditioning`). NaN for what is
             too large, hidden by rounding or not there, which a `lipbound.errors.Notice` and
             attrs["notes"] tell. Frobenius norm of inputs only.
+            Of every head, whatever the norm, also `lipbound.schema.OF_HEADS`, which
+            `lipbound.runs.head_extras.of_heads` defines: "wqk_norm", "wqk_stable_rank",
+            "wov_norm", "wov_stable_rank" of the weights; "row_norm", "largest_logit" and "qk_clip"
+            of attention, at all samples.
+        tau: the largest logit that QK-clip allows, such as 100; of the extra "qk_clip" alone.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then
             have ||W_V W_O|| for ||W_V||), "heads" (all heads of a layer side by side), "layer"
             (with the output projection; bounds on heads are put together by
@@ -310,8 +333,11 @@ def dataset(
     kind = "spectral" if spec.norm == "frobenius" else spec.norm
     for name, (label, long_name) in LABELS.items():
         if name in ds:
-            ds[name].attrs = {"label": label, "long_name": long_name.format(norm=kind)}
-            if spec.wrt != schema.INPUT:
+            long_name = long_name.format(norm=kind, tau=spec.tau)
+            ds[name].attrs = {"label": label, "long_name": long_name}
+            if name in (spec.extras or ()):
+                ds[name].attrs["source"] = SOURCES[name]
+            elif spec.wrt != schema.INPUT:
                 ds[name].attrs["long_name"] += f", as a function of {spec.wrt}"
     for name in spec.names:
         bound = registry.get(name)
@@ -328,7 +354,9 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
         if without:
             why = "more than the 1,024 outputs of a condition number, several windows, or rounding"
             why = f"{why} hides it"
-            if name in CONDITIONING:
+            if name in schema.OF_HEADS:
+                why = "no closed form, cross-attention, no output projection, or rounding hides it"
+            elif name in CONDITIONING:
                 why = "no closed form, sinks, or no LayerNorm in front of the layer that was found"
             what = f"{name} is missing at {without} of {int(there)} exact norms"
             note(sources.inputs, f"{what}: {why}")
@@ -354,7 +382,7 @@ def run_info(
         bounds=list(plan.spec.names),
         extras=list(config.extras or ()),
         map_description=map_words(config.map, config.wrt),
-        **config.options("map", "norm", "wrt", "tol", "dtype"),
+        **config.options("tau", "map", "norm", "wrt", "tol", "dtype"),
         **config.drawn,
         device=devices.device_name(sources.device),
         versions=packages,
@@ -453,7 +481,7 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
         "samples": inputs.samples,
         "bounds": config.names,
         "exact_samples": config.exact_count(inputs.samples),
-        **({"extras": list(config.extras)} if config.extras else {}),
+        **({"extras": list(config.extras), "tau": config.tau} if config.extras else {}),
         **config.options("map", "norm", "wrt", "tol", "dtype"),
         **{name: value for name, value in config.drawn.items() if name != "method"},
     }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound import errors
 from lipbound.errors import LipboundError, StoreError, real, shown, whole
-from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, TOKEN_NORMS, RunInfo
+from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, OF_HEADS, TOKEN_NORMS, RunInfo
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -63,7 +63,10 @@ class RunConfig:
             `lipbound bounds`).
         extras: More of the Jacobian of each head at each sample with an exact norm: frobenius (its
             Frobenius norm), condition (its condition number, up to 1,024 outputs: short inputs);
-            kappa_softmax, chi_score, kappa_val, rho_ln (condition numbers in low precision).
+            kappa_softmax, chi_score, kappa_val, rho_ln (condition numbers in low precision);
+            of weights alone wqk_norm, wqk_stable_rank, wov_norm, wov_stable_rank; of attention
+            row_norm, largest_logit, qk_clip (with --tau).
+        tau: Largest logit that QK-clip allows, such as 100: of the extra qk_clip.
         map: head, head_out (with its slice of the output projection), heads, layer (all together),
             residual, pre_norm or post_norm.
         norm: frobenius, every-token (each moves by at most 1, the worst output counts) or
@@ -106,6 +109,7 @@ class RunConfig:
     layers: Sequence[int] | int | str | None = None
     bounds: str | Iterable[str] = "default"
     extras: Sequence[str] | str | None = None
+    tau: float | None = None
     map: str = "head"
     norm: str = "frobenius"
     wrt: str = INPUT
@@ -131,6 +135,9 @@ class RunConfig:
                     what = f"{name} is {shown(value)}, which norm={self.norm!r} does not take"
                     raise LipboundError(f"{what}, as nothing in it is random; leave it out")
             object.__setattr__(self, "delta", None)
+        if ("qk_clip" in (self.extras or ())) != (self.tau is not None):
+            what = "the extra 'qk_clip' and tau, the largest logit that it allows, go together"
+            raise LipboundError(f"{what}; give both, as extras='qk_clip', tau=100, or neither")
         if self.resume and self.out is None:
             raise LipboundError("resume needs out, the name of the run to take up")
 
@@ -148,6 +155,7 @@ class RunConfig:
 
         return self._checked_map() | {
             "extras": self._checked_extras(),
+            "tau": optional("tau", real, "a logit above 0, such as 100", above=0),
             "samples": errors.sample_count(self.samples) or "all",
             "seed": whole("seed", self.seed),
             "exact_samples": optional("exact_samples", whole, least=1),
@@ -187,6 +195,7 @@ class RunConfig:
 
     def _checked_extras(self) -> tuple[str, ...]:
         """Names of `EXTRAS`, which are of the maps and the norm that they are measured in."""
+        from lipbound.jacobians.maps import WHOLE
         from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS
 
         given: Any = self.extras or ()
@@ -195,9 +204,13 @@ class RunConfig:
         names = [part.strip() for part in given.split(",")] if isinstance(given, str) else given
         extras = tuple(dict.fromkeys(errors.choice("extra", name, EXTRAS) for name in names))
         of_input = self.norm == "frobenius" and self.wrt == INPUT
-        if extras and not (of_input and self.map in TOKEN_MAPS):
+        own = [name for name in extras if name in OF_HEADS]
+        if len(own) < len(extras) and not (of_input and self.map in TOKEN_MAPS):
             what = "extras are of norm='frobenius', wrt='input' and the maps"
             raise LipboundError(f"{what} {', '.join(TOKEN_MAPS)}; leave them out of others")
+        if own and self.map in WHOLE:
+            what = f"the extra {own[0]!r} is of single heads, and map {self.map!r} of whole layers"
+            raise LipboundError(f"{what}; take map='head' or map='head_out', or leave it out")
         return extras
 
     @classmethod
@@ -225,6 +238,8 @@ class RunConfig:
         """
         info = RunInfo.of(ds)
         source = {"model": None, "data": False} | (info.source or {})
+        if not info.exact_samples:
+            raise StoreError("the run is of weights alone; lipbound weights computes it again")
         if info.runs:
             raise StoreError("runs put together cannot be computed again as one; give one of them")
         lost = (f"a {info.architecture}", "model") if model is None and info.loaded else None
@@ -320,7 +335,7 @@ READING = ("samples", "max_length", "split", "column", "shuffle")
 """Options of `lipbound.models.inputs.prepare`."""
 LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor", "adapter")
 """Options of `lipbound.load_checkpoint`, but for the device."""
-_RECORDED = ("extras", "map", "norm", "wrt", "samples", "exact_samples", "tol")
+_RECORDED = ("extras", "tau", "map", "norm", "wrt", "samples", "exact_samples", "tol")
 _RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""
 

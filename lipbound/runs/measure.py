@@ -32,8 +32,18 @@ from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.capture.verification import one_sample
 from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
+from lipbound.runs.head_extras import of_heads
 from lipbound.runs.partial_store import LayerResult
-from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, MEANS, TOKEN_NORMS, sound
+from lipbound.schema import (
+    CLOSED_FORM,
+    CONDITIONING,
+    EXTRAS,
+    INPUT,
+    MEANS,
+    OF_HEADS,
+    TOKEN_NORMS,
+    sound,
+)
 
 if TYPE_CHECKING:
     from lipbound.runs.compare import SampleBlock, Sources
@@ -261,6 +271,9 @@ class Measurer:
         for name, value in att.statistics().items() if self.statistics else ():
             over_heads = value.mean(-1) if name in MEANS else value.amax(-1)
             values[name] = over_heads if whole else value
+        extras = spec.extras or ()
+        own = [name for name in extras if name in OF_HEADS]
+        values |= of_heads(att, own, spec.tau) if own else {}
         exact_count = min(exact_count, att.samples)
         if exact_count > 0:
             part = att if exact_count == att.samples else att.select(slice(0, exact_count))
@@ -275,7 +288,7 @@ class Measurer:
             values["exact_converged"] = norm.converged
             if spec.encloses:
                 values["exact_upper"] = norm.upper
-            for name in spec.extras or ():
+            for name in [name for name in extras if name not in own]:
                 values[EXTRAS[name]] = torch.full_like(norm.lower, torch.nan)
                 if name in CONDITIONING:
                     values[name] = conditioning(part, name, whole=whole)
@@ -312,6 +325,8 @@ def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
         return np.full_like(values[:, 0], np.nan)
     if name in MEANS:
         return np.asarray(values.mean(1))
+    if name == "qk_clip":  # which clips by the largest logit
+        return np.asarray(values.min(1))
     return np.asarray(values.all(1) if values.dtype == bool else values.max(1))
 
 

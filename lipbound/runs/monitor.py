@@ -31,11 +31,11 @@ from lipbound.runs.config import READING, RunConfig
 from lipbound.runs.measure import Measurer, capturer_of, seed_of
 from lipbound.runs.partial_store import hold, same_configuration
 from lipbound.runs.store import check_target, load, save
-from lipbound.schema import AXES, MEANS, STATISTICS, STEP, RunInfo
+from lipbound.schema import AXES, EXTRAS, MEANS, STATISTICS, STEP, RunInfo
 
 _EVERY = 100
 """Steps between two measurements where nothing else is said."""
-OF_RUN = "out resume bounds map norm layers tol seed samples max_length tokenizer"
+OF_RUN = "out resume bounds extras tau map norm layers tol seed samples max_length tokenizer"
 """Arguments of a monitor that are those of a run."""
 WITHOUT = ("audit", "violations")
 """Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
@@ -94,6 +94,7 @@ class Monitor:
             training was killed. Of several monitors of one store, the one made last writes it.
         resume: append to the run of ``out``, if it exists. Steps that come again are replaced.
         bounds: also evaluate these, as in `lipbound.compare`; none by default.
+        extras, tau: as in `lipbound.compare`; the largest logit is always there.
         map, norm, layers, tol, seed: as in `lipbound.compare`.
         delta: failure probability of all upper ends ``exact_upper`` of one step; None or 0, the
             default, for lower ends alone.
@@ -131,6 +132,8 @@ class Monitor:
         out: str | Path | None = None,
         resume: bool = False,
         bounds: str | Iterable[str] = "none",
+        extras: Sequence[str] | str | None = None,
+        tau: float | None = None,
         map: str = "head",
         norm: str = "frobenius",
         layers: Sequence[int] | int | str | None = None,
@@ -206,7 +209,8 @@ class Monitor:
     def _logged(self) -> list[str]:
         """Names of what is logged, and what may have a threshold."""
         ends = ["exact", *["exact_upper"] * self._plan.spec.encloses]
-        return [*ends, *STATISTICS, *self._plan.spec.names]
+        extras = map(EXTRAS.__getitem__, self._config.extras or ())
+        return list(dict.fromkeys([*ends, *STATISTICS, *extras, *self._plan.spec.names]))
 
     def _stored(self, target: Path) -> int:
         """Take up the run that is there, or check that one can be made; count its steps.
@@ -510,8 +514,9 @@ def logged_numbers(
 
     Returns:
         By ``lipbound/layer_L/NAME_max`` and, of norms and bounds, ``..._geomean``, over samples and
-        heads; of what is a mean over queries ``..._mean``; and ``lipbound/layer_L/head_H/NAME``,
-        over samples. Values that are missing or infinite are left out.
+        heads; of what is a mean over queries ``..._mean``; of the factor of QK-clip ``..._min``;
+        and ``lipbound/layer_L/head_H/NAME``, over samples. Values that are missing or infinite are
+        left out.
     """
     found: dict[str, float] = {}
     for name in names:
@@ -522,12 +527,15 @@ def logged_numbers(
                 continue
             if name in MEANS:
                 found[f"{place}/{name}_mean"] = float(known.mean())
+            elif name == "qk_clip":
+                found[f"{place}/{name}_min"] = float(known.min())
             else:
                 found[f"{place}/{name}_max"] = float(known.max())
-            if name not in STATISTICS and (known > 0).all():
+            if name not in (*STATISTICS, "qk_clip") and (known > 0).all():
                 found[f"{place}/{name}_geomean"] = float(np.exp(np.log(known).mean()))
             for head, one in enumerate(values.T if per_head and values.ndim > 1 else ()):
-                value = float(one.mean() if name in MEANS else one.max())
+                least = one.min() if name == "qk_clip" else one.max()
+                value = float(one.mean() if name in MEANS else least)
                 if np.isfinite(value):
                     found[f"{place}/head_{head}/{name}"] = value
     return found

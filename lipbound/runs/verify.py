@@ -392,7 +392,7 @@ def _compared(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[Compari
         there = ~(np.isnan(old) & np.isnan(now))
         gap = _difference(old.astype(float), now.astype(float))
         # a logit is a sum that may cancel, and counts in an exponential
-        if name in schema.STATISTICS:
+        if name in (*schema.STATISTICS, "row_norm"):
             gap = np.abs(old - now) / np.maximum(1, np.abs(now))
         off = old != now if flags else ~(gap <= _tolerance(ds, new, name, now, slack))
         for h in map(int, np.flatnonzero(there)):
@@ -429,7 +429,7 @@ def _tolerance(
     size, tol = np.maximum(now, 1e-300), float(ds.attrs["tol"])
     if name == schema.EXTRAS["condition"]:  # as badly conditioned as the Jacobian itself
         allowed = slack * np.maximum(1, now)
-    elif name in (*schema.STATISTICS, *schema.CONDITIONING):
+    elif name in (*schema.STATISTICS, *schema.CONDITIONING, *schema.OF_HEADS):
         allowed = np.full(now.shape, slack)
     elif name in ds.attrs["bounds"]:
         allowed = slack * np.maximum(1, np.abs(np.log(size)))

@@ -1,0 +1,102 @@
+"""Numbers of heads beside norms: of their weights alone, and of their attention."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.rounding import tensor_errors
+from lipbound.attention.softmax import largest_jacobian_norm
+from lipbound.bounds.factors import wide
+from lipbound.jacobians.token_norms.token_norm import beside, pieces
+from lipbound.linalg.matrix_norms import KNOWN, product_norms
+from lipbound.schema import OF_HEADS, OF_WEIGHTS
+
+
+def of_weights(
+    w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor | None, scale: float
+) -> dict[str, Tensor]:
+    r"""Return `lipbound.schema.OF_WEIGHTS` of heads, (heads,) each, float64.
+
+    ``wqk_norm`` is :math:`|scale| \|W_Q W_K^T\|`, with the head's own factor of scores (mostly
+    :math:`1/\sqrt d`): what the weights alone can make of two tokens of length one (Zhai et al.
+    2023, Theorem 3.1, bound entropies by it). ``wov_norm`` is :math:`\|W_V W_O\|` (the OV circuit
+    of Elhage et al. 2021). The stable ranks are :math:`\|W\|_F^2 / \|W\|^2` of the two products
+    (Rudelson and Vershynin 2007): how many directions are about as steep as the steepest.
+
+    Biases take no part: they are not linear in tokens. Nor do rotations: two tokens at one position
+    are turned alike, so that their score is what the products say, while ``wqk_norm`` bounds scores
+    of no other pair; factors of rotations that are longer than one do not count. Nor do a cap,
+    sinks, gates, and normalisations of queries, keys or values with their gains: scores of
+    normalised queries and keys are not bilinear in tokens, and the numbers are of the weights
+    alone; but where such a normalisation takes the mean away, which is linear, W_Q and W_K are
+    without it. A layer normalisation before the layer counts as part of its input.
+
+    Args:
+        w_q, w_k: (heads, D, d); shared keys are repeated.
+        w_v: (heads, D, d_v).
+        w_o: (heads, d_v, D_out), or None: then the latter two are not known.
+        scale: factor of the scores.
+
+    Returns:
+        To a relative error of 1e-6; NaN where rounding may be more, or nothing is known.
+    """
+    norm, rank = product_norms(w_q, w_k)
+    found = [abs(scale) * norm, rank, *[torch.full_like(norm, torch.nan)] * 2]
+    if w_o is not None:
+        found[2:] = product_norms(w_v, w_o.mT)
+    return dict(zip(OF_WEIGHTS, found, strict=True))
+
+
+@torch.no_grad()
+def of_heads(att: Any, names: Collection[str], tau: float | None = None) -> dict[str, Tensor]:
+    r"""Return those of `lipbound.schema.OF_HEADS` that are named, (samples, heads) each, float64.
+
+    Those of the weights are `of_weights`, the same at every sample. ``row_norm`` is
+    :math:`\max_i \|\mathrm{diag}(P_i) - P_i P_i^T\|` over queries, the largest norm of the
+    softmax's Jacobian (the factor of Theorem 3 of Yudin et al. 2025), at most 1/2; a sink is one
+    more entry of every row. ``largest_logit`` is that of `Attention.statistics`. ``qk_clip`` is the
+    factor :math:`\min(1, \tau / \mathrm{largest\_logit})` of QK-clip (Kimi Team 2025, "Kimi K2",
+    section 2.1) at each sample, 1 where the largest logit is not above tau; what it multiplies with
+    is the smallest over all samples. Its logits are scaled, before any mask, and here those of
+    pairs that may attend to each other. Padding does not count.
+
+    Args:
+        att: a layer. Of one without closed form nothing is known; of cross-attention no weights.
+        names: which.
+        tau: the largest logit that QK-clip allows.
+
+    Returns:
+        ``row_norm`` to a relative error of 1e-6, NaN where rounding may be more; NaN for what is
+        not known.
+    """
+    found = {name: torch.full((att.samples, att.heads), torch.nan).double() for name in names}
+    if not isinstance(att, Attention):
+        return found
+    if not found.keys().isdisjoint(OF_WEIGHTS) and att.other_stream is None:
+        weights = of_weights(att.w_q, att.w_k, att.w_v, att.w_o, att.scale)
+        found |= {name: t.expand(att.samples, -1) for name, t in weights.items() if name in names}
+    for name in [name for name in OF_HEADS[len(OF_WEIGHTS) :] if name in names]:
+        of = _row_norm if name == "row_norm" else _largest_logit
+        parts = [of(part) for part in pieces(att, "head")]
+        found[name] = beside(parts, att.samples, "head", lambda t, dim: torch.cat([*t], dim))
+        if name == "qk_clip" and tau is not None:
+            found[name] = tau / found[name].clamp_min(tau)
+    return found
+
+
+def _largest_logit(att: Attention) -> Tensor:
+    return att.statistics()["largest_logit"]
+
+
+def _row_norm(att: Attention) -> Tensor:
+    """Largest norms of Jacobians of rows, (samples, heads)."""
+    p = wide(att).p
+    if att.sinks is not None:
+        p = torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp_min(0)], -1)
+    known = tensor_errors(att).p <= KNOWN / 4
+    return torch.where(known, largest_jacobian_norm(p), torch.nan)

@@ -1,0 +1,177 @@
+"""Extras of heads themselves, against one-liners of numpy."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checks import refused
+from support.layers import changed, random_attention
+from support.models import AFFINE, MODERN, build, inputs_for
+from support.variants import cross
+from support.variants import layer as variant_layer
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.errors import Notice
+from lipbound.linalg.matrix_norms import product_norms
+from lipbound.runs.head_extras import of_heads
+from lipbound.schema import OF_HEADS, OF_WEIGHTS
+
+NAMES = list(OF_HEADS)
+TEXTS = ["a b c", "b c d e f"]
+
+
+def expected(att: Attention, s: int, h: int, tau: float) -> dict[str, float]:
+    """What is defined, of a head at a sample."""
+    q, k, v = (w[h].double().numpy() for w in (att.w_q, att.w_k, att.w_v))
+    qk, ov = att.scale * q @ k.T, v @ att.w_o[h].double().numpy()  # type: ignore[index]
+    found = {}
+    for name, w in (("wqk", qk), ("wov", ov)):
+        found[f"{name}_norm"] = np.linalg.norm(w, 2)
+        found[f"{name}_stable_rank"] = np.linalg.norm(w) ** 2 / np.linalg.norm(w, 2) ** 2
+    wide = att.double()
+    rows = wide.p[s, h].numpy()
+    if wide.sinks is not None:
+        rows = np.concatenate([rows, 1 - rows.sum(1, keepdims=True)], 1)
+    found["row_norm"] = max(np.linalg.norm(np.diag(p) - np.outer(p, p), 2) for p in rows)
+    logits = wide.capped(wide.scale * wide.wide_q[s, h] @ wide.wide_k[s, h].T).numpy()
+    found["largest_logit"] = logits[wide.p[s, h].numpy() > 0].max()
+    found["qk_clip"] = min(1.0, tau / max(found["largest_logit"], 1e-300))
+    return found
+
+
+def check(att: Attention, values: dict[str, Any], tau: float) -> None:
+    for s in range(att.samples):
+        for h in range(att.heads):
+            for name, value in expected(att, s, h, tau).items():
+                assert float(values[name][s, h]) == pytest.approx(value, rel=1e-6, abs=1e-12), name
+
+
+@pytest.mark.parametrize("kind", ["plain", "biases", "padded", "window", "sharp", "wide_values"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layers(kind: str, dtype: torch.dtype) -> None:
+    att = random_attention(kind, dtype=dtype)
+    check(att, of_heads(att, NAMES, 0.7), 0.7)
+
+
+@pytest.mark.parametrize("has", [("rotation",), ("norm",), ("cap", "sinks"), ("values", "gate")])
+def test_variants_take_no_part_in_weights(has: tuple[str, ...]) -> None:
+    att = variant_layer(2, frozenset(has), mask="causal")
+    w_o = torch.randn(att.heads, att.d_v, 7, generator=torch.manual_seed(0)).double()
+    att = changed(att, w_o=w_o)
+    check(att, of_heads(att, NAMES, 1.0), 1.0)
+
+
+def test_what_is_not_known() -> None:
+    for stream in ("queries", "memory"):
+        found = of_heads(cross(0, stream), NAMES, 1.0)
+        assert all(bool(found[name].isnan().all()) for name in OF_WEIGHTS)
+        assert bool(found["row_norm"].isfinite().all())
+    att = random_attention("plain", w_o=False)
+    assert bool(of_heads(att, ["wov_norm"])["wov_norm"].isnan().all())
+    huge = changed(att, w_q=1e18 * att.w_q)
+    assert bool(of_heads(huge, ["row_norm"])["row_norm"].isnan().all())
+
+
+def test_products_that_cancel_are_not_known() -> None:
+    a = torch.eye(4).double()[None, :, :2]
+    b = torch.eye(4).double()[None, :, :2]
+    turned = torch.linalg.qr(torch.randn(4, 4, generator=torch.manual_seed(0)).double())[0]
+    b[0, :, 0], b[0, :, 1] = turned[:, 0], turned[:, 0]
+    other = torch.stack([turned[:, 1], -turned[:, 1]], 1)[None]  # b (1, 1)^T = 0 but for rounding
+    norm, rank = product_norms(b, other)
+    assert bool(norm.isnan().all() | (norm < 1e-15).all())
+    assert bool(rank.isnan().all())
+    norm, rank = product_norms(a, 0 * a)
+    assert float(norm) == 0
+    assert bool(rank.isnan().all())
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2 scaled by layer", "Llama", "Qwen 3", "Gemma 2"])
+def test_runs(name: str) -> None:
+    model = build((AFFINE | MODERN)[name])
+    inputs = inputs_for(model)
+    ds = lb.compare(model, inputs, bounds="none", extras=NAMES, tau=0.5, progress=False)
+    for i, att in enumerate(lb.capture(model, inputs)):
+        assert isinstance(att, Attention)
+        check(att, {one: ds[one].isel(layer=i).values for one in NAMES}, 0.5)
+    assert ds.attrs["tau"] == 0.5
+    assert all("source" in ds[one].attrs for one in NAMES)
+
+
+def test_they_go_with_every_norm_and_argument_and_are_verified(bert: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_length": 8, "bounds": "none", "progress": False}
+    options |= {"extras": NAMES, "tau": 1}
+    plain = lb.compare(bert, TEXTS, exact_samples=1, out=tmp_path / "run.zarr", **options)
+    assert bool(plain["row_norm"].notnull().all())  # also where there is no exact norm
+    assert lb.verify(tmp_path / "run.zarr", data=TEXTS, places=2).ok
+    for other in ({"norm": "one-token"}, {"wrt": "keys"}, {"map": "head_out"}):
+        ds = lb.compare(bert, TEXTS, **options, **other)
+        for name in NAMES:
+            np.testing.assert_array_equal(ds[name], plain[name])
+    plain["wqk_norm"][0, 0, 0] *= 1.001
+    found = lb.verify(plain, data=TEXTS, places=8)
+    assert any("wqk_norm" in str(problem) for problem in found.problems)
+
+
+def test_what_is_missing_is_told() -> None:
+    att = random_attention("plain", w_o=False)
+    with pytest.warns(Notice, match="wov_norm is missing at 6 of 6 .* no output projection"):
+        lb.compare([att], bounds="none", extras="wov_norm", dtype="float64", progress=False)
+
+
+def test_refusals() -> None:
+    compare = partial(lb.compare, [random_attention("plain")], bounds="none", progress=False)
+    refused(partial(compare, extras="qk_clip"), "'qk_clip' and tau", "give both")
+    refused(partial(compare, tau=3), "'qk_clip' and tau", "give both")
+    refused(partial(compare, extras="qk_clip", tau=0), "tau is 0", "a logit above 0")
+    refused(partial(compare, extras="row_norm", map="layer"), "is of single heads")
+
+
+def test_reports_say_what_they_are(bert: Path, tmp_path: Path) -> None:
+    ds = lb.compare(bert, TEXTS, bounds="yudin", extras=NAMES, tau=50, max_length=8, progress=False)
+    said = lb.cite(ds, "text")
+    for words in ("QK-clip factor min(1, 50 / largest logit) (Kimi Team 2025", "Zhai et al. 2023"):
+        assert words in said
+    assert "stable rank of W_Q W_K^T: median" in lb.tables.render(ds)
+    caption = lb.plots.caption(ds, bounds=["qk_clip", "wov_norm"])
+    assert "on a scale of its own" in caption
+    assert len(lb.plots.heatmaps(ds, bounds=["qk_clip", "row_norm"]).axes) >= 2
+
+
+def test_a_geometric_mean_of_negative_logits_is_none(bert: Path) -> None:
+    ds = lb.compare(
+        bert, TEXTS, bounds="none", extras="largest_logit", max_length=8, progress=False
+    )
+    ds["largest_logit"][:] = 2.0
+    ds["largest_logit"][0, 0, 0] = -1.0
+    table = lb.tables.breakdown(ds)
+    assert np.isnan(table["largest_logit"].iloc[0])
+    assert table["largest_logit"].iloc[1] == 2.0
+
+
+def test_a_monitor_follows_them() -> None:
+    model, logged = build(AFFINE["gpt2"]), dict[int, dict[str, float]]()
+    monitor = lb.Monitor(
+        model,
+        inputs_for(model),
+        every=1,
+        extras=["wqk_norm", "qk_clip", "largest_logit"],
+        tau=0.1,
+        threshold={"wqk_norm": 1e6},
+        log=lambda numbers, step: logged.__setitem__(step, numbers),
+    )
+    for step in range(2):
+        monitor.step(step)
+        with torch.no_grad():
+            model.h[0].attn.c_attn.weight.mul_(2)
+    run = monitor.run
+    np.testing.assert_allclose(run["wqk_norm"][1, :, 0], 4 * run["wqk_norm"][0, :, 0], rtol=1e-6)
+    for step in range(2):
+        place = run.isel(step=step, layer=0)
+        assert logged[step]["lipbound/layer_0/qk_clip_min"] == float(place["qk_clip"].min())
+        assert logged[step]["lipbound/layer_0/wqk_norm_max"] == float(place["wqk_norm"].max())
+    assert "lipbound/layer_0/qk_clip_max" not in logged[0]

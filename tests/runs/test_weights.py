@@ -1,0 +1,137 @@
+"""Numbers of weights alone, against those read off a forward pass."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from support.checks import refused
+from support.models import AFFINE, MODERN, TEXT, build, inputs_for
+from typer.testing import CliRunner
+
+import lipbound as lb
+from lipbound.cli.application import app
+from lipbound.errors import CaptureError, CheckpointError, StoreError
+from lipbound.models import offload
+from lipbound.models.head_weights import FAMILIES
+from lipbound.schema import OF_WEIGHTS
+
+OTHERS = {
+    "Phi 3": lambda: tf.Phi3Model(
+        tf.Phi3Config(**TEXT, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    )
+}
+KNOWN = ("bert", "roberta", "distilbert", "gpt2", "gpt2 scaled by layer", "opt", "vit", "Llama")
+KNOWN = (*KNOWN, "Llama 3", "Mistral", "Qwen 2", "Qwen 3", "Gemma", "Gemma 2", "Gemma 3", "Phi")
+KNOWN = (*KNOWN, "Phi 3")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_families_are_read_as_by_a_forward_pass(name: str, tmp_path: Path) -> None:
+    model = build((AFFINE | MODERN | OTHERS)[name])
+    inputs = inputs_for(model)
+    ds = lb.compare(model, inputs, bounds="none", extras=OF_WEIGHTS, progress=False)
+    found = lb.weight_norms(model)
+    model.save_pretrained(tmp_path / "model")
+    stored = lb.weight_norms(tmp_path / "model")
+    for one in OF_WEIGHTS:
+        np.testing.assert_allclose(found[one][0], ds[one][0], rtol=2e-6)
+        np.testing.assert_allclose(stored[one], found[one], rtol=1e-12)
+    assert found["layer_name"].values.tolist() == ds["layer_name"].values.tolist()
+
+
+def test_every_family_is_tested() -> None:
+    models = [build((AFFINE | MODERN | OTHERS)[name]) for name in KNOWN]
+    assert {model.config.model_type for model in models} == {*FAMILIES}
+
+
+@pytest.mark.parametrize("name", ["electra", "GPT-NeoX", "OLMo 2", "T5 encoder"])
+def test_others_are_refused(name: str) -> None:
+    model = build((AFFINE | MODERN)[name])
+    refused(
+        partial(lb.weight_norms, model), "weights are found by name", "compare(", error=CaptureError
+    )
+
+
+def test_what_is_no_plain_weight_is_refused(tmp_path: Path) -> None:
+    crossed = tf.BertModel(tf.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True))
+    refused(partial(lb.weight_norms, crossed), "add_cross_attention", error=CaptureError)
+    refused(
+        partial(lb.weight_norms, torch.nn.Linear(2, 2)), "and this is Linear", error=CaptureError
+    )
+    centred = partial(lb.weight_norms, build(MODERN["Phi, q/k-norm"]))
+    refused(centred, "phi with qk_layernorm", "compare(", error=CaptureError)
+    model = build(MODERN["Llama"])
+    torch.nn.utils.parametrizations.weight_norm(model.layers[1].self_attn.k_proj)
+    refused(
+        partial(lb.weight_norms, model), "layers.1.self_attn", "plain linear", error=CaptureError
+    )
+    model = build(AFFINE["gpt2"])
+    with torch.no_grad():
+        model.h[1].attn.c_proj.weight[0, 0] = torch.nan
+    refused(partial(lb.weight_norms, model), "h.1.attn", "NaN", error=CheckpointError)
+    refused(partial(lb.weight_norms, "no-such-folder/x/y"), "no directory", error=CheckpointError)
+
+
+def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(MODERN["Llama"]).save_pretrained(tmp_path / "model")
+    most, held = 0, 0
+    hold, release = offload.WeightOffloader.hold, offload.WeightOffloader.release
+
+    def holds(self: offload.WeightOffloader, *args: object, **more: object) -> None:
+        nonlocal most, held
+        hold(self, *args, **more)  # type: ignore[arg-type]
+        held += 1
+        most = max(most, held)
+
+    def releases(self: offload.WeightOffloader, module: torch.nn.Module) -> None:
+        nonlocal held
+        held -= self.users > 0
+        release(self, module)
+
+    monkeypatch.setattr(offload.WeightOffloader, "hold", holds)
+    monkeypatch.setattr(offload.WeightOffloader, "release", releases)
+    lb.weight_norms(tmp_path / "model")
+    assert 0 < most <= 4  # linear maps of one attention layer
+    assert held == 0
+
+
+def test_the_model_stays_and_a_training_has_no_hash() -> None:
+    model = build(AFFINE["gpt2"]).half()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    ds = lb.weight_norms(model)
+    assert ds.attrs["revision"].startswith("sha256:")
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    wide = lb.weight_norms(build(AFFINE["gpt2"]).half().double())
+    np.testing.assert_array_equal(ds["wqk_norm"], wide["wqk_norm"])
+    assert lb.weight_norms(model.train()).attrs["revision"] == "in training"
+    assert model.training
+
+
+def test_it_is_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "weights.zarr"
+    made = CliRunner().invoke(app, ["weights", "builtin:gpt2", "--out", str(path)])
+    assert made.exit_code == 0, made.output
+    assert "Norm of W_Q W_K^T" in made.output
+    ds = lb.load(path, damaged="refuse")
+    assert ds["exact"].isnull().all()
+    assert "of weights" in lb.tables.render(ds)
+    table = lb.tables.breakdown(ds, "head", values="value")
+    assert len(table) == ds["wqk_norm"].size
+    np.testing.assert_allclose(table["wov_norm"], ds["wov_norm"].values.ravel())
+    for format in ("latex", "markdown", "csv"):
+        assert lb.tables.render(ds, format, by="layer")
+    figure = lb.plots.heatmaps(ds, tmp_path / "weights.pdf")
+    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == [
+        ds[name].attrs["label"] for name in OF_WEIGHTS
+    ]
+    caption = (tmp_path / "weights.caption.txt").read_text(encoding="utf-8")
+    assert caption.startswith("Numbers of weights.")
+    assert "Lipschitz" not in caption + lb.cite(ds, "text")
+    assert "Numbers of the weights of attention heads" in lb.cite(ds, "text")
+    info = CliRunner().invoke(app, ["info", str(path)])
+    assert "Zhai et al. 2023" in info.output
+    refused(partial(lb.verify, path), "of weights alone", error=StoreError)
+    refused(partial(lb.weight_norms, "builtin:gpt2", out=path), "exists already", error=StoreError)
