@@ -111,8 +111,8 @@ LEFT_OUT = (
     ),
     LeftOut(
         "Lipschitz Continuity in Deep Learning: A Systematic Review of Theoretical Foundations, "
-        "Estimation Methods, Regularization Approaches and Certifiable Robustness (TMLR; "
-        "OpenReview pRZ0RKl11f)",
+        "Estimation Methods, Regularization Approaches and Certifiable Robustness (TMLR, submitted "
+        "in 2025; OpenReview pRZ0RKl11f)",
         "a survey of what is known of Lipschitz constants of networks",
         "no constant",
         "a reference to start from; abstract alone was read",

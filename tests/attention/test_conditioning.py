@@ -141,7 +141,7 @@ def test_they_are_extras_of_a_run(tmp_path: Path) -> None:
                 for name, value in naive(att, s, slice(h, h + 1)).items():
                     assert float(ds[name][s, i, h]) == pytest.approx(value, rel=1e-9), name
     assert lb.verify(path, data=inputs, model=model, places=4).ok
-    assert "condition number of the softmax (Baek 2026): median" in lb.tables.render(ds)
+    assert "condition number of the softmax: median" in lb.tables.render(ds)
     assert "indicator of the LayerNorm in front" in lb.cite(ds, "text")
     assert "smallest singular value" not in lb.cite(ds, "text")
     assert lb.plots.heatmaps(ds, bounds="kappa_softmax,rho_ln").axes[1].get_title()
