@@ -223,14 +223,12 @@ class Monitor:
         past = load(target, damaged="refuse")
         if STEP not in past.dims:
             raise StoreError(f"{target} is not a run over steps of training; choose another name")
-        asked = compare.identity(self._config, self._sources) | {
-            "bounds": list(self._plan.spec.names),
-            "layers": [layer.index for layer in self._plan.layers],
-            "architecture": type(self._model).__name__,
-        }
-        del asked["model"]  # a checkpoint of the training has a name of its own
-        there: dict[str, Any] = {name: past.attrs.get(name) for name in asked}
-        same_configuration(target, there | {"layers": past["layer"].values.tolist()}, asked)
+        info = compare.run_info(self._config, self._sources, self._plan)
+        # the model itself: a checkpoint of the training has a name of its own
+        asked = compare.deciding(info.attributes(), info.made.layers) | {"model": None}
+        there = compare.deciding_of(past) | {"model": None}
+        kinds = {"architecture": past.attrs["architecture"]}, {"architecture": info.architecture}
+        same_configuration(target, there | kinds[0], asked | kinds[1])
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
         self._info = RunInfo.of(past)
         return len(self._slices)
@@ -316,7 +314,7 @@ class Monitor:
             what = "attention layers of the model came, went or changed places"
             raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
         tables, lengths, error = compare.filled(planned, results)
-        info = compare.run_info(self._config, sources, planned, lengths, error)
+        info = compare.run_info(self._config, sources, planned, int(lengths.max()), error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
