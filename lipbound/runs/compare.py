@@ -26,11 +26,11 @@ from lipbound.models.capture.verification import telling_samples
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
-from lipbound.runs import measure, partial_store, store
+from lipbound.runs import measure, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, norms_shape
-from lipbound.runs.partial_store import LayerResult, PartialRun
+from lipbound.runs.store import LayerResult, PartialRun
 from lipbound.schema import CLOSED_FORM, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
 
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
 """What a run says about its checkpoint, under the same names."""
-DECIDING = (
-    *("model", "revision", "configuration", "data_fingerprint", "samples", "exact_samples"),
-    *("bounds", "extras", "map", "norm", "wrt", "tol", "dtype", "delta", "seed"),
-)
+OF_CONTENTS = ("model", "architecture", "configuration", "samples", "exact_samples", "extras")
+DECIDING = (*OF_CONTENTS, "bounds", *schema.IDENTITY)
 """Attributes that decide what the numbers of a run are, and of what."""
 
 
@@ -62,8 +60,8 @@ LABELS = {
 """Labels and long names of exact norms, and of what attention itself is."""
 
 
-TYPES: dict[str, type] = {"f": float, "i": np.int32, "b": bool}
-"""Types of a run's tables, by the kinds of what was measured."""
+EMPTY = {"f": np.nan, "i": np.int32(0), "b": False}
+"""What a run's tables have where nothing was measured, by the kinds of what was."""
 WORKING_MEMORY = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80
@@ -216,7 +214,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     finished = target if config.resume and target is not None and target.exists() else None
     if target is not None and finished is None:
         store.check_target(target)
-        partial_store.check_free(target, resume=config.resume)
+        store.check_free(target, resume=config.resume)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with ExitStack() as opened:
@@ -228,7 +226,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         asked = deciding(run_info(config, sources, planned).attributes(), layers)
         if finished is not None:
             ds = store.load(finished, damaged="refuse")
-            partial_store.same_configuration(finished, deciding_of(ds), asked)
+            store.same_configuration(finished, deciding_of(ds), asked)
             return ds
         signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(layers))
         kept = None
@@ -275,8 +273,7 @@ def filled(
         rows = slice(one.start, one.start + len(one.lengths))
         for name, value in one.values.items():
             if name not in tables:
-                kind = TYPES[value.dtype.kind]
-                tables[name] = np.full(plan.shape, np.nan if kind is float else 0, dtype=kind)
+                tables[name] = np.full(plan.shape, EMPTY[value.dtype.kind])
             tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
         lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
         error = max(error, one.error)
@@ -352,8 +349,8 @@ def run_info(
         bounds=list(plan.spec.names),
         extras=list(config.extras or ()),
         map_description=map_words(config.map, config.wrt),
-        **config.options("map", "norm", "wrt", "tol", "dtype"),
-        **config.drawn,
+        **config.options("map", "norm", "wrt", "tol", "dtype", "delta", "seed"),
+        method="lanczos",
         device=devices.device_name(sources.device),
         versions=packages,
         python=sys.version.split()[0],
@@ -512,9 +509,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     room = max(1, int(memory // (BYTES_PER_SCORE * scores)))  # one sample at least
     block = min(room, -(-samples // parts))
     if config.resume and config.target is not None:  # other blocks would change last digits
-        block = partial_store.configuration(partial_store.partial_path(config.target)).get(
-            "block", block
-        )
+        block = store.configuration(store.partial_path(config.target)).get("block", block)
     exact = config.exact_count(samples)
     spec = config.of_places(names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count

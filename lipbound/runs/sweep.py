@@ -52,7 +52,8 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
+        why = " ".join(str(error).split())
+        raise LipboundError(f"{path} cannot be read as YAML: {why}") from error
     if not isinstance(content, dict):
         raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model")
     pairs = content.pop(PAIRS, [{}])
@@ -138,14 +139,15 @@ def rows(
         store = folder / f"{name}.zarr"
         row = {"run": store.name, **{key: arguments[key] for key in _AXES}}
         row |= {f"asked_{key}" if key in _NUMBERS else key: arguments[key] for key in varying}
+        row |= {"status": "failed", "error": ""} | dict.fromkeys(_NUMBERS)
         try:
             config = RunConfig(**arguments, out=store, resume=True)
-            row |= {"status": "kept" if store.exists() else "done", "error": ""}
+            status = "kept" if store.exists() else "done"
             row |= index_numbers(run(config, client=client, progress=progress))
-        except LipboundError as error:
-            row |= {"status": "failed", "error": str(error)}
+            row["status"] = status
         except Exception as error:  # whatever it is, the other runs must go on
-            row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
+            row["error"] = f"{kind}{error}"
         ended.append(row)
         _index(folder / "index.csv", ended)
         yield row
@@ -183,13 +185,6 @@ def _geomean(values: xr.DataArray) -> float:
         return float(np.exp(np.log(values).mean()))
 
 
-def _why(error: Exception) -> str:
-    """Say why a file cannot be read, and in which line of YAML."""
-    what = str(getattr(error, "problem", None) or one_line(error))
-    mark = getattr(error, "problem_mark", None)
-    return what if mark is None else f"line {mark.line + 1}, {what}"
-
-
 def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
     """Name the store of a run."""
     model, data, length = (arguments[key] for key in _AXES)
@@ -200,11 +195,8 @@ def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
 
 def _index(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the index, whole or not at all; it has the bounds of all of its runs."""
-    first = list(rows[0])
-    said = first[: first.index("error") + 1]
-    names = dict.fromkeys([*said, *_NUMBERS, *(key for row in rows for key in row)])
     try:
         with replacing(path) as (new,):
-            pd.DataFrame(rows, columns=[*names], dtype=object).to_csv(new, index=False)
+            pd.DataFrame(rows, dtype=object).to_csv(new, index=False)
     except StoreError as error:
         raise StoreError(f"{error}; the runs beside it are kept") from error
