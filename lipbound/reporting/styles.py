@@ -6,8 +6,6 @@ Looks are ours or those of a conference by tueplots.
 import inspect
 import io
 import pickle
-import re
-import textwrap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +19,7 @@ from matplotlib.text import Text
 from lipbound.errors import LipboundError, choice, file_path, is_number, real, shown, tell
 from lipbound.formatting import escape_latex, replacing
 from lipbound.reporting.latex import typeset
+from lipbound.reporting.text_tables import wrapped
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
@@ -123,9 +122,7 @@ def paper_height(inches: float, *, captioned: bool = False) -> float:
 
 def lines_of(text: str, width: float, points: float) -> list[str]:
     """A text in lines of about ``width`` inches."""
-    marked = re.sub(" ([\u2020\u2021])", "\xa0\\1", text)  # marks stay with their word
-    lines = textwrap.wrap(marked, max(1, int(LETTERS * width * 72 / points)))
-    return [line.replace("\xa0", " ") for line in lines] or [""]
+    return wrapped(text, max(1, int(LETTERS * width * 72 / points)))
 
 
 def in_two_lines(text: str, width: float, points: float) -> list[str]:

@@ -77,8 +77,8 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     numbers = [sample, "layer", "length", *(n for n in ("head", schema.STEP) if n in ds.coords)]
     # neither the type on disk nor the kind of NaN or zero changes a column
     columns = {str(k): ds[name].variable.astype("<f8") for k, name in enumerate([*names, *numbers])}
-    rows = xr.Dataset({k: (v.dims, v.values) for k, v in columns.items()}).to_array("column")
-    rows = (rows + 0.0).fillna(np.nan).transpose(*dims, "column")
+    table = xr.Dataset({k: (v.dims, v.values) for k, v in columns.items()}).to_array("column")
+    rows = (table + 0.0).fillna(np.nan).transpose(*dims, "column").values
     shape = rows.shape[:-1]
     run = ds[schema.RUN].transpose("sample", "layer").values if schema.RUN in ds.variables else 0
     run = np.broadcast_to(run, shape[:2])
@@ -86,10 +86,14 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     words = [ds[name].values for name in schema.LAYER_WORDS if name in ds.variables]
     of_layers = list(zip(*words, strict=True)) or [("",)] * shape[1]
     values = np.zeros(shape, dtype=np.int32)
-    for at in np.ndindex(*shape):
-        said = [identities[int(run[at[:2]])], *map(str, of_layers[at[1]]), *names]
-        digest = hashlib.sha256(json.dumps(said).encode() + rows.values[at].tobytes()).digest()
-        values[at] = int.from_bytes(digest[:4], "little", signed=True)
+    for s, layer in np.ndindex(*shape[:2]):
+        said = [identities[int(run[s, layer])], *map(str, of_layers[layer]), *names]
+        start = hashlib.sha256(json.dumps(said).encode())
+        for place in np.ndindex(*shape[2:]):
+            digest = start.copy()
+            digest.update(rows[s, layer][place].tobytes())
+            first = digest.digest()[:4]
+            values[(s, layer, *place)] = int.from_bytes(first, "little", signed=True)
     long_name = "hash of what stood at this place when it was computed"
     return xr.DataArray(values, dims=dims, attrs={"long_name": long_name, "said": sayings(ds)})
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
 """What a run says about its checkpoint, under the same names."""
-OF_CONTENTS = ("model", "architecture", "configuration", "samples", "exact_samples", "extras")
-DECIDING = (*OF_CONTENTS, "bounds", *schema.IDENTITY)
+_ALSO = ("architecture", "configuration", "samples", "exact_samples", "bounds", "extras")
+DECIDING = ("model", *schema.IDENTITY, *_ALSO)
 """Attributes that decide what the numbers of a run are, and of what."""
 
 

@@ -141,11 +141,11 @@ class Monitor:
         )
         self._logs, self._per_head = [] if log is None else [log], errors.flag("per_head", per_head)
         self._open(tokenizer)
-        named: Any = threshold if isinstance(threshold, Mapping) else {"exact": threshold}
-        self._above, self._thresholds = set[str](), {} if threshold is None else dict(named)
-        for name, value in self._thresholds.items():
+        self._above, self._thresholds = set[str](), dict[str, float]()
+        limits: Any = threshold if isinstance(threshold, Mapping) else {"exact": threshold}
+        for name, limit in () if threshold is None else limits.items():
             errors.choice("threshold of", name, self._logged)
-            errors.real("threshold", value, "a finite number")
+            self._thresholds[name] = errors.real("threshold", limit, "a finite number")
         self._slices: list[xr.Dataset] = []
         self._info: RunInfo | None = None
         self._target = None if _other_process() else config.target  # one process writes

@@ -52,8 +52,7 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
-        raise LipboundError(f"{path} cannot be read as YAML: {why}") from error
+        raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
     if not isinstance(content, dict):
         raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model")
     pairs = content.pop(PAIRS, [{}])
@@ -183,6 +182,13 @@ def _geomean(values: xr.DataArray) -> float:
     """Geometric mean of what is there; NaN where there is nothing."""
     with np.errstate(divide="ignore"):
         return float(np.exp(np.log(values).mean()))
+
+
+def _why(error: Exception) -> str:
+    """Say why a file cannot be read, and in which line of YAML."""
+    what = str(getattr(error, "problem", None) or one_line(error))
+    mark = getattr(error, "problem_mark", None)
+    return what if mark is None else f"line {mark.line + 1}, {what}"
 
 
 def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
