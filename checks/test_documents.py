@@ -64,7 +64,7 @@ def shown(request: pytest.FixtureRequest) -> xr.Dataset:
 def test_nothing_sticks_out(kind: str, shown: xr.Dataset, tmp_path: Path) -> None:
     parts = [citations.methods(shown)]
     for width in WIDTHS[kind]:
-        parts += [tables.latex(shown, by=by, width=width) for by in tables.ROWS]
+        parts += [tables.latex(shown, by=by, width=width) for by in tables.BY]
     if kind == "beamer":
         body = "".join(FRAME % part for part in parts)
     else:

@@ -56,7 +56,7 @@ def typeset(
     ).stdout
 
 
-@pytest.mark.parametrize("by", tables.ROWS)
+@pytest.mark.parametrize("by", tables.BY)
 def test_tables_are_typeset(ds: xr.Dataset, tmp_path: Path, by: str) -> None:
     text = typeset(tmp_path, tables.latex(ds, by=by, width=1200))
     shown = tables.readable(ds)
@@ -96,7 +96,7 @@ def test_pgf_figures_are_typeset(hostile: xr.Dataset, tmp_path: Path) -> None:
     assert "root:" not in text
 
 
-@pytest.mark.parametrize("by", tables.ROWS)
+@pytest.mark.parametrize("by", tables.BY)
 def test_hostile_names_are_text(hostile: xr.Dataset, tmp_path: Path, by: str) -> None:
     body = f"{tables.latex(hostile, by=by)}\n\n{citations.cite(hostile, 'latex')}"
     text = typeset(tmp_path, body, bibliography=citations.cite(hostile))
@@ -113,7 +113,7 @@ def test_an_ordinary_document_is_enough(hostile: xr.Dataset, tmp_path: Path) -> 
     preamble = (
         "\\documentclass{article}\n\\usepackage{booktabs, siunitx}\n\\begin{document}\\tiny\n"
     )
-    for by in tables.ROWS:
+    for by in tables.BY:
         typeset(
             tmp_path,
             f"{tables.latex(other, by=by)}\n\n{citations.cite(other, 'latex')}",

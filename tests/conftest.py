@@ -112,10 +112,9 @@ def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[xr.D
     from support.runs import OPTIONS, TEXTS
 
     from lipbound.runs import store
-    from lipbound.runs.partial_store import partial_path
 
     path = tmp_path_factory.mktemp("whole") / "run.zarr"
     lb.compare(bert, TEXTS, out=path, **OPTIONS)
-    assert not partial_path(path).exists()
+    assert not store.partial_path(path).exists()
     ds = store.load(path).load()
     yield from _shared(ds)

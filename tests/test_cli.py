@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-import xarray as xr
 from PIL import Image
 from support.commands import command, said
 from support.models import build, no_attention, save_vit
@@ -20,7 +19,7 @@ import lipbound as lb
 import lipbound.runs.store as store
 from lipbound import cli
 from lipbound.cli import measuring, reporting
-from lipbound.errors import Notice, StoreError
+from lipbound.errors import Notice
 from lipbound.runs.config import RunConfig
 
 QUICK = {"samples": 1, "max_length": 8, "progress": False}
@@ -69,12 +68,12 @@ def test_models_and_data_that_do_not_fit(bert: Path, tmp_path: Path) -> None:
 def test_what_was_measured_is_kept_where_a_run_cannot_be_saved(
     bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(ds: xr.Dataset, path: Path) -> Path:
-        raise StoreError(f"{path} could not be written: No space left on device")
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
     line = f"compare {bert} --data {text} {QUICKLY} --out {tmp_path}/run.zarr"
     with monkeypatch.context() as disk:
-        disk.setattr(store, "_save", full)
+        disk.setattr(store, "_to_zarr", full)
         status, _, err = command(line)
     assert status == 2
     assert "run.zarr could not be written: No space left on device; 1 measured block, of" in err

@@ -62,7 +62,7 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
     out = options["out"]
     known_builtin(options["model"])
     state["kept"] = lambda: blocks_in(out)
-    config = RunConfig(**options | read(options))
+    config = RunConfig(**options | in_python_terms(options))
     with cluster(scheduler) as client:
         ds = measured(config, client)
     show(ds)
@@ -94,7 +94,7 @@ def tell_saved(out: Path | None) -> None:
         typer.echo(f"saved {out}; draw it with: {drawn}")
 
 
-def read(options: dict[str, Any]) -> dict[str, Any]:
+def in_python_terms(options: dict[str, Any]) -> dict[str, Any]:
     """Read the options that mean something else on the command line than in Python."""
     samples: Any = options["samples"]
     with suppress(ValueError):
@@ -129,7 +129,7 @@ def diff(a: str, b: str, *, scheduler: str | None = None, **options: Any) -> Non
         known_builtin(model)
     kept = f"what was measured is kept beside {out}; the same command with --resume goes on"
     state["kept"] = lambda: kept if out else "nothing was kept, since there was no --out"
-    asked = options | read(options)
+    asked = options | in_python_terms(options)
     given = {name: value for name, value in asked.items() if value != getattr(RunConfig, name)}
     with cluster(scheduler) as client:
         ds = diff_runs(a, b, **given, client=client, progress=not state["quiet"])

@@ -88,8 +88,9 @@ def by_layer(
 
     A bound on another map has the exact norm of its own map beside it. Each value is reduced over
     samples and heads; bands are intervals over samples, or of few samples their range (see
-    `lipbound.reporting.statistics.spread`), as is said below the axis. Bounds that lie many decades
-    beyond all others leave the axis; the same note names them with the range of bound / exact.
+    `lipbound.reporting.statistics.sample_span`), as is said below the axis. Bounds that lie many
+    decades beyond all others leave the axis; the same note names them with the range of bound /
+    exact.
 
     Args:
         runs: a run, or several of one map and norm; Datasets or paths.
@@ -103,7 +104,7 @@ def by_layer(
             a run has not, an unknown reduction.
     """
     several = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
-    found, names = together(several, labels, "axis")
+    found, names = runs_together(several, labels, "axis")
     chosen = list(dict.fromkeys([bounds] if isinstance(bounds, str) else bounds))
     for ds in found:
         statistics.present(ds, chosen)
@@ -134,7 +135,7 @@ def by_layer(
     return styles.written(axes, path)
 
 
-def together(
+def runs_together(
     runs: Sequence[Any], labels: Sequence[str] | None, what: str
 ) -> tuple[list[xr.Dataset], list[str]]:
     """Several runs that share an axis or a scale, and names of them, by their models by default.
@@ -198,7 +199,8 @@ def _line(
     dims = [str(dim) for dim in values.dims if dim != "layer"]
     x, middle = values["layer"].values, statistics.reduce_samples(values, reduce, dims)
     axes.plot(x, middle.where(np.isfinite(middle)), label=label, **style)
-    lower, upper = (end.where(np.isfinite(end)) for end in statistics.spread(values, reduce, dims))
+    ends = statistics.sample_span(values, reduce, dims)
+    lower, upper = (end.where(np.isfinite(end)) for end in ends)
     axes.fill_between(x, lower, upper, color=style["color"], alpha=0.2, lw=0)
 
 
@@ -402,7 +404,7 @@ def token_profile(
         low, high = np.nan_to_num(statistics.ends(np.concatenate(logs)))
         options: Any = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
         for axes, grid, colors, words in zip(panels, grids, logs, PANELS, strict=True):
-            lines = "\n".join(styles.folded(words, room, points))
+            lines = "\n".join(styles.in_two_lines(words, room, points))
             axes.set_title(lines, fontsize=points, parse_math=False)
             axes.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
             if rows == 1:

@@ -12,7 +12,7 @@ from lipbound.formatting import plain, small
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import checkpoint_words, exact_words, setting_words
 from lipbound.reporting.statistics import quantity
-from lipbound.runs.store import diff_of, load, sides
+from lipbound.runs.store import both_runs, diff_of, load
 from lipbound.schema import SIDES, bounds_there, is_diff
 
 NAMES = {"a": "A", "b": "B"}
@@ -59,7 +59,7 @@ def ratio_run(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dat
     ``NAME_lower`` and ``NAME_upper``. Of estimates they are as wide as the tolerance, and enclose
     nothing (see `diff_notes`).
     """
-    runs, names, known = sides(ds), side_names(labels), ds["ratio"].notnull()
+    runs, names, known = both_runs(ds), side_names(labels), ds["ratio"].notnull()
     a, b = ([quantity(run, "exact", end).where(known) for end in (None, 0, 1)] for run in runs)
     ends = ds.get("ratio_lower", b[1] / a[2]), ds.get("ratio_upper", b[2] / a[1])
     found = {"a": (names["a"], a), "b": (names["b"], b)}
@@ -76,7 +76,7 @@ def ratio_run(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dat
 
 def diff_words(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> str:
     """One line on the two runs of a diff, and on what both were measured on."""
-    (a, b), names = sides(ds), side_names(labels)
+    (a, b), names = both_runs(ds), side_names(labels)
     how = exact_words(a), exact_words(b)
     others = f"; of {names['b']}, {how[1]}" if how[0] != how[1] else ""
     deltas = [run.attrs["delta"] for run in (a, b) if run.attrs.get("delta")]
@@ -115,7 +115,7 @@ def diff_notes(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> list[
 
 def diff_facts(ds: xr.Dataset) -> dict[str, Any]:
     """Contents of a diff, by names in words, for `lipbound info`."""
-    (a, b), whole = sides(ds), statistics.spread_of(ratio_run(ds), "exact")
+    (a, b), whole = both_runs(ds), statistics.spread_of(ratio_run(ds), "exact")
     ends = statistics.SPANS | {"b / a": ("min", "max")}
     alike = setting_words(a) == setting_words(b)
     return {

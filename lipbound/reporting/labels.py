@@ -269,10 +269,10 @@ def norm_words(ds: xr.Dataset) -> str:
     return "Frobenius" if norm == "frobenius" else f"{norm} ({schema.NORMS[norm]})"
 
 
-def listed(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """Whole numbers in short: neighbours as a range.
 
-    >>> listed([0, 1, 2, 5, 7, 8])
+    >>> ranges([0, 1, 2, 5, 7, 8])
     '0 to 2, 5, 7 and 8'
     """
     groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
@@ -318,7 +318,7 @@ def places(ds: xr.Dataset) -> str:
 
 
 def _some(what: str, numbers: list[int], of: int) -> str:
-    return f"{what}{'s' * (len(numbers) > 1)} {listed(numbers)} of {of} counted from 0"
+    return f"{what}{'s' * (len(numbers) > 1)} {ranges(numbers)} of {of} counted from 0"
 
 
 def samples_words(there: schema.Contents) -> str:

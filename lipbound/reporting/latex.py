@@ -12,7 +12,7 @@ from lipbound.errors import LipboundError, choice
 from lipbound.formatting import escape_latex, plain
 from lipbound.reporting.text_tables import Table, fit, heading
 
-WIDTHS = {"column": (215.0, 8, 40), "page": (345.0, 8, 40), "slide": (307.0, 9, 14)}
+SIZES = {"column": (215.0, 8, 40), "page": (345.0, 8, 40), "slide": (307.0, 9, 14)}
 r"""Points for a table's width and its type, and its rows before it is split.
 
 "column" is one of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on
@@ -92,7 +92,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
 
     Args:
         table: to write.
-        width: "column" (the default), "page" or "slide", or points; see `WIDTHS`.
+        width: "column" (the default), "page" or "slide", or points; see `SIZES`.
 
     Raises:
         UnknownNameError: another name of a width.
@@ -100,17 +100,17 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     """
     width = "column" if width is None else width
     named = isinstance(width, str)
-    room, points, rows = WIDTHS[choice("width", width, WIDTHS)] if named else (float(width), 8, 40)
+    room, points, rows = SIZES[choice("width", width, SIZES)] if named else (float(width), 8, 40)
     if not room >= _LEAST:
         raise LipboundError(
             f"width is {width}; it must be a number of points, at least {_LEAST}, or one of "
-            f"{', '.join(WIDTHS)}"
+            f"{', '.join(SIZES)}"
         )
     size = points / 10 * 1.07  # small type is wider
 
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
     widths = {
-        title: size * max(map(extent, [*table.shown[title], *lines_of(table, title)]))
+        title: size * max(map(extent, [*table.shown[title], *title_lines(table, title)]))
         for title in table.shown.columns
     }
     blocks, left_out = fit(table, widths, room, gap=GAP, narrow=size * NARROW)
@@ -142,7 +142,7 @@ def _type(size: float) -> str:
     return f"\\fontsize{{{size:g}}}{{{1.2 * size:g}}}\\selectfont"
 
 
-def lines_of(table: Table, title: str) -> list[str]:
+def title_lines(table: Table, title: str) -> list[str]:
     """A heading in lines; the first column's, which itself may fold, in one."""
     first = title == table.shown.columns[0]
     return [title] if first else heading(title, max(map(len, table.shown[title]), default=0))
@@ -153,7 +153,7 @@ def _tabular(table: Table, widths: Mapping[str, float], natural: Mapping[str, fl
     shown, kinds, headings = table.shown[list(widths)].copy(), [], []
     for title, width in widths.items():
         words = title in table.words
-        lines, kind = list(map(typeset, lines_of(table, title))), "rl"[words]
+        lines, kind = list(map(typeset, title_lines(table, title))), "rl"[words]
         stacked = "\\\\".join(lines)
         headings.append(stacked if len(lines) == 1 else f"\\shortstack[{kind}]{{{stacked}}}")
         if width < natural[title]:

@@ -40,7 +40,7 @@ from lipbound.reporting import labels as texts
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
 from lipbound.reporting.diffs import diff_notes, diff_words, opened, ratio_run, side_names
 from lipbound.reporting.statistics import across, extras, panel, ratio, reduce_samples
-from lipbound.runs.store import Run, run_of, sides
+from lipbound.runs.store import Run, both_runs, run_of
 from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff, of_weights_alone
 
 __all__ = ["COLORMAP", "ball_curve", "by_layer", "caption", "heatmap", "heatmaps", "ratios"]
@@ -368,7 +368,7 @@ def _draw_section(
             axes.scatter(right, down, s=4, color="black", linewidths=0)
         _say_beyond(axes, grids[name], scale)
         label, *below = panels.titles[name]
-        title = [*styles.folded(label, layout.side, size), *below]
+        title = [*styles.in_two_lines(label, layout.side, size), *below]
         axes.set_title("\n".join(title), fontsize=size, pad=3, parse_math=False)
         left = k % layout.across == 0 or not alike
         lowest = k + layout.across >= count or not alike
@@ -463,7 +463,7 @@ def _of_several(
     given: Any, bounds: Bounds, how: str | float, limits: Limits, over: str | None, labels: Any
 ) -> Panels:
     """Panels of several runs on one colour scale."""
-    found, names = charts.together(given, labels, "colour scale")
+    found, names = charts.runs_together(given, labels, "colour scale")
     runs, titles, grids = {}, {}, dict[str, np.ndarray]()
     for k, (ds, name) in enumerate(zip(found, names, strict=True)):
         of = statistics.compared(ds, bounds) if over else statistics.panels(ds, bounds or ())
@@ -482,19 +482,19 @@ def _of_diff(ds: xr.Dataset, reduce: How, labels: Mapping[str, str] | None) -> P
     """Panels of the norms of both runs of a diff, and of their ratio, the last one."""
     how, names = "geomean" if reduce is None else reduce, side_names(labels)
     a, b, name = names.values()
-    models = dict(zip(names, map(texts.model_name, sides(ds)), strict=False))
+    models = dict(zip(names, map(texts.model_name, both_runs(ds)), strict=False))
     given = labels or {}
     called = [names[k] if k in given else plain(f"{names[k]}: {models[k]}") for k in models]
-    both = _of_several(sides(ds), (), how, None, None, called)
+    both = _of_several(both_runs(ds), (), how, None, None, called)
     with np.errstate(all="ignore"):
         grid = np.log10(panel(ds["ratio"], how).values)
     most = max(map(abs, statistics.ends(grid[np.isfinite(grid)])), default=0.0)
     most = max(most, 1e-3) if np.isfinite(most) else 1.0
     undecided = np.zeros(grid.shape, dtype=bool)
-    samples = statistics.samples_of(ds["ratio"])
+    samples = statistics.samples_with_values(ds["ratio"])
     if across(ds) == "head" and samples > 1:
         lower, upper = (
-            end.transpose("layer", "head") for end in statistics.spread(ds["ratio"], how)
+            end.transpose("layer", "head") for end in statistics.sample_span(ds["ratio"], how)
         )
         undecided = ((lower <= 1) & (upper >= 1)).values
     spread = statistics.spread_title(samples, how)

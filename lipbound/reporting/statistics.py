@@ -106,14 +106,14 @@ def interval(
         return np.exp(mean - reach), np.exp(mean + reach)
 
 
-def spread(
+def sample_span(
     values: xr.DataArray, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
 ) -> tuple[xr.DataArray, xr.DataArray]:
     """Find the `interval` of so many samples as have one, else the range over single samples.
 
     Arguments as in `interval`; `spread_title` says which it is; NaN of one sample.
     """
-    samples = samples_of(values)
+    samples = samples_with_values(values)
     if spread_title(samples, how) == LIKELY:
         return interval(values, how, dims)
     inner = [str(dim) for dim in values.dims if dim in dims and dim != "sample"]
@@ -121,13 +121,13 @@ def spread(
     return single.min("sample"), single.max("sample")
 
 
-def samples_of(values: xr.DataArray) -> int:
+def samples_with_values(values: xr.DataArray) -> int:
     """Count the samples that have any value."""
     return int(values.notnull().any([dim for dim in values.dims if dim != "sample"]).sum())
 
 
 def spread_title(samples: int, how: str | float = "geomean") -> str:
-    """Title of what `spread` gives of so many samples."""
+    """Title of what `sample_span` gives of so many samples."""
     return LIKELY if samples >= FEW and how == "geomean" else RANGE
 
 
@@ -152,7 +152,7 @@ def reduction_name(how: str | float) -> str:
     return {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum"}.get(how, how)
 
 
-ROWS = ("bound", "layer", "head")
+BY = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
 SPREAD = ("geomean", "sample_min", "sample_max", "min", "max")
 """Columns about the spread of values: their geometric mean, the ends of the geometric means of
@@ -258,7 +258,7 @@ def breakdown(
     Raises:
         LipboundError: unknown names; heads of a run on whole layers.
     """
-    choice("rows", by, ROWS[1:])
+    choice("rows", by, BY[1:])
     choice("values", values, VALUES)
     if by == "head" and "head" not in ds.dims:
         raise LipboundError(
@@ -276,7 +276,7 @@ def cells(
     ds: xr.Dataset, by: str, names: list[str], reduce: Reduction, values: str, end: End = None
 ) -> pd.DataFrame:
     """`breakdown` of all places: of values, or of the lower or upper ends of their enclosures."""
-    levels = ["layer", "head"][: ROWS.index(by)]
+    levels = ["layer", "head"][: BY.index(by)]
     exact = quantity(ds, "exact", end)
     inner = [str(dim) for dim in exact.dims if dim not in ("sample", *levels)]
     single = reduce_samples(exact, reduce, inner) if inner else exact

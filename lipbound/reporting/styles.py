@@ -6,9 +6,6 @@ Looks are ours or those of a conference by tueplots.
 import inspect
 import io
 import pickle
-import re
-import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +19,7 @@ from matplotlib.text import Text
 from lipbound.errors import LipboundError, choice, file_path, is_number, real, shown, tell
 from lipbound.formatting import escape_latex, replacing
 from lipbound.reporting.latex import typeset
+from lipbound.reporting.text_tables import wrapped
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
@@ -124,12 +122,10 @@ def paper_height(inches: float, *, captioned: bool = False) -> float:
 
 def lines_of(text: str, width: float, points: float) -> list[str]:
     """A text in lines of about ``width`` inches."""
-    marked = re.sub(" ([\u2020\u2021])", "\xa0\\1", text)  # marks stay with their word
-    lines = textwrap.wrap(marked, max(1, int(LETTERS * width * 72 / points)))
-    return [line.replace("\xa0", " ") for line in lines] or [""]
+    return wrapped(text, max(1, int(LETTERS * width * 72 / points)))
 
 
-def folded(text: str, width: float, points: float) -> list[str]:
+def in_two_lines(text: str, width: float, points: float) -> list[str]:
     """A label in lines of about ``width`` inches; of more than two, the second ends with dots."""
     first, *others = lines_of(text, width, points)
     return [first, *others] if len(others) < 2 else [first, f"{others[0][:-2]}\u2026"]
@@ -167,40 +163,26 @@ def given_or_new(axes: Axes | None, inches: tuple[float, float]) -> Axes:
 def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
     r"""A figure or axes, after the figure was written to a file, where one is given.
 
-    A caption goes beside ``figure.pdf`` as plain text, ``figure.caption.txt``, and as
-    ``\caption{...}`` for a figure environment, ``figure.caption.tex``.
-    """
-    if path is not None:
-        figure: Any = drawn.figure
-        file, beside = file_path(path, FIGURE), dict[Path, str]()
-        if caption:
-            beside[file.with_name(f"{file.stem}.caption.txt")] = f"{caption}\n"
-            text = f"\\caption{{{typeset(caption)}}}\n"
-            beside[file.with_name(f"{file.stem}.caption.tex")] = text
-        write(figure, file, beside)
-    return drawn
-
-
-def write(figure: Figure, path: Path, beside: Mapping[Path, str]) -> None:
-    """Write a figure to a file; the same figure gives the same file.
-
-    Text in .pgf is escaped for LaTeX, which must be installed for it.
-
-    Args:
-        figure: to write. path: where.
-        beside: texts that belong to it, by their files. They and the figure take the places of
-            older ones together, when all of them are whole.
+    The same figure gives the same file. A caption goes beside ``figure.pdf`` as plain text,
+    ``figure.caption.txt``, and as ``\caption{...}`` for a figure environment,
+    ``figure.caption.tex``. All of them take the places of older ones together, when they are
+    whole. Text in .pgf is escaped for LaTeX, which must be installed for it.
 
     Raises:
         LipboundError: a file type that cannot be drawn.
         StoreError: a file that cannot be written; older ones are still there.
     """
-    kind = path.suffix.removeprefix(".").lower()
+    if path is None:
+        return drawn
+    figure: Any = drawn.figure
+    file = file_path(path, FIGURE)
+    kind = file.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:
         raise LipboundError(
-            f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}"
+            f"{file} has no file type that can be drawn; use one of {', '.join(sorted(supported))}"
         )
+    texts = {"txt": f"{caption}\n", "tex": f"\\caption{{{typeset(caption)}}}\n"} if caption else {}
     latex = kind == "pgf"
     if latex:
         figure = pickle.loads(pickle.dumps(figure))  # whose text is escaped, not the caller's
@@ -208,17 +190,19 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str]) -> None:
             text.set_text("\n".join(map(escape_latex, text.get_text().split("\n"))))
     dates = {"svg": {"metadata": {"Date": None}}, "pdf": {"metadata": {"CreationDate": None}}}
     options: Any = {"format": kind, "dpi": 300} | dates.get(kind, {})
-    with replacing(path, *beside) as (drawn, *others):
+    beside = [file.with_name(f"{file.stem}.caption.{ending}") for ending in texts]
+    with replacing(file, *beside) as (target, *others):
         # in memory first: on a full disk, matplotlib's PDF fails with an error of its own
         whole = io.BytesIO()
         try:
-            figure.savefig(drawn if latex else whole, **options)
+            figure.savefig(target if latex else whole, **options)
         except RuntimeError as error:
             raise LipboundError(
-                f"{path} needs pdflatex, which measures its text, and which is not installed; "
+                f"{file} needs pdflatex, which measures its text, and which is not installed; "
                 ".pdf needs nothing"
             ) from error
         if not latex:
-            drawn.write_bytes(whole.getvalue())
-        for file, words in zip(others, beside.values(), strict=True):
-            file.write_text(words, encoding="utf-8")
+            target.write_bytes(whole.getvalue())
+        for other, words in zip(others, texts.values(), strict=True):
+            other.write_text(words, encoding="utf-8")
+    return drawn

@@ -20,12 +20,12 @@ from lipbound.reporting.diffs import diff_notes, diff_words, opened, ratio_run
 from lipbound.reporting.labels import footnotes, left_out
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.latex import latex_table
-from lipbound.reporting.statistics import LIKELY, RANGE, ROWS, breakdown, panels, ratio, summary
+from lipbound.reporting.statistics import BY, LIKELY, RANGE, breakdown, panels, ratio, summary
 from lipbound.reporting.text_tables import Table, markdown_table, text_table
-from lipbound.runs.store import Run, run_of, sides
+from lipbound.runs.store import Run, both_runs, run_of
 from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, of_weights_alone, with_exact
 
-__all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
+__all__ = ["BY", "FORMATS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
 __all__ += ["methods", "panels", "ratio", "readable", "render", "summary", "table_of"]
 
 
@@ -44,7 +44,7 @@ _WORDS = ("bound", "norm", "name", HOLDS)
 SPARE = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 """Columns of a table by bound that are left out where there is no room, the first one first; of the
 two on samples the second one is left."""
-Bounds = list[str] | None
+Names = list[str] | None
 """Names of bounds; None for all."""
 Told = tuple[str, list[str]] | None
 """Caption and notes of a table, where they are not those of its run."""
@@ -114,7 +114,7 @@ def table_of(
         LipboundError: unknown names, heads of whole layers; another mean than geometric, or values,
             for rows by bound.
     """
-    choice("rows", by, ROWS)
+    choice("rows", by, BY)
     if by == "bound" and (reduce, values) != ("geomean", "ratio"):
         raise LipboundError(
             f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
@@ -132,7 +132,7 @@ def table_of(
         norms = ["a", "b", "exact"]
         both = [one for one in map(str, run.data_vars) if f"{one}_upper" in run]
         both = [one for one in both if one not in norms]
-        wanted = both if bounds is None else statistics.requested(sides(given)[0], bounds)
+        wanted = both if bounds is None else statistics.requested(both_runs(given)[0], bounds)
         return _of_norms(run, [*norms, *(choice("bound", one, both) for one in wanted)], told)
     if bounds is not None:
         raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
@@ -156,7 +156,7 @@ def _table(
     shown: pd.DataFrame,
     *,
     head: str,
-    bounds: list[str] | None,
+    bounds: Names,
     keys: Sequence[str],
     reduce: str | float = "geomean",
     mean: str = "geometric mean",
@@ -177,7 +177,7 @@ def _table(
     return Table(numbers, shown, _WORDS, head, said, [*spread, *notes], tuple(keys), spare)
 
 
-def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
+def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
     """`summary`, ready to be written; of no bounds, what the exact norms are."""
     counts, names = audit(ds), bounds_there(ds) if chosen is None else chosen
     if not names:
@@ -198,7 +198,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
 
 
 def _of_norms(
-    ds: xr.Dataset, names: Sequence[str], told: Told = None, bounds: Bounds = None
+    ds: xr.Dataset, names: Sequence[str], told: Told = None, bounds: Names = None
 ) -> Table:
     """A table of norms rather than of bounds, a row each."""
     rows = [statistics.spread_of(ds, name) for name in names]
@@ -274,7 +274,7 @@ def _said_of_cells(
 
 
 def _by_place(
-    ds: xr.Dataset, by: str, chosen: Bounds, reduce: str | float, values: str, told: Told = None
+    ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, values: str, told: Told = None
 ) -> Table:
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)

@@ -113,7 +113,12 @@ def heading(title: str, width: float) -> list[str]:
     """Break the title of a column into lines, of its cells' width or that of a short word."""
     longest = max(map(len, title.split()), default=0)
     wide = max(int(width), SHORT, min(NARROW, longest))
-    lines = textwrap.wrap(re.sub(" ([\u2020\u2021])", "\xa0\\1", title), wide)  # marks stay
+    return wrapped(title, wide)
+
+
+def wrapped(text: str, letters: int) -> list[str]:
+    """Break a text into lines of so many letters; the audit's marks stay with their word."""
+    lines = textwrap.wrap(re.sub(" ([\u2020\u2021])", "\xa0\\1", text), letters)
     return [line.replace("\xa0", " ") for line in lines] or [""]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from lipbound.bounds.audit import audit
 from lipbound.errors import StoreError
 
 HASHED = {one.name for one in fields(schema.RunInfo)} - {"block", "settings_checksum"}
+HASHED |= {"audit", "violations"}
 """Attributes that enter the hash of the settings."""
 OF_BOUND = ["label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"]
 """What a bound's variable says about it."""
@@ -38,12 +39,11 @@ def sealed(ds: xr.Dataset, info: schema.RunInfo) -> xr.Dataset:
     said = json.dumps([ds.attrs.get(name) for name in schema.IDENTITY])
     identity = hashlib.sha256(said.encode()).hexdigest()
     ds.attrs["made"] = asdict(replace(info.made, variables=schema.own(ds), identity=identity))
+    found = audit(ds)
+    ds.attrs |= {"audit": found, "violations": {k: one["violations"] for k, one in found.items()}}
     ds.attrs["settings_checksum"] = settings_checksum(ds.attrs)
     ds[schema.CHECKSUM] = checksums(ds)
-    ds = ds.set_coords(schema.flags(ds))
-    found = audit(ds)
-    counts = {name: entry["violations"] for name, entry in found.items()}
-    return ds.assign_attrs(audit=found, violations=counts)
+    return ds.set_coords(schema.flags(ds))
 
 
 def settings_checksum(attrs: Mapping[str, Any]) -> str:
@@ -72,13 +72,14 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
         steps = [checksums(ds.isel({schema.STEP: i})) for i in range(ds.sizes[schema.STEP])]
         return xr.concat(steps, ds[schema.STEP]).transpose(*ds["exact"].dims)
     dims = ds["exact"].dims
-    shape = tuple(ds.sizes[dim] for dim in dims)
     names = sorted(schema.own(ds))
     sample = schema.RUN_SAMPLE if schema.RUN_SAMPLE in ds.variables else "sample"
-    numbers = [sample, "layer", "length", *["head"] * ("head" in dims)]
-    numbers += [schema.STEP] * (schema.STEP in ds.coords)
-    columns = [_column(ds, name, dims) for name in (*names, *numbers)]
-    rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
+    numbers = [sample, "layer", "length", *(n for n in ("head", schema.STEP) if n in ds.coords)]
+    # neither the type on disk nor the kind of NaN or zero changes a column
+    columns = {str(k): ds[name].variable.astype("<f8") for k, name in enumerate([*names, *numbers])}
+    table = xr.Dataset({k: (v.dims, v.values) for k, v in columns.items()}).to_array("column")
+    rows = (table + 0.0).fillna(np.nan).transpose(*dims, "column").values
+    shape = rows.shape[:-1]
     run = ds[schema.RUN].transpose("sample", "layer").values if schema.RUN in ds.variables else 0
     run = np.broadcast_to(run, shape[:2])
     identities = [str(one["made"]["identity"]) for one in ds.attrs.get("runs", [ds.attrs])]
@@ -87,11 +88,12 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     values = np.zeros(shape, dtype=np.int32)
     for s, layer in np.ndindex(*shape[:2]):
         said = [identities[int(run[s, layer])], *map(str, of_layers[layer]), *names]
-        start = hashlib.blake2b(json.dumps(said).encode(), digest_size=4)
+        start = hashlib.sha256(json.dumps(said).encode())
         for place in np.ndindex(*shape[2:]):
             digest = start.copy()
-            digest.update(rows[(s, layer, *place)].tobytes())
-            values[(s, layer, *place)] = int.from_bytes(digest.digest(), "little", signed=True)
+            digest.update(rows[s, layer][place].tobytes())
+            first = digest.digest()[:4]
+            values[(s, layer, *place)] = int.from_bytes(first, "little", signed=True)
     long_name = "hash of what stood at this place when it was computed"
     return xr.DataArray(values, dims=dims, attrs={"long_name": long_name, "said": sayings(ds)})
 
@@ -100,21 +102,6 @@ def sayings(ds: xr.Dataset) -> dict[str, str]:
     """Hash over what each variable of a run says about itself, by its name."""
     said = {name: [ds[name].attrs.get(word) for word in SAID] for name in schema.own(ds)}
     return {n: hashlib.sha256(json.dumps(one).encode()).hexdigest()[:16] for n, one in said.items()}
-
-
-def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray:
-    """A variable at every place, as eight bytes.
-
-    Neither its type on disk nor the kind of NaN or zero changes them.
-    """
-    sizes = {dim: ds.sizes[dim] for dim in dims}
-    if name not in ds.variables:
-        return np.zeros(list(sizes.values()), dtype=np.int64)
-    values = ds.variables[name].set_dims(sizes).transpose(*dims).values  # type: ignore[no-untyped-call]
-    if values.dtype.kind != "f":
-        return values.astype("<i8")
-    values = values.astype("<f8") + 0.0
-    return np.where(np.isnan(values), np.nan, values).view("<i8")
 
 
 def altered(ds: xr.Dataset) -> list[tuple[int, int]]:

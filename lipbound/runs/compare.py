@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,11 +26,11 @@ from lipbound.models.capture.verification import telling_samples
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
-from lipbound.runs import measure, partial_store, store
+from lipbound.runs import measure, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
 from lipbound.runs.measure import LayerInfo, norms_shape
-from lipbound.runs.partial_store import LayerResult, PartialRun
+from lipbound.runs.store import LayerResult, PartialRun
 from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
 """What a run says about its checkpoint, under the same names."""
+_ALSO = ("architecture", "configuration", "samples", "exact_samples", "bounds", "extras", "tau")
+DECIDING = ("model", *schema.IDENTITY, *_ALSO)
+"""Attributes that decide what the numbers of a run are, and of what."""
 
 
 LABELS = {
@@ -78,8 +81,8 @@ SOURCES = {
 """Where extras of heads come from."""
 
 
-TYPES: dict[str, type] = {"f": float, "i": np.int32, "b": bool}
-"""Types of a run's tables, by the kinds of what was measured."""
+EMPTY = {"f": np.nan, "i": np.int32(0), "b": False}
+"""What a run's tables have where nothing was measured, by the kinds of what was."""
 WORKING_MEMORY = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80
@@ -240,23 +243,25 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     finished = target if config.resume and target is not None and target.exists() else None
     if target is not None and finished is None:
         store.check_target(target)
-        partial_store.check_free(target, resume=config.resume)
+        store.check_free(target, resume=config.resume)
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with ExitStack() as opened:
         signs = opened.enter_context(Signs("loading model and data", show=progress))
         sources = open_sources(config, device)
-        if finished is not None:
-            return _finished(finished, identity(config, sources), config.chosen_layers)
         signs.say(f"{sources.checkpoint.name}: looking at its layers")
         planned = plan(config, sources, memory, parts)
         spec, layers = planned.spec, [layer.index for layer in planned.layers]
+        asked = deciding(run_info(config, sources, planned).attributes(), layers)
+        if finished is not None:
+            ds = store.load(finished, damaged="refuse")
+            store.same_configuration(finished, deciding_of(ds), asked)
+            return ds
         signs.say(f"{sources.checkpoint.name}: layers", planned.samples * len(layers))
         kept = None
-        if target is not None:  # what decides the numbers of an unfinished run
-            decides = {"layers": layers, "device": where, "versions": versions()}
-            decides |= identity(config, sources) | {"block": planned.block}
-            kept = opened.enter_context(PartialRun(target, decides))
+        if target is not None:
+            asked |= {"device": where, "versions": versions(), "block": planned.block}
+            kept = opened.enter_context(PartialRun(target, asked))
         blocks = planned.blocks(() if kept is None else kept.found)
         results = (
             measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
@@ -269,7 +274,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         signs.quit()
         ds = dataset(tables, spec, planned.layers, lengths)
         _tell_of_missing(config, sources, ds)
-        ds = sealed(ds, run_info(config, sources, planned, lengths, error))
+        ds = sealed(ds, run_info(config, sources, planned, int(lengths.max()), error))
         if target is not None:
             store.save(ds, target)
     return ds
@@ -297,8 +302,7 @@ def filled(
         rows = slice(one.start, one.start + len(one.lengths))
         for name, value in one.values.items():
             if name not in tables:
-                kind = TYPES[value.dtype.kind]
-                tables[name] = np.full(plan.shape, np.nan if kind is float else 0, dtype=kind)
+                tables[name] = np.full(plan.shape, EMPTY[value.dtype.kind])
             tables[name][rows, one.layer][: len(value), : value.shape[1]] = value
         lengths[rows] = np.maximum(lengths[rows], one.lengths)  # streams may differ in length
         error = max(error, one.error)
@@ -363,9 +367,9 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
 
 
 def run_info(
-    config: RunConfig, sources: Sources, plan: Plan, lengths: np.ndarray, error: float
+    config: RunConfig, sources: Sources, plan: Plan, tokens: int = 0, error: float = 0.0
 ) -> RunInfo:
-    """Describe a run, whose inputs have these lengths, by its largest capture error too."""
+    """Describe a run, whose longest sample has so many tokens, by its largest capture error too."""
     checkpoint, inputs = sources.checkpoint, sources.inputs
     packages = versions()
     heads = None if config.map in WHOLE else plan.shape[2]
@@ -382,8 +386,8 @@ def run_info(
         bounds=list(plan.spec.names),
         extras=list(config.extras or ()),
         map_description=map_words(config.map, config.wrt),
-        **config.options("tau", "map", "norm", "wrt", "tol", "dtype"),
-        **config.drawn,
+        **config.options("tau", "map", "norm", "wrt", "tol", "dtype", "delta", "seed"),
+        method="lanczos",
         device=devices.device_name(sources.device),
         versions=packages,
         python=sys.version.split()[0],
@@ -391,7 +395,7 @@ def run_info(
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         samples=plan.samples,
         exact_samples=config.exact_count(plan.samples),
-        tokens=int(lengths.max()),
+        tokens=tokens,
         capture_error=error,
         block=plan.block,
         variants=sorted(all_variants(plan.layers)),
@@ -403,19 +407,14 @@ def run_info(
     )
 
 
-def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:
-    """Load a run that was finished before, if it is the one that is asked for."""
-    ds = store.load(path, damaged="refuse")
-    there = sorted(ds["layer"].values.tolist())
-    stored: dict[str, Any] = {key: ds.attrs.get(key) for key in settings}
-    # a part of a run can be saved, too
-    stored |= {"layers": there, "samples": ds.sizes["sample"]}
-    if {*stored["bounds"], *ds.attrs["not_applicable"]} == {*settings["bounds"]}:
-        stored["bounds"] = settings["bounds"]
-    partial_store.same_configuration(
-        path, stored, settings | {"layers": there if layers is None else sorted(set(layers))}
-    )
-    return ds
+def deciding(attrs: Mapping[str, Any], layers: Iterable[int]) -> dict[str, Any]:
+    """Settings, in JSON's types, that a stored run must share to be the one that is asked for."""
+    return {name: attrs.get(name) for name in DECIDING} | {"layers": sorted(layers)}
+
+
+def deciding_of(ds: xr.Dataset) -> dict[str, Any]:
+    """`deciding` of a stored run; a part of a run can be saved, too."""
+    return deciding(ds.attrs | {"samples": ds.sizes["sample"]}, ds["layer"].values.tolist())
 
 
 # -- decisions before anything is computed: sources, bounds that apply, blocks, shares of delta ---
@@ -468,23 +467,6 @@ def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
         what = f"exact norms of {config.exact_samples} samples were asked for"
         note(inputs, f"{what}, and there are {inputs.samples}, which all get them")
     return inputs
-
-
-def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
-    """Settings, in JSON's types, that a stored run must share to be the one that is asked for."""
-    checkpoint, inputs = sources.checkpoint, sources.inputs
-    return {
-        "model": checkpoint.name,
-        "revision": checkpoint.revision,
-        "configuration": checkpoint.configuration,
-        "data_fingerprint": inputs.fingerprint,
-        "samples": inputs.samples,
-        "bounds": config.names,
-        "exact_samples": config.exact_count(inputs.samples),
-        **({"extras": list(config.extras), "tau": config.tau} if config.extras else {}),
-        **config.options("map", "norm", "wrt", "tol", "dtype"),
-        **{name: value for name, value in config.drawn.items() if name != "method"},
-    }
 
 
 class SampleBlock(NamedTuple):
@@ -565,9 +547,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     room = max(1, int(memory // (BYTES_PER_SCORE * scores)))  # one sample at least
     block = min(room, -(-samples // parts))
     if config.resume and config.target is not None:  # other blocks would change last digits
-        block = partial_store.configuration(partial_store.partial_path(config.target)).get(
-            "block", block
-        )
+        block = store.configuration(store.partial_path(config.target)).get("block", block)
     exact = config.exact_count(samples)
     spec = config.of_places(names, exact, norms_shape(layers, config.map))
     count = sources.capturer.count

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound import errors
 from lipbound.errors import LipboundError, StoreError, real, shown, whole
-from lipbound.schema import DRAWN, EXTRAS, INPUT, NORMS, OF_HEADS, TOKEN_NORMS, RunInfo
+from lipbound.schema import EXTRAS, INPUT, NORMS, OF_HEADS, TOKEN_NORMS, RunInfo
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -250,7 +250,6 @@ class RunConfig:
             raise StoreError(f"{what}; give it as {lost[1]}=")
         said: dict[str, Any] = {name: getattr(info, name) for name in _RECORDED}
         said |= {name: source.get(name) for name in _RECORDED_SOURCE}
-        said |= {name: ds.attrs[name] for name in ("delta", "seed") if name in ds.attrs}
         said |= {"bounds": tuple(info.bounds), "layers": tuple(ds["layer"].values.tolist())}
         if model is None or isinstance(model, str | Path):
             said["adapter"] = source.get("adapter")
@@ -289,12 +288,6 @@ class RunConfig:
 
         bounds = self.bounds if isinstance(self.bounds, str) else list(self.bounds)
         return names_for(bounds, self.map, self.norm)
-
-    @property
-    def drawn(self) -> dict[str, Any]:
-        """The settings `DRAWN`; none in norms whose ends are deterministic."""
-        drawn = zip(DRAWN, ("lanczos", self.delta, self.seed), strict=True)
-        return dict(drawn) if self.norm == "frobenius" else {}
 
     def options(self, *names: str) -> dict[str, Any]:
         """Some of the options, by their names."""
@@ -335,7 +328,18 @@ READING = ("samples", "max_length", "split", "column", "shuffle")
 """Options of `lipbound.models.inputs.prepare`."""
 LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor", "adapter")
 """Options of `lipbound.load_checkpoint`, but for the device."""
-_RECORDED = ("extras", "tau", "map", "norm", "wrt", "samples", "exact_samples", "tol")
+_RECORDED = (
+    "extras",
+    "tau",
+    "map",
+    "norm",
+    "wrt",
+    "samples",
+    "exact_samples",
+    "tol",
+    "delta",
+    "seed",
+)
 _RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""
 

@@ -62,7 +62,7 @@ def diff(
         ``exact_a``, ``exact_b`` and every other variable of both runs under such names; ``ratio``,
         ``exact_b / exact_a``; and, where both runs have upper ends, ``ratio_lower`` and
         ``ratio_upper``, which enclose the ratio of the norms.
-        `lipbound.runs.store.sides` returns the two runs.
+        `lipbound.runs.store.both_runs` returns the two runs.
 
     Raises:
         StoreError: the runs are of other maps, norms, inputs (samples, tokens, pixels), layers or

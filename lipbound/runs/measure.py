@@ -33,7 +33,7 @@ from lipbound.models.capture.verification import one_sample
 from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.head_extras import of_heads
-from lipbound.runs.partial_store import LayerResult
+from lipbound.runs.store import LayerResult
 from lipbound.schema import (
     CLOSED_FORM,
     CONDITIONING,
@@ -246,7 +246,8 @@ class Measurer:
             partial(self._measure, att.of_samples(slice(i, j)), seeds[i:j], exact_count - i)
             for i, j in itertools.pairwise(ends)
         ]
-        return _stacked(side_by_side(parts))
+        made = side_by_side(parts)  # exact norms may be missing from the last samples
+        return {n: np.concatenate([part[n] for part in made if n in part]) for n in made[0]}
 
     def _measure(self, att: Any, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
         """Measure one layer at one block of samples, (samples, heads) each.
@@ -300,13 +301,6 @@ class Measurer:
                 l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
                 values["exact_l2"] = l2.lower
         return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
-
-
-def _stacked(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Join tables of consecutive samples; exact norms may be missing from the last ones."""
-    return {
-        name: np.concatenate([part[name] for part in parts if name in part]) for name in parts[0]
-    }
 
 
 def _alone(att: Any) -> bool:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,15 +26,12 @@ from lipbound.models.in_memory import bare_module, in_dtype, in_training
 from lipbound.models.inputs import prepare
 from lipbound.models.training import uncompiled
 from lipbound.runs import compare
-from lipbound.runs.checksums import sealed
+from lipbound.runs.checksums import sealed, settings_checksum
 from lipbound.runs.config import READING, RunConfig
 from lipbound.runs.measure import Measurer, capturer_of, seed_of
-from lipbound.runs.partial_store import hold, same_configuration
-from lipbound.runs.store import check_target, load, save
+from lipbound.runs.store import check_target, hold, load, same_configuration, save
 from lipbound.schema import AXES, EXTRAS, MEANS, STATISTICS, STEP, RunInfo
 
-_EVERY = 100
-"""Steps between two measurements where nothing else is said."""
 OF_RUN = "out resume bounds extras tau map norm layers tol seed samples max_length tokenizer"
 """Arguments of a monitor that are those of a run."""
 WITHOUT = ("audit", "violations")
@@ -46,29 +43,8 @@ LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lig
 """Packages of Lightning, and the modules that hold their callbacks."""
 _PREFIX = "lipbound"
 """First part of the names under which numbers are logged."""
-Step = Callable[[int], object]
-"""Function to call with the number of updates so far."""
 Log = Callable[[dict[str, float], int], object]
 """Function that logs numbers by name, at a step."""
-
-
-class Exceeded(NamedTuple):
-    """The largest value of a quantity, above its threshold at a step.
-
-    Attributes:
-        name: of the quantity, such as "exact".
-        value: the largest one.
-        threshold: that it is above.
-        step, sample, layer, head: where; ``head`` is 0 for maps of whole layers.
-    """
-
-    name: str
-    value: float
-    threshold: float
-    step: int
-    sample: int
-    layer: int
-    head: int
 
 
 class Monitor:
@@ -104,7 +80,6 @@ class Monitor:
         per_head: log every head, too, rather than layers alone.
         threshold: of the exact norm, or thresholds by name (also of ``largest_logit``, ...). A
             notice tells when the largest value has risen above it.
-        on_exceed: is called with an `Exceeded` in place of the notice.
 
     Raises:
         LipboundError: options or a probe that cannot be; attention that cannot be captured.
@@ -146,20 +121,18 @@ class Monitor:
         log: Log | None = None,
         per_head: bool = False,
         threshold: float | Mapping[str, float] | None = None,
-        on_exceed: Callable[[Exceeded], object] | None = None,
     ):
         given = dict(locals())
         if every is not None and steps is not None:
             raise LipboundError("every and steps are both given; give one of them")
-        self._every = _EVERY if every is None else whole("every", every, least=1)
+        self._every = 100 if every is None else whole("every", every, least=1)
         self._at = None
         if steps is not None:
             self._at = frozenset(whole("steps", n, least=0) for n in errors.indices("steps", steps))
             if not self._at:  # how many there will be is not known
                 raise LipboundError("steps is empty; give steps, as [0, 100, 1000], or every=")
-        for name, function in (("log", log), ("on_exceed", on_exceed)):
-            if not (function is None or callable(function)):
-                raise LipboundError(f"{name} is {shown(function)}; give a function")
+        if not (log is None or callable(log)):
+            raise LipboundError(f"log is {shown(log)}; give a function")
         self._model = bare_module(model)
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), None)
         self._config = config = RunConfig(
@@ -170,15 +143,17 @@ class Monitor:
             **{name: given[name] for name in OF_RUN.split()},
         )
         self._logs, self._per_head = [] if log is None else [log], errors.flag("per_head", per_head)
-        self._on_exceed, self._above = on_exceed, set[str]()
         self._open(tokenizer)
-        self._thresholds = _thresholds(threshold, self._logged, on_exceed)
+        self._above, self._thresholds = set[str](), dict[str, float]()
+        limits: Any = threshold if isinstance(threshold, Mapping) else {"exact": threshold}
+        for name, limit in () if threshold is None else limits.items():
+            errors.choice("threshold of", name, self._logged)
+            self._thresholds[name] = errors.real("threshold", limit, "a finite number")
         self._slices: list[xr.Dataset] = []
         self._info: RunInfo | None = None
         self._target = None if _other_process() else config.target  # one process writes
-        self._count = 0
         if self._target is not None:
-            self._count = self._stored(self._target)
+            self._stored(self._target)
             _WRITERS[self._target] = self
 
     def __repr__(self) -> str:
@@ -212,8 +187,8 @@ class Monitor:
         extras = map(EXTRAS.__getitem__, self._config.extras or ())
         return list(dict.fromkeys([*ends, *STATISTICS, *extras, *self._plan.spec.names]))
 
-    def _stored(self, target: Path) -> int:
-        """Take up the run that is there, or check that one can be made; count its steps.
+    def _stored(self, target: Path) -> None:
+        """Take up the run that is there, or check that one can be made.
 
         Raises:
             StoreError: it is another one, or another process fills it.
@@ -221,23 +196,18 @@ class Monitor:
         self._lock = hold(target, target.with_name(f".{target.name}.lock"), again=True)
         if not target.exists():
             check_target(target)
-            return 0
+            return
         if not self._config.resume:
             raise StoreError(f"{target} exists already; resume=True appends to it")
         past = load(target, damaged="refuse")
         if STEP not in past.dims:
             raise StoreError(f"{target} is not a run over steps of training; choose another name")
-        asked = compare.identity(self._config, self._sources) | {
-            "bounds": list(self._plan.spec.names),
-            "layers": [layer.index for layer in self._plan.layers],
-            "architecture": type(self._model).__name__,
-        }
-        del asked["model"]  # a checkpoint of the training has a name of its own
-        there: dict[str, Any] = {name: past.attrs.get(name) for name in asked}
-        same_configuration(target, there | {"layers": past["layer"].values.tolist()}, asked)
+        info = compare.run_info(self._config, self._sources, self._plan)
+        # the model itself: a checkpoint of the training has a name of its own
+        asked = compare.deciding(info.attributes(), info.made.layers) | {"model": None}
+        same_configuration(target, compare.deciding_of(past) | {"model": None}, asked)
         self._slices = [past.isel({STEP: i}) for i in range(past.sizes[STEP])]
         self._info = RunInfo.of(past)
-        return len(self._slices)
 
     @property
     def run(self) -> xr.Dataset:
@@ -262,7 +232,36 @@ class Monitor:
         Raises:
             LipboundError: it is neither.
         """
-        self._logs.append(attached(self.step, trainer))
+        kinds = [one for one in type(trainer).__mro__ if one.__name__ == "Trainer"]
+        package = next((one.__module__.partition(".")[0] for one in kinds), "")
+        if package == "transformers":
+            base = importlib.import_module(package).TrainerCallback
+            moments, register = ("on_train_begin", "on_step_end"), trainer.add_callback
+        elif package in LIGHTNING:
+            base = importlib.import_module(f"{LIGHTNING[package]}.callbacks").Callback
+            moments, register = ("on_train_start", "on_train_batch_end"), trainer.callbacks.append
+        else:
+            what = f"trainer is {shown(trainer)}; give a Trainer of transformers or of Lightning"
+            raise LipboundError(f"{what}, or call step in a loop of your own")
+        last = [-1]
+
+        def measure(*_: Any, **__: Any) -> None:
+            now = (trainer if package in LIGHTNING else trainer.state).global_step
+            if now != last[0]:  # several batches may make one update
+                last[0] = now
+                self.step(now)
+
+        def log(numbers: dict[str, float], at: int) -> None:
+            if package in LIGHTNING:
+                for logger in trainer.loggers:
+                    logger.log_metrics(dict(numbers), step=at)
+            else:
+                wanted = trainer.control.should_log  # which logging ends
+                trainer.log(dict(numbers))
+                trainer.control.should_log = wanted
+
+        register(type("MonitorCallback", (base,), dict.fromkeys(moments, measure))())
+        self._logs.append(log)
         return self
 
     def step(self, step: int) -> xr.Dataset | None:
@@ -320,7 +319,7 @@ class Monitor:
             what = "attention layers of the model came, went or changed places"
             raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
         tables, lengths, error = compare.filled(planned, results)
-        info = compare.run_info(self._config, sources, planned, lengths, error)
+        info = compare.run_info(self._config, sources, planned, int(lengths.max()), error)
         if (first := self._info) is not None:
             notes = list(dict.fromkeys([*first.notes, *info.notes]))
             info = replace(first, capture_error=max(error, first.capture_error), notes=notes)
@@ -334,30 +333,25 @@ class Monitor:
         if again := len(self._slices) - len(before):
             what = f"{again} of {len(self._slices)} measured steps, from {step} on, come again"
             tell(f"{what} in this training, and are measured anew")
+            if self._target is not None and not before:
+                shutil.rmtree(self._target, ignore_errors=True)
         self._slices = before
         if self._target is not None:
-            write_step(self._target, ds, len(before), self._count)
-            self._count = len(before) + 1
+            write_step(self._target, ds, len(before))
         self._slices = [*before, ds]
 
     def _alarm(self, ds: xr.Dataset, step: int) -> None:
         """Tell what has risen above its threshold since the last measurement."""
         before, self._above = self._above, set()
         for name, limit in self._thresholds.items():
-            at = ds[name].fillna(-np.inf).argmax(...)
-            found = ds[name].isel(at)
-            if not found > limit:
-                continue
-            self._above.add(name)
-            if name in before:
-                continue
-            value = float(found)
-            sample, layer, head = (int(found.coords.get(axis, 0)) for axis in AXES)
-            if self._on_exceed is not None:
-                self._on_exceed(Exceeded(name, value, limit, step, sample, layer, head))
-                continue
-            where = f"layer {layer}, head {head}, sample {sample}"
-            tell(f"{name} has risen above {limit:g} at step {step}: {value:.4g} in {where}")
+            found = ds[name].isel(ds[name].fillna(-np.inf).argmax(...))
+            if found > limit:
+                self._above.add(name)
+            if found > limit and name not in before:
+                axes = [axis for axis in ("layer", "head", "sample") if axis in found.coords]
+                where = ", ".join(f"{axis} {int(found[axis])}" for axis in axes)
+                what = f"{name} has risen above {limit:g} at step {step}"
+                tell(f"{what}: {float(found):.4g} in {where}")
 
 
 def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
@@ -374,10 +368,11 @@ def stacked(steps: Sequence[xr.Dataset]) -> xr.Dataset:
         values = np.stack([one[name].values for one in steps])
         ds[name] = ((STEP, *last[name].dims), values, last[name].attrs)
     attrs = {name: value for name, value in last.attrs.items() if name not in WITHOUT}
+    attrs["settings_checksum"] = settings_checksum(attrs)
     return ds.drop_attrs(deep=False).assign_attrs(attrs)
 
 
-def write_step(path: Path, ds: xr.Dataset, position: int, count: int) -> None:
+def write_step(path: Path, ds: xr.Dataset, position: int) -> None:
     """Write a step of a run over steps to its store, a Zarr store that grows.
 
     The store can be read, and its training be killed, at any moment. A step is written behind those
@@ -386,10 +381,9 @@ def write_step(path: Path, ds: xr.Dataset, position: int, count: int) -> None:
     one by one: killed between two of them, it leaves a store that cannot be read.)
 
     Args:
-        path: of the store, which need not exist yet.
+        path: of the store, which must not exist for the first step.
         ds: one step.
-        position: how many steps stand before it, at most ``count``.
-        count: how many steps of the store count; those from ``position`` on are let go.
+        position: how many steps of the store stand before it; others are let go.
 
     Raises:
         StoreError: it cannot be written; what was there can still be read.
@@ -397,15 +391,12 @@ def write_step(path: Path, ds: xr.Dataset, position: int, count: int) -> None:
     grown = stacked([ds])
     try:
         if position == 0:
-            if count:
-                shutil.rmtree(path, ignore_errors=True)
             for one in grown.variables.values():
                 if STEP in one.dims:  # a chunk for every step, so that none is written twice
                     one.encoding["chunks"] = one.shape
             save(grown, path)
             return
-        if position < count:
-            _show(path, grown, position, filled=False)
+        _show(path, grown, position, filled=False)
         _show(path, grown, position + 1)
     except OSError as error:
         what = f"step {int(ds[STEP])} could not be written to {path}"
@@ -438,68 +429,6 @@ def _other_process() -> bool:
     """Tell whether another process of torch.distributed measures."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return there and torch.distributed.get_rank() != 0
-
-
-def _thresholds(
-    given: float | Mapping[str, float] | None, known: Iterable[str], on_exceed: object
-) -> dict[str, float]:
-    """Read thresholds by name.
-
-    Raises:
-        LipboundError: a name that is not measured, no number, nothing to call ``on_exceed`` for.
-    """
-    if given is None and on_exceed is not None:
-        raise LipboundError("on_exceed is given without a threshold; give one, as threshold=1e3")
-    named = given if isinstance(given, Mapping) else {} if given is None else {"exact": given}
-    for name, value in named.items():
-        errors.choice("threshold of", name, known)
-        errors.real("threshold", value, "a finite number")
-    return {name: float(value) for name, value in named.items()}
-
-
-def attached(step: Step, trainer: Any) -> Log:
-    """Call a function at the steps of a Trainer, the first before training begins.
-
-    Args:
-        step: the function.
-        trainer: of transformers or Lightning.
-
-    Returns:
-        A function that logs numbers to what the Trainer logs to.
-
-    Raises:
-        LipboundError: it is neither.
-    """
-    kinds = [one for one in type(trainer).__mro__ if one.__name__ == "Trainer"]
-    package = next((one.__module__.partition(".")[0] for one in kinds), "")
-    if package == "transformers":
-        base = importlib.import_module(package).TrainerCallback
-        moments, register = ("on_train_begin", "on_step_end"), trainer.add_callback
-    elif package in LIGHTNING:
-        base = importlib.import_module(f"{LIGHTNING[package]}.callbacks").Callback
-        moments, register = ("on_train_start", "on_train_batch_end"), trainer.callbacks.append
-    else:
-        what = f"trainer is {shown(trainer)}; give a Trainer of transformers or of Lightning"
-        raise LipboundError(f"{what}, or call step in a loop of your own")
-    last = [-1]
-
-    def measure(*_: Any, **__: Any) -> None:
-        now = (trainer if package in LIGHTNING else trainer.state).global_step
-        if now != last[0]:  # several batches may make one update
-            last[0] = now
-            step(now)
-
-    def log(numbers: dict[str, float], at: int) -> None:
-        if package in LIGHTNING:
-            for logger in trainer.loggers:
-                logger.log_metrics(dict(numbers), step=at)
-        else:
-            wanted = trainer.control.should_log  # which logging ends
-            trainer.log(dict(numbers))
-            trainer.control.should_log = wanted
-
-    register(type("MonitorCallback", (base,), dict.fromkeys(moments, measure))())
-    return log
 
 
 def logged_numbers(

@@ -1,33 +1,40 @@
-"""Runs on disk, one Zarr store each, and runs as users hand them over."""
+"""Runs on disk, one Zarr store each, unfinished ones, and runs as users hand them over."""
 
+import hashlib
+import io
 import json
 import shlex
+import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, Self, cast
 
 import numpy as np
 import xarray as xr
+from filelock import BaseFileLock, FileLock, Timeout
 from packaging.version import Version
 
 from lipbound import errors, schema
-from lipbound.errors import AlteredRunError, StoreError, knows_options, one_line, shown
+from lipbound.errors import AlteredRunError, P, StoreError, T, knows_options, one_line, shown, tell
+from lipbound.formatting import replacing
 from lipbound.runs.checksums import check_whole, faults
 from lipbound.runs.config import check_run_name
-from lipbound.runs.partial_store import PARTIAL, partial_path
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Run = xr.Dataset | str | Path
 """A run as users hand it over: itself, or its path."""
-_OfRun = Callable[Concatenate[xr.Dataset, P], R]
-_TakesRun = Callable[Concatenate[Run, P], R]
+_TakesRun = Callable[Concatenate[Run, P], T]
+PARTIAL = ".partial"
+CONFIGURATION, LOCK = "configuration.json", ".lock"
+START, LAYER, LENGTHS, ERROR = ".start", ".layer", ".lengths", ".capture_error"
+"""Names in a file that are no variables of a run."""
+MARK = 32
+"""Bytes of the mark that a file begins with."""
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
 PLACED: dict[str, tuple[str, ...]] = dict.fromkeys(schema.LAYER_WORDS, ("layer",))
@@ -89,20 +96,11 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     if not isinstance(ds, xr.Dataset):
         raise no_run(ds)
     try:
-        return _save(ds, path)
-    except StoreError as failure:
-        failure.dataset = ds
-        raise
-
-
-def _save(ds: xr.Dataset, path: str | Path) -> Path:
-    """Write a Dataset, whole or not at all."""
-    if "bounds" in ds.attrs and (lacking := schema.lacking_variables(ds)):
-        raise StoreError(f"{lacking}; keep the run's axes and variables, or save it by to_zarr")
-    path = check_target(path)
-    if path.suffix != NETCDF:
-        check_run_name(path, "path")
-    try:
+        if "bounds" in ds.attrs and (lacking := schema.lacking_variables(ds)):
+            raise StoreError(f"{lacking}; keep the run's axes and variables, or save it by to_zarr")
+        path = check_target(path)
+        if path.suffix != NETCDF:
+            check_run_name(path, "path")
         how: Any = {"dir": path.parent, "prefix": f".{path.name}.", "suffix": PARTIAL}
         with tempfile.TemporaryDirectory(**how) as folder:
             unfinished = Path(folder) / path.name
@@ -112,7 +110,12 @@ def _save(ds: xr.Dataset, path: str | Path) -> Path:
                 _to_zarr(ds, unfinished)
             unfinished.rename(path)
     except OSError as error:
-        raise StoreError(f"{path} could not be written: {one_line(error)}") from error
+        failure = StoreError(f"{path} could not be written: {one_line(error)}")
+        failure.dataset = ds
+        raise failure from error
+    except StoreError as error:
+        error.dataset = ds
+        raise
     return path
 
 
@@ -237,8 +240,7 @@ def read(path: Path) -> xr.Dataset:
         if runs:
             why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
-    if "audit" in ds.attrs:
-        ds.attrs["audit"] = _numbers(ds.attrs["audit"])
+    ds.attrs = _numbers(ds.attrs)
     return _with_attributes(ds, _from_netcdf) if netcdf else ds
 
 
@@ -246,6 +248,8 @@ def _numbers(value: Any) -> Any:
     """Read numbers that are not finite, which zarr before 3.1 writes as text."""
     if isinstance(value, dict):
         return {name: _numbers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return list(map(_numbers, value))
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
@@ -270,7 +274,7 @@ def _newer(path: Path) -> str:
     return ""
 
 
-def takes_run(function: _OfRun[P, R]) -> _TakesRun[P, R]:
+def takes_run(function: Callable[Concatenate[xr.Dataset, P], T]) -> _TakesRun[P, T]:
     """Let a function whose first argument is a run also take its path, and parts of it.
 
     The axes of such parts may be gone, as after ``ds.isel(layer=0)``.
@@ -278,10 +282,10 @@ def takes_run(function: _OfRun[P, R]) -> _TakesRun[P, R]:
     function = knows_options(function)
 
     @wraps(function)
-    def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> R:
+    def taking(ds: Run, *args: P.args, **kwargs: P.kwargs) -> T:
         return function(run_of(ds), *args, **kwargs)
 
-    return cast("_TakesRun[P, R]", taking)
+    return cast("_TakesRun[P, T]", taking)
 
 
 def run_of(given: object) -> xr.Dataset:
@@ -300,7 +304,7 @@ def run_of(given: object) -> xr.Dataset:
         raise no_run(given)
     if schema.is_diff(given):
         what = "this is a diff of two runs, and one run is wanted"
-        raise StoreError(f"{what}; lipbound.runs.store.sides of it has both")
+        raise StoreError(f"{what}; lipbound.runs.store.both_runs of it has both")
     if what := _lost(given):
         why = "arithmetic on two runs drops what differs, or all attributes"
         raise StoreError(f"it is no run, or no longer one: {what}; give the run itself ({why})")
@@ -324,7 +328,7 @@ def diff_of(given: object) -> xr.Dataset:
     Raises:
         StoreError: there is none at the path, it is none, an axis was reduced or is empty.
     """
-    return paired(*map(run_of, sides(load(given) if isinstance(given, str | Path) else given)))
+    return paired(*map(run_of, both_runs(load(given) if isinstance(given, str | Path) else given)))
 
 
 def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
@@ -412,7 +416,7 @@ def _ratios(a: xr.Dataset, b: xr.Dataset) -> dict[str, xr.DataArray]:
     return found
 
 
-def sides(ds: Any) -> tuple[xr.Dataset, xr.Dataset]:
+def both_runs(ds: Any) -> tuple[xr.Dataset, xr.Dataset]:
     """Take apart what `paired` put side by side, or a part of it: the runs a and b.
 
     Raises:
@@ -437,7 +441,7 @@ def diff_faults(ds: xr.Dataset) -> list[str]:
         AlteredRunError: settings or variables of one of its runs are missing.
     """
     try:
-        runs = sides(ds)
+        runs = both_runs(ds)
         missing = [schema.lacking_settings(run) or schema.lacking_variables(run) for run in runs]
     except (KeyError, ValueError, TypeError) as error:
         raise AlteredRunError(f"it is no diff of two runs any more: {error}") from error
@@ -508,3 +512,204 @@ def _inputs(run: xr.Dataset) -> list[tuple[str, int]]:
     prints = [one["data_fingerprint"] for one in run.attrs["runs"]]
     of = run[schema.RUN].transpose("sample", "layer").values[:, 0]
     return [(prints[k], int(s)) for k, s in zip(of, run[schema.RUN_SAMPLE].values, strict=True)]
+
+
+# -- unfinished runs: folders filled block by block, that another process can take up --------------
+
+
+class LayerResult(NamedTuple):
+    """One layer at one block of samples.
+
+    Attributes:
+        start: number of the first sample.
+        layer: its position among the chosen layers.
+        values: by name, (samples, heads) each.
+        lengths: (samples,) tokens of the inputs.
+        error: of the capture.
+        name: of the layer; not stored.
+    """
+
+    start: int
+    layer: int
+    values: dict[str, np.ndarray]
+    lengths: np.ndarray
+    error: float
+    name: str = ""
+
+
+def partial_path(path: Path) -> Path:
+    """Name the folder of the unfinished run that will become ``path``."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def hold(path: Path, file: Path, *, again: bool = False) -> BaseFileLock:
+    """Take the lock of a run, which the system lets go when its process ends.
+
+    Args:
+        path: of the run, for messages.
+        file: that is locked.
+        again: whether this process may take it although it holds it already.
+
+    Raises:
+        StoreError: another process holds it; the file cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(file, is_singleton=again, thread_local=False)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        what = f"another process is filling {path} at this moment"
+        raise StoreError(f"{what}; wait for it to end, or choose another name") from error
+    except OSError as error:
+        raise StoreError(f"{file.parent} cannot be written: {one_line(error)}") from error
+    return lock
+
+
+def check_free(path: Path, *, resume: bool) -> None:
+    """Check that a run can be begun, or taken up where ``resume`` is asked for.
+
+    Raises:
+        StoreError: another process fills it, or it is there in part.
+    """
+    if partial_path(path).exists():
+        hold(path, partial_path(path) / LOCK).release()
+        if not resume:
+            what = f"{partial_path(path)} holds an unfinished run"
+            raise StoreError(f"{what}; continue it with resume (--resume), or remove it first")
+
+
+class PartialRun:
+    """Folder of an unfinished run, held by one process at a time.
+
+    Each layer at a block of samples is a file, which is there whole or not at all: a process may be
+    killed at any moment. It begins with a mark, a hash over what follows and the configuration; a
+    file that does not fit its mark when the run is taken up counts as not measured.
+
+    Args:
+        path: where the finished run will be.
+        config: everything that decides its numbers, in JSON's types.
+
+    Attributes:
+        found: what was there already.
+
+    Raises:
+        StoreError: another process fills it; it belongs to another configuration; it cannot be
+            written.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any]):
+        self._path, self._salt = partial_path(path), json.dumps(config, sort_keys=True)
+        self._lock = hold(path, self._path / LOCK)
+        try:
+            self.found = self._take_up(config)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _take_up(self, config: dict[str, Any]) -> list[LayerResult]:
+        """Read the files that fit their marks; those that do not are told."""
+        if stored := configuration(self._path):
+            same_configuration(self._path, stored, config)
+        files = sorted(self._path.glob("[!.]*.npz"))
+        found = [one for one in map(self._read, files) if one is not None]
+        if files and not stored and not found:
+            what = f"the description of {self._path} is lost"
+            raise StoreError(f"{what}, and nothing in it fits this run; choose another name")
+        if lost := len(files) - len(found):
+            tell(
+                f"{lost} of the {len(files)} measured blocks of one layer each in {self._path} "
+                f"{'is' if lost == 1 else 'are'} damaged, and measured again"
+            )
+        self._put(CONFIGURATION, self._salt.encode())
+        return found
+
+    def _read(self, file: Path) -> LayerResult | None:
+        """Read a layer at a block; None where it is not as it was written."""
+        content = b""
+        with suppress(OSError):  # what cannot be read is measured again
+            content = file.read_bytes()
+        if not content.startswith(self._mark(content[MARK:])):
+            return None
+        with np.load(io.BytesIO(content[MARK:])) as stored:
+            parts = dict(stored)
+        start, layer, error = (parts.pop(name).item() for name in (START, LAYER, ERROR))
+        lengths = parts.pop(LENGTHS)
+        return LayerResult(start, layer, parts, lengths, error)
+
+    def _mark(self, content: bytes) -> bytes:
+        """Hash over what is stored of a layer at a block, and over what run that is of."""
+        return hashlib.sha256(self._salt.encode() + content).digest()
+
+    def write(self, measured: LayerResult) -> None:
+        """Store one layer at a block.
+
+        Args:
+            measured: the layer.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        parts: dict[str, Any] = {START: measured.start, LAYER: measured.layer}
+        parts |= measured.values | {LENGTHS: measured.lengths, ERROR: measured.error}
+        written = io.BytesIO()
+        np.savez(written, **parts)
+        content = written.getvalue()
+        self._put(f"{measured.start}-{measured.layer}.npz", self._mark(content) + content)
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all."""
+        try:
+            with replacing(self._path / name) as (unfinished,):
+                unfinished.write_bytes(content)
+        except StoreError as error:
+            raise StoreError(f"{error}; run again with resume once it can") from error
+
+    def keeping(self, results: Iterable[LayerResult]) -> Iterator[LayerResult]:
+        """Store results as they come.
+
+        Yields:
+            What was there already, then the results.
+        """
+        yield from self.found
+        for measured in results:
+            self.write(measured)
+            yield measured
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Let go of the folder, and remove it where the run is finished and saved."""
+        self._lock.release()
+        if failure is None:
+            shutil.rmtree(self._path, ignore_errors=True)
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """Read the configuration of an unfinished run; empty where it is lost."""
+    try:
+        stored = json.loads((folder / CONFIGURATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Refuse a run that differs from what is asked for, naming the settings that do."""
+    different = [
+        f"{key} was {_said(stored.get(key))} and is now {_said(asked.get(key))}"
+        for key in {**stored, **asked}
+        if stored.get(key) != asked.get(key)
+    ]
+    if different:
+        raise StoreError(
+            f"{path} belongs to another configuration: {'; '.join(different)}; use the same "
+            "arguments, or another name"
+        )
+
+
+def _said(value: object) -> str:
+    """Write a setting in words: the items of a list, "none" for what is not set."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value)) or "none"
+    return "none" if value is None else str(value)

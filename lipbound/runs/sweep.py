@@ -138,14 +138,15 @@ def rows(
         store = folder / f"{name}.zarr"
         row = {"run": store.name, **{key: arguments[key] for key in _AXES}}
         row |= {f"asked_{key}" if key in _NUMBERS else key: arguments[key] for key in varying}
+        row |= {"status": "failed", "error": ""} | dict.fromkeys(_NUMBERS)
         try:
             config = RunConfig(**arguments, out=store, resume=True)
-            row |= {"status": "kept" if store.exists() else "done", "error": ""}
+            status = "kept" if store.exists() else "done"
             row |= index_numbers(run(config, client=client, progress=progress))
-        except LipboundError as error:
-            row |= {"status": "failed", "error": str(error)}
+            row["status"] = status
         except Exception as error:  # whatever it is, the other runs must go on
-            row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
+            row["error"] = f"{kind}{error}"
         ended.append(row)
         _index(folder / "index.csv", ended)
         yield row
@@ -200,11 +201,8 @@ def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
 
 def _index(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the index, whole or not at all; it has the bounds of all of its runs."""
-    first = list(rows[0])
-    said = first[: first.index("error") + 1]
-    names = dict.fromkeys([*said, *_NUMBERS, *(key for row in rows for key in row)])
     try:
         with replacing(path) as (new,):
-            pd.DataFrame(rows, columns=[*names], dtype=object).to_csv(new, index=False)
+            pd.DataFrame(rows, dtype=object).to_csv(new, index=False)
     except StoreError as error:
         raise StoreError(f"{error}; the runs beside it are kept") from error

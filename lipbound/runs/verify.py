@@ -3,10 +3,8 @@
 Model and inputs are found by the provenance that the run recorded.
 """
 
-import itertools
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +13,6 @@ import torch
 import xarray as xr
 
 from lipbound import errors, schema
-from lipbound.bounds.audit import audit
 from lipbound.devices import dtype_name, resolve_device, versions
 from lipbound.errors import AlteredRunError, LipboundError
 from lipbound.formatting import plain
@@ -145,7 +142,7 @@ class Comparison(NamedTuple):
         return f"{self.variable} at {self.place}: stored {self.stored}, now {self.now}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verification:
     """Findings of `verify`.
 
@@ -154,28 +151,28 @@ class Verification:
         norm: of the run, which is that of what was computed again.
         judged: whether numbers that do not agree count against the run; not where it was computed
             again in another dtype.
+        runs: how many runs were put together.
         faults: a sentence for everything that does not hold beside single numbers: weights, data,
             settings, checksums.
         remarks: what differs without harm, such as versions of packages.
         compared: the numbers that were computed again.
-        places: the (sample, layer) coordinates whose heads were computed again.
-        runs: how many runs were put together; samples of ``places`` are then those of each run, one
-            run after the other.
+        places: the (sample, layer) coordinates whose heads were computed again; of runs that were
+            put together, samples are those of each, one run after the other.
     """
 
     dtype: str
     norm: str
     judged: bool
-    faults: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
-    compared: tuple[Comparison, ...] = ()
-    places: tuple[tuple[int, int], ...] = ()
     runs: int = 1
+    faults: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    compared: list[Comparison] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def numbers(self) -> tuple[Comparison, ...]:
+    def numbers(self) -> list[Comparison]:
         """Numbers that do not agree."""
-        return tuple(one for one in self.compared if one.off)
+        return [one for one in self.compared if one.off]
 
     @property
     def table(self) -> pd.DataFrame:
@@ -190,14 +187,14 @@ class Verification:
         return not self.problems
 
     @property
-    def problems(self) -> tuple[str, ...]:
+    def problems(self) -> list[str]:
         """Sentences on everything that does not hold; none when the run holds."""
-        return self.faults + (tuple(map(str, self.numbers)) if self.judged else ())
+        return self.faults + [str(one) for one in self.numbers if self.judged]
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> list[str]:
         """Sentences on what differs without harm."""
-        return self.remarks + (() if self.judged else tuple(map(str, self.numbers)))
+        return self.remarks + [str(one) for one in self.numbers if not self.judged]
 
     def __str__(self) -> str:
         norm = "" if self.norm == "frobenius" else f" and the {self.norm} norm"
@@ -287,49 +284,36 @@ def verify(
         raise LipboundError("automatic=True differentiates by the input alone; leave it out")
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
     how = {"model": model, "data": data, "device": device, "dtype": wanted}
-    several = "runs" in ds.attrs
-    found = [
-        _verify_one(part, f"run {number}: " * several, places, seed, automatic, how)
-        for number, part in enumerate(split(ds))
-    ]
-    if not several:
-        return found[0]
-    parts: Any = {
-        name: tuple(itertools.chain(*(getattr(one, name) for one in found)))
-        for name in ("faults", "remarks", "compared", "places")
-    }
-    parts |= {"faults": (*_own_faults(ds), *parts["faults"]), "runs": len(found)}
-    return replace(found[0], judged=all(one.judged for one in found), **parts)
-
-
-def _own_faults(ds: xr.Dataset) -> list[str]:
-    """Sentences on what a run records and what does not hold: words, settings, numbers, audit."""
-    # as text, since NaN differs from itself
-    now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs.get("audit")))
-    made = schema.Extent(**ds.attrs["made"])
-    whole_table = (made.samples, len(made.layers), made.heads)
-    there = tuple(ds.sizes.get(axis) for axis in schema.AXES)
-    other = "audit" in ds.attrs and now != then and there == whole_table
-    return faults(ds) + ["the audit stored with the run is not that of its numbers"] * other
+    parts, several = split(ds), "runs" in ds.attrs
+    found = Verification(wanted, schema.norm_of(ds), wanted == ds.attrs["dtype"], len(parts))
+    found.faults += faults(ds) * several
+    for number, part in enumerate(parts):
+        _verify_one(part, f"run {number}: " * several, places, seed, automatic, how, found)
+    return found
 
 
 def _verify_one(
-    ds: xr.Dataset, name: str, places: int, seed: int, automatic: bool, how: dict[str, Any]
-) -> Verification:
+    ds: xr.Dataset,
+    name: str,
+    places: int,
+    seed: int,
+    automatic: bool,
+    how: dict[str, Any],
+    found: Verification,
+) -> None:
     """Verify one run by its name; ``how`` it is found again are the arguments of `replay`."""
-    judged = how["dtype"] == ds.attrs["dtype"]
     try:
         rerun = replay(ds, **how)
     except AlteredRunError as error:  # nothing can be computed with those
-        return Verification(how["dtype"], schema.norm_of(ds), True, (f"{name}{error}",))
-    wrong, compared = [*rerun.differences, *_own_faults(ds)], list[Comparison]()
+        found.faults.append(f"{name}{error}")
+        return
+    wrong, compared = [*rerun.differences, *faults(ds)], list[Comparison]()
     was, now = ds.attrs["versions"], versions(ds.attrs["versions"])
     remarks = [f"{name} was {was[name]}, is {v}" for name, v in now.items() if was[name] != v]
     samples, there = int(ds.attrs["samples"]), rerun.inputs.samples
     if there != samples:
         wrong.append(f"the data now has {there} samples, the run {samples}")
-    impossible = _impossible(ds)
-    if impossible:
+    if impossible := _impossible(ds):
         wrong.append(f"the coordinates {', '.join(impossible)} cannot be those of the run")
     chosen = [] if impossible or there != samples else _choose(ds, places, seed)
     try:
@@ -341,16 +325,11 @@ def _verify_one(
         if not rerun.differences:
             raise
         wrong.append(f"with it nothing can be computed again: {error}")
-        judged, chosen, compared = True, [], []
-    return Verification(
-        how["dtype"],
-        schema.norm_of(ds),
-        judged,
-        faults=tuple(name + fault for fault in wrong),
-        remarks=tuple(name + remark for remark in (*rerun.notes, *remarks)),
-        compared=tuple(one._replace(place=name + one.place) for one in compared),
-        places=tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen),
-    )
+        chosen, compared = [], []
+    found.faults += [name + fault for fault in wrong]
+    found.remarks += [name + remark for remark in (*rerun.notes, *remarks)]
+    found.compared += [one._replace(place=name + one.place) for one in compared]
+    found.places += [(int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen]
 
 
 def _impossible(ds: xr.Dataset) -> list[str]:

@@ -28,7 +28,7 @@ import lipbound as lb
 from lipbound.cli.measuring import TRIMMING, cluster
 from lipbound.errors import Notice
 from lipbound.runs import store
-from lipbound.runs.partial_store import LayerResult, PartialRun, partial_path
+from lipbound.runs.store import LayerResult, PartialRun, partial_path
 
 WORDS = "--max-length 12 --memory 1kB --samples 4 --bounds yudin,lipbound --quiet".split()
 

@@ -17,7 +17,7 @@ from lipbound import plots
 from lipbound.errors import LipboundError
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.plots import FLAT, arrange, scales
-from lipbound.reporting.styles import folded, paper_height
+from lipbound.reporting.styles import in_two_lines, paper_height
 
 WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}
 
@@ -53,7 +53,7 @@ def test_figures_fit_on_the_paper(width: str) -> None:
         assert FLAT * found.line <= found.high <= 1.25 * found.side + FLAT * found.line
         assert found.tall <= paper_height(inches_, captioned=bool(caption)) + 1e-9
         assert 1 <= found.across <= max(counts)
-        lines = [line for label in LABELS for line in folded(label, found.side, found.points)]
+        lines = [line for label in LABELS for line in in_two_lines(label, found.side, found.points)]
         assert max(inches(line, found.points) for line in lines) <= found.side
 
 
@@ -140,12 +140,12 @@ def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> Non
 
 
 def test_titles_are_folded_to_the_width_of_a_panel() -> None:
-    lines = folded("Castin 3.5, mean field \u2020", 0.9, 7.0)
+    lines = in_two_lines("Castin 3.5, mean field \u2020", 0.9, 7.0)
     assert len(lines) == 2
     assert lines[1].endswith("field \u2020")
     assert all(inches(line, 7.0) <= 0.9 for line in lines)
-    assert folded("Exact", 0.9, 7.0) == ["Exact"]
-    _, long = folded("x" * 100, 0.9, 7.0)
+    assert in_two_lines("Exact", 0.9, 7.0) == ["Exact"]
+    _, long = in_two_lines("x" * 100, 0.9, 7.0)
     assert long.endswith("\u2026")
     assert inches(long, 7.0) <= 0.9
 

@@ -14,7 +14,7 @@ from lipbound.reporting.statistics import (
     RANGE,
     interval,
     reduce_samples,
-    spread,
+    sample_span,
     spread_title,
 )
 
@@ -76,13 +76,13 @@ def test_few_samples_have_their_range_and_no_interval() -> None:
     for how, many in (("geomean", 4), ("median", 9)):
         values = drawn(many)
         single = reduce_samples(values, how, ["head"])
-        lower, upper = spread(values, how, ("sample", "head"))
+        lower, upper = sample_span(values, how, ("sample", "head"))
         np.testing.assert_array_equal(lower, single.min("sample"))
         np.testing.assert_array_equal(upper, single.max("sample"))
         assert spread_title(many, how) == RANGE
     assert spread_title(5) == LIKELY
     values = drawn(5)
-    for found, expected in zip(spread(values), interval(values), strict=True):
+    for found, expected in zip(sample_span(values), interval(values), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -116,7 +116,7 @@ def test_one_sample_has_no_interval_and_that_is_said() -> None:
     ds = made_up()
     assert all(bool(end.isnull().all()) for end in interval(ds["exact"].isel(sample=[1])))
     one = ds.isel(sample=[1])
-    for by in tables.ROWS:
+    for by in tables.BY:
         text = tables.render(one, by=by)
         assert "one sample: no interval over samples" in text
         assert LIKELY not in text

@@ -80,7 +80,7 @@ def ends_of(cell: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("by", tables.ROWS)
+@pytest.mark.parametrize("by", tables.BY)
 def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
     """Whatever is resolved or not: printed ends are beyond those of all enclosures, the printed
     mean is between them and within a unit of its enclosure, and no bound that holds is below 1."""
@@ -94,7 +94,7 @@ def test_no_figure_contradicts_its_neighbour(by: str, seed: int) -> None:
         above = factor * np.exp(np.abs(rng.normal(scale=0.3, size=shape)))
         ds[name][...] = ds["exact"].values * above
     made = tables.table_of(ds, by, bounds=["yudin", "lipbound"])
-    levels = ["layer", "head"][: tables.ROWS.index(by)]
+    levels = ["layer", "head"][: tables.BY.index(by)]
     inner = [dim for dim in ds["exact"].dims if dim not in ("sample", *levels)]
     for key, row in made.shown.iterrows():
         if by == "bound":
@@ -199,7 +199,7 @@ def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, val
         assert row["sample_max"] == pytest.approx(max(single))
 
 
-@pytest.mark.parametrize("by", tables.ROWS)
+@pytest.mark.parametrize("by", tables.BY)
 def test_every_table_in_every_format(ds: xr.Dataset, by: str) -> None:
     options = {"by": by, "bounds": ["castin", "lipbound"]}
     options |= {} if by == "bound" else {"reduce": "median"}
@@ -219,7 +219,7 @@ def test_every_table_in_every_format(ds: xr.Dataset, by: str) -> None:
 
 
 def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
-    for by in tables.ROWS:
+    for by in tables.BY:
         text = tables.latex(ds, by=by, width="page")
         bodies = re.findall(r"\\midrule\n(.*?)\\bottomrule", text, re.DOTALL)
         cells = [
@@ -283,7 +283,7 @@ def test_names_that_a_user_writes(ds: xr.Dataset) -> None:
 
 
 def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
-    for by in tables.ROWS:
+    for by in tables.BY:
         text = tables.render(hostile, "text", by=by)
         assert "\x1b" not in text
         assert "\u202e" not in text

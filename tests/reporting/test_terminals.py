@@ -50,7 +50,7 @@ def test_commands_print_what_is_kept(
     assert name == "bounds" or text == file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("by", tables.ROWS)
+@pytest.mark.parametrize("by", tables.BY)
 def test_numbers_stay_whole_at_every_width(ds: xr.Dataset, by: str) -> None:
     """Every number of the table as wide as it likes is in the narrow one, or its column is named as
     left out; so are all footnotes."""

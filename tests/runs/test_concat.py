@@ -151,7 +151,7 @@ def test_parts_are_verified(bert: Path, tmp_path: Path) -> None:
     part = ds.isel(sample=[1], layer=[1], head=[2, 3])
     found = lb.verify(part, places=1)
     assert found.ok, str(found)
-    assert found.places == ((1, 1),)
+    assert found.places == [(1, 1)]
     assert float(found.table.loc["exact_upper", "largest"]) < 1e-6
     changed = part.copy(deep=True)
     changed["exact"][0, 0, 1] *= 1.01

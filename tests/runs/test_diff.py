@@ -28,7 +28,7 @@ from lipbound.models.loading import GivenLayers, load_checkpoint
 from lipbound.reporting.plots import DIVERGING, Scale
 from lipbound.runs import diff as runs_diff
 from lipbound.runs.checksums import faults
-from lipbound.runs.store import GIVEN, diff_of, sides
+from lipbound.runs.store import GIVEN, both_runs, diff_of
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +96,12 @@ def test_both_runs_are_kept_whole(
         stored = lb.load(lb.save(ds, tmp_path / name), damaged="refuse")
         assert stored.equals(ds)
         assert stored.attrs == ds.attrs
-        for run, given in zip(sides(stored), (whole, after), strict=True):
+        for run, given in zip(both_runs(stored), (whole, after), strict=True):
             assert (faults(run), run.attrs) == ([], given.attrs)
             assert run.equals(given)
     part = diff_of(ds.isel(layer=1, sample=[0, 3]))
     np.testing.assert_array_equal(part["ratio"][:, 0], ds["ratio"][[0, 3], 1])
-    assert [faults(run) for run in sides(part)] == [[], []]
+    assert [faults(run) for run in both_runs(part)] == [[], []]
 
 
 def test_without_both_upper_ends_there_is_no_enclosure(whole: xr.Dataset, tuned: Path) -> None:
@@ -187,14 +187,14 @@ def test_two_checkpoints_on_the_same_inputs(
     found = lb.diff(bert, tuned, **options)
     np.testing.assert_array_equal(found["ratio"], ds["ratio"])
     assert lb.load(options["out"], damaged="refuse").equals(found)
-    for run, side in zip(sides(found), "ab", strict=True):
+    for run, side in zip(both_runs(found), "ab", strict=True):
         assert lb.load(tmp_path / f"diff-{side}.zarr").equals(run)
     assert lb.verify(tmp_path / "diff-b.zarr", data=TEXTS, places=1).ok
     refused(lambda: lb.diff(bert, tuned, **options), "exists already", error=StoreError)
     shutil.rmtree(options["out"])
     dates = [lb.load(tmp_path / f"diff-{side}.zarr").attrs["date"] for side in "ab"]
     again = lb.diff(bert, tuned, resume=True, **options)
-    assert [run.attrs["date"] for run in sides(again)] == dates
+    assert [run.attrs["date"] for run in both_runs(again)] == dates
 
 
 def test_two_models_of_one_layout_whose_modules_have_other_names(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_places_where_the_enclosures_decide_are_counted(
 
 
 def test_tables_in_every_format(ds: xr.Dataset) -> None:
-    for form, by in itertools.product(tables.FORMATS, tables.ROWS):
+    for form, by in itertools.product(tables.FORMATS, tables.BY):
         assert tables.render(ds, form, by=by)
     columns = tables.render(ds, "csv", by="head").splitlines()[0].split(",")
     assert columns[:5] == ["layer", "head", "ratio", "ratio_lower", "ratio_upper"]
@@ -311,7 +311,7 @@ def test_tables_in_every_format(ds: xr.Dataset) -> None:
     one = tables.render(ds.isel(sample=[0]))
     assert "one sample: no interval over samples" in one
     assert "95% interval" not in one
-    same = lb.diff(*[sides(ds)[0]] * 2)
+    same = lb.diff(*[both_runs(ds)[0]] * 2)
     assert "no exact norm differs; make sure that these are two checkpoints" in tables.render(same)
     for wrong, words in (
         ({"bounds": ["kim"]}, "unknown bound 'kim'"),
@@ -458,5 +458,5 @@ def test_reports_have_both_runs_and_their_ratios(
         assert "data:image/svg+xml;base64," in page
         assert words in page
         assert tables.table_of(one).shown["geom. mean"].iloc[2] in page
-    for run in sides(bare):
+    for run in both_runs(bare):
         assert f"<td>{tables.table_of(run).shown['geom. mean'].item()}</td>" in page

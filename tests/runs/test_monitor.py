@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import lipbound as lb
 from lipbound.errors import DamagedRunWarning, Notice, StoreError
 from lipbound.runs.checksums import edited
-from lipbound.runs.monitor import Exceeded, logged_numbers
+from lipbound.runs.monitor import logged_numbers
 from lipbound.runs.store import at_step
 from lipbound.schema import STATISTICS
 
@@ -477,12 +477,11 @@ def test_logged_numbers_are_those_of_the_run() -> None:
 
 
 def test_thresholds_are_told_when_they_are_crossed() -> None:
-    model, found = decoder(), []
+    model = decoder()
     weight = model.transformer.h[1].attn.c_attn.weight
     start = weight.detach().clone()
-    told = lb.Monitor(model, IDS, every=1, threshold=10.0)
     limits = {"exact": 10.0, "largest_logit": 1e9}
-    called = lb.Monitor(model, IDS, every=1, threshold=limits, on_exceed=found.append)
+    told, both = (lb.Monitor(model, IDS, every=1, threshold=one) for one in (10.0, limits))
     rising = []
     for step, factor in enumerate((1, 300, 400, 1, 300)):
         with torch.no_grad():
@@ -490,15 +489,16 @@ def test_thresholds_are_told_when_they_are_crossed() -> None:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             told.step(step)
-            rising.append(["risen above 10 " in str(one.message) for one in seen])
-        called.step(step)
-    assert rising == [[], [True], [], [], [True]]
-    assert [(one.name, one.step, one.layer) for one in found] == [("exact", 1, 1), ("exact", 4, 1)]
-    first = found[0]
-    assert isinstance(first, Exceeded)
-    assert first.value == float(called.run["exact"].sel(step=1).max())
-    place = {"sample": first.sample, "layer": first.layer, "head": first.head}
-    assert first.value == float(called.run["exact"].sel(step=1, **place))
+            both.step(step)
+        rising.append([str(one.message) for one in seen if "risen above" in str(one.message)])
+    assert list(map(len, rising)) == [0, 2, 0, 0, 2]
+    for step in (1, 4):
+        exact = told.run["exact"].sel(step=step)
+        sample, layer, head = np.unravel_index(int(exact.argmax()), exact.shape)
+        where = f"layer {layer}, head {head}, sample {sample}"
+        message = f"exact has risen above 10 at step {step}: {float(exact.max()):.4g} in {where}"
+        assert rising[step] == [message] * 2
+    assert layer == 1
 
 
 # -- Trainers --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from lipbound.errors import CheckpointError, Notice, StoreError
 from lipbound.models.loading import load_checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import work
-from lipbound.runs.partial_store import (
+from lipbound.runs.store import (
     CONFIGURATION,
     LayerResult,
     PartialRun,

@@ -43,8 +43,6 @@ MONITORS: list[tuple[dict[str, Any], str]] = [
     ({"steps": []}, "steps is empty; give steps"),
     ({"steps": [0, -1]}, "steps is -1; it must be a whole number, at least 0"),
     ({"log": 3}, "log is 3; give a function"),
-    ({"threshold": 1, "on_exceed": "x"}, "on_exceed is 'x'; give a function"),
-    ({"on_exceed": print}, "on_exceed is given without a threshold"),
     ({"threshold": {"exakt": 1}}, "unknown threshold of 'exakt'; did you mean 'exact'"),
     ({"threshold": "x"}, "threshold is 'x'; it must be a finite number"),
 ]

@@ -30,7 +30,7 @@ from lipbound.reporting.page.details import Details, details
 from lipbound.reporting.plots import caption, heatmaps, log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
-from lipbound.runs.store import diff_of, run_of, sides
+from lipbound.runs.store import both_runs, diff_of, run_of
 from lipbound.runs.verify import replay
 from lipbound.schema import AXES, INPUT, Contents, bounds_there, compared_with, is_diff, norm_of
 
@@ -105,7 +105,7 @@ def report(
         ds = store.load(run, damaged="refuse") if isinstance(run, str | Path) else run
         if is_diff(ds):
             diffs.append(_diff(diff_of(ds)))
-            named += [(one, model_name(one)) for one in sides(ds)]
+            named += [(one, model_name(one)) for one in both_runs(ds)]
         else:
             ds = run_of(ds)
             named.append((ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem))
