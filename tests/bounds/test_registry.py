@@ -16,8 +16,6 @@ from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.bounds import registry
 from lipbound.errors import AttentionError, UnknownNameError
-from lipbound.linalg.operator_norm import operator_norm
-from lipbound.linalg.operators import AutogradJacobian
 from lipbound.runs.config import RunConfig
 
 TEXTS = dict.fromkeys(
@@ -191,11 +189,3 @@ def test_what_is_wrong_is_refused_in_one_sentence(call: Call, said: str) -> None
 )
 def test_bounds_of_several_norms_are_refused(call: Call, norm: str) -> None:
     refused(call, f"is stated in the {norm} norm and ", "are not compared; take some of ")
-
-
-def test_float64_is_not_advised_where_it_is_used() -> None:
-    op = AutogradJacobian(torch.sin, torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(lb.errors.LipboundError) as error:
-        operator_norm(op, tol=1e-18, delta=1e-10)
-    assert "float64 or" not in str(error.value)
-    assert "larger tol" in str(error.value)
