@@ -26,12 +26,14 @@ WRONG |= {"fraction": 1.5, "nan": float("nan"), "inf": float("inf"), "negative":
 WRONG |= {"flag": True, "list": [1.5], "dict": {}, "set": {1.5}, "array": np.array([1, 2])}
 WRONG |= {"object": object(), "path": Path("x"), "function": print, "complex": 1j}
 WRONG |= {"slice": slice(1)}
+UNNAMED = set("of get at names for load prepare bounds".split())
 ATT = random_attention("plain")
 Cases = list[tuple[str, Callable[[], object]]]
 
 
 def each(name: str, call: Callable[[Any], object], *right: str) -> Cases:
-    """A call with every wrong value but those that are right here."""
+    """A call with every wrong value but those that are right here. What the error must name is the
+    last word of the name, but for those of `UNNAMED`."""
     return [
         (f"{name} {kind}", lambda value=value: call(value))
         for kind, value in WRONG.items()
@@ -79,6 +81,9 @@ def layers() -> Cases:
     ]
     of_norm = {"map": (), "method": (), "tol": ("fraction", "zero"), "delta": ("None",)}
     of_norm |= {"vectors": ("flag",), "seed": ("negative", "zero"), "max_steps": ("None",)}
+    of_token = {name: fine for name, fine in of_norm.items() if name in ("map", "tol", "vectors")}
+    for name, fine in of_token.items():
+        found += each(f"token {name}", lambda v, name=name: lb.token_norm(ATT, **{name: v}), *fine)
     for name, fine in of_norm.items():
         found += each(
             f"norm {name}", lambda v, name=name: lb.spectral_norm(ATT, **{name: v}), *fine
@@ -86,6 +91,8 @@ def layers() -> Cases:
     yudin = lb.bounds.get("yudin")
     calls: dict[str, Callable[[Any], object]] = {
         "norm of": lb.spectral_norm,
+        "token of": lb.token_norm,
+        "profile of": lb.token_profile,
         "bound of": yudin,
         "sound of": yudin.sound,
         "get": lb.bounds.get,
@@ -98,8 +105,9 @@ def layers() -> Cases:
         "rule": lambda v: lb.bounds.whole_layer(ATT, "yudin", rule=v),
         "layer map": lambda v: lb.bounds.whole_layer(ATT, "yudin", map=v),
         "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, ball=v),
-        "attack norm": lambda v: lb.attack(ATT, 0.1, ball=v),
+        "attack ball": lambda v: lb.attack(ATT, 0.1, ball=v),
         "steps": lambda v: lb.attack(ATT, 0.1, steps=v),
+        "starts": lambda v: lb.attack(ATT, 0.1, starts=v),
     }
     for name, call in calls.items():
         found += each(name, call)
@@ -119,7 +127,7 @@ def models() -> Cases:
         "fractions": torch.ones(1, 4),
         "one axis": torch.arange(4),
         "long": torch.ones(1, 60, dtype=torch.long),
-        "list": [[1, 2]],
+        "rows": [[1, 2]],
     }
     found: Cases = [
         (f"capture {name}", lambda value=value: lb.capture(bert, {"input_ids": value}))
@@ -162,8 +170,9 @@ def test_every_wrong_argument_is_refused_in_one_sentence(start: str) -> None:
         try:
             wrong[name] = f"returned {CASES[name]()!r}"[:200]
         except LipboundError as error:
-            said = str(error)
-            if "\n" in said or not 10 < len(said) < 400 or " object at 0x" in said:
+            said, (*_, argument, kind) = str(error), name.split()
+            named = kind not in WRONG or argument in UNNAMED or argument in said
+            if not named or "\n" in said or not 10 < len(said) < 400 or " object at 0x" in said:
                 wrong[name] = said
         except Exception as error:
             wrong[name] = f"{type(error).__name__}: {error}"

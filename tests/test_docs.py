@@ -15,13 +15,18 @@ import lipbound as lb
 from lipbound import bounds
 
 ROOT = Path(__file__).parents[1]
-SITE = tree.assemble()
 
 
-def test_every_bound_has_a_page() -> None:
+@pytest.fixture(scope="module")
+def site() -> tree.Tree:
+    """The source of all pages."""
+    return tree.assemble()
+
+
+def test_every_bound_has_a_page(site: tree.Tree) -> None:
     """And one with a caveat the layer that shows it."""
     for name in bounds.names(None):
-        page, bound = SITE.pages[f"bounds/{name}.md"], bounds.get(name)
+        page, bound = site.pages[f"bounds/{name}.md"], bounds.get(name)
         picture = f"pictures/tight-{name}.svg"
         assert bound.label in page.splitlines()[0]
         titles = ("## Statement", "## Proof", "## How tight it is")
@@ -49,9 +54,9 @@ def test_examples_show_the_failure(name: str) -> None:
     assert not bool(bound.sound(found.att).any())
 
 
-def test_files_that_pages_show_exist() -> None:
-    assert [path for path in SITE.files.values() if not path.exists()] == []
-    assert len(SITE.files) > 20
+def test_files_that_pages_show_exist(site: tree.Tree) -> None:
+    assert [path for path in site.files.values() if not path.exists()] == []
+    assert len(site.files) > 20
 
 
 def test_links_are_set_right() -> None:
@@ -66,17 +71,17 @@ def test_links_are_set_right() -> None:
     assert site.files == {"files/figures/minilm.png": ROOT / "figures" / "minilm.png"}
 
 
-def test_every_notebook_is_in_the_gallery() -> None:
-    page = SITE.pages["gallery/index.md"]
+def test_every_notebook_is_in_the_gallery(site: tree.Tree) -> None:
+    page = site.pages["gallery/index.md"]
     names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert all(f":link: {name}\n" in page for name in names)
-    assert all(f"gallery/{name}.ipynb" in SITE.pages for name in names)
+    assert all(f"gallery/{name}.ipynb" in site.pages for name in names)
     for name in gallery.NOTEBOOKS:
         assert gallery.picture(ROOT / "notebooks" / name).startswith(b"\x89PNG")
 
 
-def test_the_command_line_is_told_in_words() -> None:
-    page = SITE.pages["reference/cli.md"]
+def test_the_command_line_is_told_in_words(site: tree.Tree) -> None:
+    page = site.pages["reference/cli.md"]
     for row in (
         "| `--samples` | int | `8` |",
         "| `model` | str | required |",
@@ -86,14 +91,14 @@ def test_the_command_line_is_told_in_words() -> None:
     assert "method" not in "".join(re.findall(r"^\| `[^|]*\| ([^|]*)\|", page, re.MULTILINE))
 
 
-def test_every_public_name_has_a_page() -> None:
+def test_every_public_name_has_a_page(site: tree.Tree) -> None:
     named = {name for names in api.GROUPS.values() for name in names}
     assert named | set(api.MODULES) == set(lb.__all__)
-    assert all(f"reference/api/lipbound.{name}.rst" in SITE.pages for name in named)
+    assert all(f"reference/api/lipbound.{name}.rst" in site.pages for name in named)
 
 
-def test_every_module_is_documented() -> None:
-    pages = SITE.pages.items()
+def test_every_module_is_documented(site: tree.Tree) -> None:
+    pages = site.pages.items()
     texts = "\n".join(text for place, text in pages if place.startswith("reference/api/"))
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -56,6 +56,6 @@ def calls() -> Iterator[tuple[Callable[[], Any], str]]:
         yield lambda how=how: lb.cache_bits("builtin:gpt2", **how), words
 
 
-@pytest.mark.parametrize(("call", "words"), calls())
+@pytest.mark.parametrize(("call", "words"), list(calls()))
 def test_studies(call: Callable[[], Any], words: str) -> None:
     refused(call, words)

@@ -85,17 +85,17 @@ def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
 # -- heads with variants ---------------------------------------------------------------------------
 
 
-def pull(tangents: Tangents, a: str, y: Tensor, tokens: Tensor) -> Tensor:
-    """Vectors y (n, d_a, r) of queries or keys brought back to their tokens, (n, D, r)."""
-    g, y = tangents._direction(a, tokens), tangents.turned(a, y.mT, tokens).mT
-    w = tangents._w[a]
-    return w @ y if g is None else w @ y[:, :-1] + g[..., None] * y[:, -1:]
+def slopes_of(att: Attention, side: str) -> Tensor:
+    """Derivatives of the first head's queries or keys by their own tokens, (n, d, D), of one
+    sample, by autograd."""
+    found = torch.func.jacrev(lambda x: getattr(att.at(x), side)[0, 0])(att.x)[:, :, 0]
+    return found.diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 
 @pytest.mark.parametrize("has", ["", *HAS])
 def test_parts_are_those_of_the_maps(has: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`token_block_norms.TokenVectors` of all tokens of the first head, from products with the maps
-    of single tokens: q~_ij is a vector of the layer's input."""
+    """`token_block_norms.TokenVectors` of all tokens of the first head, from derivatives of queries
+    and keys by autograd: q~_ij is a vector of the layer's input."""
     att = variant(has, 3).of_samples(slice(0, 1))
     g, n, w_v = torch.Generator().manual_seed(0), att.tokens, att.w_v[0]
     e = torch.rand(n, n, generator=g, dtype=torch.float64) ** 8
@@ -104,9 +104,8 @@ def test_parts_are_those_of_the_maps(has: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(head, "covariances", lambda rows, keys: cov[rows])
     monkeypatch.setattr(head, "by_query", lambda rows: cov[rows].norm(dim=(1, 2)))
     found = head.vectors(every, every, head.queries(every, every, squarings=1), e)
-    tangents, tokens, q = Tangents(att, 0, 0), torch.arange(n), att.scale * att.q[0, 0]
-    turned = pull(tangents, "k", q.mT[None].expand(n, -1, -1), tokens)  # (j, D, i)
-    steep = pull(tangents, "q", cov.mT, tokens).mT  # B_i, (i, d_v, D)
+    turned = att.scale * torch.einsum("jdx,id->jxi", slopes_of(att, "k"), att.q[0, 0])
+    steep = cov @ slopes_of(att, "q")  # B_i, (i, d_v, D)
     # norms of blocks are rounded upwards; roots of what rounding leaves of squares
     assert between(found.b, torch.linalg.matrix_norm(steep, 2), 2e-2, 2e-3, 1e-14)
     assert between(found.b_v, torch.linalg.matrix_norm(steep @ w_v, 2), 2e-2, 2e-3, 1e-14)

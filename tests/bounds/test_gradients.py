@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.checks import gradients, normal, normal_layer, refused, slopes
+from support.hard_heads import sink_token
 from support.layers import HARD, changed, random_attention
 from support.variants import layer
 from torch import Tensor
@@ -89,13 +90,6 @@ def test_our_bounds_of_longer_heads(name: str) -> None:
     assert smooth_heads(changed(att, w_q=0.3 * att.w_q), name) == 2
 
 
-def one_key_for_all(pull: float) -> Attention:
-    """Every row attends to one key, as in a head with an attention sink."""
-    x = torch.tensor([[1.0, 0, 1]] + [[-0.3, 0, 0]] * 11, dtype=torch.float64)[None]
-    w_k, w_v = (torch.tensor(w).double().view(1, 3, 1) for w in ((0.0, 100, 1), (1.0, 0, 0)))
-    return Attention(x, 0 * w_k, w_k, w_v, b_q=torch.full((1, 1), pull).double(), scale=1.0)
-
-
 def extreme(case: str, dtype: torch.dtype) -> Attention:
     """Layers at which formulas divide by nothing."""
     what, _, size = case.partition(" ")
@@ -103,7 +97,7 @@ def extreme(case: str, dtype: torch.dtype) -> Attention:
         att = layer(7, frozenset({"sinks"}))
         return changed(att, sinks=torch.full((3,), float(size), dtype=torch.float64))
     if what == "key":
-        return one_key_for_all(float(size))
+        return sink_token(12, torch.float64, float(size))
     kinds = ("sharp", "duplicates", "no_query")
     att = random_attention(what if what in kinds else "plain", dtype=dtype)
     other: dict[str, dict[str, Tensor]] = {

@@ -1,7 +1,6 @@
 """The registry: what it takes, what it refuses and in which words, and that nothing in it depends
 on what ran before."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,6 @@ from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.bounds import registry
 from lipbound.errors import AttentionError, UnknownNameError
-from lipbound.linalg.operator_norm import operator_norm
-from lipbound.linalg.operators import AutogradJacobian
 from lipbound.runs.config import RunConfig
 
 TEXTS = dict.fromkeys(
@@ -139,67 +136,37 @@ REFUSED: list[tuple[Call, str]] = [
         lambda radius, **more: bounds.over_ball(BIASED, radius, **more),
         ({"radius": []}, "radius is empty"),
         ({"radius": [1, "x"]}, "radius is 'x'"),
-        ({"radius": -1.0}, "radius is -1"),
-        ({"radius": math.nan}, "radius is nan"),
         ({"radius": 1e200}, "at most 1e60"),
         ({"radius": 1.0, "ball": "tokens"}, "did you mean 'token'"),
         ({"radius": 1.0, "at": "kim"}, "bounds another map"),
         ({"radius": 1.0, "at": "castin"}, "is not a bound here"),
         ({"radius": 1.0, "at": "lipbound_one"}, "is stated in the one-token norm"),
     ),
-    (lambda: bounds.get("castin").over_ball(ATT, "x"), "radius is 'x'; it must be"),
     (lambda: bounds.get("yudin_g1").over_ball(ATT, 1.0), "without a radius"),
     *calls(
         lambda **given: lb.spectral_norm(ATT, **given),
-        ({"tol": math.nan}, "tol is nan"),
-        ({"delta": 1.5}, "between 0 and 1"),
         ({"seed": [1] * 5}, "5 seeds"),
-        ({"max_steps": 0}, "max_steps is 0; it must be a whole number, at least 1"),
         ({"map": "heda"}, "did you mean 'head'"),
         ({"method": "lanzcos"}, "did you mean 'lanczos'"),
     ),
-    (lambda: lb.spectral_norm(None), "spectral_norm was given is None"),
-    *calls(
-        lambda radius=1.0, **given: lb.attack(ATT, radius, **given),
-        ({"radius": []}, "radius is []"),
-        ({"steps": 0}, "steps is 0"),
-        ({"starts": 0}, "starts is 0; it must be a whole number, at least 1"),
-        ({"ball": "x"}, "unknown ball 'x'"),
-    ),
     (lambda: lb.radius_curve(ATT, []), "radius is empty"),
     (lambda: bounds.get("yudin_g2"), "did you mean 'yudin_g1'"),
-    (lambda: bounds.get([]), "unknown bound []"),
     (lambda: bounds.names("every"), "unknown norm 'every'; did you mean 'every-token'"),
     (lambda: bounds.evaluate(ATT, ["nothing"]), "unknown bound 'nothing'"),
-    (lambda: bounds.evaluate(ATT, None), "bounds is None"),
-    (lambda: bounds.evaluate(3, "yudin"), "was given is 3; give one Attention"),
     *calls(
         lambda name="yudin", **given: bounds.whole_layer(ATT, name, **given),
         ({"name": "kim"}, "leave it out"),
         ({"map": "head"}, "unknown map of a whole layer 'head'"),
         ({"rule": "sums"}, "did you mean 'sum'"),
-        ({"rule": 3}, "unknown rule 3"),
     ),
     *calls(
         lambda norm="every-token", **given: lb.token_norm(WITHOUT, norm, **given),
         ({"norm": "two-token"}, "did you mean"),
         ({"norm": "frobenius"}, "norm"),
         ({"map": "residual"}, "map"),
-        ({"tol": 0}, "tol"),
-        ({"tol": math.nan}, "tol"),
-        ({"vectors": 2}, "vectors"),
         ({"map": "layer"}, "w_o"),
     ),
-    (lambda: lb.token_norm("gpt2"), "token_norm was given is 'gpt2'; give one Attention"),
-    (lambda: lb.token_profile("gpt2"), "token_profile was given is 'gpt2'; give one Attention"),
-    *calls(
-        lambda **given: changed(ATT, **given),
-        ({"x": [[1.0]]}, "x is [[1.0]]; it must be a torch tensor"),
-        ({"mask": "x"}, "mask is 'x'; it must be a torch tensor"),
-        ({"mask": torch.tensor(0.0)}, "mask is one number"),
-        ({"scale": "x"}, "scale is 'x'"),
-        ({"cap": "x"}, "cap is 'x'"),
-    ),
+    (lambda: changed(ATT, mask=torch.tensor(0.0)), "mask is one number"),
 ]
 
 
@@ -222,11 +189,3 @@ def test_what_is_wrong_is_refused_in_one_sentence(call: Call, said: str) -> None
 )
 def test_bounds_of_several_norms_are_refused(call: Call, norm: str) -> None:
     refused(call, f"is stated in the {norm} norm and ", "are not compared; take some of ")
-
-
-def test_float64_is_not_advised_where_it_is_used() -> None:
-    op = AutogradJacobian(torch.sin, torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(lb.errors.LipboundError) as error:
-        operator_norm(op, tol=1e-18, delta=1e-10)
-    assert "float64 or" not in str(error.value)
-    assert "larger tol" in str(error.value)

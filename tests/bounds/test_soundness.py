@@ -8,7 +8,7 @@ import mpmath as mp
 import pytest
 import torch
 from hypothesis import given
-from support import mp_oracle
+from support import hard_heads, mp_oracle
 from support.checks import close, normal, normal_layer
 from support.judge import below
 from support.layers import changed, random_attention
@@ -147,10 +147,7 @@ def not_below(att: Attention) -> None:
 @pytest.mark.parametrize("pull", [6.0, 10.0, 14.0])
 def test_heads_that_attend_to_one_key(dtype: torch.dtype, pull: float) -> None:
     """Every row, as in a head with an attention sink."""
-    x = torch.tensor([[1.0, 0, 1]] + [[-0.3, 0, 0]] * 11, dtype=dtype)[None]
-    w_k, w_v = (torch.tensor(w, dtype=dtype).view(1, 3, 1) for w in ((0.0, 100, 1), (1.0, 0, 0)))
-    b_q = torch.full((1, 1), pull, dtype=dtype)
-    not_below(Attention(x, 0 * w_k, w_k, w_v, b_q=b_q, scale=1.0))
+    not_below(hard_heads.sink_token(12, dtype, pull))
 
 
 @pytest.mark.each_value
@@ -158,14 +155,8 @@ def test_heads_that_attend_to_one_key(dtype: torch.dtype, pull: float) -> None:
 @DTYPES
 def test_tokens_far_from_zero(size: float, dtype: torch.dtype) -> None:
     """Two pairs of tokens that do not see each other, far from zero together."""
-    pairs = torch.kron(torch.eye(2), torch.ones(2, 2))
-    mask = torch.zeros(4, 4).masked_fill(pairs == 0, -math.inf)
     for seed in range(part(15)):
-        g = torch.Generator().manual_seed(seed)
-        x = torch.randn(1, 4, 2, generator=g)
-        x[:, :2] += size * torch.randn(2, generator=g)
-        tensors = (x, *(torch.randn(1, 2, 1, generator=g) for _ in range(3)))
-        not_below(Attention(*(t.to(dtype) for t in tensors), mask=mask.to(dtype), scale=1.0))
+        not_below(hard_heads.pairs_far_away(seed, size).to(dtype))
 
 
 @pytest.mark.parametrize("sharp", [1.0, 30.0, 1e3, 1e6])

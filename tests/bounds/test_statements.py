@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import xarray as xr
 from support.checks import close, normal, refused
 from support.layers import HARD, causal, random_attention
 from support.oracles import dense_norms
@@ -170,19 +169,6 @@ def sound(name: str, att: Attention) -> bool:
     found = bounds.get(name).sound(att)
     assert bool(found.all()) or not bool(found.any())
     return bool(found.all())
-
-
-def test_missing_numbers_are_not_compared() -> None:
-    att, bound = random_attention("plain"), bounds.get("yudin")
-    columns = {"exact": dense_norms(att), "yudin": bound(att), "yudin_sound": bound.sound(att)}
-    columns["yudin"][0, 0] = math.nan
-    ds = xr.Dataset(
-        {key: (("sample", "head"), column.numpy()) for key, column in columns.items()},
-        attrs={"dtype": "float64", "bounds": ["yudin"]},
-    )
-    ds["yudin"].attrs |= {"compared_with": "exact", "caveat": bound.caveat}
-    entry = bounds.audit(ds)["yudin"]
-    assert (entry["broken"], entry["compared"]) == (0, columns["yudin"].numel() - 1)
 
 
 def test_conditions_see_masks_padding_and_scales() -> None:

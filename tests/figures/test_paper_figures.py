@@ -169,7 +169,7 @@ def test_maps_of_a_pretrained_layer() -> None:
 def test_three_norms_are_those_of_the_layers_and_keep_their_order() -> None:
     setting = Setting(
         "builtin:gpt2",
-        (["the lighthouse keeper wound the clock of the island, and the ferry came in at noon"],),
+        (["the keeper wound the clock of the island"],),
         samples=1,
     )
     ds = figure_named("three-norms").compute(setting)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
@@ -25,8 +24,7 @@ from support.models import AFFINE, build
 from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
-from lipbound.cli.measuring import TRIMMING, cluster
-from lipbound.errors import Notice
+from lipbound.cli.measuring import TRIMMING
 from lipbound.runs import store
 from lipbound.runs.store import LayerResult, PartialRun, partial_path
 
@@ -357,19 +355,3 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
     assert killed
     np.testing.assert_allclose(ds["exact"], whole["exact"], rtol=1e-9)
     np.testing.assert_allclose(ds["yudin"], whole["yudin"], rtol=1e-12)
-
-
-@pytest.mark.slow
-def test_workers_of_the_command_line_keep_freed_memory(bert: Path) -> None:
-    """Dask's own do not, and take several times as long."""
-    pytest.importorskip("dask.distributed")
-    name = TRIMMING.rpartition(".")[2]
-    forkserver.ensure_running()
-    options = OPTIONS | {"samples": 1, "memory": "auto"}
-    with pytest.MonkeyPatch.context() as patch:  # dask leaves it behind
-        patch.setenv(name, "")
-        patch.delenv(name)
-        with cluster("local:1") as client, warnings.catch_warnings():
-            warnings.simplefilter("error", Notice)
-            lb.compare(bert, TEXTS, client=client, **options)
-            assert set(client.run(os.environ.get, name).values()) == {None}

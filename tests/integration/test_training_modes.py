@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from support.checks import close
-from support.models import GPT2, build
+from support.trainers import NO_DROPOUT, decoder, texts, trainer_of
 from support.versions import newer_torch
 
-from lipbound.regularizers import ExactNorm, JaSMin, PenaltyMixin, SoundPenalty, Specformer
+from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
 
 PENALTIES: dict[str, Any] = {
     "none": lambda: None,
@@ -30,32 +29,11 @@ STRENGTH = 0.5
 Plain = Callable[[str], dict[str, Any]]
 
 
-class SmallTrainer(PenaltyMixin, tf.Trainer):
-    """A Trainer with a penalty."""
-
-
-def trained(name: str, folder: str, texts: int = 4, **options: Any) -> dict[str, Any]:
-    """One step of gradient descent on four texts, two of them padded: logs, weights, attention."""
-    model = build(
-        lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    )
+def trained(name: str, folder: str, size: int = 4, **options: Any) -> dict[str, Any]:
+    """One step of gradient descent, with so many texts at a time: logs, weights, attention."""
+    model = decoder(**NO_DROPOUT)
     own = model.config._attn_implementation
-    ids = torch.randint(3, 60, (4, 9), generator=torch.Generator().manual_seed(0))
-    masks = torch.arange(9) < torch.tensor([9, 6, 4, 9])[:, None]
-    data = [
-        {"input_ids": i, "attention_mask": m.long(), "labels": i.masked_fill(~m, -100)}
-        for i, m in zip(ids, masks, strict=True)
-    ]
-    step = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 1e9}
-    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
-    arguments = tf.TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=texts,
-        use_cpu=True,
-        lr_scheduler_type="constant",
-        **step | quiet | options,
-    )
-    trainer: Any = SmallTrainer(model=model, args=arguments, train_dataset=data)
+    trainer = trainer_of(model, folder, texts(), per_device_train_batch_size=size, **options)
     trainer.penalty, trainer.strength = PENALTIES[name](), 0.0 if name == "none" else STRENGTH
     trainer.train()
     assert model.config._attn_implementation == own

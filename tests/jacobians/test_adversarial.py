@@ -49,6 +49,7 @@ def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None
         if LONG:
             verdicts += judge.judge(att, name, methods=METHODS)
             continue
+        att = att.select(slice(0, part(att.samples, 2)))
         exact = mp_oracle.norms(att)
         chosen = bounds.names()
         verdicts += judge.judge(att, name, methods=METHODS, chosen=chosen, l2=False, exact=exact)

@@ -21,6 +21,7 @@ def exactly(att: Attention, exact: Tensor) -> Tensor:
     return 1e-9 * exact + 3 * tensor_error(att)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("rows", "keys"), [(4, 6), (6, 4), (5, 5), (1, 3)])
 @pytest.mark.parametrize("has", HAS)

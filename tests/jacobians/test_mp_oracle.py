@@ -40,6 +40,11 @@ def test_plain_heads_and_l2_attention(att: Attention) -> None:
     agree(att, dense_norms(att, "l2"), "l2")
 
 
+FEW = [has for has in COMBINATIONS if len(has) < 3]
+SOME = tuple(hard_heads.FAMILIES)[::2]
+
+
+@pytest.mark.each_value(has=FEW)
 @pytest.mark.parametrize("has", COMBINATIONS, ids=lambda has: "-".join(sorted(has)) or "plain")
 def test_variants(has: frozenset[str]) -> None:
     seed = COMBINATIONS.index(has)
@@ -78,6 +83,7 @@ def test_numbers_beyond_float64() -> None:
     assert norm.value == 0.0
 
 
+@pytest.mark.each_value(family=SOME)
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
 def test_errors_are_upper_values(family: str) -> None:
     """Each entry in 80 digits is as near that in 160 as is said; hard heads lose digits where
@@ -159,6 +165,7 @@ def forward(att: Attention, head: int, x: np.ndarray) -> np.ndarray:
     return out if att.gate is None else out / (1 + exp(-own(att.gate.w, att.gate.b)))
 
 
+@pytest.mark.each_value(family=SOME)
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
 def test_a_step_of_1e_minus_60(family: str) -> None:
     """Differences of outputs in 400 digits along a random direction, on heads where float64 cannot

@@ -5,6 +5,7 @@ import torch
 from support import hard_heads, judge, mp_oracle
 from support.oracles import encloses
 from support.reference import head_function
+from support.strategies import part
 from support.variants import MASKS, VARIANTS, cross, layer
 from torch import Tensor
 
@@ -84,7 +85,7 @@ def test_singular_vectors_are_those_of_the_jacobian(variant: str, wrt: str, map:
         assert torch.allclose(j @ right.flatten(), norm.lower[s, h] * left.flatten(), atol=1e-6)
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value(family=tuple(hard_heads.FAMILIES)[::2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("wrt", EACH)
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
@@ -92,7 +93,7 @@ def test_enclosures_hold_where_rounding_does_its_worst(
     family: str, wrt: str, dtype: torch.dtype
 ) -> None:
     att = hard_heads.FAMILIES[family](torch.Generator().manual_seed(7), dtype)
-    att = att.select(slice(0, 2))
+    att = att.select(slice(0, part(2, 1)))
     for map in ["head"] if att.w_o is None else ["head", "head_out"]:
         exact = mp_oracle.norms(att, map, SIDE_OF[wrt])
         for method, delta in (("dense", None), ("lanczos", 1e-9)):
@@ -125,9 +126,9 @@ def test_blocks_of_queries_are_formed_for_some_entries_at_a_time(
     att = layer(1, frozenset({"rotation"}))
     whole = lb.spectral_norm(att, wrt="queries", vectors=True)
     monkeypatch.setattr(one_side, "BLOCK_BYTES", 2 * 8 * att.tokens * att.d_v * att.d)
-    part = lb.spectral_norm(att, wrt="queries", vectors=True)
-    assert torch.allclose(part.lower, whole.lower, rtol=1e-12)
-    assert torch.allclose(part.left, whole.left)
+    pieces = lb.spectral_norm(att, wrt="queries", vectors=True)
+    assert torch.allclose(pieces.lower, whole.lower, rtol=1e-12)
+    assert torch.allclose(pieces.left, whole.left)
     check(att, "queries", "head")
 
 

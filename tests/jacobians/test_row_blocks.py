@@ -9,17 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checks import close, near, normal
-from support.layers import changed, window
+from support.layers import causal, changed, window
 from support.oracles import assert_encloses, oracle
 from support.strategies import examples
 from support.variants import VARIANTS, layer
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.scoring import BLOCKED
 from lipbound.jacobians import streaming
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products import row_blocks
-from lipbound.jacobians.products.row_blocks import RowBlocks
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.streaming import StreamedHeadJacobian, head_jacobian
 
@@ -96,51 +94,12 @@ def test_norms_are_those_of_the_autograd_jacobian(att: Attention) -> None:
             assert_encloses(att, spectral_norm(att, tol=1e-6, delta=1e-9), exact, 1e-6)
 
 
-@given(att=masked(has=("cap",)), step=st.integers(1, 4))
-@examples(150)
-def test_blocks_are_what_the_mask_allows(att: Attention, step: int) -> None:
-    """No smaller and no larger, counted entry by entry; P may have more zeros. Of a block with
-    padding, what its queries' masks allow counts too."""
-    n = att.tokens
-    mask = torch.zeros(1, dtype=torch.float64) if att.mask is None else att.mask
-    allowed = (mask > BLOCKED).expand(att.samples, att.heads, n, n)
-    if att.valid is not None:
-        real = torch.stack(
-            [att.valid[:, i - i % step : i - i % step + step].any(-1) for i in range(n)], -1
-        )
-        allowed = allowed & att.valid[:, None, None] & real[:, None, :, None]
-    p = att.p.flatten(0, 1)
-    for found, seen in (
-        (RowBlocks.of_mask(att, step), allowed.flatten(0, 1)),
-        (RowBlocks.of_probabilities(p, step), p > 0),
-    ):
-        inside = 0
-        for b in range(att.samples * att.heads):
-            blocks = {rows.start: (rows, keys) for rows, keys in found.of(b)}
-            for i in range(0, n, step):
-                columns = seen[b, i : i + step].any(0).nonzero()[:, 0].tolist()
-                assert (i in blocks) == bool(columns)
-                if columns:
-                    last, end = min(i + step, n), columns[-1] + 1
-                    assert blocks[i] == (slice(i, last), slice(columns[0], end))
-                    inside += (last - i) * (end - columns[0])
-        assert found.size == inside
-        assert found.share == inside / (6 * n * n)
-
-
-def test_blocks_are_taken_where_they_gain_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And shorter layers have shorter ones."""
-    p = layer(0, frozenset(), n=8).p.flatten(0, 1)
-    monkeypatch.setattr(row_blocks, "WORTH", 0.85)
-    assert row_blocks.worthwhile(p) is None
-    assert row_blocks.worthwhile(p.tril()) is not None
-    monkeypatch.setattr(row_blocks, "LEAST", 9)
-    assert row_blocks.worthwhile(p.tril()) is None
-    monkeypatch.undo()
-    for n, rows in ((96, 48), (300, 96)):
-        assert row_blocks.worthwhile(torch.ones(2, n, n).tril()).step == rows
-        assert row_blocks.worthwhile(torch.ones(2, n, n)) is None
-    assert row_blocks.worthwhile(torch.ones(2, 95, 95).tril()) is None
+def test_blocks_are_no_larger_than_the_mask_allows() -> None:
+    """By two rows of nine: a band, and a triangle, of which P is all that is looked at."""
+    for mask, entries in ((window(9, 1), 6 + 3 * 8 + 2), (causal(9), 4 + 8 + 12 + 16 + 9)):
+        att = changed(layer(0, frozenset(), n=9), mask=mask)
+        for found in (HeadJacobian(att).blocks, StreamedHeadJacobian(att).blocks):
+            assert found.size == 6 * entries
 
 
 def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +110,6 @@ def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch: pytest.M
     assert isinstance(head_jacobian(att), HeadJacobian)
     short = changed(layer(0, frozenset(), n=15), mask=window(15, 1))
     assert isinstance(head_jacobian(short), HeadJacobian)
-
-
-def test_rows_are_fewer_where_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    att = changed(layer(0, frozenset(), n=16), mask=window(16, 1))
-    assert StreamedHeadJacobian(att).blocks.step == 2
-    monkeypatch.setitem(streaming.ROW_BYTES, "cpu", 8 * 4)
-    op = StreamedHeadJacobian(att)
-    assert op.blocks.step == 1
-    near(op.o, HeadJacobian(att).o, 1e-12)
 
 
 def test_derivatives_pass_through_masked_heads() -> None:

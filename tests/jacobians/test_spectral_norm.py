@@ -46,6 +46,7 @@ def test_enclosures_hold_the_oracle(kind: str, method: str, dtype: torch.dtype) 
     measured(random_attention(kind, dtype=dtype), 1e-6, method=method, delta=1e-10)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tol", [1e-2, 1e-4, 1e-8])
 def test_the_error_asked_for_is_the_error_delivered(att: Attention, tol: float) -> None:
     norm = measured(att, tol)
@@ -165,6 +166,7 @@ POWERS = {
 """By which powers of two tensors of a layer are multiplied, such that scores stay as they are."""
 
 
+@pytest.mark.each_value
 @WHOLE
 @pytest.mark.parametrize("powers", POWERS)
 def test_layers_of_extreme_sizes_have_the_numbers_of_ordinary_ones(powers: str, map: str) -> None:

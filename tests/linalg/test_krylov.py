@@ -79,6 +79,7 @@ def test_what_a_recurrence_says_it_has_missed(name: str, steps: int) -> None:
     assert found.top[0] <= float(g.max()) * (1 + 1e-13)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("products", [None, 1e-15])
 @pytest.mark.parametrize("delta", [0.5, 1e-3, 1e-8])
 @pytest.mark.parametrize("name", list(SPECTRA))

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 from support.checks import refused
-from support.commands import call
+from support.commands import command
 from support.models import GPT2, IMAGE, LLAMA, TEXT, build
 from support.versions import marked
 from torch import Tensor, nn
@@ -206,18 +206,16 @@ def test_runs_say_with_which_adapter_and_are_found_again(tmp_path: Path) -> None
     assert any("not the recorded weights" in problem for problem in again.problems)
 
 
-def test_command_line_and_sweeps_take_adapters(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_line_and_sweeps_take_adapters(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("model: builtin:gpt2\nadapter: false\n")
     assert next(iter(planned_runs(file).values()))["adapter"] is False
     folder = beside(tmp_path / "model")
-    status, _, said = call(capsys, monkeypatch, "compare", folder, "--data", "the ferry")
+    status, _, said = command("compare", folder, "--data", "the ferry")
     assert status == 2
     assert f"adapter='{folder}'" in said
     line = ["compare", folder, "--adapter", "none", "--data", "the ferry", "--max-length", 8]
-    status, _, said = call(capsys, monkeypatch, *line)
+    status, _, said = command(*line)
     assert status == 2
     assert "has no files of its tokenizer" in said
 

@@ -1,7 +1,9 @@
 """Penalties in a Trainer: the loss of a step whatever is accumulated, padding left out, and nothing
 left undone without a word."""
 
+import functools
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 import torch
 import transformers as tf
 from support.commands import refused
-from support.models import AFFINE, GPT2, TEXT, build
+from support.models import AFFINE, BART, T5, TEXT, build
+from support.trainers import LENGTHS, NO_DROPOUT, SmallTrainer, decoder, texts, trainer_of
 from support.versions import marked
 from torch import Tensor, nn
 
@@ -25,18 +28,10 @@ from lipbound.regularizers.penalties import (
 )
 from lipbound.regularizers.trainer import PenaltyMixin
 
-LENGTHS = (9, 6, 4, 9)
-
-
-class SmallTrainer(PenaltyMixin, tf.Trainer):
-    """A Trainer with a penalty."""
-
 
 def causal() -> tf.PreTrainedModel:
     """A model that takes ``num_items_in_batch``."""
-    return build(
-        lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    )
+    return decoder(**NO_DROPOUT)
 
 
 def classifier() -> tf.PreTrainedModel:
@@ -49,22 +44,7 @@ def classifier() -> tf.PreTrainedModel:
     return model
 
 
-def data(label: bool) -> list[dict[str, Any]]:
-    """Four texts, padded."""
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 60, (4, 9), generator=g)
-    masks = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
-    return [
-        {
-            "input_ids": i,
-            "attention_mask": m.long(),
-            "labels": torch.tensor(k % 2) if label else i.masked_fill(~m, -100),
-        }
-        for k, (i, m) in enumerate(zip(ids, masks, strict=True))
-    ]
-
-
-def trainer_of(
+def accumulating(
     make: Callable[[], tf.PreTrainedModel],
     folder: Path,
     steps: int = 1,
@@ -72,11 +52,7 @@ def trainer_of(
     **options: Any,
 ) -> Any:
     options |= {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
-    options |= {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
-    options |= {"learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant"}
-    options |= {"max_steps": 1, "logging_steps": 1, "max_grad_norm": 1e9}
-    arguments = tf.TrainingArguments(output_dir=str(folder), **options)
-    return kind(model=make(), args=arguments, train_dataset=data(make is classifier))
+    return trainer_of(make(), folder, texts(make is classifier), kind, **options)
 
 
 def step(trainer: Any) -> tuple[float, Tensor]:
@@ -92,7 +68,7 @@ def mean_of(make: Callable[[], tf.PreTrainedModel], penalty: Any) -> float:
     if isinstance(penalty, Specformer):
         return float(penalty(model).detach())
     context = attention_layers if isinstance(penalty, LayerPenalty) else attention_probabilities
-    for one, length in zip(data(make is classifier), LENGTHS, strict=True):
+    for one, length in zip(texts(make is classifier), LENGTHS, strict=True):
         with torch.no_grad(), context(model) as found:
             model(input_ids=one["input_ids"][None, :length])
         values.append(float(penalty(found)))
@@ -109,6 +85,13 @@ PENALTIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@functools.cache
+def plain_loss(make: Callable[[], tf.PreTrainedModel]) -> float:
+    """That of a step without a penalty."""
+    with tempfile.TemporaryDirectory() as folder:
+        return step(accumulating(make, Path(folder), kind=tf.Trainer))[0]
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", PENALTIES)
 @pytest.mark.parametrize("make", [causal, classifier])
@@ -117,10 +100,10 @@ def test_the_loss_does_not_depend_on_accumulation(
 ) -> None:
     """The loss of the Trainer and strength times the penalty of the texts one by one, however many
     are accumulated; the same step of the weights; and both terms are logged."""
-    plain, _ = step(trainer_of(make, tmp_path, kind=tf.Trainer))
+    plain = plain_loss(make)
     expected, exact = mean_of(make, PENALTIES[name]()), None
     for steps in (1, 2, 4):
-        trainer = trainer_of(make, tmp_path, steps)
+        trainer = accumulating(make, tmp_path, steps)
         trainer.penalty, trainer.strength = PENALTIES[name](), 0.5
         loss, parameters = step(trainer)
         assert loss - plain == pytest.approx(0.5 * expected, rel=1e-3)
@@ -133,7 +116,7 @@ def test_the_loss_does_not_depend_on_accumulation(
 
 def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path: Path) -> None:
     """Five steps of unequal numbers of batches, logged at every second: each entry adds up."""
-    trainer = trainer_of(causal, tmp_path, 4)
+    trainer = accumulating(causal, tmp_path, 4)
     trainer.args.max_steps, trainer.args.logging_steps = 5, 2
     trainer.args.gradient_accumulation_steps = 3  # of four batches an epoch: 3, 1, 3, 1, 3
     trainer.penalty, trainer.strength = JaSMin(), 0.5
@@ -152,7 +135,7 @@ def test_gradient_checkpointing_and_compute_loss_func(tmp_path: Path) -> None:
         options = (
             {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if checkpointing else {}
         )
-        trainer = trainer_of(causal, tmp_path, 2, gradient_checkpointing=checkpointing, **options)
+        trainer = accumulating(causal, tmp_path, 2, gradient_checkpointing=checkpointing, **options)
         trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: (
             outputs.logits.square().sum() / num_items_in_batch
         )
@@ -163,9 +146,9 @@ def test_gradient_checkpointing_and_compute_loss_func(tmp_path: Path) -> None:
 
 
 def test_evaluation_has_no_penalty(tmp_path: Path) -> None:
-    plain, trainer = trainer_of(causal, tmp_path, kind=tf.Trainer), trainer_of(causal, tmp_path)
+    plain, trainer = accumulating(causal, tmp_path, kind=tf.Trainer), accumulating(causal, tmp_path)
     trainer.penalty, trainer.strength = JaSMin(), 0.5
-    losses = [one.evaluate(data(False))["eval_loss"] for one in (plain, trainer)]
+    losses = [one.evaluate(texts())["eval_loss"] for one in (plain, trainer)]
     assert losses[0] == losses[1]
 
 
@@ -196,7 +179,7 @@ FORGOTTEN: list[tuple[Any, Any, str]] = [
 
 
 def test_what_was_forgotten_or_makes_no_sense(tmp_path: Path) -> None:
-    trainer = trainer_of(causal, tmp_path)
+    trainer = accumulating(causal, tmp_path)
     for trainer.penalty, trainer.strength, words in FORGOTTEN:
         refused(trainer.train, words)
 
@@ -204,16 +187,16 @@ def test_what_was_forgotten_or_makes_no_sense(tmp_path: Path) -> None:
 def test_no_penalty_is_told_unless_it_was_asked_for(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    trainer = trainer_of(causal, tmp_path)
+    trainer = accumulating(causal, tmp_path)
     trainer.penalty, trainer.strength = JaSMin(), 0
     trainer.train()
     assert not [w for w in recwarn if issubclass(w.category, Notice)]
     with pytest.warns(Notice, match="neither penalty nor strength"):
-        trainer_of(causal, tmp_path).train()
+        accumulating(causal, tmp_path).train()
 
 
 def test_a_penalty_that_trains_nothing_is_told(tmp_path: Path) -> None:
-    trainer = trainer_of(causal, tmp_path)
+    trainer = accumulating(causal, tmp_path)
     for name, parameter in trainer.model.named_parameters():
         parameter.requires_grad_(name == "transformer.ln_f.weight")
     trainer.penalty, trainer.strength = JaSMin(), 0.5
@@ -256,15 +239,9 @@ def gradient(model: nn.Module, value: Tensor) -> list[Tensor]:
     return [torch.zeros(()) if g is None else g for g in found]
 
 
-SIZES = {"vocab_size": 60, "d_model": 24}
-BART = {
-    f"{side}_{what}": n
-    for side in ("encoder", "decoder")
-    for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))
-}
 SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
-    "bart": lambda: tf.BartModel(tf.BartConfig(**SIZES, **BART, max_position_embeddings=40)),
-    "t5": lambda: tf.T5Model(tf.T5Config(**SIZES, d_kv=6, d_ff=32, num_layers=1, num_heads=4)),
+    "bart": lambda: tf.BartModel(tf.BartConfig(**BART)),
+    "t5": lambda: tf.T5Model(tf.T5Config(**T5)),
 }
 
 

@@ -9,60 +9,19 @@ import pytest
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import text_to_path
 from support.runs import made_up
 
 from lipbound import plots
-from lipbound.errors import LipboundError
 from lipbound.reporting.latex import typeset
-from lipbound.reporting.plots import FLAT, arrange, scales
-from lipbound.reporting.styles import in_two_lines, paper_height
+from lipbound.reporting.plots import scales
+from lipbound.reporting.styles import paper_height
 
-WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}
+WIDTHS = ("column", "page", "slide")
 
 
 @pytest.fixture(scope="module")
 def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
     return gpt2_run.copy(deep=True)
-
-
-LABELS = ["Exact", "Castin 3.5, mean field \u2020", "lipbound, blocks of J"]
-
-
-def inches(text: str, points: float) -> float:
-    """Width of a line in matplotlib's own font."""
-    face = FontProperties(size=points)
-    return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 72
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_figures_fit_on_the_paper(width: str) -> None:
-    inches_, points = WIDTHS[width]
-    for counts, shape, own, caption in itertools.product(
-        [(1,), (3, 13), (4, 16), (16,)],
-        [(3, 12), (6, 12), (12, 12), (36, 12)],
-        [False, True],
-        ["", "as words are long on average " * 20],
-    ):
-        if own and len(counts) > 1:
-            continue
-        options = {"shrink": True, "own_bars": own, "caption": caption}
-        found = arrange(counts, shape, inches_, points, **options)
-        assert 0.7 * points <= found.points <= points
-        assert FLAT * found.line <= found.high <= 1.25 * found.side + FLAT * found.line
-        assert found.tall <= paper_height(inches_, captioned=bool(caption)) + 1e-9
-        assert 1 <= found.across <= max(counts)
-        lines = [line for label in LABELS for line in in_two_lines(label, found.side, found.points)]
-        assert max(inches(line, found.points) for line in lines) <= found.side
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    few = "16 panels in 1 column do not fit on a figure of 7.1 x 7.79 inches; ask for other columns"
-    with pytest.raises(LipboundError, match=few):
-        arrange((16,), (12, 12), *WIDTHS["page"], columns=1)
-    with pytest.raises(LipboundError, match="400 panels in as many columns as are legible"):
-        arrange((400,), (12, 12), *WIDTHS["column"], shrink=True)
 
 
 def extents(figure: Figure) -> list[tuple[str, tuple[float, float, float, float]]]:
@@ -137,17 +96,6 @@ def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> Non
     assert (tmp_path / "paper.caption.txt").read_text() == f"{said}\n"
     assert (tmp_path / "paper.caption.tex").read_text() == f"\\caption{{{typeset(said)}}}\n"
     assert all((tmp_path / f"paper.{kind}").read_text() == "mine" for kind in ("tex", "txt"))
-
-
-def test_titles_are_folded_to_the_width_of_a_panel() -> None:
-    lines = in_two_lines("Castin 3.5, mean field \u2020", 0.9, 7.0)
-    assert len(lines) == 2
-    assert lines[1].endswith("field \u2020")
-    assert all(inches(line, 7.0) <= 0.9 for line in lines)
-    assert in_two_lines("Exact", 0.9, 7.0) == ["Exact"]
-    _, long = in_two_lines("x" * 100, 0.9, 7.0)
-    assert long.endswith("\u2026")
-    assert inches(long, 7.0) <= 0.9
 
 
 def test_ratios_to_the_exact_norm_as_colours(ds: xr.Dataset, tmp_path: Path) -> None:

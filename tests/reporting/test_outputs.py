@@ -14,7 +14,6 @@ import lipbound as lb
 from lipbound import plots, tables
 from lipbound.errors import LipboundError, Notice, PaperError, UnknownNameError
 from lipbound.formatting import directed, number
-from lipbound.reporting import statistics
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +108,6 @@ def test_cells_show_log10_of_the_reduced_values(ds: xr.Dataset) -> None:
     assert len({(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels}) == 1
     own = plots.heatmaps(ds, bounds=["yudin"], scale="panel")
     assert len({axes.images[0].norm.vmax for axes in own.axes if axes.images}) == 2
-
-
-def test_shared_scale_leaves_out_what_would_wash_it_out() -> None:
-    grids = {"exact": [[0.0, 1.0]], "a": [[3.0, 4.0]], "b": [[80.0, np.inf]]}
-    grids = {name: np.array(grid) for name, grid in grids.items()}
-    assert statistics.shared_scale(grids) == (0.0, 4.0)
-    assert statistics.shared_scale({"exact": np.array([[-np.inf, -np.inf]])}) == (0.0, 0.0)
 
 
 def test_caption_says_what_it_is(ds: xr.Dataset) -> None:
@@ -231,15 +223,6 @@ def test_extras_cost_no_figure(gpt2_run: xr.Dataset, tmp_path: Path) -> None:
     assert shown == ["Exact", "Frobenius norm", "Condition number"]
     said = "on a scale of its own, infinite ones in the colour beyond it."
     assert said in (tmp_path / "own.caption.txt").read_text()
-    both = plots.heatmaps(ds, bounds=["yudin", "condition"])
-    assert [title for title in titles(both) if title][-1] == "Condition number"
-    assert "to infinity" in tables.render(ds, width=200)
-    paragraph = lb.cite(ds.assign_attrs(checksum=None), "text")
-    assert "Also computed were the condition number of the Jacobian" in paragraph
-    assert "infinite where rounding hides whether" in paragraph
-    assert "Also computed" not in lb.cite(gpt2_run, "text")
-    called = plots.heatmaps(ds, bounds="condition", labels={"condition": "Kappa"})
-    assert [title for title in titles(called) if title] == ["Exact", "Kappa"]
     with pytest.raises(PaperError, match="18 panels in 1 column do not fit"):
         plots.heatmaps(ds, width="slide", columns=1)
 

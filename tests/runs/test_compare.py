@@ -126,17 +126,6 @@ def test_a_full_disk_does_not_cost_the_run(
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
 
 
-def test_errors_come_before_the_work(bert: Path, tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    for options, words in (
-        ({"device": "cuda:77"}, "cannot be used here"),
-        ({"out": blocked / "run.zarr"}, "cannot be written"),
-        ({"layers": [5]}, "layers [5] do not exist"),
-    ):
-        refused(lambda options=options: lb.compare(bert, TEXTS, **OPTIONS | options), words)
-
-
 # -- the audit -------------------------------------------------------------------------------------
 
 

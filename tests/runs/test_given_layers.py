@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from support.commands import refused
+from support.checks import normal_layer, refused
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, InputsError, LipboundError
 
 
 def layer(samples: int = 2, heads: int = 2, dtype: torch.dtype = torch.float64) -> lb.Attention:
-    g = torch.Generator().manual_seed(heads)
-    x = torch.randn(samples, 5, 8, generator=g, dtype=dtype)
-    w = [torch.randn(heads, 8, 4, generator=g, dtype=dtype) for _ in range(3)]
-    return lb.Attention(x, *w)
+    return normal_layer(heads, 5, 8, 4, samples=samples, heads=heads).to(dtype)
 
 
 def test_a_run_of_layers_has_their_norms_and_bounds() -> None:

@@ -18,8 +18,10 @@ import transformers as tf
 import xarray as xr
 import zarr
 from filelock import FileLock, Timeout
+from support import trainers
 from support.commands import refused
 from support.models import AFFINE, GPT2, build, inputs_for
+from support.trainers import NO_DROPOUT
 from torch import Tensor, nn
 
 import lipbound as lb
@@ -31,13 +33,11 @@ from lipbound.schema import STATISTICS
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 RATE = 0.5
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def decoder(**options: Any) -> Any:
     """A small GPT-2 in training mode."""
-    config = tf.GPT2Config(**GPT2, bos_token_id=None, eos_token_id=None, **options)
-    return build(lambda: tf.GPT2LMHeadModel(config)).train()
+    return trainers.decoder(**options).train()
 
 
 def train(
@@ -525,15 +525,12 @@ def test_a_model_that_a_trainer_runs_under_autocast_is_measured_in_its_own_dtype
 
 
 def hf_trainer(model: Any, folder: Path, steps: int, **options: Any) -> tf.Trainer:
-    usual = {"max_steps": steps, "per_device_train_batch_size": 2, "learning_rate": RATE}
-    usual |= {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0}
-    usual |= {"weight_decay": 0, "use_cpu": True, "disable_tqdm": True, "report_to": []}
-    usual |= {"logging_steps": 2, "save_strategy": "no"}
-    arguments = tf.TrainingArguments(output_dir=str(folder), **usual | options)
+    usual = {"per_device_train_batch_size": 2, "learning_rate": RATE, "logging_steps": 2}
     model.accepts_loss_kwargs = False  # the mean over predicted tokens, as in the loop
     # every batch has both rows, in one order or the other
     rows: Any = [{"input_ids": one, "labels": one} for one in IDS]
-    return tf.Trainer(model, arguments, train_dataset=rows)
+    usual |= {"max_steps": steps} | options
+    return trainers.trainer_of(model, folder, rows, tf.Trainer, **usual)
 
 
 def test_a_trainer_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from lipbound.runs.store import (
     LayerResult,
     PartialRun,
     partial_path,
-    same_configuration,
 )
 
 DAMAGED = "1 of the 5 measured blocks of one layer each in .* is damaged, and measured again"
@@ -278,13 +277,6 @@ def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
     for name in ("info", f"heatmap -o {tmp_path}/x.pdf", "table", f"report -o {tmp_path}/x.html"):
         status, _, err = command(f"{name} '{partial}'")
         assert (status, "is an unfinished run; " in err) == (2, True)
-
-
-def test_what_differs_is_said_in_words(tmp_path: Path) -> None:
-    was = {"bounds": ["yudin", "kim"], "data": "a story", "seed": 0}
-    now = {"bounds": [], "data": None, "seed": 0}
-    words = "bounds was yudin, kim and is now none; data was a story and is now none; use the same"
-    refused(lambda: same_configuration(tmp_path, was, now), words, error=StoreError)
 
 
 def test_only_the_same_configuration_is_taken_up(

@@ -16,16 +16,6 @@ from lipbound.runs.store import run_of
 from lipbound.schema import Contents, closed, repeated
 
 
-def test_a_run_as_it_was_made(whole: xr.Dataset) -> None:
-    found = Contents.of(whole)
-    assert (found.samples, found.made.samples, found.exact_samples) == (4, 4, 4)
-    assert (found.layers, found.made.model_layers, found.all_layers) == ((0, 1), 2, True)
-    assert (found.heads, found.made.heads) == ((4, 4), 4)
-    assert (found.norms, found.closed, found.all_closed) == (32, 32, True)
-    assert found.tokens == int(whole["length"].max())
-    assert (edited(whole), found.runs) == (False, 1)
-
-
 @pytest.mark.parametrize(
     ("part", "samples", "layers", "heads"),
     [
@@ -73,12 +63,6 @@ def test_what_was_edited_is_called_edited(whole: xr.Dataset, bert: Path) -> None
     # its checksums are over all variables
     assert edited(whole[["exact", "exact_upper", "yudin"]]) is None
     assert edited(whole.assign(mine=whole["exact"])) is False
-
-
-def test_layers_of_how_many(bert: Path) -> None:
-    ds = lb.compare(bert, TEXTS[:1], **OPTIONS | {"layers": [1]})
-    found = Contents.of(ds)
-    assert (found.layers, found.made.model_layers, found.all_layers) == ((1,), 2, False)
 
 
 def test_what_did_not_close_is_counted(bert: Path) -> None:

@@ -78,10 +78,14 @@ def gradients(f: Callable[[Attention], Tensor], att: Attention) -> tuple[Tensor,
 
 
 def slopes(
-    f: Callable[[Attention], Tensor], att: Attention, *steps: float, seed: int = 1
+    f: Callable[[Attention], Tensor],
+    att: Attention,
+    *steps: float,
+    seed: int = 1,
+    reference: Callable[[Attention], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Along a random direction of everything a layer is made of: the derivatives of all entries of
-    f, and their differences of fourth order for each step."""
+    f, and for each step their differences of fourth order, of f or of what f is compared with."""
     draw, given = normal(seed), given_parts(att)
     along = {name: t.abs().max() * draw(*t.shape).to(t) for name, t in given.items()}
 
@@ -94,9 +98,10 @@ def slopes(
         torch.autograd.grad(y, leaves.values(), retain_graph=True, materialize_grads=True)
         for y in value
     ]
+    g = reference or f
     exact = [sum((a * b).sum() for a, b in zip(row, along.values(), strict=True)) for row in found]
     differences = [
-        (8 * (f(moved(h)) - f(moved(-h))) - (f(moved(2 * h)) - f(moved(-2 * h)))) / (12 * h)
+        (8 * (g(moved(h)) - g(moved(-h))) - (g(moved(2 * h)) - g(moved(-2 * h)))) / (12 * h)
         for h in steps
     ]
     return torch.stack(exact).detach(), *(t.detach().flatten() for t in differences)

@@ -169,10 +169,6 @@ def sweeps(folder: Path, bert: Path, text: Path) -> None:
     base = f"model: {bert}\ndata: {text}\nsamples: 1\nbounds: castin\n"
     contents = {
         "broken": "model: [",
-        "list": "- a\n- b",
-        "nothing": "",
-        "no-model": "data: x",
-        "key": "model: m\nsampels: 3",
         "program": "model: !!python/object/apply:os.system ['exit 3']\n",
         "good": f"{base}max_length: 8\n",
         "samples": base.replace("samples: 1", "samples: many"),

@@ -6,7 +6,6 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from unittest import mock
 
-import pytest
 from support.checks import refused as refused
 
 from lipbound import cli
@@ -25,13 +24,6 @@ def command(*words: object) -> tuple[int, str, str]:
         except SystemExit as end:
             status = int(end.code or 0)
     return status, out.getvalue(), err.getvalue()
-
-
-def call(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: object
-) -> tuple[int, str, str]:
-    """Do what `command` does, in tests that have these fixtures."""
-    return command(shlex.join(map(str, arguments)))
 
 
 def said(*words: object) -> str:

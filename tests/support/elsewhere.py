@@ -47,7 +47,7 @@ their methods let them be, relatively."""
 METHODS: tuple[dict[str, Any], ...] = (
     {},
     {"delta": 1e-9, "vectors": True},
-    {"method": "power"},
+    {"method": "power", "max_steps": 40},
     {"method": "dense"},
 )
 TOL = {"float32": 1e-4, "float64": 1e-8}

@@ -656,9 +656,9 @@ def pairs_far_away(seed: int = 15, offset: float = 1e4) -> Attention:
     return Attention(x, w_q, w_k, w_v, scale=1.0, mask=mask)
 
 
-def sink_token(n: int = 32, dtype: torch.dtype = torch.float32) -> Attention:
+def sink_token(n: int = 32, dtype: torch.dtype = torch.float32, pull: float = 10.0) -> Attention:
     """All n tokens attend to the first, whose key is not that of the others."""
     x = torch.tensor([-0.3, 0.0, 0.0], dtype=dtype).repeat(1, n, 1)
     x[:, 0] = torch.tensor([1.0, 0.0, 1.0], dtype=dtype)
     w_k, w_v = (torch.tensor(w, dtype=dtype).view(1, 3, 1) for w in ([0.0, 100, 1], [1.0, 0, 0]))
-    return Attention(x, 0 * w_k, w_k, w_v, b_q=torch.tensor([[10.0]], dtype=dtype), scale=1.0)
+    return Attention(x, 0 * w_k, w_k, w_v, b_q=torch.tensor([[pull]], dtype=dtype), scale=1.0)

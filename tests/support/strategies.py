@@ -21,7 +21,6 @@ MODERATE = {
     "weights": ("plain", "tied", "no_query", "rank_one_values"),
 }
 """Families of `layers` without huge inputs and one-hot attention."""
-SAMPLES, HEADS = 6, 10
 SHARE = "LIPBOUND_TESTS_SHARE"
 """Environment variable: the share of every property's examples that are drawn, 1 unless said
 otherwise; `make test` draws a tenth."""
@@ -30,6 +29,10 @@ otherwise; `make test` draws a tenth."""
 def part(count: int, least: int = 5) -> int:
     """How many of so many examples are drawn: the first of them, and not fewer than ``least``."""
     return min(count, max(least, round(count * float(os.environ.get(SHARE, "1")))))
+
+
+SAMPLES, HEADS = part(6, 3), part(10)
+"""Inputs and heads of one of `layers`; in `make test` half of them."""
 
 
 def examples(count: int) -> Callable[[Any], Any]:
