@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from support.checks import refused
 from support.models import WIDE, build
 from support.modules import before, given_to, joined, norms, sdpa
 from support.modules import check as checked
@@ -185,6 +186,9 @@ def test_heads_are_those_that_attention_returns(act: str, interleaved: bool) -> 
         w = layer.out.weight.unflatten(1, (4, 3) if interleaved else (3, 4))
         return torch.einsum("nhv,ovh->nho" if interleaved else "nhv,ohv->nho", heads(x), w)
 
+    if interleaved and act == "norm":  # of all channels, which mixes heads
+        refused(lambda: lb.capture(layer, {"x": X}), "in which they cannot be told apart")
+        return
     for closed in (True, False):
         (att,) = lb.capture(layer, {"x": X}, closed=closed)
         check(att, norms(heads, X))

@@ -3,16 +3,14 @@
 Padding belongs to a stream. A layer without a closed form is measured through its own module: that
 whose inputs determine queries, keys and values is copied to float64 and run again with other
 tokens, and what its output projection is given is cut out of the pass as the outputs of heads.
-Which entries of that are the outputs of which head is found by derivatives, whatever the layout: an
-entry moves with the outputs of its head.
+Each is moved by the outputs of its own head, by which their layout is found.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -277,8 +275,9 @@ def through_module(
     if stream not in streams.named:
         raise call.unsupported(f"depends on no stream of {stream}")
     tensors = streams.named[stream]
-    joint = len(tensors) > 1 and stream == INPUT
-    along = 1 if joint else -1  # keys and values of two tensors have the same tokens
+    along = (
+        1 if len(tensors) > 1 and stream == INPUT else -1
+    )  # keys and values of two tensors have the same tokens
     try:
         tokens = torch.cat([t.detach().double() for t in tensors], along)
     except RuntimeError as error:
@@ -291,7 +290,7 @@ def through_module(
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
-        arrange = (lambda t: t) if until == rerun.HEADS else arrangement(call, x, whole, heads)
+        arrange = (lambda t: t) if until == rerun.HEADS else arrangement(call, whole, heads)
         sides = heads[0].form[:2] or (heads[0].q[0], heads[0].k[0])
         made = sides[stream == MEMORY]
         if len(heads) > 1 or (call.form is not None and call.form.turned):
@@ -299,6 +298,8 @@ def through_module(
         axis, count, place = _samples(call, x, arrange(whole), made)
 
     out = _by_sample(arrange(whole.detach()), place, count)
+    if call.way != INTERFACE and until != rerun.HEADS and not _fits(call, stream, out, tokens):
+        raise call.unsupported("hands on its heads in an order that is not known")
     # channels may stand before the tokens
     rest, size = range(tokens.ndim - 1, 0, -1), tokens.numel() // (count * out.shape[1])
     last = -1 if stream == MEMORY else next((i for i in rest if tokens.shape[i] == size), -1)
@@ -315,20 +316,28 @@ def through_module(
     of_outputs = padding.of_keys if stream == INPUT else padding.of_queries
     valid_out = of_outputs(call, count, out.shape[1])
     valid = valid_out if stream == QUERIES else padding.of_keys(call, count, width)
-    valid = None if joint else valid  # padding moves nothing
+    valid = None if along == 1 else valid  # padding moves nothing
     real = out if valid_out is None else out[valid_out]
     if bool(real.isnan().any()):
         raise CaptureError(f"layer {call.name or '(the model itself)'}: its heads' outputs are NaN")
     w_o, is_affine = _output(call, owner, arrange, whole.detach(), out)
-    layer = None if is_affine else projected
     shape = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
     kind = "self" if stream == INPUT else "cross"
     windows = 1 if axis else max(1, count // call.samples)
     attention = ModuleAttention(
-        tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason, layer
+        tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
-    attention = replace(attention, details=_details(call, owner, out, heads, streams.held))
+    followed = w_o is not None or not is_affine
+    details = _details(call, owner, out, heads, streams.held, followed)
+    attention = replace(attention, layer=None if is_affine else projected, details=details)
     return attention, error, owner.run.name
+
+
+def _fits(call: Call, stream: str, out: Tensor, tokens: Tensor) -> bool:
+    """Return whether outputs, (samples, N, heads, d_v), take no heads for tokens."""
+    if stream == MEMORY:
+        return call.formed and out.shape[1:3] == call.out.shape[1:3]
+    return out.shape[1] <= tokens[..., 0].numel() // len(out)
 
 
 def _output(
@@ -345,7 +354,9 @@ def _output(
     """
     try:
         w_o = from_heads(call)
-        if w_o is None and arrange(whole).flatten(-2).shape == whole.shape:
+        if w_o is None and call.consumer is not None and not call.changed:
+            w_o = rerun.probe_output(call, out)
+        elif w_o is None and arrange(whole).flatten(-2).shape == whole.shape:
             flat = rerun.probe_output(call, whole[..., None, :])
             if flat is not None:
                 rows = flat.mT.view(*[1] * (whole.ndim - 2), flat.shape[-1], whole.shape[-1])
@@ -359,23 +370,24 @@ def _output(
 def _until(call: Call) -> str:
     """Return where heads end: where they are projected, together with gates and norms before that.
 
-    Where all that is made of them is one affine map, they end where attention does.
+    Where nothing is done to them before, or one affine map, they end where attention does.
     """
     with suppress(CaptureError):
-        own = call.consumer is not None and not call.changed
-        return PROJECTION if own or from_heads(call) is None else rerun.HEADS
+        known = len(call.pieces) == 1 and (call.way == INTERFACE or call.consumer is not None)
+        if (known and not call.changed) or from_heads(call) is not None:
+            return rerun.HEADS
     return PROJECTION
 
 
 def _details(
-    call: Call, owner: ModuleCopy, out: Tensor, heads: list[Heads], held: bool
+    call: Call, owner: ModuleCopy, out: Tensor, heads: list[Heads], held: bool, followed: bool
 ) -> tuple[str, ...]:
     """Return what there is to say of the outputs of heads, in words."""
     found, raws = [], torch.cat([one.raw.flatten() for one in heads])
     own, mine = (t.detach().nan_to_num().flatten().sort().values for t in (raws, out))
     if len(mine) <= len(own) and not bool(torch.isin(mine, own).all()):
         found = ["what is done to the outputs of heads before their projection is part of them"]
-    elif call.changed:
+    elif call.changed or not followed:
         found = ["outputs of heads are those that attention returns"]
     found += ["other tensors that queries, keys or values are made of are held"] * held
     return (*found, *["what the code detaches moves as well"] * owner.casts.detached)
@@ -455,221 +467,71 @@ def _is_alone(made: Tensor, x: Tensor, axis: int) -> bool:
     return grad is None or not bool((grad.movedim(axis, 0)[1:] != 0).any())
 
 
-MOST = 256
-"""Number of places of an axis of outputs that are looked at; samples and heads may share it.
-
-Where there are more, half of them are its first and half stand evenly on it, so that heads are met
-whether samples or heads stand first.
-"""
-
 Arrange = Callable[[Tensor], Tensor]
 """A function that brings outputs of heads to (..., heads, d_v)."""
-Places = frozenset[int]
-"""Places of an axis at which a tensor is not zero."""
-Units = dict[tuple[int, int], list[Places]]
-"""Places on all axes of a cut that move with outputs, by the call and the place among these."""
 
 
-def arrangement(call: Call, x: Tensor, cut: Tensor, calls: Sequence[Heads]) -> Arrange:
+def arrangement(call: Call, cut: Tensor, calls: Sequence[Heads]) -> Arrange:
     """Return a function from cuts to (..., heads, d_v).
+
+    Heads stand side by side or interleaved, channels last or behind the samples, or on an axis of
+    their own; which of these it is, derivatives tell.
 
     Args:
         call: of the layer, which errors name.
-        x: the stream of tokens that ``cut`` is a function of.
         cut: what its output projection is given, made of the outputs of ``calls`` with gradients.
         calls: what these outputs are put together from.
 
     Raises:
-        CaptureError: the heads cannot be told apart.
+        CaptureError: the heads stand otherwise.
     """
-    calls, last = [one for one in calls if one.raw.requires_grad], cut.ndim - 1
     raws, (first, *_) = [one.raw for one in calls], calls
     if cut.numel() < sum(map(Tensor.numel, raws)) and not _all_move(cut, calls):
         raise call.unsupported("projects the outputs of its heads in parts")
-    known = None if first.head_axis is None or _of_other_tokens(x, first) else first.head_axis
-    several = known is not None and first.raw.shape[known] > 1
-    cotangent = torch.zeros_like(cut, requires_grad=True)
-    pulled = torch.autograd.grad(cut, raws, cotangent, create_graph=True, materialize_grads=True)
-
-    def moved(i: int, place: int, start: int, end: int) -> list[Places]:
-        """Return which places of each axis of the cut move with some of a call's outputs.
-
-        They stand at a place of the axes from ``start`` to ``end``, counted as if these were one.
-        """
-        tangent, found = raws[i].new_zeros(raws[i].shape), torch.zeros_like(cut)
-        some = tangent.flatten(start, end).select(start, place)
-        some.copy_(torch.randn(some.shape, generator=torch.Generator().manual_seed(0)))
-        if pulled[i].requires_grad:
-            (found,) = torch.autograd.grad(pulled[i], cotangent, tangent, retain_graph=True)
-        return _places(found)
-
-    # activations may keep the derivative of some tokens alone, not of the same for all channels
-    wide_axis = first.width_axis % first.raw.ndim
-    pair = zip(*(moved(0, place, wide_axis, wide_axis) for place in (0, -1)), strict=True)
-    wide = {axis for axis, (one, other) in enumerate(pair) if one.isdisjoint(other)}
-    units = _units(calls, known, moved)
-    of_first = [unit for (i, _), unit in units.items() if i == 0]
-    if several:
-        head, *rest = [unit for unit in of_first if unit[0]] or [[]]
-        pairs = enumerate(zip(head, *rest, strict=True))
-        along = {a for a, (one, *others) in pairs if any(map(one.isdisjoint, others))}
-        if len(wide | along) > 1 and (len(wide) > 1 or wide & along):  # groups of heads, say
-            axes, back = sorted(wide | along), [*range(-len(wide | along), 0)]
-            inner = arrangement(call, x, cut.movedim(axes, back).flatten(back[0]), calls)
-            return lambda t: inner(t.movedim(axes, back).flatten(back[0]))
-    width = max(wide, default=None)
-    end = last if width is None else width
-
-    def tried() -> Iterator[tuple[int, Units, Iterable[list[Places]]]]:
-        """Yield axes of the cut, units of outputs, and those among them that tell heads apart."""
-        yield end, units, units.values()
-        if known is not None:  # it may count windows
-            every = _units(calls, None, moved)
-            yield end, every, every.values()
-        for axis in range(last, -1, -1) if several else ():
-            yield axis, units, of_first  # calls that are chunks of queries move other tokens
-
-    for axis, some, told in tried():
-        groups, found = [], [unit[axis] for unit in some.values()]
-        if not several or len({unit[axis] for unit in told if unit[axis]}) > 1:
-            groups = _groups(found, cut.shape[axis])
-        if not groups and axis == end:
-            groups = _completed(found, cut.shape[axis], first.width)
-        if groups:
-            order = torch.tensor([*chain(*map(sorted, groups))], device=cut.device)
-            if axis == last or len(groups[0]) > 1:
-                return lambda t: t.movedim(axis, -1)[..., order].unflatten(-1, (len(groups), -1))
-            ends = axis, last if end == axis else end
-            return lambda t: t.index_select(axis, order).movedim(ends, (-2, -1))
-    if not several and width is not None and cut.shape[width] == first.width:
-        alone = len(calls) == 1 and first.raw.ndim == 3
-        of_heads = _axis_of_heads(x, first.v, units) if alone else None
-        if of_heads is not None:
-            return lambda t: t.movedim((of_heads, width), (-2, -1))
-        return lambda t: t.movedim(width, -1).unsqueeze(-2)  # one head
-    return _together(call, cut, first.raw, known, first.width)  # they are normalised together, say
+    # calls with the same scores are heads with parts of their values
+    alike = (map(torch.equal, (one.q[0], one.k[0]), (first.q[0], first.k[0])) for one in calls)
+    width = first.width * sum(map(all, alike))
+    views: list[Arrange] = []
+    if cut.shape == first.raw.shape and first.head_axis == cut.ndim - 2:
+        views = [lambda t: t.flatten(-2)]
+    elif cut.shape[-1] % width == 0:
+        views = [lambda t: t, lambda t: t.unflatten(-1, (width, -1)).mT.flatten(-2)]
+    if cut.ndim > 2 and cut.shape[1] % width == 0 and width > 1:
+        views.append(lambda t: t.movedim(1, -1))
+    for view in views:
+        kept = _side_by_side(view(cut).unflatten(-1, (-1, width)), calls)
+        whole = call.way == INTERFACE and len(calls) == 1
+        if kept and (not whole or len(kept) == call.out.shape[2]):
+            return lambda t: view(t).unflatten(-1, (-1, width))[..., kept, :]
+    raise call.unsupported("hands on its heads in a layout in which they cannot be told apart")
 
 
-def _units(calls: Sequence[Heads], known: int | None, moved: Callable[..., list[Places]]) -> Units:
-    """Return which places of a cut move with outputs that may be a head's.
+def _side_by_side(out: Tensor, calls: Sequence[Heads]) -> list[int]:
+    """Return which parts of (..., parts, d_v) are heads; none where they are not all told apart.
 
-    Args:
-        calls: of one layer.
-        known: axis of their outputs that counts heads; where it is not known, all axes before
-            tokens may.
-        moved: takes a call's number, a place, and the first and last axis on which it is.
-
-    Returns:
-        Places on all axes, by the call and the place among its outputs. Calls with the same scores
-        are one head with parts of its values.
+    Each is made of outputs of its own, of all channels of them, or mostly of these where heads are
+    normalised together; other parts are made of something else.
     """
-    units: Units = {}
-    made_of = [(one.q[0], one.k[0]) for one in calls]
-    for i, (one, own) in enumerate(zip(calls, made_of, strict=True)):
-        owner = next(j for j, its in enumerate(made_of) if all(map(torch.equal, own, its)))
-        axes = (0, max(0, one.raw.ndim - 3)) if known is None else (known, known)
-        for place in _looked_at(prod(one.raw.shape[axes[0] : axes[1] + 1])):
-            unit = moved(i, place, *axes)
-            before = units.get((owner, place), unit)
-            units[owner, place] = [*map(frozenset.union, before, unit)]
-    return units
+    sizes, raws, width = [], [one.raw for one in calls], calls[0].width
 
+    def moving(made: Tensor) -> Tensor:
+        pairs = zip(_sensitivity(made, raws), calls, strict=True)
+        wide = (g.movedim(one.width_axis, -1).reshape(-1, width) for g, one in pairs)
+        return torch.cat([*wide]).square()
 
-def _axis_of_heads(x: Tensor, v: Tensor, units: Units) -> int | None:
-    """Return the axis of a cut on which heads stand; None where there is one head.
-
-    Windows may share the first axis of outputs with heads, whose values are made of the same
-    tokens.
-
-    Args:
-        x: the stream of tokens.
-        v: values of each head and window, (heads and windows, M, d_v).
-        units: places of the cut, on each of its axes, by places of that axis.
-    """
-    if v.ndim != 3 or not v.requires_grad or len(units) < 2:
-        return None
-    for (_, i), its in units.items():
-        pairs = enumerate(zip(units[0, 0], its, strict=True))
-        axes = [axis for axis, (one, other) in pairs if one.isdisjoint(other)]
-        same = (_places(*_sensitivity(v[j], [x])) for j in (0, min(i, len(v) - 1)))
-        if len(axes) == 1 and next(same) == next(same):
-            return axes[0]
-    return None
-
-
-def _sensitivity(made: Tensor, to: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return derivatives of a sum over what is made of some tensors, with weights."""
-    weights = torch.linspace(1, 2, made.numel()).to(made).view_as(made)
-    total = (made.nan_to_num() * weights).sum()
-    return torch.autograd.grad(total, to, retain_graph=True, materialize_grads=True)
-
-
-def _together(call: Call, cut: Tensor, raw: Tensor, known: int | None, d_v: int) -> Arrange:
-    """Return the layout of heads on the last axis that are all made of all outputs of heads."""
-    if cut.shape[-1] % d_v:
-        raise call.unsupported(f"hands on heads ({d_v} wide) in a tensor of width {cut.shape[-1]}")
-    layouts: list[Arrange] = [
-        lambda t: t.unflatten(-1, (-1, d_v)),
-        lambda t: t.unflatten(-1, (d_v, -1)).mT,
-    ]
-    shares = [_own_share(layout(cut), raw, known) for layout in layouts]
-    return layouts[shares[1] > max(0.5, shares[0]) + 1e-9]  # less is chance
-
-
-def _own_share(out: Tensor, raw: Tensor, axis: int | None) -> float:
-    """Return which part of what the first of the heads is made of belongs to it.
-
-    Args:
-        out: outputs (..., heads, d_v), made of ``raw``.
-        raw: outputs as they were computed.
-        axis: of ``raw`` that counts heads; None where samples and heads share the first.
-    """
-    count = out.shape[-2]
-    if len(raw) % count if axis is None else raw.shape[axis] != count:
-        return 0.0
-    (grad,) = _sensitivity(out[..., 0, :], [raw])
-    grad = grad.unflatten(0, (-1, count)) if axis is None else grad
-    inside = grad.select(1 if axis is None else axis, 0)
-    return float(inside.square().sum() / grad.square().sum())
-
-
-def _looked_at(size: int) -> Sequence[int]:
-    """Return places of an axis of that size: all, or `MOST` of them."""
-    if size <= MOST:
-        return range(size)
-    half = MOST // 2
-    return sorted({*range(half), *torch.linspace(0, size - 1, half).long().tolist()})
-
-
-def _places(t: Tensor) -> list[Places]:
-    some, axes = t != 0, range(t.ndim)
-    found = (some.any([other for other in axes if other != axis]) for axis in axes)
-    return [frozenset(places.nonzero().flatten().tolist()) for places in found]
-
-
-def _groups(found: Sequence[Places], size: int) -> list[Places]:
-    """Return the places of heads on an axis of that size, each as many, or nothing.
-
-    They are different ones, but not one for all.
-    """
-    groups = [*filter(None, dict.fromkeys(found))]
-    counts, every = [len(places) for places in groups], frozenset[int]().union(*groups)
-    apart = len({*counts}) == 1 and len(every) == sum(counts)
-    return groups if apart and (len(groups) > 1 or len(every) < size) else []
-
-
-def _completed(groups: Sequence[Places], size: int, width: int) -> list[Places]:
-    """Return the places of heads of some width of which some do not move, or nothing.
-
-    An activation between heads and their projection may have no derivative at some places.
-    """
-    every, count = range(size), size // width
-    blocks = [frozenset(every[i * width : (i + 1) * width]) for i in range(count)]
-    for parts in (blocks, [frozenset(every[i::count]) for i in range(count)]):
-        met = [sum(not some.isdisjoint(part) for part in parts) for some in groups if some]
-        if {*met} <= {1} and count > 1 and count * width == size:
-            return parts
-    return []
+    best = out.new_zeros(sum(map(Tensor.numel, raws)) // width, width)
+    owner = torch.zeros_like(best)
+    for i, head in enumerate(out.unbind(-2)):
+        moved = moving(head)
+        owner = owner.where(moved <= best, i)
+        best = best.maximum(moved)
+        sizes.append(moved.sum())
+    kept = [i for i, size in enumerate(sizes) if size > 0]
+    apart = ((best * (owner == i), sizes[i]) for i in kept)
+    if not all(own.sum() > size / 2 and bool((own != 0).any(0).all()) for own, size in apart):
+        return []
+    channel = moving(out[..., kept[:1], 0])  # and no tokens are taken for channels
+    return kept if bool(2 * channel[:, 0].sum() > channel.sum()) else []
 
 
 def _all_move(cut: Tensor, calls: Sequence[Heads]) -> bool:
@@ -680,13 +542,8 @@ def _all_move(cut: Tensor, calls: Sequence[Heads]) -> bool:
     return all(bool((t.flatten(2) != 0).any(2).all()) for t in ends)
 
 
-def _of_other_tokens(x: Tensor, call: Heads) -> bool:
-    """Return whether what seem to be heads are made of other tokens each: windows, or samples."""
-    sides = (t for t in call.form[:2] if t is not None and t.requires_grad and t.ndim > 3)
-    t = next((t for t in sides if t.shape[-3] > 1), None)
-    if t is None:
-        return False
-    rows = (t.select(-3, i).select(-2, 0) for i in range(2))
-    first, second = (_places(*_sensitivity(row, [x])) for row in rows)
-    wide = max(range(x.ndim), key=lambda axis: len(first[axis]))
-    return any(first[axis] != second[axis] for axis in range(x.ndim) if axis != wide)
+def _sensitivity(made: Tensor, to: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return derivatives of a sum over what is made of some tensors, with weights."""
+    weights = torch.linspace(1, 2, made.numel()).to(made).view(made.shape)
+    total = (made.nan_to_num() * weights).sum()
+    return torch.autograd.grad(total, to, retain_graph=True, materialize_grads=True)
