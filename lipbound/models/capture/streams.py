@@ -327,7 +327,7 @@ def through_module(
     attention = ModuleAttention(
         tokens, axis, function, shape, w_o, valid, valid_out, kind, stream, windows, reason
     )
-    followed = w_o is not None or not is_affine
+    followed = w_o is not None or not is_affine or until == PROJECTION
     details = _details(call, owner, out, heads, streams.held, followed)
     attention = replace(attention, layer=None if is_affine else projected, details=details)
     return attention, error, owner.run.name
@@ -373,7 +373,7 @@ def _until(call: Call) -> str:
     Where nothing is done to them before, or one affine map, they end where attention does.
     """
     with suppress(CaptureError):
-        known = len(call.pieces) == 1 and (call.way == INTERFACE or call.consumer is not None)
+        known = len(call.pieces) == 1 and call.way == INTERFACE
         if (known and not call.changed) or from_heads(call) is not None:
             return rerun.HEADS
     return PROJECTION
