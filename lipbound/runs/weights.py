@@ -77,7 +77,7 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     capturer = measure.capturer_of(checkpoint.model, None, config.map)
     sources = compare.Sources(checkpoint, inputs, device, capturer)
     plan = compare.Plan(config, layers, 1, 1, 1, {}, len(layers))
-    info = compare.run_info(config, sources, plan, lengths := np.zeros(1, dtype=np.int64), 0.0)
+    info, lengths = compare.run_info(config, sources, plan), np.zeros(1, dtype=np.int64)
     made = replace(info.made, exact_samples=0)
     said: Any = {"map_description": "weights of heads alone", "dtype": "float64"}
     ds = compare.dataset(tables, config, layers, lengths)
