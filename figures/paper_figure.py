@@ -28,12 +28,13 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import in_closed_form
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError, StoreError, choice, shown, tell, whole
+from lipbound.formatting import replacing
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import Inputs, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.reporting.labels import builtin_name, model_name
 from lipbound.reporting.latex import typeset
-from lipbound.reporting.styles import BASE, Drawing, write
+from lipbound.reporting.styles import BASE, Drawing, written
 from lipbound.runs import store
 from lipbound.runs.config import check_folder_name
 
@@ -179,12 +180,12 @@ class PaperFigure(ABC):
         """Figure, and caption as plain text and for LaTeX, of a computed Dataset."""
         caption = f"{self.title} ({self.source}). {self.caption(ds)}"
         texts = {".txt": caption, ".tex": f"\\caption{{{typeset(caption)}}}"}
-        beside = {}
+        for kind in ("pdf", "png"):
+            written(self.draw(ds), folder / f"{self.name}.{kind}")
         for suffix, text in texts.items():
             lines = textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)
-            beside[folder / f"{self.name}{suffix}"] = "\n".join(lines) + "\n"
-        for kind in ("pdf", "png"):
-            write(self.draw(ds), folder / f"{self.name}.{kind}", beside)
+            with replacing(folder / f"{self.name}{suffix}") as (target,):
+                target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
