@@ -42,8 +42,9 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
 import lipbound as lb
+from lipbound.attention.conditioning import conditioning
 from lipbound.attention.layer import Attention
-from lipbound.attention.softmax import largest_jacobian_norm
+from lipbound.runs.head_extras import of_heads
 
 KINDS = ("plain", "q/k-norm", "QK-clip")
 DOUBLING = (0, 20, 10)
@@ -91,22 +92,14 @@ def watched(layers: list[Attention]) -> dict[str, float]:
     """Every number, the largest over heads (entropy: the smallest)."""
     found: dict[str, list[float]] = {name: [] for name in NUMBERS[1:]}
     for att in layers:
-        known = att.statistics()
-        visible = torch.ones(att.tokens, att.tokens).tril() > 0
-        scores = (att.scale * att.wide_q @ att.wide_k.mT).masked_fill(~visible, 0.0)
-        rows = largest_jacobian_norm(att.p.double())
-        ratio = scores.norm(dim=(-2, -1)) / att.p.double().norm(dim=(-2, -1))
-        product = att.w_q.double() @ att.w_k.double().mT
         values = {
+            **att.statistics(),
+            **of_heads(att, ("row_norm", "wqk_norm")),
             "exact": lb.spectral_norm(att, tol=1e-2).lower,
-            "kappa_softmax": ratio * rows,
-            "largest_logit": known["largest_logit"],
-            "entropy": known["entropy"],
-            "row_norm": rows,
-            "wqk_norm": abs(att.scale) * torch.linalg.matrix_norm(product, 2)[None],
+            "kappa_softmax": conditioning(att, "kappa_softmax"),
         }
-        for name, value in values.items():
-            found[name] += value[0].tolist()
+        for name, every in found.items():
+            every += values[name][0].tolist()
     return {name: float(f"{MOST[name](values):.5g}") for name, values in found.items()}
 
 

@@ -172,7 +172,7 @@ class Monitor:
         measured, notes = in_dtype(self._model)
         checkpoint.notes += notes
         tell(*notes)
-        capturer = capturer_of(measured, config.chosen_layers, config.map)
+        capturer = capturer_of(measured, config.chosen_layers, config.map, config.extras)
         device = str(next(self._model.parameters()).device)
         self._sources = compare.Sources(checkpoint, inputs, device, capturer)
         memory = compare.memory_bytes(config.memory, device)
