@@ -14,6 +14,7 @@ from support.variants import cross
 from support.variants import layer as variant_layer
 
 import lipbound as lb
+from lipbound.attention.conditioning import conditioning
 from lipbound.attention.layer import Attention
 from lipbound.errors import Notice
 from lipbound.linalg.matrix_norms import product_norms
@@ -159,7 +160,7 @@ def test_a_monitor_follows_them() -> None:
         model,
         inputs_for(model),
         every=1,
-        extras=["wqk_norm", "qk_clip", "largest_logit"],
+        extras=["wqk_norm", "qk_clip", "largest_logit", "kappa_softmax", "rho_ln"],
         tau=0.1,
         threshold={"wqk_norm": 1e6},
         log=lambda numbers, step: logged.__setitem__(step, numbers),
@@ -169,6 +170,12 @@ def test_a_monitor_follows_them() -> None:
         with torch.no_grad():
             model.h[0].attn.c_attn.weight.mul_(2)
     run = monitor.run
+    with torch.no_grad():  # as it was at the last step
+        model.h[0].attn.c_attn.weight.div_(2)
+    first = next(iter(lb.capture(model, inputs_for(model), around=True)))
+    for name in ("kappa_softmax", "rho_ln"):  # the latter by the LayerNorm in front
+        expected = conditioning(first, name).expand(-1, first.heads)
+        np.testing.assert_allclose(run[name][1, :, 0], expected, rtol=1e-5)
     np.testing.assert_allclose(run["wqk_norm"][1, :, 0], 4 * run["wqk_norm"][0, :, 0], rtol=1e-6)
     for step in range(2):
         place = run.isel(step=step, layer=0)
