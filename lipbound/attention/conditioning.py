@@ -13,6 +13,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
+from lipbound.attention.rounding import probability_error
 from lipbound.attention.softmax import largest_jacobian_norm
 from lipbound.devices import in_own_modes, require
 from lipbound.errors import choice
@@ -20,21 +21,23 @@ from lipbound.schema import CONDITIONING
 
 BFLOAT16 = 2.0**-8
 """Unit roundoff of bfloat16, that of `rho_ln`; float16 has an eighth of it."""
-
-
-MATRICES = 8
+_MATRICES = 8
 """Number of float64 matrices of the size of P that are in memory meanwhile."""
+_ERROR = 2.5e-7
+"""Relative error of P, times what it grows by, from which on nothing is said: a quarter of 1e-6."""
 
 
 @memoised
 def row_norm(att: Attention) -> Tensor:
     """Largest norm of the softmax Jacobian diag(p) - p p^T of a row of P, (samples, heads).
 
-    float64. NaN where sinks take part, without which rows do not sum to one.
+    In float64, to a relative error of 1e-6; NaN where rounding may be more. A sink is one more
+    entry of every row.
     """
+    p = att.double().p
     if att.sinks is not None:
-        return att.p.new_full((att.samples, att.heads), math.nan, dtype=torch.float64)
-    return largest_jacobian_norm(att.p)
+        p = torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp_min(0)], -1)
+    return torch.where(probability_error(att) <= _ERROR, largest_jacobian_norm(p), torch.nan)
 
 
 @in_own_modes
@@ -64,7 +67,7 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
     Returns:
         (samples, heads), or (samples, 1) of all heads, float64. NaN for what there is not: layers
         by automatic differentiation, J with sinks, a LayerNorm in front that was not found (or
-        RMSNorm); infinite where the denominator is zero.
+        RMSNorm), and where rounding of P may be more than 1e-6 of the number: as where P V cancels.
 
     Raises:
         UnknownNameError: another name.
@@ -94,17 +97,20 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
         mean = ((variances * real).sum(-1) / real.sum(-1))[:, None]
         return (mean * (norm.x.shape[-1] * BFLOAT16) / norm.eps).expand(nothing.shape)
     what = f"{name} needs the attention matrices of all heads at {att.tokens} tokens"
-    needed = MATRICES * 8.0 * att.samples * att.heads * att.rows * att.keys
+    needed = _MATRICES * 8.0 * att.samples * att.heads * att.rows * att.keys
     require(needed, att.device, what, "measure shorter inputs or fewer samples, or leave it out")
-    p = size(att.p)
+    p = att.double().p
     if name == "kappa_val":
         v = att.wide_v if keys is None else att.wide_v * keys[:, None, :, None]
-        sigma = largest(torch.linalg.svdvals(v)[..., 0])
-        return p * sigma / size(att.p.double() @ v)
-    if name == "kappa_softmax":
-        logits, hidden = att.logits()
-        scores = logits if att.mask is None else logits + att.mask
-        entering = size(scores.masked_fill(hidden, 0.0))
+        found = size(p) * largest(torch.linalg.svdvals(v)[..., 0]) / size(p @ v)
+    elif att.sinks is not None:
+        return nothing
     else:
         entering = abs(att.scale) * size(att.wide_q, rows) * size(att.wide_k, keys)
-    return entering * largest(row_norm(att)) / p
+        if name == "kappa_softmax":
+            logits, hidden = att.logits()
+            scores = logits if att.mask is None else logits + att.mask
+            entering = size(scores.masked_fill(hidden, 0.0))
+        found = entering * largest(row_norm(att)) / size(p)
+    known = largest(probability_error(att)) * found.clamp_min(1) <= _ERROR
+    return torch.where(known, found, torch.nan)

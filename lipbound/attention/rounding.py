@@ -78,7 +78,10 @@ def tensor_errors(att: Attention) -> TensorErrors:
 
 
 def probability_error(att: Attention) -> Tensor:
-    """Return ``p`` of `tensor_errors`, without what is said of values, (samples, heads)."""
+    """Return relative errors of P, ``p`` of `tensor_errors`, (samples, heads).
+
+    Values are not looked at.
+    """
     return _upper([_probabilities(att.double())[1]])[0].expand(att.samples, att.heads)
 
 
@@ -176,7 +179,7 @@ def _entered(att: Attention, side: Side, *, differences: bool) -> Iterable[Tenso
 
 @memoised
 def _token_lengths(att: Attention, around: bool) -> Tensor:
-    """Return lengths of tokens, or of what they differ from their mean by, (samples, 1, N)."""
+    """Return lengths of tokens, or of tokens less their mean, (samples, 1, N)."""
     return _lengths((att.centred_x if around else att.x)[:, None], att.valid)
 
 

@@ -42,8 +42,8 @@ SWITCHES = {
 }
 """Options that every command takes, behind its name or before it."""
 state: dict[str, Any] = {}
-"""Of the running command: whether each of `SWITCHES` is on, its options by argument (``options``),
-and a function that says what an interruption leaves (``kept``)."""
+"""State of the running command: whether each of `SWITCHES` is on, its options by argument
+(``options``), and a function that says what an interruption leaves (``kept``)."""
 
 
 def start_anew() -> None:

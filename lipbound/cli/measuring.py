@@ -71,9 +71,10 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
 
 @app.command(epilog="Example: lipbound weights builtin:smollm2 --out weights.zarr")
 def weights(model: str, *, out: Path | None = None) -> None:
-    """Measure the weights of every head alone: no data, no forward pass; one layer in memory.
+    """Measure the weights of every head alone: no data, no forward pass.
 
-    Norms of W_Q W_K^T, with the factor of the scores, and of W_V W_O, and their stable ranks.
+    Of safetensors files one layer is in memory; GGUF files are read whole. What is measured are
+    norms of W_Q W_K^T, with the factor of the scores, and of W_V W_O, and their stable ranks.
     Tables and heatmaps take the run.
 
     Args:

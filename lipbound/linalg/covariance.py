@@ -27,7 +27,14 @@ much is added to all of them."""
 
 
 class Largest(NamedTuple):
-    """The value of each head; rows in order, what those solved for have, and what is left over."""
+    """Upper values of the largest norm of each head, and the rows that they come from.
+
+    Attributes:
+        value: the upper values, (heads,).
+        rows: of each head, by falling cheap upper values, (heads, r).
+        exact: norms of these rows, minus infinity where they were not solved for, (heads, r).
+        left: the largest cheap upper value of the other rows, (heads,).
+    """
 
     value: Tensor
     rows: Tensor

@@ -35,8 +35,9 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
 
     Raises:
         CaptureError: it is of another family, has cross-attention, layer normalisations of queries
-            or keys, or other maps in the places of plain linear ones (adapters that are not
-            merged, quantised layers).
+            or keys, other maps in the places of plain linear ones (adapters that are not merged,
+            quantised layers), attention modules that are not transformers', or hooks on any of
+            them: no forward pass would show what these do.
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
@@ -50,6 +51,9 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
         if getattr(config, what, False):
             raise CaptureError(f"weights of {kind} with {what} are not found by name; {instead}")
     for name, part in found:
+        if not type(part).__module__.startswith("transformers.") or _changed(part):
+            what = f"{name} ({type(part).__name__}) is not as transformers has it"
+            raise CaptureError(f"{what}: a class, a forward or hooks of its own; {instead}")
         with offload.resident(part):
             maps, scale = _inputs(name, part)
         out: Any = next((getattr(part, key) for key in OUTPUTS if hasattr(part, key)), None)
@@ -83,8 +87,18 @@ def _inputs(name: str, part: Any) -> tuple[list[Tensor], float]:
     return [t.repeat_interleave(len(each[0]) // len(t), 0) for t in each], scale
 
 
+def _changed(part: nn.Module) -> bool:
+    """Return whether something may change what a module computes: a forward or hooks of others."""
+    hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    ours = (isinstance(getattr(h, "__self__", None), offload.WeightOffloader) for h in hooks)
+    theirs = (str(getattr(h, "__module__", "")).startswith("transformers.") for h in hooks)
+    return "forward" in vars(part) or not all(map(any, zip(ours, theirs, strict=True)))
+
+
 def _matrix(name: str, one: Any) -> Tensor:
     """Return the matrix of a plain linear map, (inputs, outputs), in memory."""
+    if _changed(one):
+        raise CaptureError(f"{name} has hooks on {type(one).__name__}; remove them, or use compare")
     if type(one) not in (nn.Linear, Conv1D):
         what = f"{name} has a {type(one).__name__} in the place of a plain linear map"
         raise CaptureError(f"{what}; merge adapters and give the model before quantization")

@@ -474,8 +474,8 @@ def _by_layer(folder: Path, options: LoadOptions) -> bool:
         return options.weights == "layers"
     stored = _stored(folder)
     needed = sum(prod(t.shape) for t in stored.values()) * options.dtype.itemsize
-    little = needed <= devices.available(torch.device(options.device)) / 2
-    return not little or bool(options.lazy and stored)
+    much = needed > devices.available(torch.device(options.device)) / 2
+    return bool(stored) and (options.lazy or much)
 
 
 def _load_whole(

@@ -82,7 +82,7 @@ SOURCES = {
 
 
 EMPTY = {"f": np.nan, "i": np.int32(0), "b": False}
-"""What a run's tables have where nothing was measured, by the kinds of what was."""
+"""Values of a run's tables at places that were not measured, by the kind of their dtype."""
 WORKING_MEMORY = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80

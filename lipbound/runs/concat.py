@@ -15,7 +15,7 @@ from lipbound.runs.checksums import check_whole, sealed
 from lipbound.runs.store import run_of
 
 Key = tuple[str, int]
-"""What tells samples apart: the fingerprint of a sample's data, and its number there."""
+"""Identity of a sample: the fingerprint of its data, and its number there."""
 
 
 def concat(runs: Iterable[object]) -> xr.Dataset:
@@ -99,7 +99,7 @@ def _heads(ds: xr.Dataset) -> list[int]:
 
 
 def _keys(part: xr.Dataset) -> list[Key]:
-    """What tells the samples of a run apart."""
+    """Identities of the samples of a run."""
     return [(str(part.attrs["data_fingerprint"]), int(sample)) for sample in part["sample"].values]
 
 

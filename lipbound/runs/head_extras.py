@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipbound.attention.conditioning import row_norm
 from lipbound.attention.layer import Attention
-from lipbound.attention.rounding import tensor_errors
-from lipbound.attention.softmax import largest_jacobian_norm
-from lipbound.bounds.factors import wide
 from lipbound.jacobians.token_norms.token_norm import beside, pieces
-from lipbound.linalg.matrix_norms import KNOWN, product_norms
+from lipbound.linalg.matrix_norms import product_norms
 from lipbound.schema import OF_HEADS, OF_WEIGHTS
 
 
@@ -81,7 +79,7 @@ def of_heads(att: Any, names: Collection[str], tau: float | None = None) -> dict
         weights = of_weights(att.w_q, att.w_k, att.w_v, att.w_o, att.scale)
         found |= {name: t.expand(att.samples, -1) for name, t in weights.items() if name in names}
     for name in [name for name in OF_HEADS[len(OF_WEIGHTS) :] if name in names]:
-        of = _row_norm if name == "row_norm" else _largest_logit
+        of = row_norm if name == "row_norm" else _largest_logit
         parts = [of(part) for part in pieces(att, "head")]
         found[name] = beside(parts, att.samples, "head", lambda t, dim: torch.cat([*t], dim))
         if name == "qk_clip" and tau is not None:
@@ -91,12 +89,3 @@ def of_heads(att: Any, names: Collection[str], tau: float | None = None) -> dict
 
 def _largest_logit(att: Attention) -> Tensor:
     return att.statistics()["largest_logit"]
-
-
-def _row_norm(att: Attention) -> Tensor:
-    """Largest norms of Jacobians of rows, (samples, heads)."""
-    p = wide(att).p
-    if att.sinks is not None:
-        p = torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp_min(0)], -1)
-    known = tensor_errors(att).p <= KNOWN / 4
-    return torch.where(known, largest_jacobian_norm(p), torch.nan)

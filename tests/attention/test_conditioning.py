@@ -90,6 +90,19 @@ def test_the_largest_row_is_that_of_all_rows() -> None:
     )
 
 
+def test_outputs_that_cancel_are_known_or_missing() -> None:
+    """P of nearly equal entries and values whose mean is zero: float32 probabilities lose P V."""
+    draw = normal()
+    x = draw(1, 16, 8)
+    q, v = 1e-3 * draw(1, 8, 4), draw(1, 8, 4)
+    att = Attention((x - x.mean(1, keepdim=True)).float(), q.float(), q.float(), v.float())
+    kappa = conditioning(att, "kappa_val")
+    assert float(kappa) == pytest.approx(naive(att.double(), 0, slice(None))["kappa_val"], rel=1e-6)
+    assert float(kappa) > 1e4
+    hidden = changed(att, w_q=0 * att.w_q)  # P V is rounding of the mean alone
+    assert bool(conditioning(hidden.double(), "kappa_val").isnan().all())
+
+
 def test_what_rounding_of_the_averages_does() -> None:
     """Relative errors of P reach outputs as kappa_val says at most, and it is at least 1."""
     att, draw = random_attention("biases"), normal()

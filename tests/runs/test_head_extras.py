@@ -28,7 +28,8 @@ TEXTS = ["a b c", "b c d e f"]
 def expected(att: Attention, s: int, h: int, tau: float) -> dict[str, float]:
     """What is defined, of a head at a sample."""
     q, k, v = (w[h].double().numpy() for w in (att.w_q, att.w_k, att.w_v))
-    qk, ov = att.scale * q @ k.T, v @ att.w_o[h].double().numpy()  # type: ignore[index]
+    assert att.w_o is not None
+    qk, ov = att.scale * q @ k.T, v @ att.w_o[h].double().numpy()
     found = {}
     for name, w in (("wqk", qk), ("wov", ov)):
         found[f"{name}_norm"] = np.linalg.norm(w, 2)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,14 @@ def test_what_is_no_plain_weight_is_refused(tmp_path: Path) -> None:
     refused(
         partial(lb.weight_norms, model), "layers.1.self_attn", "plain linear", error=CaptureError
     )
+    hooked = build(MODERN["Llama"])
+    part = hooked.layers[1].self_attn
+    for module, words in ((part, "hooks of its own"), (part.o_proj, "has hooks on Linear")):
+        hook = module.register_forward_hook(lambda *_: None)
+        refused(partial(lb.weight_norms, hooked), "layers.1.self_attn", words, error=CaptureError)
+        hook.remove()
+    part.__class__ = type("Own", (type(part),), {"__module__": "mine"})
+    refused(partial(lb.weight_norms, hooked), "(Own) is not as transformers", error=CaptureError)
     model = build(AFFINE["gpt2"])
     with torch.no_grad():
         model.h[1].attn.c_proj.weight[0, 0] = torch.nan
@@ -80,9 +89,9 @@ def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     most, held = 0, 0
     hold, release = offload.WeightOffloader.hold, offload.WeightOffloader.release
 
-    def holds(self: offload.WeightOffloader, *args: object, **more: object) -> None:
+    def holds(self: offload.WeightOffloader, *args: Any, **more: Any) -> None:
         nonlocal most, held
-        hold(self, *args, **more)  # type: ignore[arg-type]
+        hold(self, *args, **more)
         held += 1
         most = max(most, held)
 

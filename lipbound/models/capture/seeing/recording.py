@@ -39,7 +39,7 @@ WAYS = (
     "Softmax attention can be given by its tensors, as lipbound.Attention; any function has a norm "
     "by lipbound.linalg.operator_norm.operator_norm; closed=False needs attention that is seen, too"
 )
-"""What to try where no attention is seen, the end of an error."""
+"""Advice that ends the error about a model in which no attention is seen."""
 _NEAR = 4
 """Modules around an operation whose inputs tell how many tokens there are."""
 FUSED_ATTENTION = re.compile(
