@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, wraps
@@ -196,6 +196,55 @@ def _certifiable(value: Any) -> Any:
     """Return a `lipbound.Attention` (unknown here) where there is float64; else the value."""
     moves = hasattr(value, "w_q") and not has_float64(value.device)
     return value.to("cpu") if moves else value
+
+
+Routine = Generator[list[Tensor], list[Tensor], T]
+"""Work that yields tensors whose numbers decide how it goes on, is sent them on the CPU, and at the
+end returns a result. `together` has several of them wait for a device at the same time."""
+
+
+def finished(routine: Routine[T]) -> T:
+    """Run a routine; all that it asks for at a time comes in one read.
+
+    >>> def double(x):
+    ...     (known,) = yield [x]
+    ...     return 2 * float(known)
+    >>> finished(double(torch.tensor(3.0)))
+    6.0
+    """
+    answer: list[Tensor] | None = None
+    while True:
+        try:
+            asked = routine.send(answer)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        answer = _on_cpu(asked)
+
+
+def together(*routines: Routine[T]) -> Routine[list[T]]:
+    """Run routines side by side, as one that asks for what all of them ask for at a time."""
+    found: dict[int, T] = {}
+    answers: dict[int, list[Tensor] | None] = dict.fromkeys(range(len(routines)))
+    while answers:
+        asked: dict[int, list[Tensor]] = {}
+        for i, answer in answers.items():
+            try:
+                asked[i] = routines[i].send(answer)  # type: ignore[arg-type]
+            except StopIteration as end:
+                found[i] = end.value
+        read = iter((yield [t for tensors in asked.values() for t in tensors]) if asked else [])
+        answers = {i: [next(read) for _ in tensors] for i, tensors in asked.items()}
+    return [found[i] for i in range(len(routines))]
+
+
+def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """Return float64 or bool tensors on the CPU, in one read."""
+    if all(t.device.type == "cpu" for t in tensors):
+        return tensors
+    whole = torch.cat([t.flatten().double() for t in tensors]).cpu()
+    parts = zip(tensors, whole.split([t.numel() for t in tensors]), strict=True)
+    return [part.view(t.shape).to(t.dtype) for t, part in parts]
 
 
 class Room:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Hashable
 from functools import wraps
+from inspect import unwrap
 from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 
-from lipbound.devices import in_own_modes
+from lipbound.devices import Routine, finished, in_own_modes, together
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,6 +40,10 @@ class Cache:
             self._values[place] = in_own_modes(make)()  # kept for callers in other modes
         value: T = self._values[place]
         return value
+
+    def has(self, key: Hashable) -> bool:
+        """Return whether a value is kept under ``key``."""
+        return (key, self.recording) in self._values
 
     def keep(self, key: Hashable, value: Any) -> None:
         """Use this value from now on."""
@@ -102,6 +107,24 @@ def memoised(function: F) -> F:
         return cache.get(_key(function, *arguments), lambda: function(layer, *arguments))
 
     return cast(F, kept)
+
+
+def memoised_routine(routine: Callable[[Any], Routine[T]]) -> Callable[[Any], T]:
+    """Return a `memoised` function of a layer that runs a routine."""
+
+    @wraps(routine)
+    def whole(layer: Any) -> T:
+        return finished(routine(layer))
+
+    return memoised(whole)
+
+
+def found_together(*parts: tuple[Callable[[Any], Any], Any]) -> None:
+    """Have results of `memoised_routine` for layers, waiting for their device together."""
+    missing = [(f, layer) for f, layer in parts if not layer.cache.has(_key(f))]
+    values = in_own_modes(finished)(together(*(unwrap(f)(layer) for f, layer in missing)))
+    for (f, layer), value in zip(missing, values, strict=True):
+        keep_result(f, layer, value)
 
 
 def keep_result(function: Callable[[Any], T], layer: Any, value: T) -> None:

@@ -185,6 +185,7 @@ class Attention:
         self.cache = Cache(differentiable=any(t.requires_grad for t in self.tensors().values()))
         if check:
             check_values(self)
+        self._fit = check and self._scores_fit()
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -502,7 +503,16 @@ class Attention:
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Return the softmax over keys (and sinks), with the rows of padded queries zero."""
-        return scoring.softmax(scores, self.sinks, self.valid_rows)
+        return scoring.softmax(scores, self.sinks, self.valid_rows, check=not self._fit)
+
+    def _scores_fit(self) -> bool:
+        """Whether scores are far from overflow, as sums of so many products of largest entries."""
+        if self.variants or (self.mask is not None and not self._levelled):
+            return False
+        sizes = {name: max(found) for name, found in largest_entries(self).items()}
+        each = self.x.shape[2] * sizes["x"]
+        q, k = (each * sizes[f"w_{side}"] + sizes.get(f"b_{side}", 0.0) for side in "qk")
+        return abs(self.scale) * self.d * q * k < 1e300
 
     @derived
     def p(self) -> Tensor:
@@ -582,7 +592,9 @@ class Attention:
     def _changed(self, change: Callable[[Tensor, str], Tensor], **others: Any) -> Self:
         axes = {name: at for name, at in _AXES.items() if name not in others}
         own = {name: changed(getattr(self, name), at, change) for name, at in axes.items()}
-        return self.with_parts(**own, **others, check=False)
+        found = self.with_parts(**own, **others, check=False)
+        found._fit = self._fit
+        return found
 
     def double(self) -> Self:
         """Return the same layer in float64 (itself when it already is), made once.

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.variants.base import UNIT
+from lipbound.devices import Routine, finished
 from lipbound.errors import LipboundError
 
 _ROWS = 2**21
 """Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
+FAR_LOOK = 6
+"""Steps of Newton's iteration between two looks at rows on a GPU, which waits for every look: as
+many as nearly all rows take."""
 LARGEST_LP_NORM = 0.5
 r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every
 l_p (Nair 2025): Lemma 100 (docs/theory/token_bounds.md)."""
@@ -47,13 +51,16 @@ def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
     0.5...
     """
     rows = p.reshape(-1, p.shape[-1])
-    parts = rows.split(max(1, _ROWS // p.shape[-1]))
-    return _joined([_enclose(part.double(), max_iterations) for part in parts], p.shape[:-1])
+    found = finished(_enclosed(rows, max_iterations))
+    return Enclosure(*(end.view(p.shape[:-1]) for end in found))
 
 
-def _joined(parts: list[Enclosure], shape: torch.Size) -> Enclosure:
-    lower, upper = (torch.cat(ends).view(shape) for ends in zip(*parts, strict=True))
-    return Enclosure(lower, upper)
+def _enclosed(rows: Tensor, max_iterations: int = 40) -> Routine[Enclosure]:
+    """`jacobian_norm` of rows (n, N), some at a time."""
+    found = []
+    for part in rows.split(max(1, _ROWS // rows.shape[-1])):
+        found += [(yield from _enclose(part.double(), max_iterations))]
+    return Enclosure(*map(torch.cat, zip(*found, strict=True)))
 
 
 def normalised(p: Tensor) -> Tensor:
@@ -66,7 +73,7 @@ def normalised(p: Tensor) -> Tensor:
     return p / torch.where(total > 0, total, 1.0)
 
 
-def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
+def _enclose(p: Tensor, max_iterations: int) -> Routine[Enclosure]:
     n = p.shape[-1]
     if n == 1:
         return Enclosure(torch.zeros_like(p[:, 0]), torch.zeros_like(p[:, 0]))
@@ -92,13 +99,16 @@ def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
     x = (square / (1 + (w * w).sum(-1, keepdim=True)) - p2) / safe
     top = s_hat * delta
     x = torch.where(simple, 1.0, torch.minimum(x.clamp_min(0), top).maximum(1e-6 * top))
-    for _ in range(max_iterations):
+    look = 1 if p.device.type == "cpu" else FAR_LOOK
+    for count in range(1, max_iterations + 1):
         q = r / (x + gap)
         t = 1 / q.sum(-1, keepdim=True)
         f = p2 * x + p1 * t
         miss = (delta - f) * slope
-        if bool((simple | (miss.abs() <= gamma * (1 + x))).all()):
-            break
+        if count % look == 0:
+            (settled,) = yield [(simple | (miss.abs() <= gamma * (1 + x))).all()]
+            if bool(settled):
+                break
         step = (delta - f) / (p2 + p1 * t * t * (q / (x + gap)).sum(-1, keepdim=True))
         x = torch.where(simple, x, (x + step).minimum(top).maximum(1e-9 * top))
     f = p2 * x + p1 / (r / (x + gap)).sum(-1, keepdim=True)
@@ -150,14 +160,20 @@ def largest_jacobian_norm(p: Tensor) -> Tensor:
     Args:
         p: matrices, (..., N, N).
     """
+    return finished(largest_jacobian_routine(p))
+
+
+def largest_jacobian_routine(p: Tensor) -> Routine[Tensor]:
+    """Return `largest_jacobian_norm`."""
     double = normalised(p.detach())
     upper = g(double) * (1 + 1e-13)
     lower = torch.zeros_like(upper)
     if p.shape[-1] > 1:
         lower = double.topk(2, -1).values[..., -1]
-    candidates = upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)
+    (candidates,) = yield [upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)]
+    places = tuple(t.to(p.device) for t in candidates.nonzero(as_tuple=True))
     norms = torch.full_like(upper, -math.inf)
-    norms[candidates] = jacobian_norm(double[candidates]).upper
+    norms[places] = (yield from _enclosed(double[places])).upper
     norm, where = norms.max(-1)
     if not (p.requires_grad and torch.is_grad_enabled()):
         return norm

@@ -11,19 +11,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipbound.attention.cache import keep_result, memoised
+from lipbound.attention.cache import keep_result, memoised, memoised_routine
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import probability_error
-from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
+from lipbound.attention.softmax import g, largest_jacobian_routine, normalised
 from lipbound.bounds.statement import Bound
-from lipbound.devices import require
-from lipbound.linalg.covariance import weighted_deviation_norm
+from lipbound.devices import Routine, require
+from lipbound.linalg.covariance import deviation_routine
 from lipbound.linalg.matrix_norms import (
     factor_of_gram,
     gamma,
     grams,
     matrix_norm,
-    nonnegative_norm,
+    nonnegative_routine,
     with_derivative,
 )
 
@@ -59,19 +59,19 @@ def size(t: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(t, dim=-1) * (1 + gamma(t.shape[-1] + 4))
 
 
-@memoised
-def weight_grams(att: Attention) -> list[Tensor]:
+@memoised_routine
+def weight_grams(att: Attention) -> Routine[list[Tensor]]:
     """Gram matrices of W_Q, W_K and W_V, on the CPU."""
     double = wide(att)
     return grams(*(w.detach() for w in (double.w_q, double.w_k, double.w_v)))
 
 
-@memoised
-def _every_gram(att: Attention) -> list[Tensor]:
-    """`weight_grams` and that of X, in one read."""
+@memoised_routine
+def every_gram(att: Attention) -> Routine[list[Tensor]]:
+    """`weight_grams` and that of X."""
     double = wide(att)
     weights = (t.detach() for t in (double.w_q, double.w_k, double.w_v))
-    every = grams(*weights, double.x.detach()[:, None])
+    every = yield from grams(*weights, double.x.detach()[:, None])
     keep_result(weight_grams, att, every[:3])
     return every
 
@@ -192,7 +192,7 @@ def frobenius(att: Attention) -> Tensor:
 @memoised
 def norm_x(att: Attention) -> Tensor:
     """Spectral norm ||X||, (samples, 1)."""
-    return matrix_norm(wide(att).x[:, None], _every_gram(att)[3])
+    return matrix_norm(wide(att).x[:, None], every_gram(att)[3])
 
 
 @memoised
@@ -241,38 +241,39 @@ def probabilities(att: Attention) -> Tensor:
     return wide(att).p
 
 
-@memoised
-def norm_p(att: Attention) -> Tensor:
+@memoised_routine
+def norm_p(att: Attention) -> Routine[Tensor]:
     """Spectral norm ||P||, (samples, heads)."""
     factor, unknown = stretched(att)
-    norm = nonnegative_norm(probabilities(att), rtol=TIGHT, max_steps=_STEPS) * factor + TINY
+    found = yield from nonnegative_routine(probabilities(att), rtol=TIGHT, max_steps=_STEPS)
+    norm = found * factor + TINY
     return torch.minimum(norm.masked_fill(unknown, torch.inf), root_count(att))
 
 
-@memoised
-def norm_m(att: Attention) -> Tensor:
+@memoised_routine
+def norm_m(att: Attention) -> Routine[Tensor]:
     """Largest norm max_i ||M(P_i)|| of a softmax Jacobian, (samples, heads)."""
-    return _of_rows(att, largest_jacobian_norm)
+    return _of_rows(att, (yield from largest_jacobian_routine(probabilities(att))))
 
 
 @memoised
 def largest_g1(att: Attention) -> Tensor:
     """Largest max_i g_1(P_i), (samples, heads)."""
-    return _of_rows(att, lambda p: g(normalised(p)).max(-1).values)
+    return _of_rows(att, g(normalised(probabilities(att))).max(-1).values)
 
 
-def _of_rows(att: Attention, largest: Callable[[Tensor], Tensor]) -> Tensor:
+def _of_rows(att: Attention, largest: Tensor) -> Tensor:
     factor, unknown = stretched(att)
-    value = largest(probabilities(att)) * (factor**2 * (1 + gamma(10 * att.tokens + 140))) + TINY
+    value = largest * (factor**2 * (1 + gamma(10 * att.tokens + 140))) + TINY
     return torch.where(unknown | ~(value <= 0.5), 0.5, value)
 
 
-@memoised
-def deviation(att: Attention) -> Tensor:
+@memoised_routine
+def deviation(att: Attention) -> Routine[Tensor]:
     """Largest norm max_i ||X^T M(P_i)||, (samples, heads)."""
     factor, unknown = stretched(att)
     factor = torch.addcmul(factor, factor * factor, factor - 1, value=att.tokens)
-    value = weighted_deviation_norm(wide(att).x, probabilities(att)) * factor
+    value = (yield from deviation_routine(wide(att).x, probabilities(att))) * factor
     return torch.fmin(value.masked_fill(unknown, torch.inf), radius(att))
 
 

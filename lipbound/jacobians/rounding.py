@@ -15,6 +15,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, tensor_errors
 from lipbound.attention.variants.gate import Gate
+from lipbound.devices import Routine, finished
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, normaliser_of
 from lipbound.jacobians.one_side import OneSide
@@ -55,7 +56,7 @@ class Mixing(NamedTuple):
     @staticmethod
     def of(
         e: TensorErrors, columns: Tensor, largest: Tensor, real: Tensor | None, *others: Tensor
-    ) -> tuple[TensorErrors, "Mixing", list[Tensor]]:
+    ) -> Routine[tuple[TensorErrors, "Mixing", list[Tensor]]]:
         """From computed column sums (..., heads, keys) and largest entries (..., heads, rows).
 
         Rows that are padding, where ``real`` (..., 1, rows) is False, do not count.
@@ -65,7 +66,7 @@ class Mixing(NamedTuple):
         """
         n = max(columns.shape[-1], largest.shape[-1])
         largest = largest if real is None else largest.masked_fill(~real, 1.0)
-        e, (column, least, *rest) = e.read(columns.amax(-1), largest.amin(-1), *others)
+        e, (column, least, *rest) = yield from e.read(columns.amax(-1), largest.amin(-1), *others)
         left = (1 - least).clamp_min(0) + (n + 8) * UNIT
         return e, Mixing((column * MARGIN).sqrt(), (left * MARGIN).sqrt(), n**0.5), rest
 
@@ -173,7 +174,7 @@ def roundoff(
     columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(*shape, -1)
     real = None if att.valid_rows is None else att.valid_rows[:, None]
     largest, loss = op.largest().view(*shape, -1), op.rows.loss.expand(shape)
-    e, mix, (loss,) = Mixing.of(e, columns, largest, real, loss)
+    e, mix, (loss,) = finished(Mixing.of(e, columns, largest, real, loss))
     # products take v_j and o_i one by one, whose difference may be small
     apart = mix._replace(spread=torch.ones_like(mix.spread))
     size = sum(Sizes.of(e, apart).through(mix, att.scale), start=torch.zeros_like(mix.norm))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.devices import Routine, finished
 from lipbound.linalg.matrix_norms import (
     eigenvalues,
     gamma,
@@ -56,10 +57,14 @@ def weighted_deviation_norm(x: Tensor, p: Tensor) -> Tensor:
         x: inputs, (samples, N, D), whose largest entry is 0 or from 1e-60 to 1e60.
         p: probabilities, (samples, heads, N, N).
     """
+    return finished(deviation_routine(x, p))
+
+
+def deviation_routine(x: Tensor, p: Tensor) -> Routine[Tensor]:
+    """Return `weighted_deviation_norm`."""
     values = []
     for one, rows in zip(x.double(), p, strict=True):
-        with torch.no_grad():
-            found = _one_sample(one, rows.double())
+        found = yield from _one_sample(one.detach(), rows.detach().double())
         derived = one.requires_grad or rows.requires_grad
         values.append(_derived(found, one, rows.double()) if derived else found.value)
     return torch.stack(values)
@@ -70,7 +75,7 @@ def _inner_products(x: Tensor) -> Tensor:
     return centred @ centred.T
 
 
-def _one_sample(x: Tensor, p: Tensor) -> Largest:
+def _one_sample(x: Tensor, p: Tensor) -> Routine[Largest]:
     heads, n, _ = p.shape
     k, step = _inner_products(x), max(1, int(BYTES // (8 * heads * n)))
     parts = [_upper_values(k, x.shape[1], p[:, i : i + step]) for i in range(0, n, step)]
@@ -87,7 +92,8 @@ def _one_sample(x: Tensor, p: Tensor) -> Largest:
         exact[active, start:end] = _exact(x, distances, p[places])
         best = exact.amax(-1)
         left = upper[:, end] if end < most else torch.full_like(best, -torch.inf)
-        active = (left > best).nonzero()[:, 0]
+        (open_,) = yield [left > best]
+        active = open_.nonzero()[:, 0].to(x.device)
         if not len(active):
             break
     return Largest(torch.maximum(best, left), rows, exact, left)

@@ -8,6 +8,8 @@ rounding is known, confirms it. NaN stays NaN, and what is not finite has the no
 import torch
 from torch import Tensor
 
+from lipbound.devices import Routine, finished
+
 UNIT = 2.0**-53
 SMALLEST = 1e-140
 """Norms below it have no squares in the range of float64."""
@@ -75,7 +77,7 @@ def ordinary(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     low, high = g.amin((-1, -2)), g.amax((-1, -2))  # NaN if one is
     largest = torch.maximum(-low, high)
     bad = ~torch.isfinite(largest)
-    if bool(bad.any()):
+    if g.device.type != "cpu" or bool(bad.any()):  # others would wait for what is rare
         g, largest = torch.where(bad[..., None, None], 0.0, g), torch.where(bad, 0.0, largest)
     size = power_of_two(largest)
     return g / size[..., None, None], largest / size, size, bad
@@ -93,14 +95,14 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
         known: their `grams`, where they are at hand.
     """
     whole, size, bad = w.detach().double(), None, None
-    gram = grams(whole)[0] if known is None else known
+    gram = finished(grams(whole))[0] if known is None else known
     traces = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     if not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
         fixed, _, size, bad = (t.cpu() for t in ordinary(whole))
-        gram = grams(fixed)[0]
+        gram = finished(grams(fixed))[0]
     squares = gram.diagonal(dim1=-2, dim2=-1)
     rounding = 2 * gamma(2 * sum(w.shape[-2:]) + 4) * squares.sum(-1)
-    top = _enlarged(gram, squares.amax(-1), eigenvalues(gram))
+    top = finished(_enlarged(gram, squares.amax(-1), eigenvalues(gram)))
     norm = (top + rounding).sqrt() * (1 + 4 * UNIT)
     if size is not None and bad is not None:
         norm = (norm * size).masked_fill(bad, torch.nan)
@@ -136,17 +138,13 @@ def product_norms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(known, norm, nothing), torch.where(known & (size > 0), rank, nothing)
 
 
-def grams(*matrices: Tensor) -> list[Tensor]:
+def grams(*matrices: Tensor) -> Routine[list[Tensor]]:
     """Return Gram matrices of the shorter sides of float64 matrices (..., m, n), on the CPU.
 
-    In one read: decompositions of small matrices take longer on a GPU, where products are formed.
+    Decompositions of small matrices take longer on a GPU, where products are formed.
     """
     tall = [w if w.shape[-2] >= w.shape[-1] else w.mT for w in matrices]
-    made = [w.mT @ w for w in tall]
-    if all(g.device.type == "cpu" for g in made):
-        return made
-    read = torch.cat([g.flatten() for g in made]).cpu().split([g.numel() for g in made])
-    return [part.view(g.shape) for part, g in zip(read, made, strict=True)]
+    return (yield [w.mT @ w for w in tall])
 
 
 def _unit_columns(u: Tensor) -> Tensor:
@@ -176,7 +174,7 @@ def upper_factor(w: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor
     m, n = w.shape[-2:]
     if w.requires_grad or m <= n:
         return w, torch.zeros_like(w[..., 0, 0]).detach()
-    f, excess = factor_of_gram(grams(w)[0] if known is None else known, m)
+    f, excess = factor_of_gram(finished(grams(w))[0] if known is None else known, m)
     return f.to(w.device), excess.to(w.device)
 
 
@@ -291,13 +289,18 @@ def symmetric_norm(g: Tensor) -> Tensor:
     Cholesky decomposition proves it, whose rounding is added: Lemma 74
     (docs/theory/upper_values.md). The derivative is that of ``x^T g x`` at a top eigenvector x.
     """
+    return finished(symmetric_routine(g))
+
+
+def symmetric_routine(g: Tensor) -> Routine[Tensor]:
+    """Return `symmetric_norm`."""
     fixed, largest, size, bad = ordinary(g)
-    if not g.requires_grad:
-        return (_enlarged(fixed, largest, eigenvalues(fixed)) * size).masked_fill(bad, torch.nan)
-    values, vectors = decomposed(fixed)
-    result = (_enlarged(fixed, largest, values) * size).masked_fill(bad, torch.nan)
+    wanted = g.requires_grad
+    values, vectors = decomposed(fixed) if wanted else (eigenvalues(fixed), fixed)
+    proved = yield from _enlarged(fixed, largest, values)
+    result = (proved * size).masked_fill(bad, torch.nan)
     x = vectors[..., -1:]
-    return with_derivative(result, (x.mT @ g.double() @ x)[..., 0, 0])
+    return with_derivative(result, (x.mT @ g.double() @ x)[..., 0, 0]) if wanted else result
 
 
 def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,15 +318,16 @@ def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     quotient = (x * (fixed @ x[..., None])[..., 0]).sum(-1)
     lower = (quotient - (4 * n + 16) * UNIT * torch.linalg.matrix_norm(fixed)).clamp_min(0)
-    upper = (_enlarged(fixed, largest, values) * size).masked_fill(bad, torch.inf)
+    upper = (finished(_enlarged(fixed, largest, values)) * size).masked_fill(bad, torch.inf)
     return lower * size, upper, x
 
 
-def _enlarged(g: Tensor, largest: Tensor, values: Tensor) -> Tensor:
+def _enlarged(g: Tensor, largest: Tensor, values: Tensor) -> Routine[Tensor]:
     """Return upper values of largest eigenvalues, from computed ones and the largest entries."""
     n, top = g.shape[-1], values[..., -1].clamp_min(0)
     done, proved = _proved(g, (top + 8 * n * UNIT * largest) * (1 + 4 * UNIT))
-    if not bool(done.all()):  # which is rare
+    (known,) = yield [done]
+    if not bool(known.all()):  # which is rare
         again, value = _proved(g, (top + 64 * n * (n + 2) * UNIT * largest) * (1 + 4 * UNIT))
         rows = _row_sum_norm(g) * (1 + gamma(n + 2))
         proved = torch.where(done, proved, torch.where(again, value, rows))
@@ -377,13 +381,17 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
     :math:`u \propto P y`: Lemma 81 (docs/theory/upper_values.md); where it is wanted, y is an
     eigenvector of B to rounding.
     """
+    return finished(nonnegative_routine(p, rtol=rtol, max_steps=max_steps))
+
+
+def nonnegative_routine(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> Routine[Tensor]:
+    """Return `nonnegative_norm`."""
     flat = p.reshape(-1, *p.shape[-2:])
-    with torch.no_grad():
-        fixed = flat.double()
-        size = fixed.amax((-1, -2)).clamp_min(1e-300)  # squares of the entries must stay in range
-        unit = fixed / size[:, None, None]
-        upper = _collatz_wielandt(unit, rtol, max_steps).sqrt()
-        upper = upper * (size * (1 + (8 * p.shape[-1] + 8) * UNIT))
+    fixed = flat.detach().double()
+    size = fixed.amax((-1, -2)).clamp_min(1e-300)  # squares of the entries must stay in range
+    unit = fixed / size[:, None, None]
+    upper = (yield from _collatz_wielandt(unit, rtol, max_steps)).sqrt()
+    upper = upper * (size * (1 + (8 * p.shape[-1] + 8) * UNIT))
     if p.requires_grad:
         u, y = singular_pair(unit)
         upper = with_derivative(upper, (u * (flat.double() @ y)).sum((-1, -2)))
@@ -407,7 +415,7 @@ def singular_pair(p: Tensor) -> tuple[Tensor, Tensor]:
     return _unit_columns(p @ y), y
 
 
-def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
+def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Routine[Tensor]:
     """Return squares of norms, (batch,), by the theorem of Collatz and Wielandt.
 
     Upper values but for their rounding: 16 n units.
@@ -426,7 +434,8 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
             least = torch.minimum(upper[active], (z / y).amax((-1, -2)))
             upper[active] = least
             rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
-            left = (least > rayleigh * (1 + 2 * rtol)).nonzero()[:, 0]
+            (open_,) = yield [least > rayleigh * (1 + 2 * rtol)]
+            left = open_.nonzero()[:, 0].to(flat.device)
             if not len(left):
                 return upper
             if len(left) < len(active):  # what has settled stays as it is, whatever others do

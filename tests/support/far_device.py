@@ -25,7 +25,9 @@ others do not see."""
 LACKING: list[str] = []
 """What the device does not have, of what others have."""
 COUNTED = {"operations": 0, "reads": 0}
-"""How many operations, views left out, and reads to the host there have been."""
+"""How many operations and reads to the host there have been. Views and memory without numbers, for
+which a GPU does nothing, are left out."""
+LAUNCHES_NOTHING = {"_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided"}
 BY_PLACE = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operations whose indices may be on the CPU."""
 
@@ -117,8 +119,8 @@ def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     reads = name in ("_local_scalar_dense", "nonzero") or (name == "_to_copy" and home)
     COUNTED["reads"] += reads or chosen  # places of a mask are counted first
     ends = [r.alias_info for r in func._schema.returns]
-    view = name == "_unsafe_view" or any(one is not None and not one.is_write for one in ends)
-    COUNTED["operations"] += not view
+    view = any(one is not None and not one.is_write for one in ends)
+    COUNTED["operations"] += not view and name not in LAUNCHES_NOTHING
 
 
 def _result_is_far(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

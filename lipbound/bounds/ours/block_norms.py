@@ -5,7 +5,7 @@ it, and what it takes from sums and products of numbers >= 0 is the allowance of
 Lemmas 77, 78 and 79 (docs/theory/upper_values.md).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,11 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import ordinary
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.factors import norm_v, weight_grams
-from lipbound.devices import Room, require
+from lipbound.devices import Room, Routine, finished, require, together
 from lipbound.jacobians.rounding import Mixing, distance, tensor_error
 from lipbound.linalg.matrix_norms import (
     block_norm,
     gamma,
-    nonnegative_norm,
     times_power_up,
     upper_factor,
 )
@@ -61,7 +60,9 @@ def longest(heads: int) -> int:
 
 
 def in_chunks(
-    att: Attention, values: Callable[[Attention, slice], Tensor], reach: Sequence[float] = (1.0,)
+    att: Attention,
+    values: Callable[[Attention, slice], Tensor | Routine[Tensor]],
+    reach: Sequence[float] = (1.0,),
 ) -> Tensor:
     """Bounds on every head of every sample, (samples, heads, r), as many heads at a time as fit.
 
@@ -89,8 +90,15 @@ def in_chunks(
     rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)[:, None]
     with torch.set_grad_enabled(att.cache.recording):
         for sample in samples_of(att):
-            found = torch.cat([values(sample.layer, heads) for heads in chunks])
-            rows.append(sample.finished(found.mT, factors).mT)
+
+            def of(heads: slice, one: Attention = sample.layer) -> Routine[Tensor]:
+                made = values(one, heads)
+                return (yield from made) if isinstance(made, Generator) else made
+
+            first, error = finished(together(of(chunks[0]), sample.error()))
+            found = torch.cat([first, *(finished(of(heads)) for heads in chunks[1:])])
+            total = found + (error.to(found.device) * factors).mT
+            rows.append(times_power_up(total.mT, sample.exponents.to(found.device)).mT)
     return torch.stack(rows)
 
 
@@ -106,16 +114,16 @@ class Sample(NamedTuple):
     errors: TensorErrors
     exponents: Tensor
 
-    def finished(self, values: Tensor, reach: Tensor) -> Tensor:
-        """Bounds on the heads of the layer that was given, (r, heads), from `in_chunks`' values."""
+    @torch.no_grad()
+    def error(self) -> Routine[Tensor]:
+        """Upper values of what rounding and underflow may hide of the norms of J, (heads,)."""
         one = self.layer
-        with torch.no_grad():
-            real = None if one.valid_rows is None else one.valid_rows[:, None]
-            e, mix, _ = Mixing.of(self.errors, one.p.sum(-2), one.p.amax(-1), real)
-            off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
-            off = off + _TINY * (one.d_v**0.5 * e.v_slope + e.v)
-            error = off[0].to(values.device) * (1 + 1e-6) * reach
-        return times_power_up(values + error, self.exponents.to(values.device))
+        real = None if one.valid_rows is None else one.valid_rows[:, None]
+        columns, largest = one.p.sum(-2), one.p.amax(-1)
+        e, mix, _ = yield from Mixing.of(self.errors, columns, largest, real)
+        off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
+        off = off + _TINY * (one.d_v**0.5 * e.v_slope + e.v)
+        return off[0] * (1 + 1e-6)
 
 
 def samples_of(att: Attention) -> Iterator[Sample]:
@@ -159,23 +167,28 @@ def outer(x: Tensor, y: Tensor, room: Room | None = None) -> Tensor:
     return torch.mul(left, right, out=room.take(x, *x.shape, y.shape[-1])).flatten(-2)
 
 
-def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
+def seen(t: Tensor, step: int, *, masked: bool = True) -> list[tuple[slice, slice, slice]]:
     """Ranges of ``step`` tokens, the queries that see them as keys, and the keys that they see.
 
     Args:
         t: entries that are zero where nothing is seen, (N, M), or bool. Of cross-attention the
             tokens are the keys, and see nothing that is known.
         step: how many tokens a range has.
+        masked: False where all tokens are seen: a GPU would wait for the answer.
     """
-    ends = []
-    for m in (t.detach().mT, t.detach())[: 1 + (t.shape[0] == t.shape[1])]:
-        (count, n), order = m.shape, (m != 0).to(torch.uint8)
+    count, square = t.shape[1], t.shape[0] == t.shape[1]
+    parts = [slice(i, min(i + step, count)) for i in range(0, count, step)]
+    if not masked:
+        return [(part, slice(None), slice(None)) for part in parts]
+    pairs = []
+    for m in (t.detach().mT, t.detach())[: 1 + square]:
+        n, order = m.shape[1], (m != 0).to(torch.uint8)
         most, first = order.max(-1)
         last = n - order.flip(-1).argmax(-1)
-        pair = torch.where(most > 0, first, n), torch.where(most > 0, last, 0)
-        ends.append(torch.stack(pair).cpu())
+        pairs.append(torch.stack([first.masked_fill(most == 0, n), last * (most > 0)]))
+    ends = torch.stack(pairs).cpu()
     found = []
-    for part in (slice(i, min(i + step, count)) for i in range(0, count, step)):
+    for part in parts:
         reach = [(int(first[part].amin()), int(last[part].amax())) for first, last in ends]
         rows, *keys = (slice(a, max(a, b)) for a, b in reach)
         found.append((part, rows, keys[0] if keys else slice(None)))
@@ -276,7 +289,8 @@ class BlockNorms:
         length = lengths(k)
         lost = mean(p, lengths(v) * length) + lengths(o) * mean(p, length)
         lost = gamma(att.tokens + 6) * lost
-        for rows, queries, keys in seen((p != 0).any(0), step):
+        masked = att.mask is not None or att.valid is not None
+        for rows, queries, keys in seen((p != 0).any(0), step, masked=masked):
             sums = (p[:, rows, keys] @ pairs[:, keys]).unflatten(-1, (d_v, d))
             c = torch.addcmul(sums, o[:, rows, :, None], average[:, rows, None, :], value=-1)
             yield rows, queries, c, lost[:, rows]
@@ -288,9 +302,8 @@ class BlockNorms:
         return block_norm(_each(c, w.factor_q.mT)) + off * w.size_q[:, None]
 
     def block(self) -> Tensor:
-        """Norm of the compression of J itself, (heads,)."""
-        sizes = self.p * (self.norm_v + self.distance * self.qt_norm) + torch.diag_embed(self.b)
-        return nonnegative_norm(sizes, rtol=RTOL)
+        """The compression of J itself, (heads, N, N)."""
+        return self.p * (self.norm_v + self.distance * self.qt_norm) + torch.diag_embed(self.b)
 
     # The terms of the compression of J J^T, (heads, N, N) each: with ``gram``.
 

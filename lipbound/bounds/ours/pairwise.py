@@ -26,8 +26,15 @@ from lipbound.bounds.ours.block_norms import (
 from lipbound.bounds.registry import bound
 from lipbound.bounds.statement import Bound
 from lipbound.bounds.whole_layer_rules import with_folded
-from lipbound.devices import require
-from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, symmetric_norm
+from lipbound.devices import Routine, require, together
+from lipbound.linalg.matrix_norms import (
+    gamma,
+    grams,
+    matrix_norm,
+    nonnegative_norm,
+    nonnegative_routine,
+    symmetric_routine,
+)
 
 
 def gram_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
@@ -166,40 +173,51 @@ def _block(att: Attention, heads: slice) -> Tensor:
 
     Laid out as by `_lipbound`, so that norms over heads round alike.
     """
-    return BlockNorms(att, heads).block()[:, None].expand(-1, 2)
+    norm = nonnegative_norm(BlockNorms(att, heads).block(), rtol=RTOL)
+    return norm[:, None].expand(-1, 2)
 
 
-def _lipbound(att: Attention, heads: slice) -> Tensor:
+def _lipbound(att: Attention, heads: slice) -> Routine[Tensor]:
     """Both bounds for some heads of one sample, (heads, 2)."""
     parts = BlockNorms(att, heads, gram=True)
     v, o, a = parts.v, parts.o, parts.a
-    e0 = parts.values() + parts.queries() + parts.mixed()
-    together = nonnegative_norm(e0 + parts.keys(), rtol=RTOL)
-    without = nonnegative_norm(e0, rtol=RTOL)
+    e0, moved = parts.values() + parts.queries() + parts.mixed(), a[..., None] * parts.qt
+    sizes = (e0 + parts.keys(), e0, parts.block())
+    norms = together(*(nonnegative_routine(t, rtol=RTOL) for t in sizes))
+    (whole, without, block), (gram,) = yield from together(norms, grams(moved.detach()))
+    key = (matrix_norm(moved, gram) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
 
     rows = parts.p * parts.qt_norm
     far = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
     off = gamma(att.tokens + att.d_v + 10) * (rows.detach() * far).square().sum((-1, -2))
-    key = (matrix_norm(a[..., None] * parts.qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
     # a diagonal entry of the matrix whose norm may be smaller
     least = (rows.detach() * parts.distance.detach()).square().sum(-2).amax(-1)
-    i = (~((key <= least) | (without + least >= together))).nonzero()[:, 0]
+    open_, near = ~_decided(key, least, without, whole), key.device.type == "cpu"
+    # a GPU would wait for which these are for longer than it multiplies
+    i = open_.nonzero()[:, 0] if near else torch.arange(len(key), device=key.device)
     if len(i):
-        other = _second(rows[i], v[i], o[i], off[i], key[i], without[i], together[i])
+        other = yield from _second(rows[i], v[i], o[i], off[i], key[i], without[i], whole[i])
         key = key.index_put((i,), torch.minimum(key[i], other))
-    return torch.stack([root(torch.minimum(together, without + key)), parts.block()], -1)
+    return torch.stack([root(torch.minimum(whole, without + key)), block], -1)
+
+
+def _decided(key: Tensor, least: Tensor, without: Tensor, whole: Tensor) -> Tensor:
+    """Whether the second number of L lowers no bound, where it is ``least`` at least, (heads,)."""
+    return (key <= least) | (without + least >= whole)
 
 
 def _second(
-    rows: Tensor, v: Tensor, o: Tensor, off: Tensor, key: Tensor, without: Tensor, together: Tensor
-) -> Tensor:
+    rows: Tensor, v: Tensor, o: Tensor, off: Tensor, key: Tensor, without: Tensor, whole: Tensor
+) -> Routine[Tensor]:
     """The second number of L, (heads,), where it may be what decides; infinity where not."""
     mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
     second = (v @ v.mT) * (rows.mT @ rows) - mixed - mixed.mT
-    least = _quotient(second.detach()) + off
-    i = (~((key <= least) | (without + least >= together))).nonzero()[:, 0]
-    value = torch.full_like(key, torch.inf).detach()
-    return value.index_put((i,), symmetric_norm(second[i]) + off[i]) if len(i) else value
+    (known,) = yield [_decided(key, _quotient(second.detach()) + off, without, whole)]
+    value, i = torch.full_like(key, torch.inf).detach(), (~known).nonzero()[:, 0].to(key.device)
+    if len(i):
+        norm = yield from symmetric_routine(second[i])
+        value = value.index_put((i,), norm + off[i])
+    return value
 
 
 def _quotient(g: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """Yudin, Gaponov, Kudriashov, Rakhuba 2025, "Pay Attention to Attention Distribution"."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.cache import memoised
+from lipbound.attention.cache import found_together, memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.ball import reachable_rows
@@ -58,6 +59,12 @@ def _scores(att: Attention, extended: Attention) -> Tensor:
     if att.variants:
         return factors.slope_of_scores(att)
     return 2 * factors.norm_x(extended) * factors.norm_a(extended)
+
+
+def _find(att: Attention, extended: Attention, *others: Callable[[Attention], Tensor]) -> None:
+    """Find what the bounds are made of, waiting for the device once for all of it."""
+    weights = factors.weight_grams if att.variants else factors.every_gram
+    found_together((weights, extended), *((f, att) for f in (factors.norm_p, *others)))
 
 
 def _theorem3(att: Attention, extended: Attention, largest_m: Tensor) -> Tensor:
@@ -139,7 +146,9 @@ def yudin(att: Attention) -> Tensor:
     queries and keys (the latter centred, unless scores are capped), biases included: Lemma 32
     (docs/theory/published.md).
     """
-    return _theorem3(att, with_ones(att), factors.norm_m(att))
+    extended = with_ones(att)
+    _find(att, extended, factors.norm_m)
+    return _theorem3(att, extended, factors.norm_m(att))
 
 
 @any_biases(
@@ -155,7 +164,9 @@ def yudin(att: Attention) -> Tensor:
 )
 def yudin_g1(att: Attention) -> Tensor:
     """`yudin` with g_1 (Corollary 1) in place of the softmax Jacobian's norm; at most twice it."""
-    return _theorem3(att, with_ones(att), factors.largest_g1(att))
+    extended = with_ones(att)
+    _find(att, extended)
+    return _theorem3(att, extended, factors.largest_g1(att))
 
 
 @bound(
@@ -178,6 +189,7 @@ def yudin_nobias(att: Attention) -> Tensor:
 
     0.07 of the exact norm has been seen.
     """
+    _find(att, att, factors.norm_m)
     return _theorem3(att, att, factors.norm_m(att))
 
 
@@ -201,7 +213,9 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     (docs/theory/published.md). With rotary embeddings or a cap :math:`2\|X\|\|A\|` is replaced as
     in ``yudin``.
     """
-    slope = factors.deviation(att) * _scores(att, with_ones(att))
+    extended = with_ones(att)
+    _find(att, extended, factors.deviation)
+    slope = factors.deviation(att) * _scores(att, extended)
     return factors.norm_v(att) * (factors.norm_p(att) + slope)
 
 
