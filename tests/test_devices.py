@@ -127,10 +127,14 @@ def test_routines_that_wait_together_ask_in_rounds() -> None:
         return total
 
     work = together(routine(1.0, 2.0), routine(), together(routine(3.0), routine(4.0, 5.0, 6.0)))
-    asked, answer = [], None
+    first = next(work)
+    second = work.send(first)
+    third = work.send(second)
+    assert [[float(t) for t in asked] for asked in (first, second, third)] == [
+        [1, 3, 4],
+        [2, 5],
+        [6],
+    ]
     with pytest.raises(StopIteration) as end:
-        while True:
-            answer = work.send(answer)  # type: ignore[arg-type]
-            asked.append([float(t) for t in answer])
-    assert asked == [[1, 3, 4], [2, 5], [6]]
+        work.send(third)
     assert end.value.value == [3.0, 0.0, [3.0, 15.0]]
