@@ -20,6 +20,11 @@ def narrow(a: Tensor, b: Tensor) -> Tensor:
     return (b.mT @ a.mT).mT
 
 
+def by_columns(t: Tensor) -> Tensor:
+    """Return the same numbers laid out column by column, as `narrow` takes its second factor."""
+    return t.mT.contiguous().mT
+
+
 class InParts(TensorOperator):
     """An operator with an N x N matrix for every entry.
 
