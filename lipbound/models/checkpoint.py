@@ -63,7 +63,7 @@ class LoadOptions:
         gguf_file: which GGUF file of a directory or a hub model, or None.
         adapter: what is merged into the weights; "none": not even one that lies beside them; None:
             nothing was said.
-        lazy: only a few weights will be looked at: they stay in safetensors files, and whoever
+        lazy: only a few weights will be looked at: they stay in the files, and whoever
             reads them sees whether they are finite.
     """
 

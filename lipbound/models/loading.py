@@ -192,8 +192,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: unknown or unreachable model, no weights, weights that do not fit, NaN or
-            infinite weights, no safetensors files for "layers". A model loaded in layers raises it
-            later on, too, when its files are gone or have changed.
+            infinite weights, weights of another format for "layers". A model loaded in layers
+            raises it later on, too, when its files are gone or have changed.
 
     >>> checkpoint = load_checkpoint("builtin:gpt2")
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
@@ -419,18 +419,22 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     adapters.check_beside(name, folder, options.adapter)
     how = None
     if file is not None:
-        options.refuse_given(f"the GGUF file {file}", "weights")
         with _loading(name):
             how = weight_files.check_gguf(name, file)
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)
-    layers = file is None and _by_layer(folder, options)
+    layers = _by_layer(name, folder, file, options)
     if layers:
-        with _loading(name):
+        with _loading(name, file):
+            tensors = (
+                weight_files.gguf_tensors(file, config)
+                if file
+                else weight_files.stored_tensors(folder)
+            )
             model, report = offload.load_offloaded(
-                folder, config, dtype=options.dtype, device=torch.device(options.device)
+                folder, tensors, config, dtype=options.dtype, device=torch.device(options.device)
             )
         check_filled(report, name)
     else:
@@ -461,21 +465,29 @@ def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
         yield
 
 
-def _by_layer(folder: Path, options: LoadOptions) -> bool:
+def _by_layer(name: str, folder: Path, gguf: Path | None, options: LoadOptions) -> bool:
     """Return whether weights stay on disk: where it was asked for, or they fill half the memory.
 
     Raises:
-        CheckpointError: it was asked for, and an adapter is to be merged.
+        CheckpointError: it was asked for, and an adapter is to be merged. LipboundError for a GGUF
+            file larger than the memory that it was to be read into.
     """
     merged = isinstance(options.adapter, LoraAdapter)
     if merged and options.weights == "layers":
         raise CheckpointError("adapters are merged in memory; use weights='whole', not 'layers'")
+    if gguf is not None and (merged or options.weights == "whole"):
+        needed, what = 4 * weight_files.gguf_size(gguf), f"the weights of {name} take memory"
+        devices.require(needed, torch.device("cpu"), f"{what} in float32", "use weights='layers'")
     if merged or options.weights != "auto":
         return options.weights == "layers"
-    stored = _stored(folder)
-    needed = sum(prod(t.shape) for t in stored.values()) * options.dtype.itemsize
-    much = needed > devices.available(torch.device(options.device)) / 2
-    return bool(stored) and (options.lazy or much)
+    stored = _stored(folder) if gguf is None else {}
+    count = (
+        sum(prod(t.shape) for t in stored.values())
+        if gguf is None
+        else weight_files.gguf_size(gguf)
+    )
+    much = count * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
+    return bool(stored or gguf) and (options.lazy or much)
 
 
 def _load_whole(

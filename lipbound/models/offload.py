@@ -24,7 +24,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError
 from lipbound.models.other_libraries import explained
-from lipbound.models.weight_files import TensorRef, stored_tensors
+from lipbound.models.weight_files import TensorRef
 
 OTHER_FORM = (
     "its weights are stored in another form than the model computes with (pieces to join or "
@@ -164,15 +164,21 @@ def _read_by(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
 
 
 def load_offloaded(
-    folder: Path, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    tensors: dict[str, TensorRef],
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Build a model whose weights stay in the safetensors files of a folder.
+    """Build a model whose weights stay in their files.
 
     Buffers, and parts that the checkpoint lacks, are in memory. The numbers are those of a model
     loaded whole in float32 and cast to ``dtype``. Not for several threads at once.
 
     Args:
-        folder: with the files of weights.
+        folder: of the checkpoint.
+        tensors: where the model's are, by name.
         config: of the model.
         dtype: torch.float32 or torch.float64, in which the model computes.
         device: where it computes.
@@ -182,13 +188,13 @@ def load_offloaded(
         mismatched keys.
 
     Raises:
-        CheckpointError: no safetensors files.
+        CheckpointError: a file has changed.
         ValueError: quantized weights, or weights that are stored in another form than the model
             computes with. For broken files transformers raises others.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("its weights are quantized; give the checkpoint that was quantized")
-    placeholders = _Placeholders(stored_tensors(folder))
+    placeholders = _Placeholders(tensors)
     model, report = _built(config, placeholders)
     model.name_or_path = model.config.name_or_path = str(folder)  # as transformers sets them
     ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()  # not in the report

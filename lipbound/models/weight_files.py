@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoModel, PretrainedConfig
 
-from lipbound import devices
 from lipbound.errors import CheckpointError
 from lipbound.models.other_libraries import VERBOSE, changed, explained, first_line
 
@@ -45,7 +45,7 @@ GGUF = ".gguf"
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor in a safetensors file, as it was when the model was loaded.
+    """A tensor in a file, as it was when the model was loaded; here of a safetensors file.
 
     Attributes:
         file, key: where it is.
@@ -72,11 +72,34 @@ class TensorRef:
         try:
             if _stamp(self.file) != self.stamp:
                 raise CheckpointError(f"{self.file} has changed since it was loaded; load it again")
-            with safe_open(self.file, framework="pt") as file:
-                return file.get_tensor(self.key)
+            return self._numbers()
         except (OSError, SafetensorError) as error:
             what = f"{self.key} cannot be read from {self.file} any more ({error})"
             raise CheckpointError(f"{what}; load it again") from error
+
+    def _numbers(self) -> Tensor:
+        with safe_open(self.file, framework="pt") as file:
+            return file.get_tensor(self.key)
+
+
+@dataclass(frozen=True)
+class GgufRef(TensorRef):
+    """A tensor in a GGUF file, in the model's shape.
+
+    Attributes:
+        turned: transformers' processor of tensors of the file's architecture.
+    """
+
+    turned: Any
+
+    def _numbers(self) -> Tensor:
+        import gguf
+
+        (stored,) = (one for one in gguf_of(self.file).tensors if one.name == self.key)
+        numbers = gguf.dequantize(stored.data, stored.tensor_type)
+        told: dict[str, Any] = {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}}
+        made = self.turned.process(weights=numbers, name=self.key, **told).weights
+        return torch.from_numpy(np.array(made)).view(self.shape)
 
 
 def finite(tensor: Tensor, *, masks: bool = False) -> bool:
@@ -200,7 +223,7 @@ def stored_tensors(folder: Path) -> dict[str, TensorRef]:
     """
     named, _ = files(folder)
     if other := next((file.name for file in named if file.suffix != ".safetensors"), None):
-        what = "weights='layers' reads safetensors files only; use weights='whole'"
+        what = "weights='layers' reads safetensors and GGUF files only; use weights='whole'"
         raise CheckpointError(f"{folder} has its weights in {other}, and {what}")
     found = {}
     for file in (one.absolute() for one in named):
@@ -257,8 +280,8 @@ def check_gguf(name: str, file: Path) -> str:
         "GGUF Q4_1 (210 tensors Q4_1, 61 F32, 1 Q8_0)".
 
     Raises:
-        CheckpointError: a package is missing, or the file is one of several pieces. LipboundError
-            where memory is short. For broken files the package raises others.
+        CheckpointError: a package is missing, or the file is one of several pieces. For broken
+            files the package raises others.
     """
     if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
         needs = f"needs the package {' and '.join(missing)}; pip install 'lipbound[gguf]'"
@@ -272,13 +295,36 @@ def check_gguf(name: str, file: Path) -> str:
     if split is not None and split.contents() > 1:
         instead = "join them with llama.cpp's `llama-gguf-split --merge`"
         raise CheckpointError(f"{name} is one of {split.contents()} pieces of a model; {instead}")
-    instead = "give the safetensors checkpoint that it was made from, with weights='layers'"
-    needed, what = 4.0 * sum(int(t.n_elements) for t in reader.tensors), f"the weights of {name}"
-    devices.require(needed, torch.device("cpu"), f"{what} take memory in float32", instead)
     counts = Counter(tensor.tensor_type.name for tensor in reader.tensors).most_common()
     said = counts[0][0] if kind is None else gguf.LlamaFileType(kind.contents()).name
     listed = ", ".join(f"{count} {one}" for one, count in counts).replace(" ", " tensors ", 1)
     return f"GGUF {said.removeprefix('MOSTLY_').removeprefix('ALL_')} ({listed})"
+
+
+def gguf_size(file: Path) -> float:
+    """Return how many numbers a GGUF file holds."""
+    return float(sum(int(one.n_elements) for one in gguf_of(file).tensors))
+
+
+def gguf_tensors(file: Path, config: PretrainedConfig) -> dict[str, TensorRef]:
+    """Locate every tensor of a model in a GGUF file, by the names that the model has for them.
+
+    As transformers finds and turns them; of one that is several in the file nothing is found.
+    """
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    file, said = file.absolute(), reader.load_gguf_checkpoint(str(file))["config"]
+    kind = gguf_of(file).fields["general.architecture"].contents()
+    turned = reader.TENSOR_PROCESSORS.get(kind, reader.TensorProcessor)(config=said)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, trust_remote_code=False, attn_implementation="eager")
+    names, shapes = reader.get_gguf_hf_weights_map(model, turned), model.state_dict()
+    places = {names.get(one.name): one.name for one in gguf_of(file).tensors}
+    return {
+        name: GgufRef(file, places[name], tuple(tensor.shape), True, _stamp(file), turned)
+        for name, tensor in shapes.items()
+        if name in places
+    }
 
 
 @contextmanager

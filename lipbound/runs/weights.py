@@ -27,8 +27,8 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
     """Measure the weights of every attention head of a checkpoint: no data, no forward pass.
 
     What is measured are the extras `lipbound.schema.OF_WEIGHTS`, as
-    `lipbound.runs.head_extras.of_weights` defines them. Safetensors files are read one tensor at a
-    time; GGUF files, and weights in other formats, as a whole.
+    `lipbound.runs.head_extras.of_weights` defines them. Safetensors and GGUF files are read one
+    tensor at a time, weights in other formats as a whole.
 
     Args:
         model: as of `lipbound.compare`, of one of `lipbound.models.head_weights.FAMILIES`; a loaded

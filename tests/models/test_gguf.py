@@ -20,7 +20,7 @@ from transformers import modeling_gguf_pytorch_utils as reader
 import lipbound as lb
 from lipbound import devices
 from lipbound.errors import CheckpointError
-from lipbound.models import weight_files
+from lipbound.models import offload, weight_files
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.catalogue import describe
 from lipbound.models.inputs import prepare
@@ -47,6 +47,17 @@ def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) 
     assert checkpoint.quantization is not None
     assert checkpoint.quantization.startswith(f"GGUF {kind.name} (")
     assert "5 F32" in checkpoint.quantization
+
+
+@newer_transformers("weights are not left on disk")
+def test_weights_may_stay_in_the_file(tmp_path: Path) -> None:
+    expected = save_gguf(tmp_path / "model.gguf")
+    checkpoint = load_checkpoint(tmp_path / "model.gguf", weights="layers")
+    assert offload.is_offloaded(checkpoint.model)
+    with offload.resident(checkpoint.model):
+        found = checkpoint.model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) -> None:
@@ -122,7 +133,6 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
         ("nowhere.gguf", {}, "there is no directory or file nowhere.gguf"),
         (file, {}, "architecture rwkv7 is not supported"),
         (piece, {}, "one of 3 pieces"),
-        (folder, {"weights": "layers"}, "weights 'layers' was given for the GGUF file"),
         (folder, {"revision": "main"}, "revisions are for hub models"),
         ("builtin:gpt2", {"gguf_file": "a.gguf"}, "was given for the builtin checkpoint"),
         (llama(), {"gguf_file": "a.gguf"}, "was given for a model in memory"),
@@ -132,7 +142,8 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
     refused(lambda: load_checkpoint(file).tokenizer(), "has no usable tokenizer")
     with monkeypatch.context() as small:
         small.setattr(devices, "available", lambda device: 0.0)
-        refused(lambda: load_checkpoint(folder), "the weights of ", " take memory in float32")
+        whole = lambda: load_checkpoint(folder, weights="whole")  # noqa: E731
+        refused(whole, "the weights of ", " take memory in float32", "use weights='layers'")
     monkeypatch.setattr(weight_files, "find_spec", lambda name: None)
     words = "the package gguf and accelerate; pip install 'lipbound[gguf]'"
     refused(lambda: load_checkpoint(folder), words)
