@@ -25,21 +25,37 @@ COMMANDS = {"latex": "cite", "natbib": "citep"}
 """Commands of LaTeX that cite, by format."""
 PARAGRAPH_FORMATS = (*COMMANDS, "text")
 CITATION_FORMATS = ("bib", *PARAGRAPH_FORMATS)
+EXTRA_SOURCES = {
+    "baek2026numerical": """@inproceedings{baek2026numerical,
+  title     = {Numerical Fragility in Transformers: A Layer-wise Theory for Explaining, Forecasting,
+               and Mitigating Instability},
+  author    = {Baek, Jinwoo},
+  booktitle = {International Conference on Artificial Intelligence and Statistics (AISTATS)},
+  year      = {2026},
+  note      = {arXiv:2510.21770}
+}"""
+}
+"""BibTeX entries of what no bound, but an extra, comes from, by key."""
 PARAGRAPH = Path(__file__).with_name("methods.txt")
 """Template of `methods`."""
 
 
 def keys(ds: xr.Dataset) -> list[str]:
-    """BibTeX keys of every source of a run's bounds, and of lipbound."""
+    """BibTeX keys of every source of a run's bounds and condition numbers, and of lipbound."""
     # from the registry: a run's own key could be any text, without an entry
     known = [get(name).citation for name in schema.bounds_there(ds)]
+    known += EXTRA_SOURCES if any(name in ds for name in schema.CONDITIONING) else []
     return list(dict.fromkeys([*known, CITATION]))
+
+
+def _entries() -> dict[str, str]:
+    return bibliography() | EXTRA_SOURCES
 
 
 @takes_run
 def bibtex(ds: xr.Dataset) -> str:
-    """BibTeX entries of every source the run's bounds come from, and of lipbound."""
-    return "\n\n".join(bibliography()[key] for key in keys(ds)) + "\n"
+    """BibTeX entries of every source of a run's bounds and condition numbers, and of lipbound."""
+    return "\n\n".join(_entries()[key] for key in keys(ds)) + "\n"
 
 
 @takes_run
@@ -158,7 +174,7 @@ def _environment(run: Mapping[str, Any]) -> str:
 
 def _cited(key: str) -> str:
     """A source in running text: its first author and year."""
-    entry = bibliography()[key]
+    entry = _entries()[key]
     author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", entry)
     year = re.search(r"year\s*=\s*\{?(\d{4})", entry)
     first = author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key

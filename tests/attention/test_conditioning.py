@@ -157,6 +157,9 @@ def test_they_are_extras_of_a_run(tmp_path: Path) -> None:
     assert "condition number of the softmax: median" in lb.tables.render(ds)
     assert "indicator of the LayerNorm in front" in lb.cite(ds, "text")
     assert "smallest singular value" not in lb.cite(ds, "text")
+    assert "(Baek 2026)" in lb.cite(ds, "text")
+    assert "@inproceedings{baek2026numerical," in lb.cite(ds)
+    assert "baek" not in lb.cite(ds.drop_vars(CONDITIONING, errors="ignore"))
     assert lb.plots.heatmaps(ds, bounds="kappa_softmax,rho_ln").axes[1].get_title()
 
 
