@@ -357,8 +357,8 @@ def takes_mask(model: nn.Module) -> bool:
     return any(p.name == MASK or p.kind is p.VAR_KEYWORD for p in takes)
 
 
-def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = False) -> bool:
-    """Run a model once, without a cache where it would keep one unless ``cache``.
+def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    """Run a model once, without a cache where it would keep one.
 
     Random numbers that it draws are the same every time, and the user's own stay as they are, as
     does what the model keeps from pass to pass.
@@ -368,7 +368,7 @@ def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = Fal
     """
     takes = inspect.signature(model.forward).parameters
     inputs = {name: t for name, t in inputs.items() if name != MASK or takes_mask(model)}
-    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in takes and not cache else {}
+    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
     # another package's model may leave out more than logits
     known = str(getattr(model.forward, "__module__", "")).startswith("transformers.")
     if known and "logits_to_keep" in takes and not any("labels" in name for name in inputs):

@@ -585,18 +585,13 @@ class Recorder(ModuleRuns, Follower):
 
 
 def record(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    *,
-    cache: bool = False,
-    wanted: Collection[nn.Module] = (),
+    model: nn.Module, inputs: Mapping[str, Any], wanted: Collection[nn.Module] = ()
 ) -> tuple[list[Call], list[ModuleRun], list[str]]:
     """Return the calls of attention in one forward pass, in order, and what there is to tell of it.
 
     Args:
         model: in the context of `implementation`.
         inputs: of the pass.
-        cache: whether the model may keep a cache.
         wanted: modules whose runs are returned, too.
 
     Returns:
@@ -611,7 +606,7 @@ def record(
     mask = None if takes_mask(model) else inputs.get(MASK)
     recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True), mask, wanted)
     with recorder.hooked(model.named_modules()), recorder.unseen, recorder:
-        drew = forward(model, inputs, cache=cache)
+        drew = forward(model, inputs)
     if not recorder.calls:
         own = "it seems to have no attention layers"
         if recorder.unseen.found:
