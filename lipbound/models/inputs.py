@@ -49,10 +49,9 @@ def prepare(
             files or of images, a .parquet, .csv, .tsv or .json table (text files and tables also
             packed, as .gz), a folder that ``save_to_disk`` wrote, a .safetensors file of ready
             inputs, a ``datasets.Dataset``, a ``pandas.DataFrame`` or Series, a list of strings, of
-            PIL images or of paths, token numbers (a list, a tensor or an array, or a list of them;
-            or a column ``input_ids``), or a dict of ready tensors, with settings that are True or
-            False, such as ``interpolate_pos_encoding``, or `Inputs` as this function returned them.
-            Several words that name no file are themselves the text.
+            PIL images or of paths, or a dict of ready tensors (token numbers as ``input_ids``),
+            with settings that are True or False, such as ``interpolate_pos_encoding``, or `Inputs`
+            as this function returned them. Several words that name no file are themselves the text.
         samples: how many, or "all". Where there are fewer, all are used, and a
             `lipbound.errors.Notice` says so (not of data in memory, unless another number than the
             default was asked for).

@@ -25,10 +25,9 @@ import torch
 from huggingface_hub import HfApi
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lipbound.errors import InputsError, one_line, shown
-from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.other_libraries import answers, cause, changed, explained, quiet
 
 BUILTIN = Path(__file__).parent / "builtin"
@@ -50,8 +49,6 @@ PROSE = (".txt", ".text")
 """Endings of the files of a folder that are read as texts."""
 ROOTED = re.compile(r"[.~/]|\\\\|[A-Za-z]:[/\\]")
 """Beginnings of names that say where they begin: here, at home, at a root or on a drive."""
-ARRAYS = list, tuple, np.ndarray, Tensor
-"""What token numbers come in."""
 DEFAULT_LENGTH = 128
 """Tokens per text where nothing else is said; fewer where a model has fewer positions."""
 GENERIC = "TokenizersBackend PythonBackend PreTrainedTokenizerFast PreTrainedTokenizer None"
@@ -235,8 +232,7 @@ class DataItems:
         taken: list[Any] = []
         blank = 0
         for item in chosen:
-            empty = isinstance(item, Tensor) and not len(item)
-            if item is None or empty or (isinstance(item, str) and not item.strip()):
+            if item is None or (isinstance(item, str) and not item.strip()):
                 blank += 1
             else:
                 taken.append(item)
@@ -362,14 +358,13 @@ class Reader:
             lacks = f"{column!r}" if column else f"of a usual name for {self.takes}"
             quoted = ", ".join(map(shlex.quote, names))  # sentences, without a header
             raise InputsError(f"{said} has no column {lacks}; name one of {quoted} with column=")
-        kept = {usual, "attention_mask"} if usual == "input_ids" else {usual}
-        rows = table.select_columns([name for name in names if name in kept])
+        rows = table.select_columns([usual])
 
         def item(row: Any) -> Any:
             row = rows[row] if isinstance(row, int) else row
             if (value := row[usual]) is None:
                 return None
-            if (made := self.item(row if usual == "input_ids" else value)) is None:
+            if (made := self.item(value)) is None:
                 what = f"column {usual!r} of {said} holds {type(value).__name__}, {takes}"
                 raise InputsError(f"{what}; name another with column=")
             return made
@@ -404,8 +399,10 @@ def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
         selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
     if not isinstance(data, str | Path):
-        kinds = "a path, a hub dataset id, a datasets.Dataset, a data frame, a list, token numbers"
-        raise InputsError(f"data is {shown(data)}; give {kinds} or a dict of ready inputs")
+        kinds = (
+            "a path, a hub dataset id, a datasets.Dataset, a data frame, a list of texts or images"
+        )
+        raise InputsError(f"data is {shown(data)}; give {kinds}, or a dict of ready inputs")
     path, name, end = there(data), str(data), ending(data)
     if path is None and (is_path(name) or end in (*TABLES, *TEXT_FILES, *IMAGE_FILES)):
         raise InputsError(f"there is no file or folder {name}")
@@ -440,80 +437,19 @@ def _why(error: BaseException) -> str:
     return "it is empty" if empty else said
 
 
-def tokens_of(value: Any) -> Tensor | None:
-    """Return the tokens that something stands for, without the padding at its ends, or None.
-
-    Args:
-        value: a list, a tensor or an array of whole numbers, or a row of a tokenised dataset.
-
-    Returns:
-        Numbers and mask of every token, int64 (tokens, 2).
-
-    Raises:
-        InputsError: a mask of another length.
-    """
-    row = value if isinstance(value, Mapping) else {"input_ids": value}
-    given, mask = row.get("input_ids"), row.get("attention_mask")
-    try:
-        ids = torch.as_tensor(given) if isinstance(given, ARRAYS) else torch.tensor(0.0)
-    except (TypeError, ValueError, RuntimeError):  # rows of unequal lengths, or odd dtypes
-        return None
-    if ids.ndim != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
-        return None
-    kept = torch.ones(len(ids)) if mask is None else torch.as_tensor(mask)
-    if len(kept) != len(ids):
-        raise InputsError(f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}")
-    seen = kept.nonzero().flatten().tolist() or [0, -1]
-    return torch.stack([ids.cpu().long(), (kept != 0).cpu().long()], -1)[seen[0] : seen[-1] + 1]
-
-
-def given_tokens(data: Any) -> list[Tensor] | None:
-    """Return the tokens of each sample of one row, or several, of token numbers; else None."""
-    if not isinstance(data, ARRAYS) or not len(data) or isinstance(data[0], str):
-        return None
-    one = tokens_of(data)
-    found = [tokens_of(row) for row in data] if one is None else [one]
-    rows = [row for row in found if row is not None]
-    return rows if len(rows) == len(found) and any(map(len, rows)) else None
-
-
-def _batch_of(rows: Sequence[Tensor], model: Checkpoint, most: int) -> dict[str, Tensor]:
-    """Return ``input_ids``, cut and padded on the right, and the ``attention_mask`` that says so.
-
-    Both are int64, (samples, N) with N at most ``most``.
-    """
-    config = text_part(model.config)
-    pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
-    pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
-    ids, kept = ([row[:most, i] for row in rows] for i in (0, 1))
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
-        "attention_mask": pad_sequence(kept, batch_first=True),
-    }
-
-
 class TextReader(Reader):
     """Text through the checkpoint's tokenizer: one sample a text, or a window of the only one."""
 
     many, takes, files = "texts", "text", PROSE
     default = [DEFAULT_TEXT], "the story of a lighthouse clock that comes with lipbound"
-    columns = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
+    columns = ("text", "sentence", "content", "question", "premise", "description")
 
-    def item(self, value: Any) -> str | Tensor | None:
-        """Return a text, that of a file, or the tokens that a value stands for."""
+    def item(self, value: Any) -> str | None:
+        """Return a text, or that of a file."""
         if not isinstance(value, Path):
-            return value if isinstance(value, str) else tokens_of(value)
+            return value if isinstance(value, str) else None
         is_text = there(value) is not None and ending(value) not in IMAGE_FILES
         return read_text(value.expanduser()) if is_text else None
-
-    def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
-        """Return the items of some data as `Reader.items` does, or tokens."""
-        given = given_tokens(data)
-        if given is None:
-            return super().items(checkpoint, data, selection)
-        selection.refuse_table("token numbers in memory")
-        many = "texts" if len(given) > 1 else "text"
-        return DataItems(given, f"{len(given)} given {many} of token numbers")
 
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
         """Return the first windows of a text, or the first of several texts.
@@ -526,14 +462,7 @@ class TextReader(Reader):
         texts, notes = found.take(selection, self.many)
         if not texts:
             raise InputsError(f"{found.description} has no text in it")
-        if len({type(text) for text in texts}) > 1:
-            raise InputsError(f"{found.description} holds texts and token numbers; give one kind")
         description = selection.described(found.description)
-        if isinstance(texts[0], Tensor):
-            most = min(most, limit or most)
-            notes += _cut([len(text) for text in texts], most)
-            made = f"token numbers as given, each text cut at {most}"
-            return Inputs(_batch_of(texts, checkpoint, most), description, made, notes)
         if limit is not None and most == DEFAULT_LENGTH > limit:
             most = limit
             notes.append(f"texts are cut at {limit} tokens, the positions of {name}")
@@ -595,9 +524,7 @@ def stream(
     tokenizer: Any = None
     ids: list[int] = []
     for text in found:
-        if isinstance(text, Tensor):
-            ids += text[:, 0].tolist()
-        elif text is not None:
+        if text is not None:
             tokenizer = tokenizer or checkpoint.tokenizer()
             ids += _encoded(tokenizer, text, checkpoint.name, add_special_tokens=False)["input_ids"]
         if len(ids) >= count:

@@ -1,5 +1,5 @@
-"""Text from wherever it comes: one rule for samples, token numbers, data frames, saved and packed
-files, odd tokenizers and rows."""
+"""Text from wherever it comes: one rule for samples, data frames, saved and packed files, odd
+tokenizers and rows."""
 
 import gzip
 import itertools
@@ -120,51 +120,20 @@ def test_shuffled_texts_and_windows(checkpoint: Checkpoint) -> None:
         prepare(checkpoint, table, shuffle=0, max_length=4)
 
 
-ROWS = [[4, 7, 12], [5, 9], [3]]
-PADDED = {
-    "input_ids": [[4, 7, 12], [0, 5, 9], [3, 0, 0]],
-    "attention_mask": [[1, 1, 1], [0, 1, 1], [1, 0, 0]],
-    "labels": [0, 1, 0],
-}
-TEXTS_TOO = datasets.Dataset.from_dict({"input_ids": ROWS, "text": ["w1", "w2", "w3"]})
-TOKENS: dict[str, object] = {
-    "lists": ROWS,
-    "tensors": [torch.tensor(row) for row in ROWS],
-    "arrays": [np.array(row) for row in ROWS],
-    "dataset": TEXTS_TOO,
-    "torch dataset": datasets.Dataset.from_dict({"input_ids": ROWS}).with_format("torch"),
-    "padded dataset": datasets.Dataset.from_dict(PADDED),
-    "frame": pd.DataFrame({"input_ids": ROWS}),
-    "series": pd.Series(ROWS),
-}
-
-
-@pytest.mark.parametrize("kind", TOKENS)
-def test_token_numbers(checkpoint: Checkpoint, kind: str) -> None:
-    inputs = prepare(checkpoint, TOKENS[kind], max_length=20)
-    assert inputs.batch["input_ids"].tolist() == [[4, 7, 12], [5, 9, 0], [3, 0, 0]]
-    assert inputs.batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0]]
-    assert not inputs.notes
-    with pytest.warns(Notice, match=r"1 of 3 texts: only the first 2 tokens were taken"):
-        assert ids(checkpoint, TOKENS[kind], max_length=2) == [[4, 7], [5, 9], [3, 0]]
-
-
-ONE = [[4, 7, 12], (4, 7, 12), torch.tensor([4, 7, 12]), torch.tensor([[4, 7, 12]])]
-
-
-@pytest.mark.parametrize("data", [*ONE, np.array([4, 7, 12], dtype=np.int32)])
-def test_the_token_numbers_of_one_text(checkpoint: Checkpoint, data: object) -> None:
-    assert ids(checkpoint, data) == [[4, 7, 12]]
-
-
-def test_token_numbers_need_no_tokenizer_and_must_be_known() -> None:
+def test_token_numbers_are_ready_inputs_that_need_no_tokenizer(checkpoint: Checkpoint) -> None:
     bare = load_checkpoint(build(AFFINE["bert"]))
-    assert prepare(bare, ROWS).samples == 3
-    for data in ([[4, 60]], [[4, -1]], torch.tensor([[4, 99]])):
+    assert prepare(bare, {"input_ids": [[4, 7], [5, 9], [3, 4]]}).samples == 3
+    for row in ([4, 60], [4, -1]):
         words = "input_ids has the number ", " knows tokens 0 to 59"
-        refused(lambda d=data: prepare(bare, d), *words, error=InputsError)
+        refused(lambda r=row: prepare(bare, {"input_ids": [r]}), *words, error=InputsError)
     words = "token numbers, or name another tokenizer with"
     refused(lambda: prepare(bare, SHORT, max_length=20), words, error=CheckpointError)
+    for data, said in (
+        ([[4, 7], [5]], "data holds items of type list, but "),
+        (torch.tensor([[4, 7]]), "or a dict of ready inputs"),
+        (datasets.Dataset.from_dict({"input_ids": [[4]]}), "has no column of a usual name"),
+    ):
+        refused(lambda d=data: prepare(checkpoint, d), said, error=InputsError)
 
 
 def tokens_only(**special: str) -> tf.PreTrainedTokenizerFast:
@@ -242,7 +211,6 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "added": (IDS | {"attention_mask": ADDED}, {}, ""),
     "missing": (datasets.Dataset.from_dict(MISSING), {}, "were passed over: 3"),
     "missing in a frame": (pd.DataFrame(MISSING), {}, "were passed over: 3"),
-    "rows without tokens": ([[], [5, 6, 7]], {}, "blank texts of 2 given texts of token numbers"),
 }
 
 
