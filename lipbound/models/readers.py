@@ -180,10 +180,6 @@ def order(count: int, seed: int) -> list[int]:
     return [int(i) for i in np.argsort(np.random.Philox(seed).random_raw(count), kind="stable")]
 
 
-CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
-"""Usual names of the column that says of what class a row is."""
-
-
 @dataclass
 class DataItems:
     """The items of some data.
@@ -192,15 +188,11 @@ class DataItems:
         given: a sequence, or an iterator where their number is not known before the end.
         description: of the data, for captions.
         made: from one of ``given``, the item; None for a row without one.
-        classes: of each item, where the data say it: its folder, or what a column has.
-        kind: what these are, a folder or a class.
     """
 
     given: Iterable[Any]
     description: str
     made: Callable[[Any], Any] = lambda item: item
-    classes: Sequence[str] = ()
-    kind: str = "folder"
 
     def __iter__(self) -> Iterator[Any]:
         rows, said = iter(self.given), self.description
@@ -214,7 +206,7 @@ class DataItems:
             yield item
 
     def take(self, selection: Selection, many: str) -> tuple[list[Any], list[str]]:
-        """Return the items that are wanted, and notes on blank ones and on items of one class.
+        """Return the items that are wanted, and a note on blank ones.
 
         Args:
             selection: how many, and in which order.
@@ -239,12 +231,6 @@ class DataItems:
             if len(taken) == count:
                 break
         notes = [f"blank {many} of {self.description} were passed over: {blank}"] if blank else []
-        first, every = set(self.classes[:count]), set(self.classes)
-        if selection.shuffle is None and count != 1 and len(first) == 1 < len(every):
-            notes.append(
-                f"the first {count} {many} of {self.description} are all of one {self.kind} "
-                f"({first.pop()}); shuffle=0, or another seed, draws from all"
-            )
         return taken, notes
 
 
@@ -319,8 +305,7 @@ class Reader:
             return None
         if not mine and (ends & {*IMAGE_FILES, *PROSE} or self.files == IMAGE_FILES):
             raise InputsError(f"{folder} holds no {self.many} ({', '.join(self.files)}), {takes}")
-        classes = [str(file.parent.relative_to(folder)) for file in mine]
-        return DataItems(mine, folder.name, self.item, classes) if mine else None
+        return DataItems(mine, folder.name, self.item) if mine else None
 
     def _listed(self, data: Sequence[Any], takes: str) -> DataItems:
         """Return the items of a list; where all of it names text files, their contents."""
@@ -371,9 +356,7 @@ class Reader:
 
         if not hasattr(table, "__len__"):
             return DataItems(rows, said, item)
-        label = next((name for name in CLASSES if name in names), None)
-        classes = [] if label is None else list(map(str, table.with_format(None)[label]))
-        return DataItems(range(len(table)), said, item, classes, "class")
+        return DataItems(range(len(table)), said, item)
 
 
 def is_saved(folder: Path) -> bool:
@@ -622,14 +605,13 @@ class ImageReader(Reader):
     default = sorted(PHOTOGRAPHS.glob("*.png")), "photographs from scikit-image"
 
     def item(self, value: Any) -> Path | Image.Image | None:
-        """Return an image, or what stands for one: the path of a file, or an array.
+        """Return an image, or what stands for one: the path of a file, or an array of 8 bits.
 
-        Arrays are (height, width), or of 8 bits (height, width, 3 or 4).
+        Arrays are (height, width), or (height, width, 3 or 4).
         """
-        if isinstance(value, np.ndarray) and value.size:
-            colours = value.ndim == 3 and value.shape[-1] in (3, 4) and value.dtype == np.uint8
-            grey = value.ndim == 2 and value.dtype in (np.uint8, np.uint16, np.int32, np.float32)
-            return Image.fromarray(value) if colours or grey else None
+        if isinstance(value, np.ndarray) and value.size and value.dtype == np.uint8:
+            fits = value.ndim == 2 or (value.ndim == 3 and value.shape[-1] in (3, 4))
+            return Image.fromarray(value) if fits else None
         path = there(value)
         if path is not None and path.is_file() and path.suffix.lower() in IMAGE_FILES:
             return path
@@ -699,7 +681,8 @@ def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
         told["have further frames, which were left out"] += 1
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _eight_bits(image, told)
+        what = f"it is of mode {image.mode}, whose range is not known"
+        raise ValueError(f"{what}; bring it to 8 bits (mode L), 0 to 255")
     if "a" not in image.mode.lower()[1:] and "transparency" not in image.info:
         return image.convert("RGB")
     image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
@@ -707,24 +690,6 @@ def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
         return image.convert("RGB")
     told["have transparent parts, which were laid on white"] += 1
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-
-
-def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
-    """Return a grey image in 8 bits, from the range that its mode, or else its values, must have.
-
-    Raises:
-        ValueError: its numbers are of no known range.
-    """
-    values = np.asarray(image).astype(np.float64)
-    low, high = float(values.min()), float(values.max())
-    ranges = {"F": (1, 255), "I": (255, 65535)}.get(image.mode, (65535,))
-    most = next((most for most in ranges if low >= 0 and high <= most), None)
-    if most is None:
-        known = " or ".join(f"0 to {most}" for most in ranges)
-        what = f"it has values from {low:g} to {high:g} (mode {image.mode})"
-        raise ValueError(f"{what}, whose range is not known; scale them to {known}")
-    told[f"hold values that were taken for those of 0 to {most}, and brought to 8 bits"] += 1
-    return Image.fromarray(np.floor(values * (255 / most) + 0.5).astype(np.uint8))
 
 
 READERS: dict[str, Reader] = {"text": TextReader(), "image": ImageReader()}
