@@ -160,10 +160,10 @@ def heads_before_samples(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> 
 PARTS = [slice(4 * h, 4 * h + 4) for h in range(HEADS)]
 """Entries of heads, where they are consecutive."""
 CLOSED = [chunks_of_queries, chunks_of_queries_by_hand, a_single_chunk, slices_of_heads]
-CLOSED += [head_by_head, sample_by_sample, heads_first, interleaved, temperatures]
+CLOSED += [head_by_head, sample_by_sample, heads_first, interleaved]
 AUTOMATIC = [chunks_that_see_their_past, blocks_of_keys, two_that_are_added, differences]
 AUTOMATIC += [differences_that_are_normalised, windows, one_linear_head, one_matrix_a_call]
-AUTOMATIC += [heads_before_samples]
+AUTOMATIC += [heads_before_samples, temperatures]
 ENTRIES = {interleaved: [slice(h, None, HEADS) for h in range(HEADS)], one_linear_head: PARTS[:2]}
 """Those that are not."""
 

@@ -24,7 +24,7 @@ from lipbound.devices import in_own_modes, measuring_device, threads_for
 from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, tell
 from lipbound.formatting import counted
 from lipbound.models.capture import verification
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe, with_scores
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_scores
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, moved
 from lipbound.models.capture.streams import Padding, of_stream, stream_names, through_module
@@ -186,7 +186,7 @@ class Capturer:
         try:
             weights = self._probed(i, call)
             if weights.sums:
-                weights = with_scores(call, weights)
+                read_scores(call)
             attention = assemble(call, weights)
             try:
                 error = verification.check_rebuilt(call, attention, weights)
