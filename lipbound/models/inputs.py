@@ -50,8 +50,9 @@ def prepare(
             packed, as .gz), a folder that ``save_to_disk`` wrote, a .safetensors file of ready
             inputs, a ``datasets.Dataset``, a ``pandas.DataFrame`` or Series, a list of strings, of
             PIL images or of paths, or a dict of ready tensors (token numbers as ``input_ids``),
-            with settings that are True or False, such as ``interpolate_pos_encoding``, or `Inputs`
-            as this function returned them. Several words that name no file are themselves the text.
+            with settings that are True or False, such as ``interpolate_pos_encoding``, a tensor
+            that is the model's main input, or `Inputs` as this function returned them. Several
+            words that name no file are themselves the text.
         samples: how many, or "all". Where there are fewer, all are used, and a
             `lipbound.errors.Notice` says so (not of data in memory, unless another number than the
             default was asked for).
@@ -106,6 +107,7 @@ def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs
         parts = data if isinstance(data, list | tuple) else [data]
         if reader is None or any(isinstance(one, Mapping | Tensor) for one in parts):
             data = named_inputs(checkpoint.model, data)
+    data = {checkpoint.main_input: data} if isinstance(data, Tensor) else data
     file = isinstance(data, str | Path) and str(data).endswith(".safetensors")
     splits = hasattr(data, "column_names")  # a DatasetDict, which is a mapping as well
     if file or (isinstance(data, Mapping) and not splits):

@@ -121,7 +121,8 @@ def test_shuffled_texts_and_windows(checkpoint: Checkpoint) -> None:
 
 def test_token_numbers_are_ready_inputs_that_need_no_tokenizer(checkpoint: Checkpoint) -> None:
     bare = load_checkpoint(build(AFFINE["bert"]))
-    assert prepare(bare, {"input_ids": [[4, 7], [5, 9], [3, 4]]}).samples == 3
+    rows = [[4, 7], [5, 9], [3, 4]]
+    assert same(prepare(bare, {"input_ids": rows}), prepare(bare, torch.tensor(rows)))
     for row in ([4, 60], [4, -1]):
         words = "input_ids has the number ", " knows tokens 0 to 59"
         refused(lambda r=row: prepare(bare, {"input_ids": [r]}), *words, error=InputsError)
@@ -129,7 +130,7 @@ def test_token_numbers_are_ready_inputs_that_need_no_tokenizer(checkpoint: Check
     refused(lambda: prepare(bare, SHORT, max_length=20), words, error=CheckpointError)
     for data, said in (
         ([[4, 7], [5]], "data holds items of type list, but "),
-        (torch.tensor([[4, 7]]), "or a dict of ready inputs"),
+        (torch.tensor([4, 7]), "ready inputs must be named tensors of "),
         (datasets.Dataset.from_dict({"input_ids": [[4]]}), "has no column of a usual name"),
     ):
         refused(lambda d=data: prepare(checkpoint, d), said, error=InputsError)
