@@ -13,7 +13,6 @@ from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, Pr
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
-from lipbound.attention.scoring import zero_one
 from lipbound.errors import CheckpointError, InputsError
 from lipbound.models.other_libraries import explained, quiet
 from lipbound.models.weight_files import gguf_read_once
@@ -310,20 +309,7 @@ def declared_positions(config: Any) -> int | None:
     return int(limit)
 
 
-def odd_masks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
-    """Return sentences about padding without a mask, and masks of 0 and 1 that are added."""
-    notes = _unmasked(model, batch)
-    for name, mask in batch.items():
-        pairs = name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim == 4
-        if pairs and mask.dtype != torch.bool and zero_one(mask):
-            notes.append(
-                f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores "
-                "and mask nothing; give True where a token is seen, or 0 there and -inf elsewhere"
-            )
-    return notes
-
-
-def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
+def unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return a sentence on padding tokens at an end of a sample that no mask marks."""
     ids, config = batch.get("input_ids"), text_part(getattr(model, "config", None))
     pad = getattr(config, "pad_token_id", None)

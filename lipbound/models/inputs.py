@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import MASK, POSITION_IDS, Checkpoint, Inputs, odd_masks, text_part
+from lipbound.models.checkpoint import MASK, POSITION_IDS, Checkpoint, Inputs, text_part, unmasked
 from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.other_libraries import explained
@@ -49,10 +49,10 @@ def prepare(
             files or of images, a .parquet, .csv, .tsv or .json table (text files and tables also
             packed, as .gz), a folder that ``save_to_disk`` wrote, a .safetensors file of ready
             inputs, a ``datasets.Dataset``, a ``pandas.DataFrame`` or Series, a list of strings, of
-            PIL images or of paths, token numbers (a list, a tensor or an array, or a list of them;
-            or a column ``input_ids``), or a dict of ready tensors, with settings that are True or
-            False, such as ``interpolate_pos_encoding``, or `Inputs` as this function returned them.
-            Several words that name no file are themselves the text.
+            PIL images or of paths, or a dict of ready tensors (token numbers as ``input_ids``),
+            with settings that are True or False, such as ``interpolate_pos_encoding``, a tensor
+            that is the model's main input, or `Inputs` as this function returned them. Several
+            words that name no file are themselves the text.
         samples: how many, or "all". Where there are fewer, all are used, and a
             `lipbound.errors.Notice` says so (not of data in memory, unless another number than the
             default was asked for).
@@ -107,6 +107,7 @@ def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs
         parts = data if isinstance(data, list | tuple) else [data]
         if reader is None or any(isinstance(one, Mapping | Tensor) for one in parts):
             data = named_inputs(checkpoint.model, data)
+    data = {checkpoint.main_input: data} if isinstance(data, Tensor) else data
     file = isinstance(data, str | Path) and str(data).endswith(".safetensors")
     splits = hasattr(data, "column_names")  # a DatasetDict, which is a mapping as well
     if file or (isinstance(data, Mapping) and not splits):
@@ -123,7 +124,7 @@ def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs
         inputs.notes.append(
             f"{count} samples were asked for, and {inputs.description} gives only {inputs.samples}"
         )
-    inputs.notes += _repeated(inputs.batch) + odd_masks(checkpoint.model, inputs.batch)
+    inputs.notes += _repeated(inputs.batch) + unmasked(checkpoint.model, inputs.batch)
     tell(*inputs.notes)
     return inputs
 

@@ -25,10 +25,9 @@ import torch
 from huggingface_hub import HfApi
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lipbound.errors import InputsError, one_line, shown
-from lipbound.models.checkpoint import Checkpoint, Inputs, text_part
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.other_libraries import answers, cause, changed, explained, quiet
 
 BUILTIN = Path(__file__).parent / "builtin"
@@ -50,8 +49,6 @@ PROSE = (".txt", ".text")
 """Endings of the files of a folder that are read as texts."""
 ROOTED = re.compile(r"[.~/]|\\\\|[A-Za-z]:[/\\]")
 """Beginnings of names that say where they begin: here, at home, at a root or on a drive."""
-ARRAYS = list, tuple, np.ndarray, Tensor
-"""What token numbers come in."""
 DEFAULT_LENGTH = 128
 """Tokens per text where nothing else is said; fewer where a model has fewer positions."""
 GENERIC = "TokenizersBackend PythonBackend PreTrainedTokenizerFast PreTrainedTokenizer None"
@@ -183,10 +180,6 @@ def order(count: int, seed: int) -> list[int]:
     return [int(i) for i in np.argsort(np.random.Philox(seed).random_raw(count), kind="stable")]
 
 
-CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
-"""Usual names of the column that says of what class a row is."""
-
-
 @dataclass
 class DataItems:
     """The items of some data.
@@ -195,15 +188,11 @@ class DataItems:
         given: a sequence, or an iterator where their number is not known before the end.
         description: of the data, for captions.
         made: from one of ``given``, the item; None for a row without one.
-        classes: of each item, where the data say it: its folder, or what a column has.
-        kind: what these are, a folder or a class.
     """
 
     given: Iterable[Any]
     description: str
     made: Callable[[Any], Any] = lambda item: item
-    classes: Sequence[str] = ()
-    kind: str = "folder"
 
     def __iter__(self) -> Iterator[Any]:
         rows, said = iter(self.given), self.description
@@ -217,7 +206,7 @@ class DataItems:
             yield item
 
     def take(self, selection: Selection, many: str) -> tuple[list[Any], list[str]]:
-        """Return the items that are wanted, and notes on blank ones and on items of one class.
+        """Return the items that are wanted, and a note on blank ones.
 
         Args:
             selection: how many, and in which order.
@@ -235,20 +224,13 @@ class DataItems:
         taken: list[Any] = []
         blank = 0
         for item in chosen:
-            empty = isinstance(item, Tensor) and not len(item)
-            if item is None or empty or (isinstance(item, str) and not item.strip()):
+            if item is None or (isinstance(item, str) and not item.strip()):
                 blank += 1
             else:
                 taken.append(item)
             if len(taken) == count:
                 break
         notes = [f"blank {many} of {self.description} were passed over: {blank}"] if blank else []
-        first, every = set(self.classes[:count]), set(self.classes)
-        if selection.shuffle is None and count != 1 and len(first) == 1 < len(every):
-            notes.append(
-                f"the first {count} {many} of {self.description} are all of one {self.kind} "
-                f"({first.pop()}); shuffle=0, or another seed, draws from all"
-            )
         return taken, notes
 
 
@@ -323,8 +305,7 @@ class Reader:
             return None
         if not mine and (ends & {*IMAGE_FILES, *PROSE} or self.files == IMAGE_FILES):
             raise InputsError(f"{folder} holds no {self.many} ({', '.join(self.files)}), {takes}")
-        classes = [str(file.parent.relative_to(folder)) for file in mine]
-        return DataItems(mine, folder.name, self.item, classes) if mine else None
+        return DataItems(mine, folder.name, self.item) if mine else None
 
     def _listed(self, data: Sequence[Any], takes: str) -> DataItems:
         """Return the items of a list; where all of it names text files, their contents."""
@@ -362,23 +343,20 @@ class Reader:
             lacks = f"{column!r}" if column else f"of a usual name for {self.takes}"
             quoted = ", ".join(map(shlex.quote, names))  # sentences, without a header
             raise InputsError(f"{said} has no column {lacks}; name one of {quoted} with column=")
-        kept = {usual, "attention_mask"} if usual == "input_ids" else {usual}
-        rows = table.select_columns([name for name in names if name in kept])
+        rows = table.select_columns([usual])
 
         def item(row: Any) -> Any:
             row = rows[row] if isinstance(row, int) else row
             if (value := row[usual]) is None:
                 return None
-            if (made := self.item(row if usual == "input_ids" else value)) is None:
+            if (made := self.item(value)) is None:
                 what = f"column {usual!r} of {said} holds {type(value).__name__}, {takes}"
                 raise InputsError(f"{what}; name another with column=")
             return made
 
         if not hasattr(table, "__len__"):
             return DataItems(rows, said, item)
-        label = next((name for name in CLASSES if name in names), None)
-        classes = [] if label is None else list(map(str, table.with_format(None)[label]))
-        return DataItems(range(len(table)), said, item, classes, "class")
+        return DataItems(range(len(table)), said, item)
 
 
 def is_saved(folder: Path) -> bool:
@@ -404,8 +382,10 @@ def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
         selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
     if not isinstance(data, str | Path):
-        kinds = "a path, a hub dataset id, a datasets.Dataset, a data frame, a list, token numbers"
-        raise InputsError(f"data is {shown(data)}; give {kinds} or a dict of ready inputs")
+        kinds = (
+            "a path, a hub dataset id, a datasets.Dataset, a data frame, a list of texts or images"
+        )
+        raise InputsError(f"data is {shown(data)}; give {kinds}, or a dict of ready inputs")
     path, name, end = there(data), str(data), ending(data)
     if path is None and (is_path(name) or end in (*TABLES, *TEXT_FILES, *IMAGE_FILES)):
         raise InputsError(f"there is no file or folder {name}")
@@ -440,80 +420,19 @@ def _why(error: BaseException) -> str:
     return "it is empty" if empty else said
 
 
-def tokens_of(value: Any) -> Tensor | None:
-    """Return the tokens that something stands for, without the padding at its ends, or None.
-
-    Args:
-        value: a list, a tensor or an array of whole numbers, or a row of a tokenised dataset.
-
-    Returns:
-        Numbers and mask of every token, int64 (tokens, 2).
-
-    Raises:
-        InputsError: a mask of another length.
-    """
-    row = value if isinstance(value, Mapping) else {"input_ids": value}
-    given, mask = row.get("input_ids"), row.get("attention_mask")
-    try:
-        ids = torch.as_tensor(given) if isinstance(given, ARRAYS) else torch.tensor(0.0)
-    except (TypeError, ValueError, RuntimeError):  # rows of unequal lengths, or odd dtypes
-        return None
-    if ids.ndim != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
-        return None
-    kept = torch.ones(len(ids)) if mask is None else torch.as_tensor(mask)
-    if len(kept) != len(ids):
-        raise InputsError(f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}")
-    seen = kept.nonzero().flatten().tolist() or [0, -1]
-    return torch.stack([ids.cpu().long(), (kept != 0).cpu().long()], -1)[seen[0] : seen[-1] + 1]
-
-
-def given_tokens(data: Any) -> list[Tensor] | None:
-    """Return the tokens of each sample of one row, or several, of token numbers; else None."""
-    if not isinstance(data, ARRAYS) or not len(data) or isinstance(data[0], str):
-        return None
-    one = tokens_of(data)
-    found = [tokens_of(row) for row in data] if one is None else [one]
-    rows = [row for row in found if row is not None]
-    return rows if len(rows) == len(found) and any(map(len, rows)) else None
-
-
-def _batch_of(rows: Sequence[Tensor], model: Checkpoint, most: int) -> dict[str, Tensor]:
-    """Return ``input_ids``, cut and padded on the right, and the ``attention_mask`` that says so.
-
-    Both are int64, (samples, N) with N at most ``most``.
-    """
-    config = text_part(model.config)
-    pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
-    pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
-    ids, kept = ([row[:most, i] for row in rows] for i in (0, 1))
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
-        "attention_mask": pad_sequence(kept, batch_first=True),
-    }
-
-
 class TextReader(Reader):
     """Text through the checkpoint's tokenizer: one sample a text, or a window of the only one."""
 
     many, takes, files = "texts", "text", PROSE
     default = [DEFAULT_TEXT], "the story of a lighthouse clock that comes with lipbound"
-    columns = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
+    columns = ("text", "sentence", "content", "question", "premise", "description")
 
-    def item(self, value: Any) -> str | Tensor | None:
-        """Return a text, that of a file, or the tokens that a value stands for."""
+    def item(self, value: Any) -> str | None:
+        """Return a text, or that of a file."""
         if not isinstance(value, Path):
-            return value if isinstance(value, str) else tokens_of(value)
+            return value if isinstance(value, str) else None
         is_text = there(value) is not None and ending(value) not in IMAGE_FILES
         return read_text(value.expanduser()) if is_text else None
-
-    def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
-        """Return the items of some data as `Reader.items` does, or tokens."""
-        given = given_tokens(data)
-        if given is None:
-            return super().items(checkpoint, data, selection)
-        selection.refuse_table("token numbers in memory")
-        many = "texts" if len(given) > 1 else "text"
-        return DataItems(given, f"{len(given)} given {many} of token numbers")
 
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
         """Return the first windows of a text, or the first of several texts.
@@ -526,14 +445,7 @@ class TextReader(Reader):
         texts, notes = found.take(selection, self.many)
         if not texts:
             raise InputsError(f"{found.description} has no text in it")
-        if len({type(text) for text in texts}) > 1:
-            raise InputsError(f"{found.description} holds texts and token numbers; give one kind")
         description = selection.described(found.description)
-        if isinstance(texts[0], Tensor):
-            most = min(most, limit or most)
-            notes += _cut([len(text) for text in texts], most)
-            made = f"token numbers as given, each text cut at {most}"
-            return Inputs(_batch_of(texts, checkpoint, most), description, made, notes)
         if limit is not None and most == DEFAULT_LENGTH > limit:
             most = limit
             notes.append(f"texts are cut at {limit} tokens, the positions of {name}")
@@ -595,9 +507,7 @@ def stream(
     tokenizer: Any = None
     ids: list[int] = []
     for text in found:
-        if isinstance(text, Tensor):
-            ids += text[:, 0].tolist()
-        elif text is not None:
+        if text is not None:
             tokenizer = tokenizer or checkpoint.tokenizer()
             ids += _encoded(tokenizer, text, checkpoint.name, add_special_tokens=False)["input_ids"]
         if len(ids) >= count:
@@ -695,14 +605,13 @@ class ImageReader(Reader):
     default = sorted(PHOTOGRAPHS.glob("*.png")), "photographs from scikit-image"
 
     def item(self, value: Any) -> Path | Image.Image | None:
-        """Return an image, or what stands for one: the path of a file, or an array.
+        """Return an image, or what stands for one: the path of a file, or an array of 8 bits.
 
-        Arrays are (height, width), or of 8 bits (height, width, 3 or 4).
+        Arrays are (height, width), or (height, width, 3 or 4).
         """
-        if isinstance(value, np.ndarray) and value.size:
-            colours = value.ndim == 3 and value.shape[-1] in (3, 4) and value.dtype == np.uint8
-            grey = value.ndim == 2 and value.dtype in (np.uint8, np.uint16, np.int32, np.float32)
-            return Image.fromarray(value) if colours or grey else None
+        if isinstance(value, np.ndarray) and value.size and value.dtype == np.uint8:
+            fits = value.ndim == 2 or (value.ndim == 3 and value.shape[-1] in (3, 4))
+            return Image.fromarray(value) if fits else None
         path = there(value)
         if path is not None and path.is_file() and path.suffix.lower() in IMAGE_FILES:
             return path
@@ -772,7 +681,8 @@ def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
         told["have further frames, which were left out"] += 1
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _eight_bits(image, told)
+        what = f"it is of mode {image.mode}, whose range is not known"
+        raise ValueError(f"{what}; bring it to 8 bits (mode L), 0 to 255")
     if "a" not in image.mode.lower()[1:] and "transparency" not in image.info:
         return image.convert("RGB")
     image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
@@ -780,24 +690,6 @@ def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
         return image.convert("RGB")
     told["have transparent parts, which were laid on white"] += 1
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-
-
-def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
-    """Return a grey image in 8 bits, from the range that its mode, or else its values, must have.
-
-    Raises:
-        ValueError: its numbers are of no known range.
-    """
-    values = np.asarray(image).astype(np.float64)
-    low, high = float(values.min()), float(values.max())
-    ranges = {"F": (1, 255), "I": (255, 65535)}.get(image.mode, (65535,))
-    most = next((most for most in ranges if low >= 0 and high <= most), None)
-    if most is None:
-        known = " or ".join(f"0 to {most}" for most in ranges)
-        what = f"it has values from {low:g} to {high:g} (mode {image.mode})"
-        raise ValueError(f"{what}, whose range is not known; scale them to {known}")
-    told[f"hold values that were taken for those of 0 to {most}, and brought to 8 bits"] += 1
-    return Image.fromarray(np.floor(values * (255 / most) + 0.5).astype(np.uint8))
 
 
 READERS: dict[str, Reader] = {"text": TextReader(), "image": ImageReader()}

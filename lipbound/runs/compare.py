@@ -22,7 +22,7 @@ from lipbound.devices import in_own_modes, versions
 from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.capture.verification import telling_samples
+from lipbound.models.capture.verification import most_padded
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
@@ -533,7 +533,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     """
     samples = sources.inputs.samples
     layers = measure.layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
-    for sample in telling_samples(sources.inputs.batch):
+    if (sample := most_padded(sources.inputs.batch)) is not None:
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
         measured = ", ".join(str(one.index) for one in layers)

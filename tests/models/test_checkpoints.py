@@ -16,7 +16,7 @@ from support.hub import COMMIT, OLD, Asking, serve
 from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
 from lipbound.errors import CheckpointError
-from lipbound.models import loading
+from lipbound.models import loading, weight_files
 from lipbound.models.capture.capture import capture
 from lipbound.models.catalogue import BUILTINS, MINILM_SHA256, Builtin, describe
 from lipbound.models.loading import load_checkpoint
@@ -75,8 +75,14 @@ def test_packaged_builtins_with_other_weights_or_without_package(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sha256, remedy = REMEDIES[name]
-    monkeypatch.setitem(BUILTINS, name, replace(BUILTINS[name], sha256="0" * 64))
-    refused(lambda: load_checkpoint(f"builtin:{name}"), f"sha256:{sha256}", error=CheckpointError)
+    packaged = BUILTINS[name]
+    digest = weight_files.sha256([packaged.place(name) / packaged.weights])
+    packaged.check(digest)
+    other = replace(packaged, sha256="0" * 64)
+    refused(lambda: other.check(digest), f"sha256:{sha256}", error=CheckpointError)
+    if name == "minilm":
+        monkeypatch.setitem(BUILTINS, name, other)
+        refused(lambda: load_checkpoint(f"builtin:{name}"), sha256, error=CheckpointError)
 
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -33,7 +33,6 @@ class Projections(QKV):
     def __init__(self, mix: Callable[..., Tensor]) -> None:
         super().__init__(D, HEADS)
         self.k_2, self.v_2 = nn.Linear(D, D), nn.Linear(D, D)
-        self.temperature = nn.Parameter(torch.tensor([0.3, 0.8, -0.5])[:, None, None])
         self.mix = mix
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,10 +126,6 @@ def interleaved(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     return sdpa(q, k, v).permute(0, 2, 3, 1).flatten(2)
 
 
-def temperatures(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
-    return joined((q @ k.mT * m.temperature + FUTURE).softmax(-1) @ v)
-
-
 def windows(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     """Blocks of two tokens on an axis of their own behind samples and heads."""
     q, k, v = (t.flatten(0, 1).unflatten(1, (3, 2)) for t in (q, k, v))
@@ -160,7 +155,7 @@ def heads_before_samples(m: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> 
 PARTS = [slice(4 * h, 4 * h + 4) for h in range(HEADS)]
 """Entries of heads, where they are consecutive."""
 CLOSED = [chunks_of_queries, chunks_of_queries_by_hand, a_single_chunk, slices_of_heads]
-CLOSED += [head_by_head, sample_by_sample, heads_first, interleaved, temperatures]
+CLOSED += [head_by_head, sample_by_sample, heads_first, interleaved]
 AUTOMATIC = [chunks_that_see_their_past, blocks_of_keys, two_that_are_added, differences]
 AUTOMATIC += [differences_that_are_normalised, windows, one_linear_head, one_matrix_a_call]
 AUTOMATIC += [heads_before_samples]

@@ -184,7 +184,7 @@ X = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(3, 60, (3, 7), generator=torch.Generator().manual_seed(0))
 
 
-class Attending(nn.Module):
+class OwnAttention(nn.Module):
     """Two heads."""
 
     def __init__(self) -> None:
@@ -207,14 +207,17 @@ TRACED = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("made", TRACED.values(), ids=TRACED)
 def test_traced_programs_are_refused(made: Callable[[nn.Module], Any]) -> None:
-    program, words = made(Attending().eval()), ("a traced program ", "give the module that it was")
+    program, words = (
+        made(OwnAttention().eval()),
+        ("a traced program ", "give the module that it was"),
+    )
     refused(lambda: lb.capture(program, X), *words, error=CaptureError)
     refused(lambda: lb.compare(program, {"x": X}), *words, error=CaptureError)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_traced_part_of_a_model_is_named() -> None:
-    plain = Attending().eval()
+    plain = OwnAttention().eval()
     model = nn.Sequential(plain, torch.jit.trace(plain, X))
     with pytest.warns(Notice, match=r"left out, in 1 module: 1 \(TopLevelTracedModule\) of Seq"):
         assert len(lb.capture(model, X)) == 1
@@ -223,7 +226,7 @@ def test_a_traced_part_of_a_model_is_named() -> None:
 
 def test_weights_that_are_made_of_other_tensors_are_refused() -> None:
     """As frozen ones of quanto, and those of torchao."""
-    module = Attending()
+    module = OwnAttention()
     module.q.weight = nn.Parameter(TwoTensor(torch.ones(16, 16), torch.ones(16, 16)))
     words = "q.weight is quantized, and has no true derivatives"
     refused(lambda: lb.capture(module, X), words, error=CheckpointError)

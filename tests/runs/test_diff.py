@@ -221,7 +221,7 @@ def test_the_same_tokens_are_the_same_however_they_are_given(bert: Path) -> None
     options = {"bounds": [], "progress": False}
     given = (
         {"data": TEXTS[:1]},
-        {"data": ids[0].tolist()},
+        {"data": ids},
         {"inputs": {"input_ids": ids}},
         {"inputs": {"input_ids": ids.int(), "attention_mask": torch.ones_like(ids).bool()}},
     )

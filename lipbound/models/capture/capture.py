@@ -24,12 +24,12 @@ from lipbound.devices import in_own_modes, measuring_device, threads_for
 from lipbound.errors import CaptureError, DifferentPositionsError, UnfaithfulPassError, tell
 from lipbound.formatting import counted
 from lipbound.models.capture import verification
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe, with_scores
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_scores
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, moved
 from lipbound.models.capture.streams import Padding, of_stream, stream_names, through_module
 from lipbound.models.capture.verification import assemble
-from lipbound.models.checkpoint import Checkpoint, Inputs, odd_masks
+from lipbound.models.checkpoint import Checkpoint, Inputs, unmasked
 from lipbound.models.in_memory import bare_module, measurable, named_inputs
 from lipbound.models.offload import is_offloaded
 from lipbound.schema import INPUT
@@ -186,7 +186,7 @@ class Capturer:
         try:
             weights = self._probed(i, call)
             if weights.sums:
-                weights = with_scores(call, weights)
+                read_scores(call)
             attention = assemble(call, weights)
             try:
                 error = verification.check_rebuilt(call, attention, weights)
@@ -232,7 +232,7 @@ class Capturer:
         return LayerCapture(i, name, attention, error, attention.windows)
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:
-        """Tell whether the numbers of one sample depend on more than its own tokens.
+        """Tell whether the numbers of one sample depend on its padding.
 
         Args:
             inputs: of that sample, with the padding that it has in its batch.
@@ -339,10 +339,10 @@ def capture(
     chosen = None if layers is None else errors.indices("layers", layers)
     bare = bare_module(model)
     batch = named_inputs(bare, inputs)
-    tell(*(odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
+    tell(*(unmasked(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
     around, closed = errors.flag("around", around), errors.flag("closed", closed)
     capturer = Capturer(measurable(bare), chosen, around, closed)
     found = [layer.attention for layer in capturer.run(batch)]
-    for sample in verification.telling_samples(batch):
+    if (sample := verification.most_padded(batch)) is not None:
         capturer.examine(verification.one_sample(batch, sample))
     return found

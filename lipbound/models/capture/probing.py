@@ -8,7 +8,6 @@ is fitted to pairs of vectors before and after it, whatever the order of its coo
 products of queries and keys, and constants.
 """
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -98,7 +97,7 @@ class ProbedWeights:
         gate: of head outputs, or None.
         turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
             normalisations are; None where it has none.
-        sums: whether what is added to scores is still to be read off (`with_scores`).
+        sums: whether what is added to scores is still to be read off (`read_scores`).
     """
 
     w: Tensors
@@ -108,18 +107,6 @@ class ProbedWeights:
     gate: Gate | None = None
     turns: Turns | None = None
     sums: bool = False
-
-    def times(self, factor: Tensor) -> "ProbedWeights":
-        """Return the weights that make queries longer by a factor for each head, (heads, 1, 1)."""
-
-        def longer(t: Tensor | None) -> Any:
-            return None if t is None else t * factor.view(-1, *[1] * (t.ndim - 1))
-
-        (w, *others), (b, *biases), (norm, *norms) = self.w, self.b, self.norms
-        if norm is not None:
-            norm = replace(norm, gain=longer(norm.gain), bias=longer(norm.bias))
-            return replace(self, norms=(norm, *norms))
-        return replace(self, w=(longer(w), *others), b=(longer(b), *biases))
 
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
@@ -339,29 +326,11 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     return ProbedWeights(tuple(weights), tuple(biases), w_o, tuple(norms), gate, turns, sums)
 
 
-def with_scores(call: Call, weights: ProbedWeights) -> ProbedWeights:
+def read_scores(call: Call) -> None:
     """Read factor and mask of the scores of a call off its layer.
 
-    Weights are changed, and returned, where each head has a factor of its own, a temperature.
-
-    Raises:
-        CaptureError: its scores are no such sum.
-    """
-    scale, call.mask = score_parts(call)
-    call.extras = {name: t for name, t in call.extras.items() if name != "position_bias"}
-    if isinstance(scale, float):
-        call.scale = scale
-        return weights
-    factor, call.scale = scale * call.q.shape[-1] ** 0.5, None
-    call.q = call.q * factor.to(call.q)
-    return weights.times(factor)
-
-
-def score_parts(call: Call) -> tuple[float | Tensor, Tensor | None]:
-    """Return the parts of the scores of a layer, whose scores or masks may depend on its tokens.
-
-    They are the factor of products of queries and keys, or one for each head, (heads, 1, 1); and
-    what is added, (samples, heads, N, N) float64, or None.
+    Scores, or masks, may depend on its tokens: they are products of queries and keys times a
+    factor, and what is added, (samples, heads, N, N) float64, or nothing.
 
     Raises:
         CaptureError: its scores are no such sum.
@@ -375,11 +344,10 @@ def score_parts(call: Call) -> tuple[float | Tensor, Tensor | None]:
     size = change.abs().amax()
     # a softmax without sinks does not see what all scores of a row have in common
     commons = (False,) if "s_aux" in call.extras else (False, True)
-    for common, axes in itertools.product(commons, ((0, 1, 2, 3), (0, 2, 3))):
+    for common in commons:
         if common:
             change, of_products = (_less_common(t, hidden) for t in (change, of_products))
-        factor = (change * of_products).sum(axes, keepdim=True)[0]
-        factor = factor / of_products.square().sum(axes, keepdim=True)[0]
+        factor = (change * of_products).sum() / of_products.square().sum()
         if bool((change - factor * of_products).abs().amax() <= ROTATION_TOLERANCE * size):
             break
     else:
@@ -390,8 +358,8 @@ def score_parts(call: Call) -> tuple[float | Tensor, Tensor | None]:
     largest = scores[~hidden].abs().amax()
     added[(added.abs() <= NOISE * largest) & ~hidden] = 0
     added = added.masked_fill(hidden, torch.finfo(call.x.dtype).min)
-    scale = factor if len(factor) > 1 else float(factor)
-    return scale, added if bool((added != 0).any()) else None
+    call.scale, call.mask = float(factor), added if bool((added != 0).any()) else None
+    call.extras = {name: t for name, t in call.extras.items() if name != "position_bias"}
 
 
 def _scores(call: Call, layer: ProbedLayer, tokens: Tensor) -> tuple[Tensor, Tensor]:

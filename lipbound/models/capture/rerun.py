@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache
 
@@ -28,6 +27,7 @@ from lipbound.models.capture.seeing.interface import computing, copied_state, un
 from lipbound.models.capture.seeing.recording import (
     Call,
     ModuleRun,
+    ThroughPython,
     first_tensor,
     same_numbers,
     samples_first,
@@ -161,13 +161,6 @@ class _UpTo(Follower):
             self.projected(args[0], heads)
 
 
-class _ThroughPython(TorchDispatchMode):
-    """Lets operations of scripted functions (torch.jit.script) be followed as all others."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class ModuleCopy:
     """A copy of a module in float64, which is run again with what the module was given.
 
@@ -234,7 +227,7 @@ class ModuleCopy:
         hook = inner.register_forward_pre_hook(follower.given, prepend=True)
         scripted: Any = nullcontext()
         if self.call.way == BY_HAND:
-            scripted = _ThroughPython()  # type: ignore[no-untyped-call]
+            scripted = ThroughPython()  # type: ignore[no-untyped-call]
         end: Any = None
         around = computing(self.module, refusal), hook, scripted
         with suppress(Stopped), ExitStack() as stack:

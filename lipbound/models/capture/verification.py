@@ -1,10 +1,9 @@
 """Putting a recorded call and what probing found together, and checking that it is the model's.
 
 Rebuilt tensors are compared with those of the forward pass, and with what the model's own eager
-attention makes. A sample also runs alone, or with a cache, and its head outputs are compared.
+attention makes. A sample also runs without its padding, and its head outputs are compared.
 """
 
-import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -241,11 +240,6 @@ def _simplified(call: Call) -> Tensor | None:
 SAME = 1e-3
 """Relative difference of head outputs up to which they count as the same: rounding, in sums of
 another order."""
-LEFT = "since it is padded on the left and its positions are counted from there; pad on the right"
-_LONGEST = (
-    "since the longest sample decides for all (rotary tables for long texts, normalisations over "
-    "padding); give samples of one length"
-)
 
 
 def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> float:
@@ -411,51 +405,34 @@ def one_sample(inputs: Mapping[str, Any], sample: int, samples: int = 0) -> dict
     return {name: of(name, value) for name, value in inputs.items()}
 
 
-def telling_samples(inputs: Mapping[str, Any]) -> list[int]:
-    """Return the samples that show whether numbers depend on what shares the batch.
-
-    They are the one with most padding, and one whose positions begin again.
-    """
+def most_padded(inputs: Mapping[str, Any]) -> int | None:
+    """Return the sample with most padding; None where there is none."""
     padding = [(mask == 0).sum(-1).cpu() for mask in _masks(inputs).values()]
     streams = [counts for counts in padding if len(counts) == len(padding[0])]
     most = torch.stack(streams).amax(0) if streams else torch.zeros(1)  # (samples,)
-    found = [int(t.argmax()) for t in (most, _restarts(inputs).int()) if bool(t.any())]
-    return list(dict.fromkeys(found))
+    return int(most.argmax()) if bool(most.any()) else None
 
 
 def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return sentences on what the head outputs of one sample depend on beside its own tokens.
+    """Return a sentence where head outputs of one sample are others without its padding.
 
     Args:
         model: of the capture.
         inputs: of this sample alone, with the padding that it has in its batch.
     """
-    inputs = interface.taken(model, inputs)
-    alone, left = _without_padding(inputs)
-    here, begins, off = _calls(model, inputs), bool(_restarts(alone).any()), 0.0
-    notes = about_padding(here)
-    if begins or any(alone[name] is not inputs[name] for name in inputs):
-        # layers count that both have for the same tokens
-        for pair in zip(here, _calls(model, alone, cache=begins), strict=False):
-            a, b = (c.out if c.valid_rows is None else c.out[c.valid_rows] for c in pair)
-            if a.numel() and a.numel() == b.numel():
-                off = max(off, relative_error(b.flatten(), a.flatten()))
-    if off <= SAME:
-        return notes
-    if begins:
-        return [
-            *notes,
-            "position_ids begin again within a sample: without a cache, as it is measured, "
-            f"{type(model).__name__} takes that for documents that do not see each other; its "
-            f"plain call, with a cache, does not (head outputs differ by up to {off:.1%})",
-        ]
-    settable = "position_ids" in inspect.signature(model.forward).parameters
-    by_hand = ", or give position_ids" if settable else ""
-    return [
-        *notes,
+    inputs, off = interface.taken(model, inputs), 0.0
+    passes = (_calls(model, given) for given in (inputs, _without_padding(inputs)))
+    for pair in zip(*passes, strict=False):  # layers count that both have for the same tokens
+        a, b = (c.out if c.valid_rows is None else c.out[c.valid_rows] for c in pair)
+        if a.numel() and a.numel() == b.numel():
+            off = max(off, relative_error(b.flatten(), a.flatten()))
+    said = (
         "numbers depend on what shares the batch: head outputs of the sample with most padding "
-        f"are up to {off:.1%} off those alone, {LEFT + by_hand if left else _LONGEST}",
-    ]
+        f"are up to {off:.1%} off those alone, where padding moves positions (on the left), or the "
+        "longest sample decides for all (rotary tables, normalisations over padding); pad on the "
+        "right, and give samples of one length"
+    )
+    return [said] if off > SAME else []
 
 
 def _masks(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -464,19 +441,11 @@ def _masks(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: t for name, t in named.items() if isinstance(t, Tensor) and t.ndim == 2}
 
 
-def _restarts(inputs: Mapping[str, Any]) -> Tensor:
-    """Return which samples have positions (samples, N) that begin again."""
-    positions = inputs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim != 2:
-        return torch.zeros(1, dtype=torch.bool)
-    return (positions.diff(dim=-1) < 0).any(-1)
-
-
-def _calls(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False) -> list[Call]:
+def _calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Call]:
     """Return the calls of self-attention in a pass of one sample, with their padding."""
     found = []
     with interface.implementation(model, interface.RECORDING_ATTENTION):
-        for call in recording.record(model, inputs, cache=cache)[0]:
+        for call in recording.record(model, inputs)[0]:
             with suppress(CaptureError):  # of layers that are not chosen
                 if stream_names(call) == [INPUT] and len(call.x) == 1:
                     found.append(call)
@@ -484,20 +453,17 @@ def _calls(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False) 
     return found
 
 
-def _without_padding(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return one sample without its padding, and whether some of that was on the left.
+def _without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one sample without its padding.
 
     A mask is about the inputs of its stream, those whose names begin as its own does, with as many
     tokens.
     """
-    trimmed, left = dict(inputs), False
+    trimmed = dict(inputs)
     for name, mask in _masks(inputs).items():
         keep = mask[0] != 0
-        if bool(keep.all()) or not bool(keep.any()):
-            continue
-        left |= not bool(keep[0])
-        for other, t in inputs.items():
+        for other, t in inputs.items() if bool(keep.any()) else ():
             same_stream = other.startswith("decoder_") == name.startswith("decoder_")
             if same_stream and isinstance(t, Tensor) and t.ndim > 1 and t.shape[1] == len(keep):
                 trimmed[other] = t[:, keep.to(t.device)]
-    return trimmed, left
+    return trimmed

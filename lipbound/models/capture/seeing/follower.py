@@ -7,7 +7,6 @@ scores is probabilities; the product of probabilities with another tensor is the
 What happens to a tensor of one of these kinds element by element leaves its kind.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,9 +43,6 @@ MATMUL = "...ij,...jk->...ik"
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
-Extent = tuple[int, tuple[int, ...]]
-
-
 @dataclass(eq=False)
 class Scores:
     """Products of queries and keys, and what was made of them element by element.
@@ -55,14 +51,12 @@ class Scores:
         left: first factors of the products that were added up, as they were multiplied.
         right: second factors of the same.
         factors: queries (..., N, d) and keys (..., M, d) of the product, where it is one of these.
-        extent: number of terms of each sum of the product, and axes that both factors share.
         sides: numbers of rows and of columns of the product.
     """
 
     left: tuple[Tensor, ...]
     right: tuple[Tensor, ...]
     factors: tuple[Tensor, Tensor] | None = None
-    extent: Extent = (0, ())
     sides: tuple[int, ...] = ()
 
 
@@ -71,14 +65,12 @@ class FollowedSoftmax:
     """The softmax of scores, and what was made of it element by element.
 
     Attributes:
-        scores: what the softmax is of; None for anything else.
+        scores: what the softmax is of.
         values: the scores as the softmax was given them.
-        extent: as of `Scores`, if it is of no scores.
     """
 
-    scores: Scores | None
+    scores: Scores
     values: Tensor
-    extent: Extent = (0, ())
 
 
 @dataclass(eq=False)
@@ -193,21 +185,6 @@ class Follower(TorchFunctionMode):
     def projected(self, x: Tensor, heads: Heads) -> None:
         """Act on outputs of heads, or what was made of them, that meet weights."""
 
-    def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None = None) -> Kind | None:
-        """Act on tensors that are weighed with products, or with a softmax of no scores.
-
-        Args:
-            by: the weights.
-            made: the product, which may turn out to be scores; None before a sum.
-
-        Returns:
-            The kind of what is made.
-        """
-        return made
-
-    def normalised(self, scores: Scores) -> None:
-        """Act on a softmax of scores."""
-
     def returned(self, out: Tensor) -> None:
         """Act on what a function of the user's own returns, in which heads were seen."""
 
@@ -281,8 +258,6 @@ class Follower(TorchFunctionMode):
 
     def _done(self, heads: Heads, out: Tensor, head_axis: int | None) -> Tensor:
         heads.raw, heads.width, heads.head_axis = out, out.shape[-1], head_axis
-        if isinstance(added := self.kind(heads.mask), Scores):
-            self.normalised(added)
         return self._seen(heads)
 
     def _seen(self, heads: Heads) -> Tensor:
@@ -336,11 +311,7 @@ class Follower(TorchFunctionMode):
             return self._product(given, out, equation)
         scores = [*dict.fromkeys(k for k in kinds if isinstance(k, Scores))]
         if func in SOFTMAX and given:
-            for one in scores[:1]:
-                self.normalised(one)
-            terms = out.shape[next((a for a in args if isinstance(a, int)), -1)] if out.ndim else 1
-            extent = terms, tuple(out.shape)
-            return FollowedSoftmax(scores[0] if scores else None, given[0], extent)
+            return FollowedSoftmax(scores[0], given[0]) if scores else None
         if not kinds:
             return None
         if func in PROJECTIONS | PRODUCTS:
@@ -351,13 +322,8 @@ class Follower(TorchFunctionMode):
             sizes = {one.raw.numel() for one in (heads, *heads.parts)}
             sizes |= {t.numel() for t in given if isinstance(self.kind(t), Heads)}  # their parts
             return heads if out.numel() in sizes or func in _PARTS else None
-        softmaxes = [k for k in kinds if isinstance(k, FollowedSoftmax)]
-        followed = [k for k in softmaxes if k.scores is not None]
-        if followed or (softmaxes and not scores):
-            of, size = (followed or softmaxes)[0], (followed or softmaxes)[0].values.numel()
-            if out.numel() < size:
-                return replace(of, scores=None) if followed else None
-            return of if followed or out.numel() == size else self.weighed(of)
+        if softmaxes := [k for k in kinds if isinstance(k, FollowedSoftmax)]:
+            return softmaxes[0] if out.numel() >= softmaxes[0].values.numel() else None
         largest = max(t.numel() for t in given if isinstance(self.kind(t), Scores))
         if out.numel() < largest:
             return _sum(scores[:1]) if func in _PARTS else None
@@ -377,26 +343,15 @@ class Follower(TorchFunctionMode):
         left, right = given[-2:]  # baddbmm has what is added first
         letters = _letters(equation or MATMUL, left.ndim, right.ndim)
         for p, v, turned in ((left, right, False), (right, left, True)):
-            if isinstance(kind := self.kind(p), FollowedSoftmax) and kind.scores is not None:
+            if isinstance(kind := self.kind(p), FollowedSoftmax):
                 of_p, of_v, result = letters
                 return _heads(kind, v, out, (of_v, of_p, result) if turned else letters)
         if any(isinstance(self.kind(t), Heads) for t in (left, right)):
             return None
-        found = Scores((left,), (right,), _queries_and_keys(left, right, letters))
-        found.extent, found.sides = _extent(left, right, letters), tuple(out.shape[-2:])
-        for weights in map(self.kind, (left, right)):
-            if isinstance(weights, Scores | FollowedSoftmax):
-                self.weighed(weights, found)
+        factors, sides = _queries_and_keys(left, right, letters), tuple(out.shape[-2:])
+        found = Scores((left,), (right,), factors, sides)
         added = [k for t in given[:-2] if isinstance(k := self.kind(t), Scores)]
         return _sum([found, *added]) if added else found
-
-
-def _extent(left: Tensor, right: Tensor, letters: Letters) -> Extent:
-    """Return the number of terms of each sum of a product, and the axes that both factors share."""
-    sizes = dict(zip(letters[1], right.shape, strict=False))
-    sizes |= {x: n for x, n in zip(letters[0], left.shape, strict=False) if n > 1 or x not in sizes}
-    summed = [n for x, n in sizes.items() if x not in letters[2]]
-    return math.prod(summed), tuple(n for x, n in sizes.items() if all(x in y for y in letters))
 
 
 def _sum(scores: Iterable[Scores]) -> Scores:
@@ -417,7 +372,7 @@ def _by_weights(kind: Kind | None, given: Tensor, out: Tensor) -> Kind | None:
 def _mixed(kind: Kind) -> Kind:
     """Return the kind of scores, or of probabilities, of heads that are mixed."""
     if isinstance(kind, FollowedSoftmax):
-        return replace(kind, scores=None if kind.scores is None else _sum([kind.scores]))
+        return replace(kind, scores=_sum([kind.scores]))
     return _sum([kind]) if isinstance(kind, Scores) else kind
 
 
@@ -458,7 +413,6 @@ def _queries_and_keys(left: Tensor, right: Tensor, of: Letters) -> tuple[Tensor,
 def _heads(kind: FollowedSoftmax, v: Tensor, out: Tensor, letters: Letters) -> Heads:
     """Return the heads of a product of probabilities with values."""
     of_p, of_v, result = letters
-    assert kind.scores is not None
     heads = Heads(BY_HAND, kind.scores.left, kind.scores.right, v, scores=kind.values)
     heads.raw, heads.width = out, out.shape[-1]
     batch, row, column = of_p[:-2], of_p[-2:-1], of_p[-1:]

@@ -1,12 +1,10 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
 import inspect
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -21,11 +19,9 @@ from lipbound.models.capture.seeing.follower import (
     BY_HAND,
     FUSED,
     INTERFACE,
-    FollowedSoftmax,
     Follower,
     Form,
     Heads,
-    Scores,
     in_heads,
 )
 from lipbound.models.capture.seeing.interface import copied_state, forward, takes_mask
@@ -40,15 +36,6 @@ WAYS = (
     "by lipbound.linalg.operator_norm.operator_norm; closed=False needs attention that is seen, too"
 )
 """Advice that ends the error about a model in which no attention is seen."""
-_NEAR = 4
-"""Modules around an operation whose inputs tell how many tokens there are."""
-FUSED_ATTENTION = re.compile(
-    "_?scaled_dot_product|_native_multi_head_attention|_transformer_encoder_layer|_fused_sdp|"
-    "_flash_attention|_efficient_attention"
-)
-"""Beginnings of the names of torch's operations that are attention by themselves."""
-KNOWN = ("aten", "prims", "torchvision")
-"""Packages of whose operations only those of `FUSED_ATTENTION` are attention by themselves."""
 NAMED = 4
 """Number of modules that a sentence names."""
 
@@ -318,80 +305,6 @@ class ModuleRuns:
             self.kept.append(run)
 
 
-class AttentionFinder(TorchDispatchMode):
-    """Finds attention that `Follower` does not see, so that a notice can name it.
-
-    A module counts whose outputs are sums over tokens, with weights that are products of tokens or
-    a softmax of something else; not one that adds up parts of the same token (experts, streams of
-    residuals). So do torch's own attention kernels where no function of Python calls them, and
-    operations of other packages on three tensors that may be queries, keys and values.
-
-    Args:
-        recorder: of the pass, which knows what runs.
-        samples: of the pass.
-
-    Attributes:
-        found: runs of modules, by what was found in them, with what must not be freed meanwhile.
-        sampling: runs of modules that take values at places between tokens (deformable attention).
-    """
-
-    def __init__(self, recorder: Any, samples: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[Any, tuple[ModuleRun, Scores | None]] = {}
-        self.sampling: set[int] = set()
-        self._recorder, self._samples = recorder, samples
-
-    def add(self, made: Scores | None = None) -> None:
-        """Note the innermost module that runs and has parameters."""
-        running = self._recorder.running
-        own = (run for run in reversed(running) if [*run.module.parameters()])
-        run = next(own, running[-1])
-        key = run.name if made is None else (id(made.left[0]), id(made.right[0]))
-        self.found[key] = run, made
-
-    def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None) -> None:
-        """Note a sum over tokens with weights, as `Follower.weighed` is told of it."""
-        running = self._recorder.running
-        counts = {n for run in running[-_NEAR:] for n in _counts(run, self._samples)}
-        terms, axes = by.extent if made is None else made.extent
-        each = counts.intersection(axes) or counts.intersection(n // self._samples for n in axes)
-        apart = bool(each) and id(running[-1]) not in self.sampling
-        # keys by values, by which queries are multiplied then, together with others perhaps
-        state = isinstance(by, Scores) and (terms == 1 or not counts.intersection(by.sides))
-        if terms in counts or (state and by.extent[0] in counts) or (terms > 1 and not apart):
-            self.add(made)
-
-    def names(self) -> str:
-        """Return the number of modules, and names and types of some."""
-        runs = {run.name: run.module for run, _ in self.found.values()}
-        found = [f"{name or 'the model itself'} ({type(m).__name__})" for name, m in runs.items()]
-        return f"{len(found)} module{'s' * (len(found) > 1)}: {listed(found, NAMED)}"
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, running = func(*args, **(kwargs or {})), self._recorder.running
-        if self._recorder.is_paused or not running:
-            return out
-        package, _, operation = func._schema.name.rpartition("::")
-        if operation.startswith("grid_sampler"):
-            self.sampling.add(id(running[-1]))
-        traced = operation == "_softmax" and isinstance(running[-1].module, torch.jit.ScriptModule)
-        like = [t.shape for t in args if isinstance(t, Tensor) and t.ndim > 2][:3]
-        qkv = len(like) == 3 and len({(len(shape), shape[-1]) for shape in like}) == 1
-        if FUSED_ATTENTION.match(operation) or traced or (qkv and package not in KNOWN):
-            self.add()
-        return out
-
-
-def _counts(run: ModuleRun, samples: int) -> Iterator[int]:
-    """Yield what may be numbers of tokens of a module's inputs."""
-    for t in run.tensors:
-        if (t.ndim == 2 and len(t) == samples) or (t.is_floating_point() and t.ndim > 1):
-            axes = (*t.shape, *(() if t.is_floating_point() else (1,)))
-            axes = axes[1:] if axes[0] == samples else axes
-            # pictures have channels first or last
-            yield from {prod(axes[:-1]), prod(axes[1:]) if t.ndim > 3 else 0} - {0, 1}
-
-
 def _layers_left_out(model: nn.Module, captured: Collection[str]) -> Iterator[str]:
     """Yield a sentence for each list of layers in some of which no attention was seen."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
@@ -406,13 +319,13 @@ def _layers_left_out(model: nn.Module, captured: Collection[str]) -> Iterator[st
             )
 
 
-def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -> list[str]:
+def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
     """Return sentences on attention that was not seen, or is not what it seems."""
     said = []
-    if unseen.found:
+    if unseen:
         said.append(
             "attention of an unknown make cannot be captured and is left out, in "
-            f"{unseen.names()} of {type(model).__name__}"
+            f"{unseen} of {type(model).__name__}"
         )
     said += _layers_left_out(model, {call.name for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
@@ -429,6 +342,15 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: AttentionFinder) -
     return said
 
 
+class ThroughPython(TorchDispatchMode):
+    """Lets operations of scripted functions (torch.jit.script) be followed as all others."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(ModuleRuns, Follower):
     """The calls of one forward pass, with the runs of modules that they happened in.
 
@@ -437,13 +359,17 @@ class Recorder(ModuleRuns, Follower):
         adds: as of `Follower`.
         mask: of the tokens, where the model itself is not given it.
         wanted: as of `ModuleRuns`.
+
+    Attributes:
+        calls: of attention, so far.
+        unseen: modules by name that are called attention, and in which none was seen.
     """
 
     def __init__(self, samples: int, adds: bool, mask: Any, wanted: Collection[nn.Module]):
         ModuleRuns.__init__(self, wanted)
         Follower.__init__(self, adds)
         self._samples, self._mask = samples, mask
-        self.unseen = AttentionFinder(self, samples)
+        self.unseen: dict[str, nn.Module] = {}
         self._made: dict[int, Call] = {}
         self.calls: list[Call] = []
 
@@ -520,16 +446,6 @@ class Recorder(ModuleRuns, Follower):
         if not same_numbers(self.calls[-1].raw, out):
             self.calls[-1].w_o.append(None)
 
-    def weighed(self, by: Scores | FollowedSoftmax, made: Scores | None = None) -> Scores | None:
-        """Note what may be attention that is not followed."""
-        self.unseen.weighed(by, made)
-        return made
-
-    def normalised(self, scores: Scores) -> None:
-        """Forget products as unseen attention, since a softmax of them is seen."""
-        for place in zip(map(id, scores.left), map(id, scores.right), strict=True):
-            self.unseen.found.pop(place, None)
-
     def _put_together(self, heads: Heads, run: ModuleRun | None = None) -> None:
         """Make one call, the first, of those whose outputs were put together.
 
@@ -579,24 +495,21 @@ class Recorder(ModuleRuns, Follower):
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         run = self.running[-1]
         super().leave(module, args, output)
+        if not run.inside and _is_attention(run) and not any(map(_is_attention, self.running)):
+            self.unseen[run.name] = module
         heads = self.kind(run.returned) if run.inside else None
         if isinstance(heads, Heads):
             self._put_together(heads, run)
 
 
 def record(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    *,
-    cache: bool = False,
-    wanted: Collection[nn.Module] = (),
+    model: nn.Module, inputs: Mapping[str, Any], wanted: Collection[nn.Module] = ()
 ) -> tuple[list[Call], list[ModuleRun], list[str]]:
     """Return the calls of attention in one forward pass, in order, and what there is to tell of it.
 
     Args:
         model: in the context of `implementation`.
         inputs: of the pass.
-        cache: whether the model may keep a cache.
         wanted: modules whose runs are returned, too.
 
     Returns:
@@ -610,21 +523,35 @@ def record(
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
     mask = None if takes_mask(model) else inputs.get(MASK)
     recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True), mask, wanted)
-    with recorder.hooked(model.named_modules()), recorder.unseen, recorder:
-        drew = forward(model, inputs, cache=cache)
+    with recorder.hooked(model.named_modules()), ThroughPython(), recorder:  # type: ignore[no-untyped-call]
+        drew = forward(model, inputs)
+    unseen = _named(recorder.unseen)
     if not recorder.calls:
         own = "it seems to have no attention layers"
-        if recorder.unseen.found:
-            own = f"its attention is of an unknown make, in {recorder.unseen.names()}"
+        if unseen:
+            own = f"its attention is of an unknown make, in {unseen}"
         raise CaptureError(
             f"{type(model).__name__} has no attention that can be captured: its forward pass "
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
             f"and multiplies no softmax of products of its tokens with others ({own}). {WAYS}"
         )
-    notes = _notes(model, recorder.calls, recorder.unseen)
+    notes = _notes(model, recorder.calls, unseen)
     if drew:
         notes.append("the model draws random numbers: here those of torch.manual_seed(0)")
     return recorder.calls, recorder.kept, notes
+
+
+def _is_attention(run: ModuleRun) -> bool:
+    """Return whether a module is called attention, by its name or by its class."""
+    kind = getattr(run.module, "original_name", type(run.module).__name__)  # of what is traced
+    return run.name.endswith(("attn", "attention")) or "attention" in str(kind).lower()
+
+
+def _named(modules: Mapping[str, nn.Module]) -> str:
+    """Return the number of modules, and names and types of some; "" for none."""
+    found = [f"{name or 'the model itself'} ({type(m).__name__})" for name, m in modules.items()]
+    count = f"{len(found)} module{'s' * (len(found) > 1)}"
+    return f"{count}: {listed(found, NAMED)}" if found else ""
 
 
 def _only(run: ModuleRun) -> Tensor | None:
