@@ -239,6 +239,48 @@ def test_what_is_detached_moves(how: str) -> None:
     assert ("detaches moves as well" in repr(att)) == (how != "no_grad")
 
 
+def biased(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return z - 0.3 * (h + 1) * (i - j).abs()
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+PLACES = torch.arange(5)
+FAR = (PLACES[:, None] - PLACES).double()
+
+
+@pytest.mark.parametrize("case", ["biases", "mask"])
+def test_flex_attention(case: str) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    options = {"score_mod": biased}
+    mask = -0.3 * torch.arange(1, 4)[:, None, None] * FAR.abs()
+    if case == "mask":
+        sizes = (None, None, 5, 5)
+        made = flex.create_block_mask(causal, *sizes, device="cpu", BLOCK_SIZE=16)
+        options = {"block_mask": made}
+        mask = torch.zeros(5, 5).double().masked_fill(FAR < 0, -torch.inf)
+
+    def made(attend: Made, layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+        return joined(attend(*qkv))
+
+    layer = build(partial(Layer, partial(made, partial(flex.flex_attention, **options)))).double()
+    (att,) = lb.capture(layer, {"x": X})
+    assert isinstance(att, Attention)
+    check(att, of_layer(layer, made=partial(made, partial(sdpa, attn_mask=mask))))
+
+
+def test_flex_attention_that_bends_scores_is_refused() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def made(layer: Layer, x: Tensor, *qkv: Tensor) -> Tensor:
+        return joined(flex.flex_attention(*qkv, score_mod=lambda z, b, h, i, j: z.tanh()))
+
+    with pytest.raises(lb.errors.CaptureError, match="this one does more to them"):
+        lb.capture(build(partial(Layer, made)), {"x": X})
+
+
 class Talking(Layer):
     """Heads whose scores and probabilities are mixed by products with weights."""
 

@@ -58,12 +58,7 @@ def part_of_softmax(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.pad(q @ k.mT, (0, 1)).softmax(-1)[..., :-1] @ v
 
 
-def flexible(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    return flex.flex_attention(q, k, v)
-
-
-LEFT_OUT = [exp_and_sum, sigmoid, linear, additive, part_of_softmax, flexible]
+LEFT_OUT = [exp_and_sum, sigmoid, linear, additive, part_of_softmax]
 
 
 class Gated(nn.Module):

@@ -188,6 +188,11 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
     once = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
     swapped += [(checkpoint, "CheckpointFunction", once)]
     swapped += [(checkpoint, "_checkpoint_without_reentrant_generator", lambda *_, **__: (yield))]
+    if flex := sys.modules.get("torch.nn.attention.flex_attention"):
+        adapted = partial(_adapted, fused, partial(_flexible, flex))
+        new = ("flex_attention_hop", adapted), ("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        both = (*new, ("_validate_device", lambda *_: None))  # of gradients on the CPU
+        swapped += [(flex, name, value) for name, value in both if hasattr(flex, name)]
     with ExitStack() as afterwards:
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             afterwards.enter_context(torch.compiler.set_stance("force_eager"))
@@ -203,6 +208,33 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
 def _adapted(function: Callable[..., Tensor], adapt: Any, *args: Any, **kwargs: Any) -> Any:
     given, back = adapt(*args, **kwargs)
     return back(function(**given))
+
+
+def _flexible(
+    flex: Any, q: Tensor, k: Tensor, v: Tensor, modify: Any, block_mask: Any, scale: float, *_: Any
+) -> tuple[dict[str, Any], Callable[[Tensor], Any]]:
+    """Adapt flex_attention, without its statistics.
+
+    Raises:
+        CaptureError: it does more to scores than add to them.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    places = [torch.arange(n, device=q.device) for n in (*q.shape[:3], k.shape[2])]
+    probe = torch.randn([len(i) for i in places], generator=torch.Generator().manual_seed(0)).to(q)
+    with TransformGetItemToIndex():
+        added = flex._vmap_for_bhqkv(modify, prefix=(0,))
+        bias, made = (added(z, *places) for z in (torch.zeros_like(probe), probe))
+        seen = flex._vmap_for_bhqkv(block_mask[-1], prefix=())(*places) & (bias > -torch.inf)
+    if not torch.allclose((made - bias)[seen], probe[seen], rtol=1e-3, atol=1e-3):
+        raise CaptureError(
+            "flex_attention is measured where its score_mod adds to scores, and this one does more "
+            "to them; write it as products and a softmax"
+        )
+    mask = bias.masked_fill(~seen, -torch.inf) if bool(bias[seen].any()) else seen
+    given = {"query": q, "key": k, "value": v, "attn_mask": mask, "scale": scale}
+    empty = q.new_empty(0)
+    return given | {"enable_gqa": q.shape[1] != k.shape[1]}, lambda out: (out, empty, empty)
 
 
 def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor | None:

@@ -345,8 +345,6 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
 class ThroughPython(TorchDispatchMode):
     """Lets operations of scripted functions (torch.jit.script) be followed as all others."""
 
-    supports_higher_order_operators = True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
