@@ -245,6 +245,16 @@ def test_a_text_that_was_seen_before_changes_nothing() -> None:
     assert torch.equal(model.rotary_emb.inv_freq, grown)
 
 
+def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None:
+    model = build(MODERN["Llama"])
+    inputs = {"input_ids": NINE[:1], "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])}
+    layers = told(model, inputs, "position_ids begin again within a sample: without a cache, ")
+    assert not bool(layers[0].p[0, :, 5:, :5].any())
+    with pytest.warns(Notice, match="position_ids begin again"):
+        ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
+    assert "with one not" in ds.attrs["notes"][0]
+
+
 def test_nan_of_the_model_is_called_its_own() -> None:
     model = build(MODERN["Llama"]).double()
     words = "NaN in the model's own eager pass: in float64, padding on the left .* take float32"

@@ -143,6 +143,7 @@ class Capturer:
         with self._recording():
             closed = {i: self._closed(*rows[i], padding) for i in chosen}
         plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
+        notes += verification.about_positions(inputs)
         self._note(*notes, *verification.about_padding(plain))
         for i in chosen:
             with self._recording():

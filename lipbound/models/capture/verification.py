@@ -219,6 +219,18 @@ def about_padding(calls: Collection[Call]) -> list[str]:
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
 
 
+def about_positions(inputs: Mapping[str, Any]) -> list[str]:
+    """Return a sentence where positions begin again within a sample."""
+    positions = inputs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return []
+    said = (
+        "position_ids begin again within a sample: without a cache, as it is measured, models may "
+        "take that for documents that do not see each other, and with one not"
+    )
+    return [said] if bool((positions.diff(dim=-1) < 0).any()) else []
+
+
 def _simplified(call: Call) -> Tensor | None:
     """Return a mask without what padding of queries and of keys makes of it.
 
