@@ -720,6 +720,7 @@ class Attention:
         ``look_at``: names of tensors whose numbers are checked.
         """
         other = self.with_parts(**parts, check=False)
+        other._fit = self._fit
         check_values(other, look_at)
         other.cache.share(self.cache, *PATTERN, "level_mask")
         return other
