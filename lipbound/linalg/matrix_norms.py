@@ -115,27 +115,34 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
 
 
 def product_norms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return spectral norms of products a b^T, and their stable ranks, (...) each, float64.
+    r"""Return spectral norms of products a b^T, and their stable ranks, (...) each, float64.
 
     The stable rank is the squared Frobenius norm over the squared spectral norm. Both come from the
-    singular values of R_a R_b^T, the triangular factors of a and b. They are values, in no
-    direction rounded, to a relative error of `KNOWN`; NaN where rounding, an allowance in the norms
-    of a and b, may be more, since these cancel. A product with a matrix of zeros is zero, and its
-    stable rank NaN.
+    Gram matrices G and H of a and b: the squared spectral norm is the largest eigenvalue of
+    :math:`R^T H R`, :math:`R R^T = G` by Cholesky's decomposition, the squared Frobenius norm the
+    sum of the entries of :math:`G \circ H`. They are values, in no direction rounded, to a
+    relative error of `KNOWN`; NaN where rounding, an allowance in the norms of a and b, may be
+    more, since these cancel. A product with a matrix of zeros is zero, and its stable rank NaN.
 
     Args:
         a: (..., m, n).
         b: (..., k, n).
     """
-    factors = [torch.linalg.qr(w.detach().double(), mode="r").R for w in (a, b)]
-    values = torch.linalg.svdvals(factors[0] @ factors[1].mT)
-    norm = values[..., 0]
-    size = torch.linalg.matrix_norm(factors[0]) * torch.linalg.matrix_norm(factors[1])
-    error = 16 * (a.shape[-2] + a.shape[-1] + b.shape[-2]) * UNIT * size
-    known = error <= KNOWN / 2 * norm
-    rank = (values / torch.where(known, norm, 1.0)[..., None]).square().sum(-1)
-    nothing = torch.full_like(norm, torch.nan)
-    return torch.where(known, norm, nothing), torch.where(known & (size > 0), rank, nothing)
+    g, h = (w.mT @ w for w in (a.detach().double(), b.detach().double()))
+    size, other = (t.diagonal(dim1=-2, dim2=-1).sum(-1) for t in (g, h))
+    (m, n), k = a.shape[-2:], b.shape[-2]
+    # more than G may lack to be positive definite, and to have a decomposition
+    shift = torch.where(size > 0, (m + 8 * n + 8) * UNIT * size, 1.0)
+    eye = torch.eye(n, dtype=g.dtype, device=g.device)
+    r, failed = torch.linalg.cholesky_ex(g + shift[..., None, None] * eye)
+    square = eigenvalues(r.mT @ h @ r)[..., -1].clamp_min(0)
+    square = torch.where(size > 0, square, 0.0)
+    # rounding of both Gram matrices, the shift, the decomposition, products and eigenvalues
+    error = (2 * m + k + 28 * n + 48) * UNIT * size * other
+    known = (2 * error <= KNOWN * square) & (failed == 0)
+    nothing = torch.full_like(square, torch.nan)
+    rank = torch.where(known & (square > 0), (g * h).sum((-1, -2)) / square, nothing)
+    return torch.where(known, square.sqrt(), nothing), rank
 
 
 def grams(*matrices: Tensor) -> Routine[list[Tensor]]:
