@@ -62,14 +62,18 @@ LEFT_OUT = [exp_and_sum, sigmoid, linear, additive, part_of_softmax]
 
 
 class Gated(nn.Module):
-    """A feed-forward part."""
+    """A feed-forward part, behind a normalisation whose name says what it follows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 16)
+        self.post_attention, self.up, self.down = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 32),
+            nn.Linear(16, 16),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b = self.up(self.norm(x)).chunk(2, -1)
+        a, b = self.up(self.post_attention(x)).chunk(2, -1)
         return self.down(a * b.softmax(-1))
 
 
@@ -135,7 +139,7 @@ class AttentionInParts(OwnAttention):
 
     def __init__(self) -> None:
         super().__init__(softmax)
-        self.after_attention = nn.Linear(16, 16)
+        self.after_attention = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after_attention(super().forward(x))

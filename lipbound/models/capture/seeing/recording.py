@@ -540,9 +540,13 @@ def record(
 
 
 def _is_attention(run: ModuleRun) -> bool:
-    """Return whether a module is called attention, by its name or by its class."""
+    """Return whether a module is called attention, by its name or by its class, and has weights.
+
+    They are several: of a normalisation beside attention there is no matrix, of a projection one.
+    """
     kind = getattr(run.module, "original_name", type(run.module).__name__)  # of what is traced
-    return run.name.endswith(("attn", "attention")) or "attention" in str(kind).lower()
+    called = run.name.endswith(("attn", "attention")) or "attention" in str(kind).lower()
+    return called and sum(w.ndim > 1 for w in run.module.parameters()) > 1
 
 
 def _named(modules: Mapping[str, nn.Module]) -> str:
