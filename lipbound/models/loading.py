@@ -7,7 +7,7 @@ back into floating-point numbers, or refused by name.
 import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -363,26 +363,9 @@ def snapshot(repo: str, revision: str | None, *wanted: str) -> Path:
 
 
 def suggestion(name: str, otherwise: str) -> str:
-    """Suggest checkpoints that a mistyped name can mean.
-
-    Args:
-        name: what was given.
-        otherwise: what to do where nothing is like it.
-
-    Returns:
-        The part of a message that names builtins, models in the hub's cache and directories nearby,
-        or ``otherwise``.
-    """
-    wanted = Path(name.partition("@")[0])
-    cached = (one.name.split("--", 1)[1] for one in Path(constants.HF_HUB_CACHE).glob("models--*"))
-    known = [PREFIX + one for one in BUILTINS] + [one.replace("--", "/", 1) for one in cached]
-    with suppress(OSError, ValueError, RuntimeError):
-        folders = [file.parent for file in wanted.parent.expanduser().glob("*/config.json")]
-        known += [str(wanted.parent / folder.name) for folder in folders]
-    by_end = {one.rpartition("/")[2].removeprefix(PREFIX): one for one in known}
-    close = [by_end[one] for one in errors.neighbours(wanted.name, by_end, cutoff=0.75)]
-    found = [one for one in close if one != name]
-    return f"did you mean {' or '.join(map(repr, found))}?" if found else otherwise
+    """Return the part of a message that names the builtins that a name can mean, or the other."""
+    close = [PREFIX + one for one in errors.neighbours(name, BUILTINS, cutoff=0.75)]
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else otherwise
 
 
 def load_folder(name: str, folder: Path, commit: str | None, options: LoadOptions) -> Checkpoint:
