@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, __version__
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
@@ -112,7 +113,7 @@ class ProbabilityCollector:
         inputs: of modules, by their identities.
         passes: how often modules were entered since they first called attention.
         layers: numbers of layers, by module and pass.
-        first: the first call of each layer.
+        last: the first call of each layer, and its place in ``found``.
         ran: whether a model ran.
     """
 
@@ -126,7 +127,7 @@ class ProbabilityCollector:
     inputs: dict[int, Tensor] = field(default_factory=dict)
     passes: dict[int, int] = field(default_factory=dict)
     layers: dict[tuple[int, int], int] = field(default_factory=dict)
-    first: dict[int, TrainingCall] = field(default_factory=dict)
+    last: dict[int, tuple[TrainingCall, int]] = field(default_factory=dict)
     ran: bool = False
 
     def layer(self, module: nn.Module) -> int:
@@ -141,16 +142,20 @@ class ProbabilityCollector:
         self.passes[id(module)] += 1
 
     def add(self, call: TrainingCall, layer: int, p: Tensor) -> None:
-        """Keep the probabilities of a call, unless an earlier one in the same pass had the same."""
+        """Keep the probabilities of a call, with those of earlier calls in the same pass."""
         x, valid = self.inputs.get(id(call.module)), _valid(call, self.streams)
         call = replace(call, x=x, valid=valid)
-        first = self.first.setdefault(layer, call)
-        first.repeated |= first is not call
-        same = call.query is first.query and call.key is first.key and call.given is first.given
-        if first is call or not same:
+        first, place = self.last.setdefault(layer, (call, len(self.found)))
+        if first is call:
             self.found.append(p)
             self.found.valid.append(valid)
             self.calls += [call] if self.whole else []
+            return
+        first.repeated = True
+        shared = call.query is first.query and call.key is first.key and call.given is first.given
+        if not shared:
+            both = _side_by_side(self.found[place], self.found.valid[place], p, valid)
+            self.found[place], self.found.valid[place] = both
 
 
 _watches: list[ProbabilityCollector] = []
@@ -255,6 +260,23 @@ def _valid(call: TrainingCall, streams: Sequence[Any]) -> Tensor | None:
         seen = mask if mask.dtype == torch.bool else mask > BLOCKED
         valid = seen.flatten(1, -2).any(1).expand(samples, -1)
     return None if bool(valid.all()) else valid
+
+
+def _side_by_side(
+    p: Tensor, valid: Tensor | None, q: Tensor, other: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return probabilities of two calls of one layer as samples, the shorter ones padded."""
+    if p.shape[1:] == q.shape[1:] and valid is None and other is None:
+        return torch.cat([p, q]), None
+    rows, keys = (max(a, b) for a, b in zip(p.shape[-2:], q.shape[-2:], strict=True))
+
+    def padded(t: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        mask = t.new_ones(t.shape[::2], dtype=torch.bool) if mask is None else mask
+        short = rows - t.shape[-2]
+        return pad(t, (0, keys - t.shape[-1], 0, short)), pad(mask, (0, short))
+
+    tensors, masks = zip(padded(p, valid), padded(q, other), strict=True)
+    return torch.cat(tensors), torch.cat(masks)
 
 
 @contextmanager
@@ -367,8 +389,8 @@ def attention_probabilities(
     Each is that of a layer, (samples, heads, N, N), with gradients, before dropout, in float32 at
     least, also where the model or autocast uses less. Masks count as fused attention takes them:
     True where attention is allowed, or numbers to be added. A layer that calls attention several
-    times in a pass has one entry where all calls share their probabilities (differential
-    attention), else one for each call. Afterwards the model's attention is what it was before.
+    times in a pass has one entry: its probabilities, where all calls share them, else those of all
+    calls as samples. Afterwards the model's attention is what it was before.
 
     Gradient checkpointing is off inside, which a notice tells.
 

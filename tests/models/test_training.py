@@ -175,11 +175,13 @@ def test_no_mask_at_all_is_causal_where_fused_attention_makes_it_so() -> None:
     assert all(float(p.triu(1).detach().max()) == 0 for p in found)
 
 
-def test_pictures_of_one_pass_are_one_layer() -> None:
+def test_pictures_of_one_pass_are_samples_of_one_layer() -> None:
     model = of_pictures((5, 4), is_causal=False)
     with attention_probabilities(model, layers=[1]) as found:
         model(inputs_for(bert())["input_ids"][:1])
-    assert [tuple(p.shape) for p in found] == [(1, 4, 5, 5), (1, 4, 4, 4)]
+    assert [tuple(p.shape) for p in found] == [(2, 4, 5, 5)]
+    alone = JaSMin()([found[0][:1]]) + JaSMin()([found[0][1:, :, :4, :4]])
+    torch.testing.assert_close(JaSMin()(found), alone / 2)
 
 
 def gradients(model: nn.Module, penalty: Tensor) -> list[Tensor]:
