@@ -41,31 +41,32 @@ def each(name: str, call: Callable[[Any], object], *right: str) -> Cases:
     ]
 
 
-def settings() -> Cases:
-    """Arguments of compare, which all commands share; what is looked at later is not built for
-    them."""
-    right = dict.fromkeys(("samples", "max_length", "tol", "bounds", "map", "norm", "dtype"), ())
-    right |= {"seed": ("negative", "zero"), "exact_samples": ("None",), "delta": ("None",)}
-    right |= {"layers": ("None", "digits", "negative", "zero", "array"), "resume": ("flag",)}
-    right |= {"memory": ("digits", "fraction"), "out": ("None", "digits", "text", "path")}
-    right |= dict.fromkeys(("split", "column", "revision"), ("None", "digits", "text"))
+def options(prefix: str, call: Callable[..., object], **right: str) -> Cases:
+    """A call with every wrong value of some of its options, each with what is right for it."""
     return [
         case
         for name, fine in right.items()
-        for case in each(name, lambda value, name=name: RunConfig("m", **{name: value}), *fine)
+        for case in each(f"{prefix}{name}", lambda v, name=name: call(**{name: v}), *fine.split())
     ]
+
+
+def settings() -> Cases:
+    """Arguments of compare, which all commands share; what is looked at later is not built for
+    them."""
+    plain = dict.fromkeys(("samples", "max_length", "tol", "bounds", "map", "norm", "dtype"), "")
+    plain |= dict.fromkeys(("split", "column", "revision"), "None digits text")
+    plain |= {"seed": "negative zero", "exact_samples": "None", "delta": "None", "resume": "flag"}
+    plain |= {"layers": "None digits negative zero array", "out": "None digits text path"}
+    return options("", partial(RunConfig, "m"), **plain, memory="digits fraction")
 
 
 def layers() -> Cases:
     """Arguments of what takes an `Attention`."""
-    names = ("x", "w_q", "w_k", "w_v")
-    plain = {name: getattr(ATT, name) for name in names}
-    found: Cases = []
-    for name in (*names, "b_q", "w_o", "mask", "valid", "sinks", "rotation", "norm_q", "norm_k"):
-        right = () if name in names else ("None",)
-        found += each(name, lambda v, name=name: lb.Attention(**plain | {name: v}), *right)
-    right = ("None", "fraction", "negative", "zero")
-    found += each("scale", lambda value: lb.Attention(**plain, scale=value), *right)
+    plain = {name: getattr(ATT, name) for name in ("x", "w_q", "w_k", "w_v")}
+    others = "b_q w_o mask valid sinks rotation norm_q norm_k".split()
+    build = partial(lb.Attention, **plain)
+    right = dict.fromkeys(plain, "") | dict.fromkeys(others, "None")
+    found = options("", build, **right, scale="None fraction negative zero")
     tensors = {
         "whole numbers": torch.ones(2, 6, 9, dtype=torch.int64),
         "half": torch.ones(2, 6, 9).half(),
@@ -75,19 +76,7 @@ def layers() -> Cases:
         "meta": torch.zeros(2, 6, 9, device="meta", dtype=torch.float64),
         "sparse": ATT.x.to_sparse(),
     }
-    found += [
-        (f"x {kind}", lambda tensor=tensor: lb.Attention(**plain | {"x": tensor}))
-        for kind, tensor in tensors.items()
-    ]
-    of_norm = {"map": (), "method": (), "tol": ("fraction", "zero"), "delta": ("None",)}
-    of_norm |= {"vectors": ("flag",), "seed": ("negative", "zero"), "max_steps": ("None",)}
-    of_token = {name: fine for name, fine in of_norm.items() if name in ("map", "tol", "vectors")}
-    for name, fine in of_token.items():
-        found += each(f"token {name}", lambda v, name=name: lb.token_norm(ATT, **{name: v}), *fine)
-    for name, fine in of_norm.items():
-        found += each(
-            f"norm {name}", lambda v, name=name: lb.spectral_norm(ATT, **{name: v}), *fine
-        )
+    found += [(f"x {kind}", partial(build, x=tensor)) for kind, tensor in tensors.items()]
     yudin = lb.bounds.get("yudin")
     calls: dict[str, Callable[[Any], object]] = {
         "norm of": lb.spectral_norm,
@@ -101,19 +90,19 @@ def layers() -> Cases:
         "whole_layer of": lambda v: lb.bounds.whole_layer(v, "yudin"),
         "attack of": lambda v: lb.attack(v, 0.1),
         "curve of": lambda v: lb.radius_curve(v, [0.1]),
-        "at": lambda v: lb.bounds.over_ball(ATT, 0.1, at=v),
-        "rule": lambda v: lb.bounds.whole_layer(ATT, "yudin", rule=v),
-        "layer map": lambda v: lb.bounds.whole_layer(ATT, "yudin", map=v),
-        "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, ball=v),
-        "attack ball": lambda v: lb.attack(ATT, 0.1, ball=v),
-        "steps": lambda v: lb.attack(ATT, 0.1, steps=v),
-        "starts": lambda v: lb.attack(ATT, 0.1, starts=v),
     }
     for name, call in calls.items():
         found += each(name, call)
-    found += each("evaluate names", lambda v: lb.bounds.evaluate(ATT, v), "empty")
-    found += each("radius", lambda v: lb.attack(ATT, v), "fraction", "zero", "flag")
-    return found + each("attack seed", lambda v: lb.attack(ATT, 0.1, seed=v), "negative", "zero")
+    found += each("evaluate names", partial(lb.bounds.evaluate, ATT), "empty")
+    found += options("ball ", partial(lb.bounds.over_ball, ATT, 0.1), at="", ball="")
+    found += options("layer ", partial(lb.bounds.whole_layer, ATT, "yudin"), rule="", map="")
+    found += options("", partial(lb.attack, ATT), radius="fraction zero flag")
+    of_norm = {"map": "", "tol": "fraction zero", "vectors": "flag"}
+    found += options("token ", partial(lb.token_norm, ATT), **of_norm)
+    of_norm |= {"method": "", "delta": "None", "seed": "negative zero", "max_steps": "None"}
+    found += options("norm ", partial(lb.spectral_norm, ATT), **of_norm)
+    of_attack = {"ball": "", "steps": "", "starts": "", "seed": "negative zero"}
+    return found + options("attack ", partial(lb.attack, ATT, 0.1), **of_attack)
 
 
 def models() -> Cases:
@@ -130,7 +119,7 @@ def models() -> Cases:
         "rows": [[1, 2]],
     }
     found: Cases = [
-        (f"capture {name}", lambda value=value: lb.capture(bert, {"input_ids": value}))
+        (f"capture {name}", partial(lb.capture, bert, {"input_ids": value}))
         for name, value in inputs.items()
     ]
     found += [
@@ -144,19 +133,17 @@ def models() -> Cases:
         ("revision of a model", lambda: lb.load_checkpoint(bert, revision="v1")),
     ]
     found += each("capture of", lambda v: lb.capture(v, ids))
-    found += each("capture inputs", lambda v: lb.capture(bert, v))
-    found += each("capture layers", lambda v: lb.capture(bert, ids, layers=v), "None", "zero")
+    found += each("capture inputs", partial(lb.capture, bert))
+    found += options("capture ", partial(lb.capture, bert, ids), layers="None zero")
     found += each("load", lb.load_checkpoint, "text", "digits", "path")
     found += each("network of", lambda v: lb.network_norm(v, ids))
-    found += each("network inputs", lambda v: lb.network_norm(bert, v))
-    network, given = partial(lb.network_norm, bert, ids), {"end": 1}
-    right = {"start": ("zero",), "end": ("zero",), "delta": ("None",), "batch": ()}
-    for name, fine in (right | {"seed": ("negative", "zero")}).items():
-        found += each(f"network {name}", lambda v, n=name: network(**given | {n: v}), *fine)
+    found += each("network inputs", partial(lb.network_norm, bert))
+    right = {"start": "zero", "end": "zero", "delta": "None", "batch": "", "seed": "negative zero"}
+    found += options("network ", partial(lb.network_norm, bert, ids, end=1), **right)
     found += each("prepare for", lambda v: lb.prepare(v, ids))
-    found += each("prepare samples", lambda v: lb.prepare(loaded, ids, samples=v))
+    found += options("prepare ", partial(lb.prepare, loaded, ids), samples="")
     right_data = ("text", "digits", "path", "None", "array")
-    return found + each("prepare", lambda v: lb.prepare(loaded, v), *right_data)
+    return found + each("prepare", partial(lb.prepare, loaded), *right_data)
 
 
 CASES = dict(settings() + layers() + models())

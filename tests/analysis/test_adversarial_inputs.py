@@ -2,13 +2,16 @@
 dense oracle."""
 
 import math
+from functools import partial
+from itertools import product
 
 import castin_inputs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layers import causal
+from support.checks import close
+from support.layers import causal, normal
 from support.oracles import oracle
 from support.strategies import examples
 
@@ -23,11 +26,8 @@ def layer(
     seed: int, *, width: int = 7, d: int = 4, heads: int = 3, size: float = 1.0, tokens: int = 5
 ) -> Attention:
     """A random layer without biases, one sample, float64."""
-    g = torch.Generator().manual_seed(seed)
-    x, w_q, w_k, w_v = (
-        torch.randn(*shape, generator=g, dtype=torch.float64)
-        for shape in [(1, tokens, width), *[(heads, width, d)] * 3]
-    )
+    draw = normal(seed)
+    x, (w_q, w_k, w_v) = draw(1, tokens, width), (draw(heads, width, d) for _ in range(3))
     return Attention(x, size * w_q, w_k, w_v)
 
 
@@ -49,7 +49,7 @@ def test_steepness_is_that_of_the_big_matrix() -> None:
             max(float(-real.min()), float(real.max()) / 8), rel=1e-9
         )
         u = steep.direction[h]
-        torch.testing.assert_close(a @ u, steep.eigenvalue[h] * u, rtol=1e-9, atol=1e-9)
+        close(a @ u, steep.eigenvalue[h] * u, atol=1e-9)
         assert float(u.norm()) == pytest.approx(1)
 
 
@@ -75,10 +75,8 @@ def test_lower_bound_holds_at_adversarial_inputs(
     seed: int, tokens: int, radius: float, size: float, masked: bool
 ) -> None:
     att = layer(seed, size=size)
-    x, lower = (
-        adversarial_inputs.adversarial_inputs(att, tokens, radius),
-        adversarial_inputs.lower_bound(att, tokens, radius),
-    )
+    x = adversarial_inputs.adversarial_inputs(att, tokens, radius)
+    lower = adversarial_inputs.lower_bound(att, tokens, radius)
     assert float(x.norm(dim=-1).amax()) <= radius * (1 + 1e-12)
     for h in range(att.heads):
         one = single(att, x[h], h, causal(tokens) if masked else None)
@@ -89,10 +87,7 @@ def test_lower_bound_holds_at_adversarial_inputs(
 
 def test_lower_bound_is_the_papers_for_identity_values() -> None:
     att = layer(3, width=4, d=4, heads=1)
-    try:
-        gamma = float(adversarial_inputs.steepness(att).gamma[0])
-    except LipboundError:
-        pytest.fail("this head has a real eigenvalue")
+    gamma = float(adversarial_inputs.steepness(att).gamma[0])
     plain = Attention(att.x, att.w_q, att.w_k, torch.eye(4, dtype=torch.float64)[None])
     n, radius = 12, 1.5
     assert float(adversarial_inputs.lower_bound(plain, n, radius)[0]) == pytest.approx(
@@ -121,9 +116,8 @@ def test_large_radius_limit_is_reached(masked: bool) -> None:
         radius = 60 / float(limit.gap.clamp(max=100).amin().sqrt())
         far = Attention(radius * att.x, att.w_q, att.w_k, att.w_v, mask=mask)
         torch.testing.assert_close(oracle(far), limit.norm, rtol=1e-3, atol=0)
-        assert bool(
-            (limit.norm <= math.sqrt(6) * torch.linalg.matrix_norm(att.w_v, 2) * (1 + 1e-12)).all()
-        )
+        most = math.sqrt(6) * torch.linalg.matrix_norm(att.w_v, 2)
+        assert bool((limit.norm <= most * (1 + 1e-12)).all())
 
 
 def test_limit_of_padded_layers_counts_real_tokens() -> None:
@@ -149,10 +143,8 @@ def test_quadratic_growth() -> None:
     for radius in (4.0, 64.0):
         x = castin_inputs.quadratic_inputs(att, n, radius)
         for h in range(att.heads):
-            floor = (
-                radius**2 * (1 - 1 / n) * float(rate[h])
-                - float(torch.linalg.matrix_norm(att.w_v[h], 2)) / n
-            )
+            floor = radius**2 * (1 - 1 / n) * float(rate[h])
+            floor -= float(torch.linalg.matrix_norm(att.w_v[h], 2)) / n
             exact = float(oracle(single(att, x[h], h))[0, 0])
             assert floor * (1 - 1e-9) <= exact
             assert radius < 10 or exact < 1.1 * floor
@@ -165,11 +157,44 @@ def test_quadratic_growth() -> None:
 def test_crossover_length_is_where_the_bounds_meet(seed: int, size: float) -> None:
     att = layer(seed, size=size, heads=1)
     logs = float(adversarial_inputs.crossover_length(att)[0, 0])
-    t = float(
-        torch.linalg.matrix_norm(att.scale * att.w_q[0] @ att.w_k[0].mT, 2)
-        * att.x.norm(dim=-1).amax() ** 2
-    )
+    a = torch.linalg.matrix_norm(att.scale * att.w_q[0] @ att.w_k[0].mT, 2)
+    t = float(a * att.x.norm(dim=-1).amax() ** 2)
     left = math.log(1 + 3 * t) + 2 * t
-    n = 10**logs if logs < 300 else None
-    if n is not None:
+    if logs < 300:
+        n = 10**logs
         assert left == pytest.approx(0.5 * math.log(3 * (t**2 * (4 * n + 1) + n)), rel=1e-6)
+
+
+# -- attacks: each head's result is its own --------------------------------------------------------
+
+
+def padded() -> Attention:
+    """Three heads at three inputs of 6 tokens, the second input padded."""
+    draw = normal(0, torch.float32)
+    tensors = 2 * draw(3, 6, 8), *(2 * draw(3, 8, 4) for _ in range(3))
+    valid = torch.arange(6) < torch.tensor([6, 4, 6])[:, None]
+    return Attention(*tensors, valid=valid)
+
+
+@pytest.mark.parametrize("ball", ["token", "frobenius"])
+def test_a_head_is_attacked_the_same_whatever_stands_beside_it(ball: str) -> None:
+    """Exactly: other heads, other samples and padding change no number."""
+    att = padded()
+    found = partial(adversarial_inputs.attack, radius=0.5, ball=ball, steps=3, starts=9)
+    together = found(att)
+    for s, h in product(range(3), (0, 2)):
+        alone = found(att.select(slice(s, s + 1), slice(h, h + 1)))
+        close(alone.norm[0, 0], together.norm[s, h])
+    close(found(att.unpadded(1)).norm[0], together.norm[1])
+    first = att.select(slice(0, 1), slice(0, 1)).double().at(together.x[0, :1].double())
+    close(spectral_norm(first, tol=1e-9).lower[0, 0], together.norm[0, 0], 1e-5)
+
+
+def test_seeds_differ_and_repeat() -> None:
+    att = padded().select(slice(0, 1))
+    first, again, other = (
+        adversarial_inputs.attack(att, 2.0, steps=1, starts=12, seed=seed).norm
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)

@@ -11,7 +11,7 @@ import xarray as xr
 from castin2024 import least_bound_ratio
 from support.models import AFFINE, build
 
-from lipbound.analysis.length_growth import exponents, sequence_growth
+from lipbound.analysis.length_growth import decoder, exponents, sequence_growth
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import capture
 from lipbound.models.loading import load_checkpoint
@@ -54,8 +54,6 @@ def test_encoder_run_as_a_decoder() -> None:
     ids = torch.randint(3, 60, (2, 9))
     ready = tf.BertModel(tf.BertConfig(**{**model.config.to_dict(), "is_decoder": True}))
     ready.load_state_dict(model.state_dict())
-    from lipbound.analysis.length_growth import decoder
-
     with decoder(model, True):
         mine = capture(model, {"input_ids": ids})
     theirs = capture(ready.eval(), {"input_ids": ids})

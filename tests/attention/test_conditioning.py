@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.checks import normal, refused
-from support.layers import KINDS, changed, random_attention
+from support.checks import close, normal, refused
+from support.layers import KINDS, changed, places, random_attention
 from support.models import AFFINE, MODERN, build, inputs_for
 from support.variants import layer as variant_layer
 
@@ -53,16 +53,18 @@ def naive(att: Attention, s: int, heads: slice) -> dict[str, float]:
 
 
 def check(att: Attention, rel: float) -> None:
-    for name in OF_HEADS:
-        found, whole = conditioning(att, name), conditioning(att, name, whole=True)
-        assert found.shape == (att.samples, att.heads)
-        assert whole.shape == (att.samples, 1)
-        for s in range(att.samples):
-            of_all = naive(att, s, slice(None))[name]
-            assert float(whole[s, 0]) == pytest.approx(of_all, rel=rel), name
-            for h in range(att.heads):
-                expected = naive(att, s, slice(h, h + 1))[name]
-                assert float(found[s, h]) == pytest.approx(expected, rel=rel, abs=CANCELS), name
+    of_heads, whole = (
+        {name: conditioning(att, name, whole=together) for name in OF_HEADS}
+        for together in (False, True)
+    )
+    for s, h in places(att):
+        for name, expected in naive(att, s, slice(h, h + 1)).items():
+            found = of_heads[name]
+            assert found.shape == (att.samples, att.heads)
+            assert float(found[s, h]) == pytest.approx(expected, rel=rel, abs=CANCELS), name
+    for s in range(att.samples):
+        of_all = {name: float(found[s, 0]) for name, found in whole.items()}
+        assert of_all == pytest.approx(naive(att, s, slice(None)), rel=rel)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,9 +87,7 @@ def test_on_captured_heads(name: str) -> None:
 
 def test_the_largest_row_is_that_of_all_rows() -> None:
     att = random_attention("sharp")
-    torch.testing.assert_close(
-        row_norm(att), jacobian_norm(att.p).upper.amax(-1), rtol=1e-12, atol=0
-    )
+    close(row_norm(att), jacobian_norm(att.p).upper.amax(-1), 1e-12)
 
 
 def test_outputs_that_cancel_are_known_or_missing() -> None:
@@ -108,23 +108,21 @@ def test_what_rounding_of_the_averages_does() -> None:
     att, draw = random_attention("biases"), normal()
     kappa = conditioning(att, "kappa_val")
     assert bool((kappa >= 1 - 1e-12).all())
-    for _ in range(50):
-        error = draw(*att.p.shape)
-        moved = (error @ att.v).norm(dim=(-1, -2)) / att.out.norm(dim=(-1, -2))
-        allowed = kappa * error.norm(dim=(-1, -2)) / att.p.norm(dim=(-1, -2))
-        assert bool((moved <= allowed * (1 + 1e-12)).all())
+    error = draw(50, *att.p.shape)
+    moved = (error @ att.v).norm(dim=(-1, -2)) / att.out.norm(dim=(-1, -2))
+    allowed = kappa * error.norm(dim=(-1, -2)) / att.p.norm(dim=(-1, -2))
+    assert bool((moved <= allowed * (1 + 1e-12)).all())
 
 
 def test_what_errors_of_scores_do() -> None:
     """To first order, relative errors of S reach P as kappa_softmax says at most."""
     att, draw, step = random_attention("plain"), normal(), 1e-6
     scores = att.scale * att.q @ att.k.mT
-    for _ in range(50):
-        error = draw(*scores.shape)
-        moved = (torch.softmax(scores + step * error, -1) - att.p).norm(dim=(-1, -2)) / step
-        allowed = conditioning(att, "kappa_softmax") * error.norm(dim=(-1, -2))
-        allowed = allowed / scores.norm(dim=(-1, -2)) * att.p.norm(dim=(-1, -2))
-        assert bool((moved <= allowed * (1 + 1e-5)).all())
+    error = draw(50, *scores.shape)
+    moved = (torch.softmax(scores + step * error, -1) - att.p).norm(dim=(-1, -2)) / step
+    allowed = conditioning(att, "kappa_softmax") * error.norm(dim=(-1, -2))
+    allowed = allowed / scores.norm(dim=(-1, -2)) * att.p.norm(dim=(-1, -2))
+    assert bool((moved <= allowed * (1 + 1e-5)).all())
 
 
 def test_what_there_is_not_is_missing() -> None:
@@ -148,11 +146,10 @@ def test_they_are_extras_of_a_run(tmp_path: Path) -> None:
     for i, att in enumerate(lb.capture(model, inputs)):
         x, norm = states[i].detach().numpy(), model.h[i].ln_1
         rho = x.var(-1).mean(-1) / norm.eps * x.shape[-1] * 2.0**-8
-        for s in range(att.samples):
-            np.testing.assert_allclose(ds["rho_ln"].values[s, i], rho[s], rtol=1e-9)
-            for h in range(att.heads):
-                for name, value in naive(att, s, slice(h, h + 1)).items():
-                    assert float(ds[name][s, i, h]) == pytest.approx(value, rel=1e-9), name
+        for s, h in places(att):
+            np.testing.assert_allclose(ds["rho_ln"].values[s, i, h], rho[s], rtol=1e-9)
+            for name, value in naive(att, s, slice(h, h + 1)).items():
+                assert float(ds[name][s, i, h]) == pytest.approx(value, rel=1e-9), name
     assert lb.verify(path, data=inputs, model=model, places=4).ok
     assert "condition number of the softmax: median" in lb.tables.render(ds)
     assert "indicator of the LayerNorm in front" in lb.cite(ds, "text")
@@ -178,12 +175,10 @@ def test_whole_layers_have_one_of_each() -> None:
 
 def test_a_model_without_layer_norm_says_so() -> None:
     model = build(MODERN["Llama"])
-    with pytest.warns(
-        Notice, match="rho_ln is missing at .*: no closed form, sinks, or no LayerNorm"
-    ):
-        ds = lb.compare(
-            model, inputs_for(model), bounds="none", extras="rho_ln,kappa_val", progress=False
-        )
+    options = {"bounds": "none", "extras": "rho_ln,kappa_val", "progress": False}
+    words = "rho_ln is missing at .*: no closed form, sinks, or no LayerNorm"
+    with pytest.warns(Notice, match=words):
+        ds = lb.compare(model, inputs_for(model), **options)
     assert bool(ds["rho_ln"].isnull().all())
     assert bool(ds["kappa_val"].notnull().all())
 

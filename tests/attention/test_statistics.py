@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.layers import KINDS, changed, random_attention
+from support.layers import KINDS, changed, places, random_attention
 
 from lipbound.attention.layer import Attention
 from lipbound.schema import STATISTICS
@@ -39,10 +39,9 @@ def padded_in_front() -> Attention:
 def test_statistics_are_those_of_loops(make: Callable[[], Attention]) -> None:
     att = make()
     found = att.statistics()
-    for sample in range(att.samples):
-        for head in range(att.heads):
-            mine = [float(found[name][sample, head]) for name in STATISTICS]
-            assert mine == pytest.approx(naive(att, sample, head), rel=1e-9)
+    for place in places(att):
+        mine = [float(found[name][place]) for name in STATISTICS]
+        assert mine == pytest.approx(naive(att, *place), rel=1e-9)
 
 
 def test_statistics_of_uniform_attention() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from support import hard_heads, judge, token_oracle
 from support.checks import close, normal
-from support.layers import HARD, changed, query_bias_alone, random_attention
+from support.layers import HARD, changed, places, query_bias_alone, random_attention
 from support.oracles import dense_norms
 from support.reference import dense_jacobian
 from support.strategies import MODERATE, examples, layers, part
@@ -221,7 +221,7 @@ def test_our_bounds_are_their_statements(kind: str) -> None:
     ``lipbound_every``, where larger ones may be better."""
     att = random_attention(kind)
     values = bounds.evaluate(att, "all", "every-token") | bounds.evaluate(att, "all", "one-token")
-    for s, h in product(range(att.samples), range(att.heads)):
+    for s, h in places(att):
         for name, value in naive(att.unpadded(s), h).items():
             least = 0.99 if name == "lipbound_every" else 1 - 1e-9
             assert value * least <= float(values[name][s, h]) <= value * 1.01, name
@@ -240,7 +240,7 @@ def test_newhouse_is_its_statement(kind: str) -> None:
     att = random_attention(kind)
     value = bounds.get("newhouse")(att)
     if att.b_q is None:
-        for s, h in product(range(att.samples), range(att.heads)):
+        for s, h in places(att):
             printed = printed_newhouse(att.select(slice(s, s + 1), slice(h, h + 1)))
             assert printed * (1 - 1e-15) <= float(value[s, h]) <= printed * (1 + 1e-9)
         return

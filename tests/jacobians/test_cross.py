@@ -1,24 +1,23 @@
 """Cross-attention: each of its streams against dense Jacobians of the definition, and torch's own
 function."""
 
+from functools import partial
+
 import pytest
 import torch
+from support.checks import close, near, normal, refused
+from support.layers import in_units
 from support.oracles import oracle
 from support.variants import cross
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
-from lipbound.errors import AttentionError, LipboundError
+from lipbound.errors import AttentionError
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.reporting.page.details import of_layer
 
 HAS = [(), ("norm",), ("values",), ("cap", "sinks"), ("offsets",)]
 STREAMS = ("queries", "memory")
-
-
-def exactly(att: Attention, exact: Tensor) -> Tensor:
-    return 1e-9 * exact + 3 * tensor_error(att)
 
 
 @pytest.mark.each_value
@@ -32,8 +31,7 @@ def test_norms_and_bounds(
     padded = padded and rows > 2
     att = cross(rows, stream, has=frozenset(has), padded=padded, rows=rows, keys=keys)
     exact = oracle(att)
-    norm = lb.spectral_norm(att, tol=1e-10, delta=1e-9)
-    slack = exactly(att, exact)
+    norm, slack = lb.spectral_norm(att, tol=1e-10, delta=1e-9), 1e-9 * exact + 3 * tensor_error(att)
     assert bool(((norm.lower - exact).abs() <= slack).all())
     assert bool((norm.upper >= exact * (1 - 1e-12)).all() and (norm.upper <= exact + slack).all())
     for name in ("lipbound", "lipbound_block"):
@@ -47,20 +45,18 @@ def test_maps_and_dtypes(stream: str) -> None:
     for map in ("heads", "layer", "head_out"):
         norm = lb.spectral_norm(att, map=map, tol=1e-9, delta=1e-9)
         dense = lb.spectral_norm(att, map=map, method="dense").lower
-        torch.testing.assert_close(norm.lower, dense, rtol=1e-8, atol=0)
+        close(norm.lower, dense, 1e-8)
         assert bool((norm.upper >= dense * (1 - 1e-9)).all())
         if map != "head_out":
             bound = lb.bounds.whole_layer(att, "lipbound", map=map)
             assert bool((bound >= dense).all())
     narrow = lb.spectral_norm(att.to(torch.float32), tol=1e-6).lower
-    torch.testing.assert_close(narrow, oracle(att), rtol=1e-5, atol=0)
+    close(narrow, oracle(att), 1e-5)
     top = lb.spectral_norm(att, tol=1e-10, vectors=True)
-    assert top.left is not None
-    assert top.right is not None
     assert top.left.shape == (2, 3, 4, 3)
     assert top.right.shape == (2, 3, 4 if stream == "queries" else 6, 7)
     reached = lb.HeadJacobian(att).along(top.right.flatten(0, 1))
-    torch.testing.assert_close(reached, (top.lower[..., None, None] * top.left).flatten(0, 1))
+    near(reached, (top.lower[..., None, None] * top.left).flatten(0, 1), 1e-6)
 
 
 def test_norms_of_queries_need_no_search() -> None:
@@ -75,12 +71,10 @@ def test_norms_of_queries_need_no_search() -> None:
 def test_units_change_nothing(stream: str, exponent: int) -> None:
     """Tokens times a power of two, and projections divided by it."""
     att, unit = cross(5, stream), 2.0**exponent
-    scaled = {name: getattr(att, name) / unit for name in ("w_q", "w_k", "w_v")}
-    other = att.with_parts(x=att.x * unit, **scaled)
-    mine = lb.spectral_norm(other, tol=1e-9, delta=1e-9)
-    expected = oracle(att)
+    other = in_units(att, x=exponent, **dict.fromkeys(("w_q", "w_k", "w_v"), -exponent))
+    mine, expected = lb.spectral_norm(other, tol=1e-9, delta=1e-9), oracle(att)
     assert bool((mine.lower * unit <= expected * (1 + 1e-12)).all())
-    torch.testing.assert_close(mine.lower * unit, expected, rtol=1e-8, atol=0)
+    close(mine.lower * unit, expected, 1e-8)
 
 
 def function(stream: str, tensors: list[Tensor], mask: Tensor, head: int) -> Tensor:
@@ -98,19 +92,14 @@ def function(stream: str, tensors: list[Tensor], mask: Tensor, head: int) -> Ten
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_from_tensors(stream: str) -> None:
-    g = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, 8), (1, 5, 6), (2, 8, 4), (2, 6, 4), (2, 6, 3)]
-    tensors = [torch.randn(s, generator=g, dtype=torch.float64) for s in shapes]
-    mask = torch.randn(4, 5, generator=g, dtype=torch.float64)
+    draw, shapes = normal(), [(1, 4, 8), (1, 5, 6), (2, 8, 4), (2, 6, 4), (2, 6, 3)]
+    tensors, mask = [draw(*shape) for shape in shapes], draw(4, 5)
     att = lb.cross_attention(*tensors, stream=stream, mask=mask)
     exact = [torch.linalg.matrix_norm(function(stream, tensors, mask, h), 2) for h in (0, 1)]
-    torch.testing.assert_close(
-        lb.spectral_norm(att, tol=1e-10).lower[0], torch.stack(exact), rtol=1e-8, atol=0
-    )
-    with pytest.raises(LipboundError, match="stream"):
-        lb.cross_attention(*tensors, stream="keys")
-    with pytest.raises(AttentionError, match="do not fit"):
-        lb.cross_attention(tensors[1], *tensors[1:], stream=stream)
+    close(lb.spectral_norm(att, tol=1e-10).lower[0], torch.stack(exact), 1e-8)
+    refused(partial(lb.cross_attention, *tensors, stream="keys"), "stream")
+    wrong = partial(lb.cross_attention, tensors[1], *tensors[1:], stream=stream)
+    refused(wrong, "do not fit", error=AttentionError)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -122,18 +111,16 @@ def test_steeper_inputs_are_found(stream: str) -> None:
         there = att.unpadded(s).select(heads=slice(h, h + 1))
         keep = slice(None) if att.valid is None else att.valid[s]
         exact = oracle(there.at(found.x[s, h][keep][None]))[0, 0]
-        torch.testing.assert_close(found.norm[s, h], exact, rtol=1e-5, atol=0)
+        close(found.norm[s, h], exact, 1e-5)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_what_is_for_self_attention(stream: str) -> None:
     att = cross(3, stream)
-    for ask in (
-        lambda: lb.token_norm(att),
-        lambda: lb.token_profile(att),
-        lambda: of_layer(att.unpadded(0), "head", []),
+    for ask, words in (
+        (partial(lb.token_norm, att), "does not cover cross-attention"),
+        (partial(lb.token_profile, att), "does not cover cross-attention"),
+        (partial(of_layer, att.unpadded(0), "head", []), "does not cover cross-attention"),
+        (partial(lb.spectral_norm, att, map="residual"), "needs self-attention"),
     ):
-        with pytest.raises(AttentionError, match=r"does not cover cross-attention|closed form"):
-            ask()
-    with pytest.raises(AttentionError, match="needs self-attention"):
-        lb.spectral_norm(att, map="residual")
+        refused(ask, words, error=AttentionError)

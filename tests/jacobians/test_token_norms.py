@@ -3,6 +3,7 @@ a convex solver, and 80 digits."""
 
 import itertools
 import math
+from collections.abc import Iterator
 from decimal import Decimal
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from support import hard_heads, judge, mp_oracle, token_oracle
+from support.checks import close, normal
+from support.layers import places
 from support.mp_oracle import Differentiated
 from support.strategies import HEADS, examples, layers
 from support.variants import LINEAR, MASKS, layer
@@ -36,32 +39,39 @@ def truths(blocks: Tensor) -> dict[str, float]:
     }
 
 
+def each(att: Attention, map: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Place and dense blocks of every head, or of the whole layer, at every sample."""
+    for s in range(att.samples):
+        for h, blocks in enumerate(token_oracle.blocks(att, s, map)):
+            yield (s,) if map in ("heads", "layer") else (s, h), blocks
+
+
 def check(
     att: Attention, map: str, heads: range | None = None, *, starts: int = 8, samples: int = 2
 ) -> None:
     """All norms of a layer against the oracles."""
     found = {name: token_norm(att, name, map=map) for name in NORMS}
     error = tensor_error(att)
-    for s in range(min(samples, att.samples)):
-        blocks = token_oracle.blocks(att, s, map)
-        for h in range(len(blocks)) if heads is None else heads:
-            at = (s,) if map in ("heads", "layer") else (s, h)
-            # rounding of the oracle's own tensors is of the size of the program's
-            loose = 2 * float(error[s].sum() if len(at) == 1 else error[at]) * blocks.shape[1]
-            if att.w_o is not None and map not in ("head", "heads"):
-                loose *= float(torch.linalg.matrix_norm(att.w_o.double()).sum())
-            if not math.isfinite(loose):
-                continue
-            ends = {name: (float(n.lower[at]), float(n.upper[at])) for name, n in found.items()}
-            known = {name: (truth, truth) for name, truth in truths(blocks[h]).items()}
-            below = float(token_oracle.every_from_below(blocks[h], starts))
-            known["every-token"] = below, float(token_oracle.every_from_above(blocks[h]))
-            for name, (below, above) in known.items():
-                lower, upper = ends[name]
-                most = above * (1 + 1e-3 + 1e-6) + 3 * loose + 1e-90
-                assert below * (1 - ROUNDING) - loose <= upper <= most, (name, at)
-                assert below * (1 - 1e-3) - 3 * loose <= lower + 1e-90, (name, at)
-                assert lower <= above * (1 + ROUNDING) + loose + 1e-90, (name, at)
+    for at, blocks in each(att, map):
+        if at[0] >= samples:
+            break
+        if heads is not None and at[1] not in heads:
+            continue
+        # rounding of the oracle's own tensors is of the size of the program's
+        loose = 2 * float(error[at].sum()) * blocks.shape[1]
+        if att.w_o is not None and map not in ("head", "heads"):
+            loose *= float(torch.linalg.matrix_norm(att.w_o.double()).sum())
+        if not math.isfinite(loose):
+            continue
+        known = {name: (truth, truth) for name, truth in truths(blocks).items()}
+        below = float(token_oracle.every_from_below(blocks, starts))
+        known["every-token"] = below, float(token_oracle.every_from_above(blocks))
+        for name, (below, above) in known.items():
+            lower, upper = float(found[name].lower[at]), float(found[name].upper[at])
+            most = above * (1 + 1e-3 + 1e-6) + 3 * loose + 1e-90
+            assert below * (1 - ROUNDING) - loose <= upper <= most, (name, at)
+            assert below * (1 - 1e-3) - 3 * loose <= lower + 1e-90, (name, at)
+            assert lower <= above * (1 + ROUNDING) + loose + 1e-90, (name, at)
 
 
 @examples(10)
@@ -98,10 +108,8 @@ def test_shapes(n: int, d: int, d_v: int, map: str) -> None:
 
 def random_head(seed: int, head: int) -> Attention:
     """One of sixteen heads of seven tokens and four values."""
-    g = torch.Generator().manual_seed(seed)
-    shapes = [(1, 7, 6), (16, 6, 2), (16, 6, 2), (16, 6, 4)]
-    tensors = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
-    return Attention(*tensors).select(heads=slice(head, head + 1))
+    draw, shapes = normal(seed), [(1, 7, 6), (16, 6, 2), (16, 6, 2), (16, 6, 4)]
+    return Attention(*(draw(*s) for s in shapes)).select(heads=slice(head, head + 1))
 
 
 @pytest.mark.parametrize(("seed", "head"), [(8, 3), (20, 11)])
@@ -134,24 +142,21 @@ def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
     """Nothing is allowed for rounding but that of the comparison."""
     att = judge.case(family, dtype, 7).select(slice(0, 2))
     found = {name: token_norm(att, name, vectors=True) for name in NORMS}
-    for s in range(att.samples):
-        for h in range(att.heads):
-            exact, _ = mp_oracle.resolved(att, s, h)
-            ends = {name: (n.lower[s, h].item(), n.upper[s, h].item()) for name, n in found.items()}
-            check_digits(exact, ends)
-            largest = max(*map(abs, exact.jacobian.flat), Decimal("1e-600"))
-            unit = Decimal(1).scaleb(largest.adjusted())
-            j = torch.tensor((exact.jacobian / unit).astype(float)).permute(0, 2, 1, 3)
-            real = slice(None) if att.valid is None else att.valid[s]
-            y = found["every-token"].left
-            assert y is not None
-            pulled = torch.einsum("ijvx,iv->jx", j, y[s, h].double()[real])
-            reached = Decimal(float(torch.linalg.vector_norm(pulled, dim=-1).sum())) * unit
-            lower, upper = map(Decimal, ends["every-token"])
-            # the vector that is returned has the dtype of the layer
-            assert lower <= reached * (1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3"))
-            below = Decimal(float(token_oracle.every_from_below(j, 5))) * unit
-            assert below * (1 - Decimal("1e-13")) <= upper
+    for at in places(att):
+        exact, _ = mp_oracle.resolved(att, *at)
+        ends = {name: (n.lower[at].item(), n.upper[at].item()) for name, n in found.items()}
+        check_digits(exact, ends)
+        largest = max(*map(abs, exact.jacobian.flat), Decimal("1e-600"))
+        unit = Decimal(1).scaleb(largest.adjusted())
+        j = torch.tensor((exact.jacobian / unit).astype(float)).permute(0, 2, 1, 3)
+        real = slice(None) if att.valid is None else att.valid[at[0]]
+        pulled = torch.einsum("ijvx,iv->jx", j, found["every-token"].left[at].double()[real])
+        reached = Decimal(float(torch.linalg.vector_norm(pulled, dim=-1).sum())) * unit
+        lower, upper = map(Decimal, ends["every-token"])
+        # the vector that is returned has the dtype of the layer
+        assert lower <= reached * (1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3"))
+        below = Decimal(float(token_oracle.every_from_below(j, 5))) * unit
+        assert below * (1 - Decimal("1e-13")) <= upper
 
 
 def check_digits(exact: Differentiated, ends: dict[str, tuple[float, float]]) -> None:
@@ -174,12 +179,18 @@ def check_digits(exact: Differentiated, ends: dict[str, tuple[float, float]]) ->
         assert ends[name][1] >= max(one.lower for one in several), name
 
 
-@examples(8)
+@examples(20)
 @given(layers())
 def test_norms_compare_as_they_must(att: Attention) -> None:
-    """Each with each: the lower end of what is smaller is not above the upper end of what is
-    larger."""
+    """Each with each, and with the largest of a profile: the lower end of what is smaller is not
+    above the upper end of what is larger."""
     e, a, w, r = (token_norm(att, name) for name in NORMS)
+    profile = token_profile(att)
+    for norm, lower, upper in (
+        (a, profile.lower, profile.upper),
+        (r, profile.output_lower, profile.output_upper),
+    ):
+        assert bool((lower.amax(-1) <= norm.upper).all() and (norm.lower <= upper.amax(-1)).all())
     full = lb.spectral_norm(att, delta=1e-9)
     root = att.lengths.sqrt()[:, None] * (1 + 1e-12)
     pairs = [(w, r, 1), (r, e, 1), (e, r, root), (w, a, 1), (a, full, 1), (full, a, root)]
@@ -194,29 +205,21 @@ def test_norms_compare_as_they_must(att: Attention) -> None:
 def test_vectors_attain_what_they_are_said_to(name: str, map: str) -> None:
     att = layer(3, frozenset({"rotation"}), mask="padded")
     norm = token_norm(att, name, map=map, vectors=True)
-    assert norm.left is not None
-    assert norm.right is not None
-    for s in range(att.samples):
-        blocks = token_oracle.blocks(att, s, map)
-        real = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
-        for h in range(len(blocks)):
-            at = (s,) if map in ("heads", "layer") else (s, h)
-            x, y = norm.right[at], norm.left[at]
-            assert not x[~real].any()
-            assert not y[~real].any()
-            lengths = torch.linalg.vector_norm(x, dim=-1)
-            sizes = {
-                "every-token": lengths.amax(),
-                "output-token": torch.linalg.vector_norm(lengths),
-            }
-            size = sizes.get(name, lengths.sum())
-            assert float(size) == pytest.approx(1, abs=1e-12)
-            image = torch.einsum("ijrx,jx->ir", blocks[h], x[real])
-            moved = torch.linalg.vector_norm(image, dim=-1)
-            reached = moved.amax() if name != "one-token" else torch.linalg.vector_norm(moved)
-            assert float(reached) == pytest.approx(float(norm.lower[at]), rel=1e-8)
-            assert float((image * y[real]).sum()) == pytest.approx(float(reached), rel=1e-10)
-            assert float(torch.linalg.vector_norm(y)) == pytest.approx(1, abs=1e-12)
+    for at, blocks in each(att, map):
+        real = torch.arange(att.tokens) < len(blocks)
+        x, y = norm.right[at], norm.left[at]
+        assert not x[~real].any()
+        assert not y[~real].any()
+        lengths = torch.linalg.vector_norm(x, dim=-1)
+        whole = torch.linalg.vector_norm(lengths)
+        sizes = {"every-token": lengths.amax(), "output-token": whole}
+        assert float(sizes.get(name, lengths.sum())) == pytest.approx(1, abs=1e-12)
+        image = torch.einsum("ijrx,jx->ir", blocks, x[real])
+        moved = torch.linalg.vector_norm(image, dim=-1)
+        reached = moved.amax() if name != "one-token" else torch.linalg.vector_norm(moved)
+        assert float(reached) == pytest.approx(float(norm.lower[at]), rel=1e-8)
+        assert float((image * y[real]).sum()) == pytest.approx(float(reached), rel=1e-10)
+        assert float(torch.linalg.vector_norm(y)) == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize("map", MAPS)
@@ -224,33 +227,17 @@ def test_vectors_attain_what_they_are_said_to(name: str, map: str) -> None:
 def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
     att = layer(2, frozenset(has), mask="padded")
     profile = token_profile(att, map=map)
-    for s in range(att.samples):
-        blocks = token_oracle.blocks(att, s, map)
-        n = blocks.shape[1]
-        for h in range(len(blocks)):
-            at = (s,) if map in ("heads", "layer") else (s, h)
-            columns = torch.linalg.matrix_norm(blocks[h].transpose(0, 1).flatten(1, 2), 2)
-            for lower, upper, truth in (
-                (profile.lower, profile.upper, columns),
-                (profile.output_lower, profile.output_upper, token_oracle.rows(blocks[h])),
-            ):
-                assert bool((lower[at][:n] <= truth * (1 + ROUNDING)).all())
-                assert bool((upper[at][:n] >= truth * (1 - ROUNDING)).all())
-                assert torch.allclose(lower[at][:n], upper[at][:n], rtol=1e-7)
-                assert not lower[at][n:].any()
-                assert not upper[at][n:].any()
-
-
-@examples(20)
-@given(layers())
-def test_the_largest_of_a_profile_is_the_norm(att: Attention) -> None:
-    profile = token_profile(att)
-    for lower, upper, name in (
-        (profile.lower, profile.upper, "one-token"),
-        (profile.output_lower, profile.output_upper, "output-token"),
-    ):
-        norm = token_norm(att, name)
-        assert bool((lower.amax(-1) <= norm.upper).all() and (norm.lower <= upper.amax(-1)).all())
+    for at, blocks in each(att, map):
+        n, columns = len(blocks), blocks.transpose(0, 1).flatten(1, 2)
+        for lower, upper, truth in (
+            (profile.lower, profile.upper, torch.linalg.matrix_norm(columns, 2)),
+            (profile.output_lower, profile.output_upper, token_oracle.rows(blocks)),
+        ):
+            assert bool((lower[at][:n] <= truth * (1 + ROUNDING)).all())
+            assert bool((upper[at][:n] >= truth * (1 - ROUNDING)).all())
+            close(lower[at][:n], upper[at][:n], 1e-7)
+            assert not lower[at][n:].any()
+            assert not upper[at][n:].any()
 
 
 @pytest.mark.each_value
@@ -267,7 +254,7 @@ def test_chunks_change_nothing_but_rounding(
     assert whole.lower.shape == parts.lower.shape
     assert bool((whole.lower <= parts.upper).all() and (parts.lower <= whole.upper).all())
     assert bool(parts.converged.all())
-    assert torch.allclose(whole.lower, parts.lower, rtol=1e-3)
+    close(whole.lower, parts.lower, 1e-3)
 
 
 def test_the_same_twice_and_in_float32() -> None:
@@ -280,9 +267,8 @@ def test_the_same_twice_and_in_float32() -> None:
 
 
 def test_zero_jacobians_have_zero_norms() -> None:
-    att = Attention(
-        torch.randn(1, 4, 5), torch.randn(2, 5, 3), torch.randn(2, 5, 3), torch.zeros(2, 5, 2)
-    )
+    draw = normal()
+    att = Attention(draw(1, 4, 5), draw(2, 5, 3), draw(2, 5, 3), 0 * draw(2, 5, 2))
     for name in NORMS:
         norm = token_norm(att, name)
         assert not norm.lower.any()

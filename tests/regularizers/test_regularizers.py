@@ -8,8 +8,12 @@ import torch
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import close, given_parts, normal, slopes
+from support.layers import changed
 from support.models import AFFINE, TEXT, build, inputs_for
+from support.oracles import oracle
 from support.strategies import examples
+from support.variants import layer
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
@@ -21,25 +25,21 @@ from lipbound.models.training import (
     attention_probabilities,
     projections,
 )
-from lipbound.regularizers.penalties import JaSMin, SoundPenalty, Specformer
+from lipbound.regularizers.penalties import ExactNorm, JaSMin, SoundPenalty, Specformer
 
 
 def difference(weight: Tensor, value: Callable[[], Tensor], step: float = 1e-6) -> tuple:
     """Derivative of a value by a weight along a random direction, and the central difference."""
     (gradient,) = torch.autograd.grad(value(), weight)
-    g = torch.Generator().manual_seed(0)
-    direction = torch.randn(weight.shape, dtype=torch.float64, generator=g)
-    sides = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            weight.add_(sign * step * direction)
+    here, along, sides = weight.detach().clone(), normal()(*weight.shape), []
+    for move in (step, -step):
+        weight.data = here + move * along
         sides.append(float(value().detach()))
-        with torch.no_grad():
-            weight.sub_(sign * step * direction)
-    return float((gradient * direction).sum()), (sides[0] - sides[1]) / (2 * step)
+    weight.data = here
+    return float((gradient * along).sum()), (sides[0] - sides[1]) / (2 * step)
 
 
-def by_sort(attentions: list[Tensor], k: int, reduce: str, valid: Tensor | None = None) -> Tensor:
+def by_sort(attentions: list[Tensor], k: int, reduce: str) -> Tensor:
     """Equations (8) and (9) as they are written, from sorted rows, in float64."""
     total = torch.tensor(0.0, dtype=torch.float64)
     for p in attentions:
@@ -50,19 +50,13 @@ def by_sort(attentions: list[Tensor], k: int, reduce: str, valid: Tensor | None 
             return x[..., i - 1] * (1 - x[..., i - 1] + x[..., i])
 
         rows = g(1).log() if k == 0 else (g(1) / (g(k) + 1e-6)).log()
-        for s in range(len(p)):
-            for h in range(p.shape[1]):
-                row = rows[s, h] if valid is None else rows[s, h][valid[s].bool()]
-                total = total + (row.amax() if reduce == "max" else row.mean()) / len(p)
+        total = total + (rows.amax(-1) if reduce == "max" else rows.mean(-1)).sum() / len(p)
     return total
 
 
-def rows(seed: int, n: int = 7, spread: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+def rows(seed: int, n: int = 7, spread: float = 1.0) -> Tensor:
     """Attention of 2 samples x 3 heads."""
-    g = torch.Generator().manual_seed(seed)
-    return torch.softmax(spread * torch.randn(2, 3, n, n, generator=g, dtype=torch.float64), -1).to(
-        dtype
-    )
+    return torch.softmax(spread * normal(seed)(2, 3, n, n), -1)
 
 
 @examples(60)
@@ -90,8 +84,7 @@ def test_value_is_that_of_the_equations(
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 @pytest.mark.parametrize("k", [0, 2, 4])
 def test_gradient_by_finite_differences(k: int, reduce: str) -> None:
-    g, penalty = torch.Generator().manual_seed(3), JaSMin(k, reduce)
-    logits = torch.randn(2, 1, 5, 5, dtype=torch.float64, generator=g, requires_grad=True)
+    penalty, logits = JaSMin(k, reduce), normal(3)(2, 1, 5, 5).requires_grad_()
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
         assert check(lambda z: penalty([torch.softmax(z, -1)]), logits)
 
@@ -110,30 +103,12 @@ def test_gradient_by_automatic_differentiation_of_the_full_sort(
     where 1 is written for a row's sum differs."""
     k = min(k, n) if n > 1 else 0
     p = rows(seed, n, 2.0).requires_grad_()
-    mine, theirs = (
-        torch.autograd.grad(f([p]), p)[0]
-        for f in (JaSMin(k, reduce), lambda a: by_sort(a, k, reduce))
-    )
+    values = JaSMin(k, reduce)([p]), by_sort([p], k, reduce)
+    mine, theirs = (torch.autograd.grad(value, p)[0] for value in values)
     for g in (mine, theirs):
         g -= g.mean(-1, keepdim=True)
     if n > 1:
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
-
-
-def test_probabilities_under_autocast_are_in_float32() -> None:
-    model = build(AFFINE["vit"]).train()
-    with torch.autocast("cpu", torch.bfloat16), attention_probabilities(model) as found:
-        model(**inputs_for(model))
-    assert {p.dtype for p in found} == {torch.float32}
-    assert all(torch.allclose(p.sum(-1), torch.ones(()), atol=1e-5) for p in found)
-
-
-def test_padding_does_not_count() -> None:
-    p, valid = rows(0), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-    for k, reduce in ((0, "max"), (3, "mean")):
-        assert float(JaSMin(k, reduce)([p], valid)) == pytest.approx(
-            float(by_sort([p], k, reduce, valid)), rel=1e-9
-        )
+        close(mine, theirs, 1e-6, 1e-9)
 
 
 def test_near_one_hot_rows_in_float32() -> None:
@@ -166,12 +141,10 @@ def test_projections_are_those_found_by_probing(name: str) -> None:
         mine = found[i if len(found) == len(layers) else 0]
         scaling = att.d**-0.5 if name == "opt" else 1.0  # which scales its queries, not its scores
         for w, exact in zip(mine.w, (att.w_q / scaling, att.w_k, att.w_v), strict=True):
-            torch.testing.assert_close(w, exact, rtol=1e-4, atol=1e-5)
-        for b, exact_b in zip(mine.b[1:], (att.b_k, att.b_v), strict=True):
+            close(w, exact, 1e-4, 1e-5)
+        for b, shift in zip(mine.b[1:], (att.b_k, att.b_v), strict=True):
             assert b is not None
-            torch.testing.assert_close(
-                b, torch.zeros_like(b) if exact_b is None else exact_b, rtol=1e-4, atol=1e-5
-            )
+            close(b, torch.zeros_like(b) if shift is None else shift, 1e-4, 1e-5)
 
 
 def test_other_queries_are_refused() -> None:
@@ -187,11 +160,8 @@ def test_specformer_against_singular_values() -> None:
     def value() -> Tensor:
         return [penalty(model) for _ in range(8)][-1]
 
-    expected = sum(
-        f * float((torch.linalg.matrix_norm(w, 2) ** 2).sum())
-        for p in projections(model)
-        for w, f in zip(p.w, (1.0, 0.5, 0.25), strict=True)
-    )
+    pairs = [pair for p in projections(model) for pair in zip(p.w, (1.0, 0.5, 0.25), strict=True)]
+    expected = sum(f * float((torch.linalg.matrix_norm(w, 2) ** 2).sum()) for w, f in pairs)
     assert float(value()) == pytest.approx(expected, rel=1e-4)
     mine, exact = difference(model.encoder.layer[0].attention.self.query.weight, value)
     assert mine == pytest.approx(exact, rel=1e-3)
@@ -206,42 +176,75 @@ def test_probabilities_are_the_models_own(name: str) -> None:
     layers = capture(model, inputs)
     assert len(found) == len(layers)
     for p, att in zip(found, layers, strict=True):
-        real = (
-            torch.ones(p.shape[0], p.shape[2], dtype=torch.bool) if att.valid is None else att.valid
-        )
-        for s in range(len(p)):
-            torch.testing.assert_close(p[s][:, real[s]], att.p[s][:, real[s]], rtol=1e-4, atol=1e-6)
+        real = torch.ones_like(p[..., :1]) if att.valid is None else att.valid[:, None, :, None]
+        close(p * real, att.p * real, 1e-4, 1e-6)
         assert p.requires_grad
     fused = model(**inputs).last_hidden_state  # outside: torch's fused attention
-    keep = slice(0, 6)
-    torch.testing.assert_close(mine[:, keep], fused[:, keep], rtol=1e-4, atol=1e-5)
+    close(mine[:, :6], fused[:, :6], 1e-4, 1e-5)
     with attention_probabilities(model, layers=[1]) as second:
         model(**inputs)
-    assert len(second) == 1
-    torch.testing.assert_close(second[0], found[1])
+    close(list(second), [found[1]], 1e-5, 1e-6)
 
 
-def test_probabilities_are_those_before_dropout() -> None:
-    model = build(
-        lambda: tf.BertModel(tf.BertConfig(**TEXT, attention_probs_dropout_prob=0.5))
-    ).train()
-    with attention_probabilities(model) as found:
-        model(**inputs_for(model))
-    for p in found:
-        torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]))
+def test_probabilities_are_those_before_dropout_and_in_float32() -> None:
+    config = tf.BertConfig(**TEXT, attention_probs_dropout_prob=0.5)
+    model = build(lambda: tf.BertModel(config)).train()
+    for half in (False, True):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
+        with autocast, attention_probabilities(model) as found:
+            model(**inputs_for(model))
+        for p in found:
+            close(p.sum(-1), torch.ones(p.shape[:-1]), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
-def test_sound_penalty_is_the_bound_and_has_its_gradient(name: str) -> None:
+def test_penalties_of_layers_are_means_of_logarithms_and_have_their_gradient(name: str) -> None:
+    """Of our bound."""
     model = build(AFFINE[name]).double()
-    inputs = inputs_for(model)
+    inputs = inputs_for(model, padded=name == "bert")
+    for penalty, each in ((SoundPenalty("lipbound"), get("lipbound")), (ExactNorm(1e-12), oracle)):
 
-    def value() -> Tensor:
-        with attention_layers(model) as layers:
-            model(**inputs)
-        return SoundPenalty("lipbound")(layers)
+        def value(penalty: SoundPenalty | ExactNorm = penalty) -> Tensor:
+            with attention_layers(model) as layers:
+                model(**inputs)
+            return penalty(layers)
 
-    each = (get("lipbound")(att).log().sum(-1).mean() for att in capture(model, inputs))
-    assert float(value()) == pytest.approx(float(sum(each)), rel=1e-4)
-    mine, exact = difference(next(iter(projections(model)[0].module.parameters())), value)
-    assert mine == pytest.approx(exact, rel=2e-2, abs=1e-6)
+        expected = sum(each(att).log().sum(-1).mean() for att in capture(model, inputs))
+        assert float(value()) == pytest.approx(float(expected), rel=1e-4)
+        mine, exact = difference(next(iter(projections(model)[0].module.parameters())), value)
+        assert mine == pytest.approx(exact, rel=2e-2, abs=1e-6)
+
+
+# -- the penalty on exact norms --------------------------------------------------------------------
+
+KINDS = (
+    *(((), mask) for mask in ("none", "causal", "padded", "offsets")),
+    *((("rotation",), mask) for mask in ("none", "causal")),
+    *(((name,), "causal") for name in ("norm", "cap", "sinks", "values")),
+    (("together", "rotation"), "none"),
+)
+
+
+def keys_shared(att: Attention) -> Attention:
+    """The layer with the first head's keys and values in all of its heads."""
+    names = ("w_k", "w_v", "b_k", "b_v")
+    first = {name: t for name, t in given_parts(att).items() if name in names}
+    return changed(att, **{name: t[:1].expand(t.shape) for name, t in first.items()})
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["own keys", "grouped"])
+@pytest.mark.parametrize(("has", "mask"), KINDS)
+def test_derivative_is_the_difference_of_dense_norms(
+    has: tuple[str, ...], mask: str, grouped: bool
+) -> None:
+    """Eleven kinds, with and without shared keys: 264 heads, at a random direction each."""
+    made, norms = keys_shared if grouped else changed, ExactNorm(tol=1e-12).norms
+    for seed in (0, 1):
+        att = layer(seed, frozenset(has), mask=mask)
+        exact = oracle(made(att)).flatten()
+        close(norms(made(att)).detach().flatten(), exact, 1e-7)
+        value, reference = (lambda one: norms(made(one))), (lambda one: oracle(made(one)))
+        found, expected = slopes(value, att, 1e-5, seed=seed, reference=reference)
+        # a derivative near zero is compared at the scale of the norm
+        size = torch.maximum(expected.abs(), 1e-2 * exact)
+        assert bool(((found - expected).abs() <= 1e-4 * size).all())

@@ -130,12 +130,9 @@ def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path: Path
 
 
 def test_gradient_checkpointing_and_compute_loss_func(tmp_path: Path) -> None:
-    losses = []
-    for checkpointing in (False, True):
-        options = (
-            {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if checkpointing else {}
-        )
-        trainer = accumulating(causal, tmp_path, 2, gradient_checkpointing=checkpointing, **options)
+    losses, how = [], {"use_reentrant": False}
+    for options in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": how}):
+        trainer = accumulating(causal, tmp_path, 2, **options)
         trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: (
             outputs.logits.square().sum() / num_items_in_batch
         )

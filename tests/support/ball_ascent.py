@@ -2,6 +2,7 @@
 definition, in float64, many heads at once."""
 
 import torch
+from support.layers import normal
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
@@ -60,11 +61,10 @@ def unit(move: Tensor, ball: str) -> Tensor:
 def climb(att: Attention, radius: float, ball: str, *, steps: int = 12, seed: int = 0) -> Tensor:
     """The largest norm found in the ball around each sample, (samples, heads): from the centre and
     from a random point of the sphere."""
-    heads, g = Heads(att), torch.Generator().manual_seed(seed)
+    heads, draw = Heads(att), normal(seed)
     best = torch.zeros(len(heads.x), dtype=torch.float64)
     for start in (0.0, 1.0):
-        random = torch.randn(heads.x.shape, generator=g, dtype=torch.float64)
-        move = start * radius * unit(random, ball)
+        move = start * radius * unit(draw(*heads.x.shape), ball)
         for step in range(steps + 1):
             x = (heads.x + move).requires_grad_()
             j = heads.jacobian(x)

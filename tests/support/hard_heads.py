@@ -79,18 +79,8 @@ class Draft:
 
     def build(self) -> Attention:
         """The layer in its dtype."""
-
-        def cast(value: Any) -> Any:
-            if isinstance(value, QKNorm | Rotation | Gate | OtherStream):
-                return value.map(cast)
-            if isinstance(value, list):
-                return list(map(cast, value))
-            real = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(self.dtype) if real else value
-
         self.more.setdefault("w_o", self.normal(self.heads, self.d_v, 3))
-        more = {name: cast(value) for name, value in self.more.items()}
-        return Attention(*map(cast, (self.x, self.w_q, self.w_k, self.w_v)), **more)
+        return Attention(self.x, self.w_q, self.w_k, self.w_v, **self.more).to(self.dtype)
 
 
 def family(make: Callable[[Draft], None]) -> Callable[[Draft], None]:
@@ -107,21 +97,16 @@ def family(make: Callable[[Draft], None]) -> Callable[[Draft], None]:
 
 def plain(g: torch.Generator, dtype: torch.dtype) -> Draft:
     """Normal entries, now and then with biases."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    n, width, d, d_v, heads = (
-        int(torch.randint(low, high + 1, (), generator=g))
-        for low, high in ((2, 6), (1, 5), (1, 4), (1, 4), (1, 2))
-    )
-    if torch.rand((), generator=g) < 0.1:
-        n = 8
-    x, w_q, w_k = normal(SAMPLES, n, width), normal(heads, width, d), normal(heads, width, d)
-    draft = Draft(g, dtype, x, w_q, w_k, normal(heads, width, d_v))
-    if torch.rand((), generator=g) < 0.3:
-        draft.more = {"b_q": normal(heads, d), "b_k": normal(heads, d), "b_v": normal(heads, d_v)}
-    if torch.rand((), generator=g) < 0.3:
+    draft = Draft(g, dtype, *(torch.empty(0) for _ in range(4)))
+    sizes = ((2, 6), (1, 5), (1, 4), (1, 4), (1, 2))
+    n, width, d, d_v, heads = (draft.integer(*ends) for ends in sizes)
+    n = 8 if draft.chance(0.1) else n
+    draft.x = draft.normal(SAMPLES, n, width)
+    draft.w_q, draft.w_k, draft.w_v = (draft.normal(heads, width, k) for k in (d, d, d_v))
+    if draft.chance(0.3):
+        widths = {"b_q": d, "b_k": d, "b_v": d_v}
+        draft.more = {name: draft.normal(heads, k) for name, k in widths.items()}
+    if draft.chance(0.3):
         draft.more["scale"] = 1.0
     return draft
 

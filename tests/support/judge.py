@@ -154,6 +154,13 @@ def _each(
                 yield from _each(part, where, method, [[value]], map, measure)
 
 
+def assert_holds(lower: Tensor, upper: Tensor, exact: Norms) -> None:
+    """No lower end is above a norm that is known, and no upper end below."""
+    for end, miss in ((lower, above), (upper, below)):
+        values = zip(end.flatten().tolist(), (one for row in exact for one in row), strict=True)
+        assert [miss(*pair) for pair in values] == [0.0] * end.numel()
+
+
 def above(lower: float, norm: Enclosed) -> float:
     """How far a lower end is above the norm, relative to it."""
     return math.inf if math.isnan(lower) else _beyond(Decimal(lower), norm.upper)

@@ -1,6 +1,8 @@
 """Small attention layers of every kind."""
 
 import math
+from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,6 +15,12 @@ KINDS = (
 HARD = ("biases", "padded", "duplicates", "sharp", "wide_values", "offsets")
 """Those of them that `make test` takes for tests that cost much: what is causal, windowed, flat or
 without biases is a case of these, or easier."""
+
+
+def normal(seed: int = 0, dtype: torch.dtype = torch.float64) -> Callable[..., Tensor]:
+    """A source of normal numbers, of which ``draw(2, 3)`` takes the next."""
+    g = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
 
 
 def causal(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -30,11 +38,7 @@ def random_attention(
     kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, w_o: bool = True
 ) -> Attention:
     """A small layer of 2 samples x 3 heads of one of `KINDS`."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
+    draw = normal(seed, dtype)
     samples, heads, n, width, d = 2, 3, 1 if kind == "one_token" else 6, 9, 4
     d_v = 7 if kind == "wide_values" else d
     x, w_q, w_k = draw(samples, n, width), draw(heads, width, d), draw(heads, width, d)
@@ -55,6 +59,17 @@ def random_attention(
     if kind == "padded":
         extra["valid"] = torch.tensor([[True] * n, [True] * (n - 2) + [False] * 2])
     return Attention(x, w_q, w_k, w_v, **extra)
+
+
+def in_units(att: Attention, **powers: int) -> Attention:
+    """The layer with tensors, or its scale, in units of such powers of two."""
+    parts = {name: getattr(att, name) for name in powers}
+    return changed(att, **{name: t * 2.0 ** powers[name] for name, t in parts.items()})
+
+
+def places(att: Attention) -> list[tuple[int, int]]:
+    """Sample and head of every head at every sample."""
+    return list(product(range(att.samples), range(att.heads)))
 
 
 def query_bias_alone(*values: float) -> Attention:

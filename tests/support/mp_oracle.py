@@ -62,11 +62,12 @@ class Enclosed:
 
 @dataclass(frozen=True)
 class Differentiated:
-    """A Jacobian (tokens, outputs, tokens, D) and an upper value of the absolute error that
-    rounding leaves in each entry."""
+    """A Jacobian (tokens, outputs, tokens, D), an upper value of the absolute error that rounding
+    leaves in each entry, and of one head what is differentiated, (tokens, outputs)."""
 
     jacobian: Exact
     error: Decimal
+    outputs: Exact | None = None
 
 
 def norms(att: Attention, map: str = "head", side: str | None = None) -> list[list[Enclosed]]:
@@ -127,13 +128,20 @@ def exact(t: Tensor | float) -> Any:
 
 
 def differentiated(
-    att: Attention, sample: int, head: int, map: str, side: str | None = None
+    att: Attention,
+    sample: int,
+    head: int,
+    map: str,
+    side: str | None = None,
+    x: Exact | None = None,
 ) -> Differentiated:
-    """The Jacobian of a map in the digits of the arithmetic, padding left out."""
+    """The Jacobian of a map in the digits of the arithmetic, padding left out; of one head also at
+    other tokens than those of the sample."""
+    x = exact(att.x[sample][_real(att.valid, sample, att.tokens)]) if x is None else x
     if map in ("head", "l2"):
-        return _head(att, sample, head, l2=map == "l2", side=side)
+        return _head(att, sample, head, x, l2=map == "l2", side=side)
     chosen = [head] if map == "head_out" else range(att.heads)
-    parts = [_head(att, sample, h, l2=False, side=side) for h in chosen]
+    parts = [_head(att, sample, h, x, l2=False, side=side) for h in chosen]
     if map == "heads":
         return Differentiated(
             np.concatenate([part.jacobian for part in parts], 1), max(part.error for part in parts)
@@ -271,11 +279,13 @@ def _capped(z: Exact, cap: Decimal) -> tuple[Exact, Exact]:
     return np.where(z < 0, -cap, cap) * (1 - shrunk) / (1 + shrunk), slopes
 
 
-def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None) -> Differentiated:
+def _head(
+    att: Attention, sample: int, head: int, x: Exact, *, l2: bool, side: str | None
+) -> Differentiated:
     """The Jacobian of one head: every score's derivatives with respect to its query's and its key's
     token, then those of the softmax's quotient."""
     assert att.variants <= KNOWN, f"the oracle does not know {sorted(att.variants - KNOWN)}"
-    x, scale = exact(att.x[sample][_real(att.valid, sample, att.tokens)]), exact(att.scale)
+    scale = exact(att.scale)
     rows, keys = _real(att.valid_rows, sample, att.rows), _real(att.valid_keys, sample, att.keys)
     q, k, v = _sides(att, sample, head, x, l2)
     if side is not None:
@@ -308,10 +318,10 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool, side: str | None)
         score += abs(sink)
     gate = att.gate
     if gate is not None:
-        jacobian, more = _gated(x, gate, head, jacobian, outputs, held=side is not None)
+        jacobian, outputs, more = _gated(x, gate, head, jacobian, outputs, held=side is not None)
         v = replace(v, slope=v.slope + more * v.size, size=v.size * (1 + more))
     error = 1000 * max(att.tokens, att.rows, att.keys) * x.shape[1] * _ulp()
-    return Differentiated(jacobian, error * (1 + score) * (v.size * slope + v.slope))
+    return Differentiated(jacobian, error * (1 + score) * (v.size * slope + v.slope), outputs)
 
 
 def _alone(given: Vectors, moves: bool, width: int) -> Vectors:
@@ -330,8 +340,8 @@ def _held(t: Tensor, width: int) -> Vectors:
 
 def _gated(
     x: Exact, gate: Gate, head: int, jacobian: Exact, outputs: Exact, *, held: bool
-) -> tuple[Exact, Decimal]:
-    """The Jacobian of outputs times sigmoids of a projection, and the size of its logits."""
+) -> tuple[Exact, Exact, Decimal]:
+    """The Jacobian of outputs times sigmoids of a projection, they, and the size of its logits."""
     w = exact(gate.w[head])
     y = x @ w if gate.b is None else x @ w + exact(gate.b[head])
     factor = np.frompyfunc(lambda t: 1 / (1 + (-t).exp()), 1, 1)(y)
@@ -339,7 +349,7 @@ def _gated(
     jacobian = factor[..., None, None] * jacobian
     for i in range(0 if held else len(x)):
         jacobian[i, :, i] += slope[i][:, None] * w.T
-    return jacobian, 1 + _largest(abs(x) @ abs(w)) + _largest(w)
+    return jacobian, factor * outputs, 1 + _largest(abs(x) @ abs(w)) + _largest(w)
 
 
 def _products(q: Vectors, k: Vectors, scale: Decimal) -> tuple[Exact, Exact, Exact]:
@@ -419,16 +429,16 @@ def enclosed(found: Differentiated) -> Enclosed:
     if largest == 0:
         return Enclosed(Decimal(0), left_over)
     j = j * Decimal(1).scaleb(-largest.adjusted())
-    u = exact_vector(np.linalg.svd(j.astype(float))[0][:, 0])
+    u = exact(torch.from_numpy(np.linalg.svd(j.astype(float))[0][:, 0]))
     w = u @ j
-    v = w / _length(w)
+    v = w / length(w)
     y = j @ v
-    s = _length(y)
+    s = length(y)
     across = (y / s) @ j
     rest = (j - np.multiply.outer(y / s, across)).astype(float)
     rho = Decimal(float(np.linalg.svd(rest, compute_uv=False)[0])) * (1 + SVD_ERROR)
     rho += s * Decimal("1e-290")
-    e = _length(across - s * v)
+    e = length(across - s * v)
     trace = s * s + e * e + rho * rho
     upper = ((trace + max(Decimal(0), trace * trace - 4 * s * s * rho * rho).sqrt()) / 2).sqrt()
     unit = Decimal(1).scaleb(largest.adjusted())
@@ -438,12 +448,8 @@ def enclosed(found: Differentiated) -> Enclosed:
     )
 
 
-def exact_vector(values: npt.NDArray[np.float64]) -> Exact:
-    """Float64 numbers as they are."""
-    return np.array([Decimal(value) for value in values.tolist()], dtype=object)
-
-
-def _length(x: Exact) -> Decimal:
+def length(x: Exact) -> Decimal:
+    """Of a vector."""
     return (x * x).sum().sqrt()
 
 

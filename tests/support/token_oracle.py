@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from scipy.optimize import minimize
 from support import mp_oracle
+from support.layers import normal
+from support.mp_oracle import length
 from support.oracles import dense_jacobians, jacobians
 from torch import Tensor
 
@@ -73,8 +75,7 @@ def _ascent(j: Tensor, starts: int, steps: int, seed: int) -> Tensor:
 
     The sum is convex, so that maximising its linearisation never decreases it.
     """
-    g = torch.Generator().manual_seed(seed)
-    random = torch.randn(*j.shape[:-3], starts, j.shape[-2], generator=g, dtype=torch.float64)
+    random = normal(seed)(*j.shape[:-3], starts, j.shape[-2])
     y = torch.cat([torch.linalg.eigh((j @ j.mT).sum(-3)).eigenvectors.mT, random], -2)
     for _ in range(steps):
         y = y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)
@@ -131,16 +132,12 @@ def attained(att: Attention, sample: int, head: int) -> dict[str, Decimal]:
             best = vectors[i, k]
             if not bool(best.any()):  # a row that vanishes beside the largest
                 continue
-            y = mp_oracle.exact_vector(best.numpy())
+            y = mp_oracle.exact(best)
             pulled = np.tensordot(y, j[i], (0, 0))  # (n, D)
-            every = max(every, sum(_length(x) for x in pulled) / _length(y))
+            every = max(every, sum(length(x) for x in pulled) / length(y))
         for t in range(n):
-            x = mp_oracle.exact_vector(torch.linalg.svd(rough[:, t].flatten(0, 1)).Vh[0].numpy())
-            one = max(one, _length(j[:, :, t].reshape(-1, width) @ x) / _length(x))
+            x = mp_oracle.exact(torch.linalg.svd(rough[:, t].flatten(0, 1)).Vh[0])
+            one = max(one, length(j[:, :, t].reshape(-1, width) @ x) / length(x))
         unit = Decimal(1).scaleb(largest.adjusted()) * (1 - Decimal("1e-60"))
         least = (max(Decimal(0), value * unit - lost) for value in (every, one))
         return dict(zip(("every-token", "one-token"), least, strict=True))
-
-
-def _length(x: np.ndarray) -> Decimal:
-    return (x * x).sum().sqrt()

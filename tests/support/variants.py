@@ -1,8 +1,7 @@
 """Small random layers with whatever may stand between projections and softmax."""
 
 import torch
-from support.layers import causal, window
-from torch import Tensor
+from support.layers import causal, normal, window
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import Gate
@@ -37,11 +36,7 @@ def layer(
     """Samples x heads of width 7; ``same``: all tokens of a sample are equal; ``turned``: how many
     pairs of coordinates a rotation turns at most; ``padded``: every second sample is shorter by
     two."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
+    draw = normal(seed)
     x = scale * draw(samples, n, 7)
     if same:
         x[:, 1:] = x[:, :1]
@@ -101,11 +96,7 @@ def cross(
     dtype: torch.dtype = torch.float64,
 ) -> Attention:
     """Cross-attention of 2 samples x 3 heads, of which a stream, "queries" or "memory", moves."""
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
+    draw = normal(seed, dtype)
     moves = stream == "memory"
     n, others = (keys, rows) if moves else (rows, keys)
     x, w_q, w_k, w_v = draw(2, n, 7), draw(3, 7, 4), draw(3, 7, 4), draw(3, 7, 3)
