@@ -225,7 +225,7 @@ class Contents:
     @classmethod
     def of(cls, ds: xr.Dataset) -> Self:
         """Count what of a run is there; it has the axes that `lipbound.runs.store.run_of` gives."""
-        there = ds["exact"].notnull()
+        there = ds.variables["exact"].notnull()
         heads = there.any("sample").sum("head") if "head" in ds.dims else there.any() * 0
         return cls(
             samples=int(ds.sizes["sample"]),
@@ -310,21 +310,21 @@ def automatic(ds: xr.Dataset) -> xr.DataArray:
     return ds["measured"].reset_coords(drop=True) == AUTOMATIC
 
 
-def with_exact(ds: xr.Dataset) -> xr.DataArray:
+def with_exact(ds: xr.Dataset) -> xr.Variable:
     """Samples that have an exact norm, bool (samples,)."""
-    exact = ds["exact"]
+    exact = ds.variables["exact"]
     return exact.notnull().any([dim for dim in exact.dims if dim != "sample"])
 
 
-def closed(ds: xr.Dataset) -> xr.DataArray:
+def closed(ds: xr.Dataset) -> xr.Variable:
     """Places whose exact norm was found to the run's tolerance, bool, as ``exact``.
 
     These converged, and where there are two ends, they are that near.
     """
-    exact = ds["exact"]
-    good = exact.notnull() & ds["exact_converged"].astype(bool)
+    exact = ds.variables["exact"]
+    good = exact.notnull() & ds.variables["exact_converged"].astype(bool)
     if "exact_upper" in ds:
-        near = ds["exact_upper"] <= exact * (1 + float(ds.attrs["tol"])) * (1 + 1e-9)
+        near = ds.variables["exact_upper"] <= exact * (1 + float(ds.attrs["tol"])) * (1 + 1e-9)
         good &= near | (exact == 0)
     return good.transpose(*exact.dims)
 

@@ -59,18 +59,21 @@ def ratio_run(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dat
     ``NAME_lower`` and ``NAME_upper``. Of estimates they are as wide as the tolerance, and enclose
     nothing (see `diff_notes`).
     """
-    runs, names, known = both_runs(ds), side_names(labels), ds["ratio"].notnull()
-    a, b = ([quantity(run, "exact", end).where(known) for end in (None, 0, 1)] for run in runs)
-    ends = ds.get("ratio_lower", b[1] / a[2]), ds.get("ratio_upper", b[2] / a[1])
+    runs, names, there = both_runs(ds), side_names(labels), dict[Any, Any](ds.variables)
+    known = there["ratio"].notnull()
+    norms: Any = [[quantity(run, "exact", end) for end in (None, 0, 1)] for run in runs]
+    a, b = ([one.where(known) for one in ends] for ends in norms)
+    ends = there.get("ratio_lower", b[1] / a[2]), there.get("ratio_upper", b[2] / a[1])
     found = {"a": (names["a"], a), "b": (names["b"], b)}
-    found["exact"] = names["ratio"], [ds["ratio"], *ends]
+    found["exact"] = names["ratio"], [there["ratio"], *ends]
     for name in filter(bounds_there(runs[0]).__contains__, bounds_there(runs[1])):
-        ratio = ds[f"{name}_b"] / ds[f"{name}_a"].where(lambda norm: (norm > 0) & np.isfinite(norm))
+        of_a, of_b = there[f"{name}_a"], there[f"{name}_b"]
+        ratio = of_b / of_a.where((of_a > 0) & np.isfinite(of_a))
         found[name] = f"{runs[0][name].attrs['label']}: {names['ratio']}", [ratio] * 3
     run = runs[1].drop_vars([*runs[1].data_vars, "layer_name"], errors="ignore")  # which may differ
     for name, (label, values) in found.items():
         for end, one in zip(("", "_lower", "_upper"), values, strict=True):
-            run[f"{name}{end}"] = one.reset_coords(drop=True).drop_attrs().assign_attrs(label=label)
+            run[f"{name}{end}"] = one.dims, one.values, {"label": label}
     return run.assign_attrs(bounds=[], extras=[])
 
 

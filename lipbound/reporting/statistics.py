@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -20,11 +21,12 @@ Reduction = str | float
 """One of these, or a quantile in [0, 1]."""
 End = int | None
 """An end of enclosures: 0 the lower one, 1 the upper one; None for the values themselves."""
+V = TypeVar("V", xr.DataArray, xr.Variable)
+"""Values with named axes. Those without coordinates (``Variable``) are what numbers are made from
+here: xarray compares all coordinates in every step of arithmetic, which takes longer than it."""
 
 
-def reduce_samples(
-    values: xr.DataArray, how: str | float, dims: Sequence[str] = ("sample",)
-) -> xr.DataArray:
+def reduce_samples(values: V, how: str | float, dims: Sequence[str] = ("sample",)) -> V:
     """Reduce values over samples, or over other dimensions.
 
     Args:
@@ -39,7 +41,7 @@ def reduce_samples(
         UnknownNameError: another name, or a number outside of [0, 1].
         LipboundError: values that are no DataArray with these dimensions.
     """
-    if not isinstance(values, xr.DataArray) or not {*dims} <= {*values.dims}:
+    if not isinstance(values, xr.DataArray | xr.Variable) or not {*dims} <= {*values.dims}:
         there = f"one over {', '.join(map(str, values.dims))}" if hasattr(values, "dims") else ""
         raise LipboundError(
             f"a variable over {', '.join(dims)} is wanted, not {there or shown(values)}; give one "
@@ -52,9 +54,9 @@ def reduce_samples(
     holes = bool(values.isnull().any())  # to look for them takes numpy many times as long
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
-        reduced: xr.DataArray
+        reduced: Any
         if how == "geomean":
-            logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+            logs: Any = xr.apply_ufunc(np.log, values)
             reduced = xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
             reduced = reduced.where(~(values < 0).any(dims))  # which have no geometric mean
         elif isinstance(how, str):
@@ -62,14 +64,15 @@ def reduce_samples(
         else:
             # infinite values are ordered like any others, but cannot be interpolated
             top = np.finfo(np.float64).max / 4
-            reduced = values.clip(max=top).quantile(how, dims, skipna=holes)
+            reduced = np.minimum(values, top)
+            reduced = reduced.quantile(how, dims, skipna=holes)
             reduced = reduced.where(~(reduced > top * 1e-6), np.inf)
     return reduced
 
 
 def interval(
-    values: xr.DataArray, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
-) -> tuple[xr.DataArray, xr.DataArray]:
+    values: V, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
+) -> tuple[V, V]:
     """Find the interval over samples of a geometric mean, as `reduce_samples` gives it.
 
     It is Student's t of the mean logarithms of single samples. It takes samples as independent
@@ -94,7 +97,7 @@ def interval(
 
     inner = [dim for dim in values.dims if dim in dims and dim != "sample"]
     with np.errstate(all="ignore"):
-        logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+        logs: Any = xr.apply_ufunc(np.log, values)
         totals, counts = logs.fillna(0).sum(inner, skipna=False), logs.notnull().sum(inner)
         samples, places = (counts > 0).sum("sample"), counts.sum("sample")
         mean = totals.sum("sample") / places
@@ -107,8 +110,8 @@ def interval(
 
 
 def sample_span(
-    values: xr.DataArray, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
-) -> tuple[xr.DataArray, xr.DataArray]:
+    values: V, how: str | float = "geomean", dims: Sequence[str] = ("sample",)
+) -> tuple[V, V]:
     """Find the `interval` of so many samples as have one, else the range over single samples.
 
     Arguments as in `interval`; `spread_title` says which it is; NaN of one sample.
@@ -117,11 +120,12 @@ def sample_span(
     if spread_title(samples, how) == LIKELY:
         return interval(values, how, dims)
     inner = [str(dim) for dim in values.dims if dim in dims and dim != "sample"]
-    single = (reduce_samples(values, how, inner) if inner else values).where(samples > 1)
+    single: Any = reduce_samples(values, how, inner) if inner else values
+    single = single.where(samples > 1)
     return single.min("sample"), single.max("sample")
 
 
-def samples_with_values(values: xr.DataArray) -> int:
+def samples_with_values(values: xr.DataArray | xr.Variable) -> int:
     """Count the samples that have any value."""
     return int(values.notnull().any([dim for dim in values.dims if dim != "sample"]).sum())
 
@@ -131,12 +135,12 @@ def spread_title(samples: int, how: str | float = "geomean") -> str:
     return LIKELY if samples >= FEW and how == "geomean" else RANGE
 
 
-def across(ds: xr.Dataset | xr.DataArray) -> str:
+def across(ds: xr.Dataset | xr.DataArray | xr.Variable) -> str:
     """Dimension across a panel of a heatmap: heads, or samples for maps of whole layers."""
     return "head" if "head" in ds.dims else "sample"
 
 
-def panel(values: xr.DataArray, how: str | float) -> xr.DataArray:
+def panel(values: V, how: str | float) -> V:
     """Values of a panel of a heatmap, (layer, head), reduced over samples.
 
     (layer, sample) for maps of whole layers, which need no reduction.
@@ -212,20 +216,20 @@ def spread_of(ds: xr.Dataset, name: str, end: End = None) -> dict[str, float]:
     return dict(zip((*SPREAD, *INTERVAL), (*found, *limits), strict=True))
 
 
-def ends(values: xr.DataArray | np.ndarray) -> tuple[float, float]:
+def ends(values: xr.DataArray | xr.Variable | np.ndarray) -> tuple[float, float]:
     """Smallest and largest of some values; NaN where there are none."""
     known = _known(values)
     return (float(known.min()), float(known.max())) if known.size else (float("nan"),) * 2
 
 
-def geomean(values: xr.DataArray) -> float:
+def geomean(values: xr.DataArray | xr.Variable) -> float:
     """Geometric mean of all values that are there; NaN where there are none."""
     known = _known(values)
     with np.errstate(divide="ignore"):
         return float(np.exp(np.log(known).mean())) if known.size else float("nan")
 
 
-def _known(values: xr.DataArray | np.ndarray) -> np.ndarray:
+def _known(values: xr.DataArray | xr.Variable | np.ndarray) -> np.ndarray:
     found = np.asarray(values)
     return found[~np.isnan(found)]
 
@@ -280,14 +284,17 @@ def cells(
     exact = quantity(ds, "exact", end)
     inner = [str(dim) for dim in exact.dims if dim not in ("sample", *levels)]
     single = reduce_samples(exact, reduce, inner) if inner else exact
-    shown = {"exact": exact} | {one: ds[one] for one in ("exact_lower", "exact_upper") if one in ds}
+    shown = {"exact": exact}
+    shown |= {one: ds.variables[one] for one in ("exact_lower", "exact_upper") if one in ds}
     order = [*shown, *INTERVAL, "sample_min", "sample_max", *extras(ds), *names]
     shown |= {name: quantity(ds, name, end) for name in extras(ds)}
-    shown |= {name: quantity(ds, name, end) if values == "ratio" else ds[name] for name in names}
+    for name in names:
+        shown[name] = quantity(ds, name, end) if values == "ratio" else ds.variables[name]
     found = {name: reduce_samples(one, reduce, ["sample", *inner]) for name, one in shown.items()}
     found |= {"sample_min": single.min("sample"), "sample_max": single.max("sample")}
     found |= zip(INTERVAL, interval(exact, reduce, ["sample", *inner]), strict=True)
-    return pd.DataFrame({name: found[name].transpose(*levels).to_series() for name in order})
+    columns = {name: found[name].transpose(*levels).values.ravel() for name in order}
+    return pd.DataFrame(columns, ds[levels].coords.to_index(levels))
 
 
 def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
@@ -402,7 +409,8 @@ def _together(medians: dict[str, float], start: float, gap: float) -> list[str]:
 @takes_run
 def ratio(ds: xr.Dataset, name: str) -> xr.DataArray:
     """Bound / exact, of the bound's own map, where that is positive."""
-    return quantity(ds, name)
+    found = quantity(ds, name)
+    return xr.DataArray(found.values, ds[name].coords, found.dims)
 
 
 def has_upper(ds: xr.Dataset, name: str) -> bool:
@@ -410,7 +418,7 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
     return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
 
 
-def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.DataArray:
+def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.Variable:
     """Values that tables are of, or an end of their enclosures, at every place.
 
     Args:
@@ -420,26 +428,27 @@ def quantity(ds: xr.Dataset, name: str, end: End = None) -> xr.DataArray:
             count as if they were ``tol`` wide. Where the assumptions of a bound hold, its ratio is
             not below one, unless it is so against the lower end of the norm.
     """
-    if f"{name}_lower" in ds:  # of a diff
-        return ds[name if end is None else f"{name}_{('lower', 'upper')[end]}"]
+    there: Any = ds.variables
+    if f"{name}_lower" in there:  # of a diff
+        return there[name if end is None else f"{name}_{('lower', 'upper')[end]}"]
     if name in EXTRA_WIDTHS:
         width = 0 if end is None else (end - 0.5) * EXTRA_WIDTHS[name]
-        return (ds[name] + width * abs(ds[name])).clip(max=MOST.get(name))
+        return (there[name] + width * abs(there[name])).clip(max=MOST.get(name))
     of = "exact" if name == "exact" else compared_with(ds, name)
-    exact = ds[of]
+    exact = there[of]
     norms = [exact * (1 - allowance(of)), exact * (1 + float(ds.attrs["tol"]))]
     if has_upper(ds, name):
-        norms[1] = ds["exact_upper"]
+        norms[1] = there["exact_upper"]
     if name == "exact":
         return exact if end is None else norms[end]
     known = np.isfinite(exact) & (exact > 0)
     with np.errstate(all="ignore"):
-        found = (ds[name] / exact).where(known).transpose(*exact.dims)
+        found = (there[name] / exact).where(known).transpose(*exact.dims)
         if end is not None:
-            least = found.clip(max=1).where(ds[sound(name)], 0.0) if end == 0 else found
+            least = found.clip(max=1).where(there[sound(name)], 0.0) if end == 0 else found
             other = found * (exact / norms[1 - end])
             found = least.where(~(other > least), other).where(found.notnull())
-    return found.drop_attrs(deep=False)  # those of coordinates take ten times as long
+    return found
 
 
 def mean_ends(ds: xr.Dataset, name: str) -> tuple[float, float]:
@@ -447,7 +456,7 @@ def mean_ends(ds: xr.Dataset, name: str) -> tuple[float, float]:
     return geomean(quantity(ds, name, 0)), geomean(quantity(ds, name, 1))
 
 
-def cell_widths(ds: xr.Dataset, name: str, reduce: str | float) -> xr.DataArray:
+def cell_widths(ds: xr.Dataset, name: str, reduce: str | float) -> xr.Variable:
     """Relative widths of the enclosures of the values of a panel of a heatmap."""
     low, high = (panel(quantity(ds, name, end), reduce) for end in (0, 1))
     with np.errstate(all="ignore"):
