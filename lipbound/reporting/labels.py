@@ -474,6 +474,8 @@ def facts(ds: xr.Dataset) -> dict[str, Any]:
         "left out": list(ds.attrs.get("not_applicable", {})),
         "state": state_words(ds),
     }
+    if schema.of_weights_alone(ds):  # what is about exact norms alone
+        found |= dict.fromkeys(("norm", "function of", "tol", *schema.DRAWN, "not converged"))
     return {name.replace("_", " "): value for name, value in (said | found).items()}
 
 

@@ -169,7 +169,7 @@ LIKELY, RANGE = f"{LEVEL:.0%} interval", "range over samples"
 """Titles of their columns, and of those of the range of single samples."""
 SPANS = {LIKELY: INTERVAL, RANGE: ("sample_min", "sample_max")}
 """Columns of two ends in words, and those of their ends in numbers."""
-AUDITED = ("violations", "compared", "sound")
+AUDITED = ("compared", "sound", "violations")
 """Columns that count places of the audit."""
 EXTRA_WIDTHS = dict.fromkeys(EXTRAS.values(), 2e-6) | {EXTRAS["condition"]: 0.04}
 """Relative widths to which the extras of runs are known."""
@@ -202,8 +202,8 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
         lower = geomean(quantity(ds, name, 0)) if has_upper(ds, name) else float("nan")
         row = {"label": label_of(ds, name), "geomean_lower": lower}
         rows.append(row | spread_of(ds, name) | counts[name])
-    # of which pandas shows the first two and the last two where there is no room
-    columns = ["geomean", *AUDITED, "label", "geomean_lower", *INTERVAL, *SPREAD[1:]]
+    # of which pandas shows the first two and the last two in 80 characters
+    columns = ["geomean", "min", "max", *SPREAD[1:3], "label", "geomean_lower", *INTERVAL, *AUDITED]
     return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
 
 

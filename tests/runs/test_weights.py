@@ -1,5 +1,6 @@
 """Numbers of weights alone, against those read off a forward pass."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,5 +143,9 @@ def test_it_is_a_run(tmp_path: Path) -> None:
     assert "Numbers of the weights of attention heads" in lb.cite(ds, "text")
     info = CliRunner().invoke(app, ["info", str(path)])
     assert "Zhai et al. 2023" in info.output
+    said = json.loads(CliRunner().invoke(app, ["info", str(path), "--json"]).output)
+    of_norms = ("norm", "method", "tol", "delta", "seed", "exact from", "not converged")
+    assert [said[name] for name in of_norms] == [None] * len(of_norms)
+    assert said["model"] == "builtin:gpt2"
     refused(partial(lb.verify, path), "of weights alone", error=StoreError)
     refused(partial(lb.weight_norms, "builtin:gpt2", out=path), "exists already", error=StoreError)
