@@ -133,17 +133,6 @@ def test_refusals() -> None:
     refused(partial(compare, extras="row_norm", map="layer"), "is of single heads")
 
 
-def test_reports_say_what_they_are(bert: Path, tmp_path: Path) -> None:
-    ds = lb.compare(bert, TEXTS, bounds="yudin", extras=NAMES, tau=50, max_length=8, progress=False)
-    said = lb.cite(ds, "text")
-    for words in ("QK-clip factor min(1, 50 / largest logit) (Kimi Team 2025", "Zhai et al. 2023"):
-        assert words in said
-    assert "stable rank of W_Q W_K^T: median" in lb.tables.render(ds)
-    caption = lb.plots.caption(ds, bounds=["qk_clip", "wov_norm"])
-    assert "on a scale of its own" in caption
-    assert len(lb.plots.heatmaps(ds, bounds=["qk_clip", "row_norm"]).axes) >= 2
-
-
 def test_a_geometric_mean_of_negative_logits_is_none(bert: Path) -> None:
     ds = lb.compare(
         bert, TEXTS, bounds="none", extras="largest_logit", max_length=8, progress=False

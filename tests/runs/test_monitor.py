@@ -567,22 +567,6 @@ def test_a_trainer_that_resumes_appends(tmp_path: Path) -> None:
     assert lb.load(run).identical(monitor.run)
 
 
-def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    model = decoder()
-    trainer = hf_trainer(model, tmp_path, 4, report_to=["tensorboard"])
-    monitor = lb.Monitor(model, IDS, every=2).attach(trainer)
-    trainer.train()
-    (file,) = tmp_path.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file)).Reload()
-    found = events.Scalars("train/lipbound/layer_1/exact_max")
-    assert [one.step for one in found] == [0, 2, 4]
-    exact = monitor.run["exact"].sel(layer=1).max(("sample", "head")).values
-    np.testing.assert_allclose([one.value for one in found], exact, rtol=1e-6)
-
-
 def test_lightning_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
 

@@ -177,14 +177,6 @@ def _cut(size: int | None) -> Callable[[Path], None]:
     return cut
 
 
-def _of_another_run(partial: Path) -> None:
-    """A block of other settings, whole by itself."""
-    other = partial.with_name("other")
-    with PartialRun(other, {"model": "other"}) as run:
-        run.write(_block(0))
-        _files(partial)[0].write_bytes(_files(partial_path(other))[0].read_bytes())
-
-
 def _block(k: int) -> LayerResult:
     """A layer at a block of 2 samples, with 2 heads."""
     values = {
@@ -204,28 +196,6 @@ def _small(out: Path, *, written: int = 0) -> list[LayerResult]:
         run.write(_block(k))
     run.__exit__(KeyboardInterrupt)
     return run.found
-
-
-def _same(one: LayerResult, other: LayerResult) -> bool:
-    a, b = ({**part.values, "lengths": part.lengths} for part in (one, other))
-    same = (one.start, one.layer, one.error) == (other.start, other.layer, other.error)
-    return same and all(np.array_equal(a[name], b[name]) for name in {**a, **b})
-
-
-@pytest.mark.parametrize("harm", [_cut(0), _cut(-30), _of_another_run])
-def test_nothing_damaged_is_taken_up(harm: Callable[[Path], None], tmp_path: Path) -> None:
-    """Not one value of an unfinished run is taken over that is not as it was written; what is not,
-    is told."""
-    expected = {(one.start, one.layer): one for one in map(_block, range(5))}
-    _small(tmp_path / "run", written=5)
-    found = _small(tmp_path / "run")
-    assert len(found) == 5
-    assert all(_same(one, expected[one.start, one.layer]) for one in found)
-    harm(partial_path(tmp_path / "run"))
-    with pytest.warns(Notice, match=DAMAGED):
-        found = _small(tmp_path / "run")
-    assert [(one.start, one.layer) for one in found] == [(0, 1), (0, 2), (2, 0), (2, 1)]
-    assert all(_same(one, expected[one.start, one.layer]) for one in found)
 
 
 def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
