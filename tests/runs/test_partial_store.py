@@ -199,14 +199,24 @@ def _small(out: Path, *, written: int = 0) -> list[LayerResult]:
 
 
 def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
-    """Wherever it is in the file."""
-    _small(tmp_path / "run", written=1)
-    (file,) = _files(partial_path(tmp_path / "run"))
+    """Wherever it is in the file; or none of it is there. The others are as they were."""
+    _small(tmp_path / "run", written=2)
+    file, whole = _files(partial_path(tmp_path / "run"))
     content = file.read_bytes()
-    for at in range(0, len(content), 7):
-        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.warns(Notice, match="1 of the 1 measured blocks"):
-            assert _small(tmp_path / "run") == []
+    places = range(0, len(content), 7)
+    for at in places:
+        flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        file.with_name(f"{at}.npz").write_bytes(flipped)
+    file.write_bytes(b"")
+    damaged = len(places) + 1
+    with pytest.warns(Notice, match=f"{damaged} of the {damaged + 1} measured blocks"):
+        (found,) = _small(tmp_path / "run")
+    assert whole.name == f"{found.start}-{found.layer}.npz"
+    expected = next(one for one in map(_block, range(2)) if one.start == found.start)
+    assert (found.layer, found.error) == (expected.layer, expected.error)
+    for name, value in (expected.values | {"lengths": expected.lengths}).items():
+        kept = found.lengths if name == "lengths" else found.values[name]
+        np.testing.assert_array_equal(kept, value)
 
 
 def test_what_is_damaged_is_measured_again(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
