@@ -119,12 +119,15 @@ def visible(folder: Path) -> list[Path]:
 def read_text(path: Path) -> str:
     """Return the whole of a UTF-8 file, unpacked where it is packed with gzip.
 
+    Lines end with a line feed, however the system that wrote them ends them.
+
     Raises:
         InputsError: the file cannot be read, or is not such a file.
     """
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
     try:
-        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
-            return file.read().decode()
+        with opened(path, "rt", encoding="utf-8") as file:
+            return str(file.read())
     except UnicodeDecodeError as error:
         raise InputsError(f"{path} is not a UTF-8 text file") from error
     except (OSError, EOFError) as error:

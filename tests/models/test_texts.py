@@ -92,6 +92,16 @@ def test_one_text_is_read_in_windows_wherever_it_is(checkpoint: Checkpoint, tmp_
     assert one == first
 
 
+def test_line_ends_of_other_systems_are_line_ends(tmp_path: Path) -> None:
+    """A tokenizer of bytes would take a carriage return for a character of the text."""
+    checkpoint, text = load_checkpoint("builtin:gpt2"), b"the queen\nof hearts\n"
+    for end in (b"\r\n", b"\r"):
+        (tmp_path / "text.txt").write_bytes(text.replace(b"\n", end))
+        (tmp_path / "text.txt.gz").write_bytes(gzip.compress(text.replace(b"\n", end)))
+        for name in ("text.txt", "text.txt.gz"):
+            assert ids(checkpoint, tmp_path / name) == ids(checkpoint, [text.decode()])
+
+
 def test_of_several_texts_each_is_a_sample_wherever_they_are(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
