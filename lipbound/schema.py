@@ -295,7 +295,7 @@ def bounds_there(ds: xr.Dataset) -> list[str]:
 
 def compared_with(ds: xr.Dataset, name: str) -> str:
     """Name the variable with the exact norm of a bound's own map, "exact" or "exact_l2"."""
-    return str(ds[name].attrs["compared_with"])
+    return str(ds.variables[name].attrs["compared_with"])
 
 
 def norm_of(ds: xr.Dataset) -> str:
@@ -381,7 +381,7 @@ def lacking_variables(ds: xr.Dataset) -> str:
         return "which of its places are from which run is missing"
     for name in bounds:
         for key in ("label", "source", "compared_with", "caveat"):
-            if not isinstance(ds[name].attrs.get(key), str):
+            if not isinstance(ds.variables[name].attrs.get(key), str):
                 return f"the {key} of {name!r} is missing"
         if compared_with(ds, name) not in ds:
             return f"{compared_with(ds, name)!r} is missing"

@@ -100,7 +100,8 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
 
 def sayings(ds: xr.Dataset) -> dict[str, str]:
     """Hash over what each variable of a run says about itself, by its name."""
-    said = {name: [ds[name].attrs.get(word) for word in SAID] for name in schema.own(ds)}
+    of = {name: ds.variables[name].attrs for name in schema.own(ds)}
+    said = {name: [attrs.get(word) for word in SAID] for name, attrs in of.items()}
     return {n: hashlib.sha256(json.dumps(one).encode()).hexdigest()[:16] for n, one in said.items()}
 
 
