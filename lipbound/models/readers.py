@@ -243,6 +243,7 @@ class Reader:
     Attributes:
         many: several items, in descriptions.
         takes: what models of the modality take, in messages.
+        instead: how other items are given, at the end of a message.
         columns: usual names of the column of a table that has items, the likeliest first.
         files: endings of the files of a folder that are items.
         default: the files that are read where the user gives no data, and what they are.
@@ -250,6 +251,7 @@ class Reader:
 
     many: ClassVar[str]
     takes: ClassVar[str]
+    instead: ClassVar[str] = ""
     columns: ClassVar[tuple[str, ...]]
     files: ClassVar[tuple[str, ...]]
     default: ClassVar[tuple[list[Path], str]]
@@ -325,7 +327,7 @@ class Reader:
                 named = isinstance(other, Path) or end in IMAGE_FILES
                 kind = f"items of type {type(other).__name__}"
                 what = f"{other}, which is no such file" if named else kind
-                raise InputsError(f"data holds {what}, {takes}")
+                raise InputsError(f"data holds {what}, {takes}{'' if named else self.instead}")
         several = self.many if len(data) > 1 else self.many.removesuffix("s")
         return DataItems(found, f"{len(data)} given {several}")
 
@@ -427,6 +429,7 @@ class TextReader(Reader):
     """Text through the checkpoint's tokenizer: one sample a text, or a window of the only one."""
 
     many, takes, files = "texts", "text", PROSE
+    instead = '; token numbers are ready inputs, {"input_ids": ...}'
     default = [DEFAULT_TEXT], "the story of a lighthouse clock that comes with lipbound"
     columns = ("text", "sentence", "content", "question", "premise", "description")
 

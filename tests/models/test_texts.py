@@ -139,7 +139,7 @@ def test_token_numbers_are_ready_inputs_that_need_no_tokenizer(checkpoint: Check
     words = "token numbers, or name another tokenizer with"
     refused(lambda: prepare(bare, SHORT, max_length=20), words, error=CheckpointError)
     for data, said in (
-        ([[4, 7], [5]], "data holds items of type list, but "),
+        ([[4, 7], [5]], "takes text; token numbers are ready inputs, "),
         (torch.tensor([4, 7]), "ready inputs must be named tensors of "),
         (datasets.Dataset.from_dict({"input_ids": [[4]]}), "has no column of a usual name"),
     ):
