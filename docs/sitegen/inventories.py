@@ -98,6 +98,7 @@ NAMES = {
     "xarray": """
         xarray.Dataset py:class generated/xarray.Dataset.html#$
         xarray.DataArray py:class generated/xarray.DataArray.html#$
+        xarray.Variable py:class generated/xarray.Variable.html#$
     """,
     "numpy": """
         numpy.ndarray py:class reference/generated/numpy.ndarray.html#$
