@@ -309,7 +309,7 @@ def declared_positions(config: Any) -> int | None:
     return int(limit)
 
 
-def unmasked(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
+def unmarked_padding(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return a sentence on padding tokens at an end of a sample that no mask marks."""
     ids, config = batch.get("input_ids"), text_part(getattr(model, "config", None))
     pad = getattr(config, "pad_token_id", None)

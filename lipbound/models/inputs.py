@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import MASK, POSITION_IDS, Checkpoint, Inputs, text_part, unmasked
+from lipbound.models.checkpoint import (
+    MASK,
+    POSITION_IDS,
+    Checkpoint,
+    Inputs,
+    text_part,
+    unmarked_padding,
+)
 from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.other_libraries import explained
@@ -124,7 +131,7 @@ def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs
         inputs.notes.append(
             f"{count} samples were asked for, and {inputs.description} gives only {inputs.samples}"
         )
-    inputs.notes += _repeated(inputs.batch) + unmasked(checkpoint.model, inputs.batch)
+    inputs.notes += _repeated(inputs.batch) + unmarked_padding(checkpoint.model, inputs.batch)
     tell(*inputs.notes)
     return inputs
 

@@ -29,7 +29,7 @@ from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, moved
 from lipbound.models.capture.streams import Padding, of_stream, stream_names, through_module
 from lipbound.models.capture.verification import assemble
-from lipbound.models.checkpoint import Checkpoint, Inputs, unmasked
+from lipbound.models.checkpoint import Checkpoint, Inputs, unmarked_padding
 from lipbound.models.in_memory import bare_module, measurable, named_inputs
 from lipbound.models.offload import is_offloaded
 from lipbound.schema import INPUT
@@ -340,7 +340,7 @@ def capture(
     chosen = None if layers is None else errors.indices("layers", layers)
     bare = bare_module(model)
     batch = named_inputs(bare, inputs)
-    tell(*(unmasked(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
+    tell(*(unmarked_padding(bare, batch) if isinstance(bare, PreTrainedModel) else ()))
     around, closed = errors.flag("around", around), errors.flag("closed", closed)
     capturer = Capturer(measurable(bare), chosen, around, closed)
     found = [layer.attention for layer in capturer.run(batch)]
