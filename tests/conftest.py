@@ -12,6 +12,7 @@ os.environ.setdefault("LIPBOUND_TESTS_THREADS", "1")
 # read when torch is imported, here and in processes that tests start
 os.environ["OMP_NUM_THREADS"] = os.environ["LIPBOUND_TESTS_THREADS"]
 
+import gc
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.name.startswith("test_notebook_runs"))
     for item in combinations_left_out(items):
         item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=KINDS)
