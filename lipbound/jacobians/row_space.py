@@ -86,8 +86,8 @@ class RowSpace:
         return torch.cat([w, *spans], -1) if self._spans else w
 
     @cached_property
-    def _both(self) -> tuple[Tensor, Tensor]:
-        """Float64 u, and all of u^T w: by Cholesky's decomposition where u is orthogonal enough.
+    def _both(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Float64 u, all of u^T w, and `_skew` of u, which Cholesky gives where that is small.
 
         A QR decomposition takes longer, many times as long on a GPU.
         """
@@ -96,10 +96,10 @@ class RowSpace:
         w = self._whole()
         lower, failed = torch.linalg.cholesky_ex(w.mT @ w)
         u = torch.linalg.solve_triangular(lower, w.mT, upper=False).mT
-        if bool(((failed == 0) & (_skew(u) <= SKEW)).all()):
-            return u, lower.mT
+        if bool(((failed == 0) & ((skew := _skew(u)) <= SKEW)).all()):
+            return u, lower.mT, skew
         u, r = torch.linalg.qr(w)
-        return u, r
+        return u, r, _skew(u)
 
     @property
     def basis(self) -> Tensor:
@@ -129,9 +129,9 @@ class RowSpace:
         """Upper value of how far singular values move in these coordinates, relatively, ()."""
         if self.everything:
             return torch.zeros((), dtype=torch.float64, device=self._w.device)
-        (w, (u, r)), per = (self._whole(), self._both), 2.0**-53
+        (w, (u, r, skew)), per = (self._whole(), self._both), 2.0**-53
         size = torch.linalg.vector_norm(w, dim=1).clamp_min(1e-290)
-        long, skew = torch.linalg.matrix_norm(u), _skew(u)
+        long = torch.linalg.matrix_norm(u)
         length = (sum(w.shape[1:]) + 16) * per * long
         off = torch.linalg.vector_norm(torch.baddbmm(w, u, r, alpha=-1), dim=1) / size
         columns = torch.linalg.vector_norm(off, dim=-1) + length * w.shape[2] ** 0.5
