@@ -506,7 +506,7 @@ class Attention:
         return scoring.softmax(scores, self.sinks, self.valid_rows, check=not self._fit)
 
     def _scores_fit(self) -> bool:
-        """Whether scores are far from overflow, as sums of so many products of largest entries."""
+        """Return whether scores cannot overflow, by a bound from the layer's largest entries."""
         if self.variants or (self.mask is not None and not self._levelled):
             return False
         sizes = {name: max(found) for name, found in largest_entries(self).items()}

@@ -17,7 +17,7 @@ from lipbound.attention.rounding import probability_error
 from lipbound.attention.softmax import g, largest_jacobian_routine, normalised
 from lipbound.bounds.statement import Bound
 from lipbound.devices import Routine, require
-from lipbound.linalg.covariance import deviation_routine
+from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import (
     factor_of_gram,
     gamma,
@@ -273,7 +273,7 @@ def deviation(att: Attention) -> Routine[Tensor]:
     """Largest norm max_i ||X^T M(P_i)||, (samples, heads)."""
     factor, unknown = stretched(att)
     factor = torch.addcmul(factor, factor * factor, factor - 1, value=att.tokens)
-    value = (yield from deviation_routine(wide(att).x, probabilities(att))) * factor
+    value = (yield from weighted_deviation_norm(wide(att).x, probabilities(att))) * factor
     return torch.fmin(value.masked_fill(unknown, torch.inf), radius(att))
 
 

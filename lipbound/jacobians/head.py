@@ -247,8 +247,9 @@ class HeadOperator(TensorOperator):
 
     @property
     def _times(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The faster way to products with few columns; in float64 by a fifth."""
+        """The function that multiplies fastest by matrices of few columns."""
         long = self._groups() is not None and self.out_shape[0] >= SHORT
+        # of float64 by a fifth, where their results are laid out by columns
         return narrow if long or self.dtype == torch.float64 else torch.bmm
 
     def _laid_out(self, t: Tensor) -> Tensor:

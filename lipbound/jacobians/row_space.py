@@ -46,7 +46,7 @@ def length_by_squares(
 
 
 SKEW = 1e-11
-"""How far from orthogonal the columns of a basis may be, where another takes longer."""
+"""Largest departure from orthogonality of a basis by Cholesky's decomposition."""
 
 
 def _skew(u: Tensor) -> Tensor:

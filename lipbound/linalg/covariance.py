@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipbound.devices import Routine, finished
+from lipbound.devices import Routine
 from lipbound.linalg.matrix_norms import (
     eigenvalues,
     gamma,
@@ -43,7 +43,7 @@ class Largest(NamedTuple):
     left: Tensor
 
 
-def weighted_deviation_norm(x: Tensor, p: Tensor) -> Tensor:
+def weighted_deviation_norm(x: Tensor, p: Tensor) -> Routine[Tensor]:
     r"""Return upper values of :math:`\max_i \|X^T M(P_i)\|`, (samples, heads), float64.
 
     Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly,
@@ -57,11 +57,6 @@ def weighted_deviation_norm(x: Tensor, p: Tensor) -> Tensor:
         x: inputs, (samples, N, D), whose largest entry is 0 or from 1e-60 to 1e60.
         p: probabilities, (samples, heads, N, N).
     """
-    return finished(deviation_routine(x, p))
-
-
-def deviation_routine(x: Tensor, p: Tensor) -> Routine[Tensor]:
-    """Return `weighted_deviation_norm`."""
     values = []
     for one, rows in zip(x.double(), p, strict=True):
         found = yield from _one_sample(one.detach(), rows.detach().double())

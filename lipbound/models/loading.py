@@ -419,6 +419,8 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
             model, report = offload.load_offloaded(
                 folder, tensors, config, dtype=options.dtype, device=torch.device(options.device)
             )
+        if file and any(map(weight_files.matters, report["missing_keys"])):
+            raise CheckpointError(f"{name} could not be loaded: {offload.OTHER_FORM}")
         check_filled(report, name)
     else:
         how = how or ask_for_floats(config, name, folder)

@@ -60,6 +60,20 @@ def test_weights_may_stay_in_the_file(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@newer_transformers("weights are not left on disk")
+def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts are, which a file stores together."""
+    every = weight_files.gguf_tensors
+    monkeypatch.setattr(
+        weight_files, "gguf_tensors", lambda *given: dict([*every(*given).items()][1:])
+    )
+    whole = "could not be loaded: its weights are stored in another form .* use weights='whole'"
+    with pytest.raises(CheckpointError, match=whole):
+        load_checkpoint(folder, weights="layers")
+
+
 def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) -> None:
     model = llama()
     model.load_state_dict(save_gguf(tmp_path / "again.gguf"))

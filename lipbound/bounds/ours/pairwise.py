@@ -202,7 +202,7 @@ def _lipbound(att: Attention, heads: slice) -> Routine[Tensor]:
 
 
 def _decided(key: Tensor, least: Tensor, without: Tensor, whole: Tensor) -> Tensor:
-    """Whether the second number of L lowers no bound, where it is ``least`` at least, (heads,)."""
+    """Return which bounds a second number of L of at least ``least`` cannot lower, (heads,)."""
     return (key <= least) | (without + least >= whole)
 
 
