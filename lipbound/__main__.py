@@ -2,16 +2,25 @@
 
 import signal
 import sys
+from types import FrameType
 
 
 def main() -> None:
     """The command line, which Ctrl-C ends with one line, and SIGTERM as well."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.default_int_handler(number, frame)
+
     try:
         # by which schedulers of clusters end a job
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
+            signal.signal(signal.SIGINT, interrupt)
         from lipbound.cli import main as run
 
-        run()
+        run(received)
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         sys.exit(130)

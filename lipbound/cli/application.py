@@ -15,7 +15,7 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -116,10 +116,14 @@ def main_options(
         os.environ[_VERBOSE] = "1"
 
 
-def main() -> None:
+def main(received: Sequence[int] = ()) -> None:
     """Run the command line: errors of input end with a sentence and status 2.
 
-    An interruption ends with a sentence and status 130.
+    An interruption ends with a sentence and status 130, also where a package took it for a failure
+    of its own and raised something else.
+
+    Args:
+        received: Signals received so far, which grows where one comes.
     """
     start_anew()
     status = 0
@@ -148,12 +152,14 @@ def main() -> None:
             where = f"{error.filename} cannot be read or" * bool(error.filename)
             status = _failed(f"{where or 'the output cannot be'} written: {error.strerror}", error)
         except Exception as error:
-            if not hasattr(error, "format_message"):
+            if received:
+                status = 130
+            elif not hasattr(error, "format_message"):
                 raise
-            # of typer; no message where the help was shown for want of a command
-            said, within = error.format_message(), getattr(error, "ctx", None)
-            command = within.command_path if within else "lipbound"
-            status = _failed(f"{said.rstrip('.')}; see {command} --help", error) if said else 2
+            else:  # of typer; no message where the help was shown for want of a command
+                said, within = error.format_message(), getattr(error, "ctx", None)
+                command = within.command_path if within else "lipbound"
+                status = _failed(f"{said.rstrip('.')}; see {command} --help", error) if said else 2
         finally:
             if state["verbose"]:
                 os.environ.pop(_VERBOSE, None)

@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM or SIGKILL at any moment, a full disk, two processes on one run: one line each,
 nothing lost, and the same run in the end."""
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -26,6 +27,7 @@ from support.runs import OPTIONS, TEXTS, identical
 import lipbound as lb
 from lipbound.cli.measuring import TRIMMING
 from lipbound.runs import store
+from lipbound.runs.config import RunConfig
 from lipbound.runs.store import LayerResult, PartialRun, partial_path
 
 WORDS = "--max-length 12 --memory 1kB --samples 4 --bounds yudin,lipbound --quiet".split()
@@ -182,6 +184,22 @@ def test_interrupted_while_it_starts(
     assert err.count("\n") == 1, err
     assert took < 2
     goes_on(*["--resume"] * partial_path(out).exists())
+
+
+def broken() -> None:
+    """Lose an interruption while it starts, and fail for that, as importing NumPy may."""
+
+    def fails(self: RunConfig) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        raise RecursionError
+
+    RunConfig.__post_init__ = fails  # type: ignore[method-assign]
+
+
+def test_an_interruption_that_a_package_takes_for_a_failure(start: Callable[..., Command]) -> None:
+    assert start(before=broken).ended() == (130, "interrupted: nothing was measured yet\n")
 
 
 @pytest.mark.slow
