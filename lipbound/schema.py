@@ -91,7 +91,10 @@ CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float6
 STORED: dict[str, Any] = {"str": str, "bool": bool, "int": int, "float": int | float, "list": list}
 STORED |= {"dict": dict, "Extent": dict, "None": type(None)}
 """Types of values in a store, by those that are declared."""
-OPTIONAL = ("notes", "quantization", "configuration", "runs", "block", "extras", "tau")
+OPTIONAL = (
+    *("notes", "quantization", "configuration", "runs"),
+    *("block", "block_bytes", "extras", "tau"),
+)
 """Attributes that stand only where there is something to tell."""
 
 
@@ -134,7 +137,9 @@ class RunInfo:
         python, date, command: when and how.
         samples, exact_samples, tokens: what was measured; ``tokens`` of the longest sample.
         capture_error: the largest relative error of the captured layers.
-        block: samples measured at a time. variants: what its attention has besides softmax.
+        block: samples measured at a time. block_bytes: of working memory that they were expected
+            to take, to within a factor of about 1.5.
+        variants: what its attention has besides softmax.
         not_applicable: bounds left out, and why. notes: what is not as it was asked for.
         made: extent of the whole run. runs: attributes of each run that was put together.
         settings_checksum: see `lipbound.runs.checksums`.
@@ -172,6 +177,7 @@ class RunInfo:
     tokens: int
     capture_error: float
     block: int | None = None
+    block_bytes: int | None = None
     variants: list[str]
     not_applicable: dict[str, str]
     notes: list[str] = field(default_factory=list)

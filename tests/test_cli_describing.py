@@ -61,6 +61,7 @@ def test_info_says_what_a_run_holds(run: Path, tmp_path: Path) -> None:
         assert found[name] == ds.attrs[name]
     assert found["layers"] == ds["layer"].values.tolist()
     assert found["exact to"] == float(ds["exact"].max())
+    assert found["bytes at once"] == ds.attrs["block_bytes"] > 1e4
     assert found["checksums"] == "hold"
     files = (file for file in run.rglob("*") if file.is_file())
     assert found["bytes on disk"] == sum(file.stat().st_size for file in files)

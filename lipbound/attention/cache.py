@@ -11,6 +11,7 @@ from lipbound.devices import Routine, finished, in_own_modes, together
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+_ITSELF = object()
 
 
 class Cache:
@@ -97,14 +98,21 @@ class derived(Generic[T]):
 def memoised(function: F) -> F:
     """Return a function of a layer whose results the layer's cache keeps.
 
+    A result that is the layer is not kept as such: a layer that holds itself would be freed by the
+    garbage collector only, which does not know of the memory of a GPU.
+
     Args:
         function: takes the layer and hashable arguments by position, which the result is kept for.
     """
 
     @wraps(function)
     def kept(layer: Any, *arguments: Hashable) -> Any:
-        cache: Cache = layer.cache
-        return cache.get(_key(function, *arguments), lambda: function(layer, *arguments))
+        def make() -> Any:
+            found = function(layer, *arguments)
+            return _ITSELF if found is layer else found
+
+        found = layer.cache.get(_key(function, *arguments), make)
+        return layer if found is _ITSELF else found
 
     return cast(F, kept)
 

@@ -1,6 +1,6 @@
 """Heads that are known by the module that computes them, and no closed form."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -153,7 +153,7 @@ class ModuleAttention:
         return projected if map == "head_out" else projected.sum(1, keepdim=True)
 
 
-def described(att: Any) -> Mapping[str, str]:
+def described(att: Any) -> dict[str, Any]:
     """Return kind, stream and way of measuring of a layer, as runs name them."""
     measured = AUTOMATIC if isinstance(att, ModuleAttention) else CLOSED_FORM
     return {"kind": att.kind, "stream": att.perturbed, "measured": measured}

@@ -64,12 +64,17 @@ def head_jacobian(att: Attention) -> HeadOperator:
     if "cross" in att.variants:
         return HeadJacobian(att)
     needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
-    if needed > _budget(WHOLE_BYTES, att.device) or BY_ROWS.get():
+    if needed > whole_bytes(att.device) or BY_ROWS.get():
         return StreamedHeadJacobian(att)
     if att.device.type != "cpu" or att.tokens < LONG or (att.mask is None and att.valid is None):
         return HeadJacobian(att)
     few = RowBlocks.of_mask(att, ROWS).share <= FEW
     return StreamedHeadJacobian(att) if few else HeadJacobian(att)
+
+
+def whole_bytes(device: torch.device) -> float:
+    """`WHOLE_BYTES` of a device."""
+    return _budget(WHOLE_BYTES, device)
 
 
 def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -> float:
@@ -148,7 +153,7 @@ class StreamedHeadJacobian(HeadOperator):
         self.total = torch.ones_like(self.top)
         self.o, self.blocks, self.kept = torch.zeros_like(self.v), _blocks(att), None
         needed = self.blocks.size * SCORE_BYTES * (2 if self.sloped else 1)
-        fits = needed <= _budget(WHOLE_BYTES, self.device) and not BY_ROWS.get()
+        fits = needed <= whole_bytes(self.device) and not BY_ROWS.get()
         found = [self._first_pass(b, fits) for b in range(self.batch)]
         if fits:
             self.kept = Kept(found)

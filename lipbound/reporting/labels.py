@@ -463,6 +463,8 @@ def facts(ds: xr.Dataset) -> dict[str, Any]:
         "extras": [extra_words(ds, name) for name in ds.attrs.get("extras", ())],
         "function of": schema.WRT[str(ds.attrs["wrt"])],
         "samples": there.samples,
+        "samples at once": ds.attrs.get("block"),
+        "bytes at once": ds.attrs.get("block_bytes"),
         "exact on samples": there.exact_samples,
         "tokens at most": there.tokens,
         "layers": list(there.layers),

@@ -19,8 +19,8 @@ from lipbound import schema
 from lipbound.bounds.audit import audit
 from lipbound.errors import StoreError
 
-HASHED = {one.name for one in fields(schema.RunInfo)} - {"block", "settings_checksum"}
-HASHED |= {"audit", "violations"}
+HASHED = {one.name for one in fields(schema.RunInfo)} | {"audit", "violations"}
+HASHED -= {"block", "block_bytes", "settings_checksum"}
 """Attributes that enter the hash of the settings."""
 OF_BOUND = ["label", "citation", "statement", "statement_latex", "source", "assumptions", "caveat"]
 """What a bound's variable says about it."""

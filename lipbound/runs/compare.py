@@ -85,8 +85,6 @@ EMPTY = {"f": np.nan, "i": np.int32(0), "b": False}
 """Values of a run's tables at places that were not measured, by the kind of their dtype."""
 WORKING_MEMORY = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
-BYTES_PER_SCORE = 80
-"""Bytes of working memory per entry of the attention matrices, with temporaries in float64."""
 OF_INPUT = "is of heads as functions of their input"
 """Why bounds say nothing where keys, values or queries move alone."""
 
@@ -398,6 +396,7 @@ def run_info(
         tokens=tokens,
         capture_error=error,
         block=plan.block,
+        block_bytes=int(max(layer.memory.at(plan.block) for layer in plan.layers)) or None,
         variants=sorted(all_variants(plan.layers)),
         not_applicable=plan.not_applicable,
         notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
@@ -532,7 +531,8 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
             attention cannot be captured.
     """
     samples = sources.inputs.samples
-    layers = measure.layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
+    first = sources.inputs.block(0, 1, sources.device)
+    layers = measure.layers_at(sources.capturer, first, config.names)
     if (sample := most_padded(sources.inputs.batch)) is not None:
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
@@ -543,8 +543,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     names, not_applicable = about(config.names, layers, everything=everything)
     if config.wrt != INPUT:  # those asked for by name are refused before
         names, not_applicable = [], dict.fromkeys(config.names, OF_INPUT)
-    scores = max(layer.heads * layer.tokens**2 for layer in layers)
-    room = max(1, int(memory // (BYTES_PER_SCORE * scores)))  # one sample at least
+    room = min(layer.memory.room(memory) for layer in layers)
     block = min(room, -(-samples // parts))
     if config.resume and config.target is not None:  # other blocks would change last digits
         block = store.configuration(store.partial_path(config.target)).get("block", block)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from lipbound import errors
 from lipbound.attention.conditioning import conditioning
+from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
+from lipbound.bounds.ours.block_norms import ROW_BYTES, at_once
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import resolve_device, side_by_side
@@ -27,6 +30,7 @@ from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.spectrum import condition_number, frobenius_norm
+from lipbound.jacobians.streaming import SCORE_BYTES, whole_bytes
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.capture.verification import one_sample
@@ -59,6 +63,52 @@ _TURN = threading.Lock()
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes of working memory that measuring a layer takes, to within a factor of about 1.5.
+
+    Heads that need more steps than usual take more.
+
+    Attributes:
+        layer: of its projections, whatever the samples are.
+        scores: of a sample's attention matrices, where they are kept.
+        vectors: of a sample's Krylov spaces.
+        kept: up to which ``scores`` of all samples are.
+        own: of our own bounds, one sample at a time, before or after norms.
+    """
+
+    layer: float = 0.0
+    scores: float = 0.0
+    vectors: float = 0.0
+    kept: float = math.inf
+    own: float = 0.0
+
+    @classmethod
+    def of(cls, att: Attention | ModuleAttention, names: Collection[str]) -> Self:
+        """What a layer takes whose bounds have these names: counted in copies of its tensors."""
+        layer = own = 0.0
+        if isinstance(att, ModuleAttention):
+            rows, keys = att.shape[1], att.tokens
+        else:
+            rows, keys = att.rows, att.keys
+            layer = 3.5 * 8 * sum(w.numel() for w in (att.w_q, att.w_k, att.w_v))
+            if "lipbound" in names:
+                own = att.heads * rows * (500.0 * keys + 32 * att.d * att.d_v)
+        rows, own = att.heads * rows, min(own, 4.0 * at_once(ROW_BYTES, att.device))
+        kept, scores = 1.35 * whole_bytes(att.device), 1.35 * SCORE_BYTES * rows * keys
+        return cls(layer, scores, 350.0 * rows * att.d_v, kept, own)
+
+    def at(self, samples: int) -> float:
+        """What so many samples take."""
+        norms = samples * self.vectors + min(samples * self.scores, self.kept)
+        return self.layer + max(norms, self.own)
+
+    def room(self, memory: float) -> int:
+        """For how many samples there is room, one at least; for more no matrices are kept."""
+        fits = (memory - self.layer) / max(self.scores + self.vectors, 1.0)
+        return max(1, int(min(fits, self.kept / max(self.scores, 1.0))))
+
+
+@dataclass(frozen=True)
 class LayerInfo:
     """A layer as one sample shows it, with its `lipbound.attention.variants.VARIANTS`."""
 
@@ -67,6 +117,7 @@ class LayerInfo:
     heads: int
     tokens: int
     variants: frozenset[str]
+    memory: Memory = field(default_factory=Memory)
     kind: str = "self"
     stream: str = INPUT
     measured: str = CLOSED_FORM
@@ -99,13 +150,15 @@ def capturer_of(
     return GivenCapturer(model, layers)
 
 
-def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
-    """Describe the layers at some inputs."""
+def layers_at(
+    capturer: Capturer, inputs: Mapping[str, Tensor], names: Collection[str] = ()
+) -> list[LayerInfo]:
+    """Describe the layers at some inputs, whose bounds have these names."""
     found = []
     for layer in capturer.each(inputs):
-        att, i = layer.attention, layer.index
-        info = LayerInfo(i, layer.name, att.heads, att.tokens, att.variants, **described(att))
-        found.append(info)
+        att, name, memory = layer.attention, layer.name, Memory.of(layer.attention, names)
+        size = att.heads, att.tokens
+        found.append(LayerInfo(layer.index, name, *size, att.variants, memory, **described(att)))
     return found
 
 

@@ -63,6 +63,8 @@ def test_operations_and_reads_of_a_call(there: Call, what: str) -> None:
     found = there(elsewhere.counts, what)
     assert (found["operations"], found["reads"]) <= COUNTS[what], found
     assert found["reads"] <= COUNTS[what][1]
+    if what in ("estimate", "enclosure", "lipbound"):  # what a run expects to need
+        assert 1 / 1.5 < found["most"] / found["planned"] < 1.5, found
 
 
 def test_a_step_of_lanczos_reads_nothing_between_looks(there: Call) -> None:

@@ -1,6 +1,7 @@
 """Norms of every map by every method against dense autograd Jacobians: lower ends not above, upper
 ends not below, no further off than asked for."""
 
+import gc
 import math
 from functools import partial
 
@@ -314,3 +315,27 @@ def test_one_random_start_carries_a_certificate_of_a_usual_head(rotated: bool) -
         assert bool(((norm.lower <= exact * (1 + 1e-9)) & (norm.upper >= exact)).all())
         steps.append(norm.steps)
     assert bool((steps[1] > 1.2 * steps[0]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_made_for_a_call_is_freed_with_the_layer(dtype: torch.dtype) -> None:
+    """By Python itself: its garbage collector does not know how much memory tensors take."""
+    calls = [bounds.get(name) for name in bounds.names()]
+    calls += [
+        spectral_norm,
+        partial(spectral_norm, delta=1e-6),
+        partial(spectral_norm, map="layer"),
+    ]
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for call in calls:
+            call(random_attention("biases", dtype=dtype))
+        gc.collect()
+        left = [one for one in gc.garbage if isinstance(one, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left

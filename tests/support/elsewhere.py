@@ -40,6 +40,7 @@ from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.training import attention_layers
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
+from lipbound.runs.measure import Memory
 
 Pairs = dict[str, tuple[list[Any], list[Any], float]]
 """By what was computed: lists of numbers, on the CPU and on the other device, and how far apart
@@ -286,8 +287,9 @@ def _numbers(result: Any) -> list[Any]:
     return [x for part in several for x in _numbers(part)]
 
 
-def counts(what: str) -> dict[str, int]:
-    """Operations and reads of one call on a layer of ViT-B's shape, and of one step of Lanczos."""
+def counts(what: str) -> dict[str, float]:
+    """Operations, reads and memory of one call on a layer of ViT-B's shape, and of one step of
+    Lanczos."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -304,7 +306,8 @@ def counts(what: str) -> dict[str, int]:
     }
     call = calls.get(what, bounds.get(what) if what in bounds.names() else None)
     for _ in range(2):  # what is found once a process is not counted
-        att = Attention(*tensors)
-        far_device.COUNTED.update(operations=0, reads=0)
+        att, held = Attention(*tensors), far_device.COUNTED
+        before = held["bytes"]
+        held.update(operations=0, reads=0, most=before)
         call(att)
-    return dict(far_device.COUNTED)
+    return held | {"most": held["most"] - before, "planned": Memory.of(att, [what]).at(1)}

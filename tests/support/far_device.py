@@ -5,6 +5,7 @@ Registering it changes the process it is in, so that tests use it in one of thei
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,18 +25,39 @@ PHYSICAL = {
 others do not see."""
 LACKING: list[str] = []
 """What the device does not have, of what others have."""
-COUNTED = {"operations": 0, "reads": 0}
-"""How many operations and reads to the host there have been. Views and memory without numbers, for
-which a GPU does nothing, are left out."""
+COUNTED = {"operations": 0, "reads": 0, "bytes": 0, "most": 0}
+"""How many operations and reads to the host there have been, bytes that tensors hold, and the most
+that they have held. Views and memory without numbers, for which a GPU does nothing, are left out of
+the operations."""
+HOLDERS: Counter[int] = Counter()
+"""How many tensors there are of each memory, by its address."""
 LAUNCHES_NOTHING = {"_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided"}
 BY_PLACE = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operations whose indices may be on the CPU."""
+
+
+class Held:
+    """The memory of a tensor, which is counted as long as some tensor has it."""
+
+    counted, holders = COUNTED, HOLDERS
+
+    def __init__(self, near: Tensor):
+        memory = near.untyped_storage()
+        self._place, self._size = memory.data_ptr(), memory.nbytes()
+        HOLDERS[self._place] += 1
+        COUNTED["bytes"] += self._size * (HOLDERS[self._place] == 1)
+        COUNTED["most"] = max(COUNTED["most"], COUNTED["bytes"])
+
+    def __del__(self) -> None:
+        self.holders[self._place] -= 1
+        self.counted["bytes"] -= self._size * (self.holders[self._place] == 0)
 
 
 class Far(torch.Tensor):
     """A tensor on the other device; its numbers are those of ``near``, on the CPU."""
 
     near: Tensor
+    held: Held
 
     @staticmethod
     def __new__(cls, near: Tensor) -> "Far":
@@ -54,6 +76,7 @@ class Far(torch.Tensor):
             device=f"{NAME}:0",
         )
         made.near = near
+        made.held = Held(near)
         return made
 
     def __repr__(self, **_: Any) -> str:

@@ -37,16 +37,19 @@ class InParts(TensorOperator):
 
     @cached_property
     def _parts(self) -> list[Self]:
-        """Views of so many entries."""
+        """Views of so many entries; none where all are taken at once.
+
+        That view would be this operator, which then were freed by the garbage collector only.
+        """
         budget = GRAM_BYTES if self.device.type == "cpu" else FAR_BYTES
         together = max(1, int(budget // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
         if self.batch <= together:
-            return [self]
+            return []
         together = math.ceil(self.batch / math.ceil(self.batch / together))  # of nearly one size
         return [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
 
     def gram(self, y: Tensor) -> Tensor:
-        if len(self._parts) == 1:
+        if not self._parts:
             return self.product(y)
         pieces = zip(self._parts, y.split(self._parts[0].batch), strict=True)
         return torch.cat([part.product(piece) for part, piece in pieces])
