@@ -73,7 +73,7 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
 def weights(model: str, *, out: Path | None = None) -> None:
     """Measure the weights of every head alone: no data, no forward pass.
 
-    Of safetensors files one layer is in memory; GGUF files are read whole. What is measured are
+    One layer at a time is in memory. What is measured are
     norms of W_Q W_K^T, with the factor of the scores, and of W_V W_O, and their stable ranks.
     Tables and heatmaps take the run.
 

@@ -84,7 +84,12 @@ class Memory:
 
     @classmethod
     def of(cls, att: Attention | ModuleAttention, names: Collection[str]) -> Self:
-        """What a layer takes whose bounds have these names: counted in copies of its tensors."""
+        """What a layer at one sample takes, in copies of its tensors.
+
+        Args:
+            att: the layer, which may see the sample in windows.
+            names: of bounds.
+        """
         layer = own = 0.0
         if isinstance(att, ModuleAttention):
             rows, keys = att.shape[1], att.tokens
@@ -93,7 +98,7 @@ class Memory:
             layer = 3.5 * 8 * sum(w.numel() for w in (att.w_q, att.w_k, att.w_v))
             if "lipbound" in names:
                 own = att.heads * rows * (500.0 * keys + 32 * att.d * att.d_v)
-        rows, own = att.heads * rows, min(own, 4.0 * at_once(ROW_BYTES, att.device))
+        rows, own = att.samples * att.heads * rows, min(own, 4.0 * at_once(ROW_BYTES, att.device))
         kept, scores = 1.35 * whole_bytes(att.device), 1.35 * SCORE_BYTES * rows * keys
         return cls(layer, scores, 350.0 * rows * att.d_v, kept, own)
 
