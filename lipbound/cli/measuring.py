@@ -73,9 +73,8 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
 def weights(model: str, *, out: Path | None = None) -> None:
     """Measure the weights of every head alone: no data, no forward pass.
 
-    One layer at a time is in memory. What is measured are
-    norms of W_Q W_K^T, with the factor of the scores, and of W_V W_O, and their stable ranks.
-    Tables and heatmaps take the run.
+    One layer at a time is in memory. What is measured are norms of W_Q W_K^T, with the factor of
+    the scores, and of W_V W_O, and their stable ranks. Tables and heatmaps take the run.
 
     Args:
         model: As in `lipbound compare`, of a family whose weights are found by their names.
