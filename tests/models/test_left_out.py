@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -124,6 +125,13 @@ def test_attention_of_another_kind_is_named_with_its_count(made: Callable[..., T
     whole = r"is of an unknown make, in 1 module: the model itself \(OwnAttention\)"
     with pytest.raises(lb.errors.CaptureError, match=whole):
         lb.capture(OwnAttention(made).eval(), X)
+
+
+@pytest.mark.parametrize("name", ["LinearAttention", "WindowAttn", "MHSA", "GroupedMHA"])
+def test_attention_is_known_by_its_name(name: str) -> None:
+    other = partial(type(name, (OwnAttention,), {}), linear)
+    count, (note,) = said(Model(plain, other))
+    assert (count, note.endswith(f"in 1 module: parts.1 ({name}) of Model")) == (1, True)
 
 
 def test_runs_say_so() -> None:

@@ -1,6 +1,7 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
 import inspect
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -38,6 +39,8 @@ WAYS = (
 """Advice that ends the error about a model in which no attention is seen."""
 NAMED = 4
 """Number of modules that a sentence names."""
+_ATTENTION = "attention|attn|mhs?a"
+"""What classes of attention modules have in their names."""
 
 
 def first_tensor(returned: object) -> Tensor | None:
@@ -544,9 +547,9 @@ def _is_attention(run: ModuleRun) -> bool:
 
     They are several: of a normalisation beside attention there is no matrix, of a projection one.
     """
-    kind = getattr(run.module, "original_name", type(run.module).__name__)  # of what is traced
-    called = run.name.endswith(("attn", "attention")) or "attention" in str(kind).lower()
-    return called and sum(w.ndim > 1 for w in run.module.parameters()) > 1
+    kind = str(getattr(run.module, "original_name", type(run.module).__name__))  # of what is traced
+    called = run.name.endswith(("attn", "attention")) or re.search(_ATTENTION, kind, re.I)
+    return bool(called) and sum(w.ndim > 1 for w in run.module.parameters()) > 1
 
 
 def _named(modules: Mapping[str, nn.Module]) -> str:
