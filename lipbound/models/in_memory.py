@@ -11,6 +11,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -168,10 +169,8 @@ def named_inputs(model: nn.Module, inputs: object) -> dict[str, Tensor]:
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if isinstance(inputs, tuple | list) and any(isinstance(t, Tensor) for t in inputs):
-        parameters = inspect.signature(model.forward).parameters.values()
-        by_place = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-        names = [p.name for p in parameters if p.kind in by_place]
-        inputs = dict(zip(names, inputs, strict=False)) if len(names) >= len(inputs) else inputs
+        with suppress(TypeError):  # they are more than it takes
+            inputs = inspect.signature(model.forward).bind_partial(*inputs).arguments
     if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
         kinds = "tensors that its forward takes, such as tokenizer(text, return_tensors='pt')"
         raise CaptureError(f"inputs is {shown(inputs)}; give {kinds}")

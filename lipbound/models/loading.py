@@ -144,9 +144,6 @@ class GivenCapturer(Capturer):
                 part = layers[i].select(slice(first * windows, stop * windows))
                 yield LayerCapture(i, f"layers.{i}", part, 0.0, windows)
 
-    def examine(self, inputs: Mapping[str, Tensor]) -> None:
-        """Tell nothing: samples of a layer do not see each other."""
-
 
 @knows_options
 def load_checkpoint(
@@ -400,10 +397,8 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     file = None if gguf is None else folder / gguf
     merged = options.adapter if isinstance(options.adapter, LoraAdapter) else None
     adapters.check_beside(name, folder, options.adapter)
-    how = None
-    if file is not None:
-        with _loading(name):
-            how = weight_files.check_gguf(name, file)
+    with _loading(name):
+        how = weight_files.check_gguf(name, file) if file else None
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     check_rotary(config, name)
@@ -411,14 +406,12 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     layers = _by_layer(name, folder, file, options)
     if layers:
         with _loading(name, file):
-            tensors = (
-                weight_files.gguf_tensors(file, config)
-                if file
-                else weight_files.stored_tensors(folder)
-            )
-            model, report = offload.load_offloaded(
-                folder, tensors, config, dtype=options.dtype, device=torch.device(options.device)
-            )
+            if file:
+                tensors = weight_files.gguf_tensors(file, config)
+            else:
+                tensors = weight_files.stored_tensors(folder)
+            place = torch.device(options.device)
+            model, report = offload.load_offloaded(folder, tensors, config, options.dtype, place)
         if file and any(map(weight_files.matters, report["missing_keys"])):
             raise CheckpointError(f"{name} could not be loaded: {offload.OTHER_FORM}")
         check_filled(report, name)
@@ -465,14 +458,12 @@ def _by_layer(name: str, folder: Path, gguf: Path | None, options: LoadOptions) 
         devices.require(needed, torch.device("cpu"), f"{what} in float32", "use weights='layers'")
     if merged or options.weights != "auto":
         return options.weights == "layers"
-    stored = _stored(folder) if gguf is None else {}
-    count = (
-        sum(prod(t.shape) for t in stored.values())
-        if gguf is None
-        else weight_files.gguf_size(gguf)
-    )
+    if gguf is None:
+        count = sum(prod(t.shape) for t in _stored(folder).values())
+    else:
+        count = weight_files.gguf_size(gguf)
     much = count * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
-    return bool(stored or gguf) and (options.lazy or much)
+    return count > 0 and (options.lazy or much)
 
 
 def _load_whole(

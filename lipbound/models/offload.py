@@ -167,7 +167,6 @@ def load_offloaded(
     folder: Path,
     tensors: dict[str, TensorRef],
     config: PretrainedConfig,
-    *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -7,7 +7,6 @@ attention is watched: a recomputation in the backward pass would not find that f
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,9 @@ from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, indices, shown, tell
 from lipbound.models.capture.rerun import relative_error
 from lipbound.models.capture.seeing import interface
-from lipbound.models.capture.seeing.recording import by_name
+from lipbound.models.capture.seeing.follower import INTERFACE, Heads
+from lipbound.models.capture.seeing.recording import Call, ModuleRun, ModuleRuns
+from lipbound.models.checkpoint import MASK
 from lipbound.models.in_memory import bare_model
 from lipbound.models.other_libraries import changed
 
@@ -67,93 +68,55 @@ class Probabilities(list[Tensor]):
         return Probabilities(found, self.valid[index]) if isinstance(index, slice) else found
 
 
-@dataclass(eq=False)
-class TrainingCall:
-    """One call of the attention interface.
-
-    Attributes:
-        module: that called.
-        query: (samples, heads, queries, d).
-        key: (samples, heads or fewer that they share, keys, d).
-        value: (samples, heads or fewer that they share, keys, d_v).
-        given: the mask as the model gives it.
-        mask: what was added to scores.
-        scale: the factor of scores.
-        biased: whether biases of relative positions are added to its scores.
-        x: the input of the module, where that is watched.
-        valid: (samples, queries) bool, False at padding; None where there is none.
-        repeated: whether the module called again in the same pass.
-    """
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    given: Tensor | None
-    mask: Tensor | None
-    scale: float
-    biased: bool
-    x: Tensor | None = None
-    valid: Tensor | None = None
-    repeated: bool = False
-
-
-@dataclass(eq=False)
-class ProbabilityCollector:
+class ProbabilityCollector(ModuleRuns):
     """The probabilities of a model's layers.
 
-    Attributes:
-        modules: identities of the model's modules.
+    Args:
+        modules: of the model.
         chosen: numbers of the layers wanted, or None for all.
-        whole: whether calls are kept, not probabilities alone.
+
+    Attributes:
         found: probabilities so far.
-        calls: so far, where they are kept.
-        hooks: on modules, until it is closed.
-        streams: masks of the models that run, the innermost last.
-        inputs: of modules, by their identities.
-        passes: how often modules were entered since they first called attention.
+        firsts: the first call of each layer that is wanted, and its place in ``found``.
         layers: numbers of layers, by module and pass.
-        last: the first call of each layer, and its place in ``found``.
         ran: whether a model ran.
     """
 
-    modules: frozenset[int]
-    chosen: frozenset[int] | None
-    whole: bool
-    found: Probabilities = field(default_factory=Probabilities)
-    calls: list[TrainingCall] = field(default_factory=list)
-    hooks: ExitStack = field(default_factory=ExitStack)
-    streams: list[Any] = field(default_factory=list)
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    passes: dict[int, int] = field(default_factory=dict)
-    layers: dict[tuple[int, int], int] = field(default_factory=dict)
-    last: dict[int, tuple[TrainingCall, int]] = field(default_factory=dict)
-    ran: bool = False
+    def __init__(self, modules: Iterable[nn.Module], chosen: frozenset[int] | None):
+        super().__init__(())
+        self.modules, self.chosen = frozenset(map(id, modules)), chosen
+        self.found, self.ran = Probabilities(), False
+        self.firsts: dict[int, tuple[Call, int]] = {}
+        self.layers: dict[tuple[int, int], int] = {}
+        self._passes: dict[int, int] = {}  # how often modules were entered since their first call
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.ran = True
+        super().enter(name, module, args, kwargs)
 
     def layer(self, module: nn.Module) -> int:
         """Return the number of the layer that calls; called twice in one pass, it is one layer."""
         key = id(module)
-        if key not in self.passes:
-            self.passes[key] = 0
-            self.hooks.enter_context(module.register_forward_pre_hook(self._enter))
-        return self.layers.setdefault((key, self.passes[key]), len(self.layers))
+        if key not in self._passes:
+            self._passes[key] = 0
+            self.hooks.enter_context(module.register_forward_pre_hook(self._again))
+        return self.layers.setdefault((key, self._passes[key]), len(self.layers))
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self.passes[id(module)] += 1
+    def _again(self, module: nn.Module, args: Any) -> None:
+        self._passes[id(module)] += 1
 
-    def add(self, call: TrainingCall, layer: int, p: Tensor) -> None:
+    def add(self, layer: int, call: Call, p: Tensor) -> None:
         """Keep the probabilities of a call, with those of earlier calls in the same pass."""
-        x, valid = self.inputs.get(id(call.module)), _valid(call, self.streams)
-        call = replace(call, x=x, valid=valid)
-        first, place = self.last.setdefault(layer, (call, len(self.found)))
+        call.run = next((r for r in reversed(self.running) if r.module is call.module), call.run)
+        call.valid_rows = valid = _valid(call, self.mask_given())
+        first, place = self.firsts.setdefault(layer, (call, len(self.found)))
+        first.run.calls += 1
         if first is call:
             self.found.append(p)
             self.found.valid.append(valid)
-            self.calls += [call] if self.whole else []
             return
-        first.repeated = True
-        shared = call.query is first.query and call.key is first.key and call.given is first.given
-        if not shared:
+        alike = call.extras[MASK] is first.extras[MASK]
+        if not (alike and call.q is first.q and call.k is first.k):
             both = _side_by_side(self.found[place], self.found.valid[place], p, valid)
             self.found[place], self.found.valid[place] = both
 
@@ -179,10 +142,12 @@ def _attention(
     layers = [(w, layer) for w, layer in numbers if w.chosen is None or layer in w.chosen]
     if not layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kw)
-    out, p, call, wide = _explicit(module, (query, key, value), attention_mask, kw)
+    out, p, scale, mask = _explicit(module, (query, key, value), attention_mask, kw)
     for watch, layer in layers:
-        watch.add(call, layer, wide)
-    return out, p
+        run = ModuleRun(module, "", (), {})
+        seen = Heads(INTERFACE, (query,), (key,), value, mask, scale, {**kw, MASK: attention_mask})
+        watch.add(layer, Call(**vars(seen), run=run, q=query, k=key, out=out), p)
+    return out, p.to(query.dtype)
 
 
 AttentionInterface.register(TRAINING_ATTENTION, _attention)
@@ -191,10 +156,10 @@ AttentionMaskInterface.register(TRAINING_ATTENTION, eager_mask)
 
 def _explicit(
     module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], given: Tensor | None, kw: dict[str, Any]
-) -> tuple[Tensor, Tensor, TrainingCall, Tensor]:
-    """Return output and probabilities as a model takes them, the call, and wide probabilities.
+) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    """Return output and probabilities, the factor of scores, and what is added to them.
 
-    Those are before dropout and in float32 at least.
+    Probabilities are before dropout and in float32 at least.
     """
     query, key, value = qkv
     scale = kw.get("scaling") or query.shape[-1] ** -0.5
@@ -209,11 +174,8 @@ def _explicit(
         # where nothing is seen, fused attention gives zeros; the lowest number is a number
         unseen = ~given if given.dtype == torch.bool else given == -torch.inf
         p = p.masked_fill(unseen[..., : p.shape[-1]].all(-1, keepdim=True), 0.0)
-    used = p.to(query.dtype)
-    dropped = nn.functional.dropout(used, kw.get("dropout", 0.0), module.training)
-    out = (dropped @ values).transpose(1, 2).contiguous()
-    call = TrainingCall(module, query, key, value, given, mask, scale, bias is not None)
-    return out, used, call, p
+    dropped = nn.functional.dropout(p.to(query.dtype), kw.get("dropout", 0.0), module.training)
+    return (dropped @ values).transpose(1, 2).contiguous(), p, scale, mask
 
 
 def _added(module: nn.Module, given: Any, causal: bool | None, scores: Tensor) -> Tensor | None:
@@ -238,17 +200,16 @@ def _added(module: nn.Module, given: Any, causal: bool | None, scores: Tensor) -
     return given.to(scores.dtype).masked_fill(given <= torch.finfo(given.dtype).min, lowest)
 
 
-def _valid(call: TrainingCall, streams: Sequence[Any]) -> Tensor | None:
+def _valid(call: Call, given: Any) -> Tensor | None:
     """Return which queries are not padding, (samples, queries) bool; None where none is.
 
-    The mask of the innermost model that runs says it, whose token stream they are.
+    The mask that the innermost model was given says it, whose token stream they are.
     """
-    given = streams[-1] if streams else None
     if isinstance(given, Mapping):
         given = next((t for t in given.values() if isinstance(t, Tensor)), None)
     if not isinstance(given, Tensor):
         return None
-    (samples, _, rows, _), keys = call.query.shape, call.key.shape[-2]
+    (samples, _, rows, _), keys = call.q.shape, call.k.shape[-2]
     if given.ndim == 2 and tuple(given.shape) in ((samples, rows), (samples, keys)):
         valid = given[:, -rows:] != 0
     # a mask of all pairs, or one that the model has adapted to other tokens: what no query may
@@ -281,14 +242,14 @@ def _side_by_side(
 
 @contextmanager
 def watched_attention(
-    model: nn.Module, layers: object, inputs_of: Sequence[nn.Module] | None = None
+    model: nn.Module, layers: object, inputs_of: Sequence[nn.Module] = ()
 ) -> Iterator[ProbabilityCollector]:
     """Yield a `ProbabilityCollector` that follows the attention of a model.
 
     Args:
         model: in training.
         layers: numbers of attention layers, or None for all.
-        inputs_of: modules whose inputs are kept, and calls with them.
+        inputs_of: modules whose inputs are kept with their calls.
 
     Raises:
         CaptureError: layers that do not exist, or a model ran and no attention was seen.
@@ -298,9 +259,10 @@ def watched_attention(
     if chosen is not None and min(chosen, default=0) < 0:
         raise CaptureError(f"layers is {shown(layers)}; count from 0, in the order they run in")
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
-    watch = ProbabilityCollector(frozenset(map(id, modules)), chosen, inputs_of is not None)
-    hooked, attending = _hooked(watch, modules, inputs_of or ()), _attending(inner, modules)
-    with hooked, attending, uncompiled(modules):
+    watch = ProbabilityCollector(modules, chosen)
+    wanted = {*inputs_of, *(m for m in modules if isinstance(m, PreTrainedModel))}
+    hooked = watch.hooked(pair for pair in inner.named_modules() if pair[1] in wanted)
+    with hooked, _attending(inner, modules), uncompiled(modules):
         _watches.append(watch)
         try:
             yield watch
@@ -324,35 +286,6 @@ def uncompiled(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
     if compiled and not hasattr(torch.compiler, "set_stance"):
         raise CaptureError("compiled models need torch 2.6 or newer; give the model uncompiled")
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
-@contextmanager
-def _hooked(
-    watch: ProbabilityCollector, parts: Sequence[nn.Module], modules: Sequence[nn.Module]
-) -> Iterator[None]:
-    """Yield while a watch knows which token stream is computed, and what modules are given."""
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        watch.ran = True
-        watch.streams.append(by_name(module, args, kwargs)[1].get("attention_mask"))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if watch.streams:
-            watch.streams.pop()
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(x, Tensor):
-            watch.inputs[id(module)] = x
-
-    with watch.hooks as hooks:
-        for part in parts:
-            if isinstance(part, PreTrainedModel):
-                hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
-                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-        yield
 
 
 @contextmanager
@@ -444,7 +377,8 @@ def attention_layers(
     result: list[Attention] = []
     with watched_attention(model, layers, [p.module for p in known.values()]) as watch:
         yield result
-    result += filter(None, (_layer(call, known.get(id(call.module))) for call in watch.calls))
+    calls = (call for call, _ in watch.firsts.values())
+    result += filter(None, (_layer(call, known.get(id(call.module))) for call in calls))
 
 
 class ModuleProjections(NamedTuple):
@@ -512,24 +446,23 @@ def _per_head(weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, 
 
 
 @in_own_modes
-def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | None:
+def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
     """Return the layer of a call, without samples that are all padding; None where none remains.
 
     Raises:
         CaptureError: see `attention_layers`.
     """
-    name, x, valid, mask = type(call.module).__name__, call.x, call.valid, call.mask
-    if found is None or x is None:
-        raise CaptureError(f"projections of {name} are not found by name: no gradient")
-    (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
+    if found is None:
+        raise CaptureError(
+            f"{type(call.module).__name__} has projections of other names: no gradient"
+        )
     for fault, what in (
-        (call.biased, "uses position_bias in its attention"),
-        (call.repeated, "calls attention several times in one forward pass"),
-        (keys != queries, f"has {queries} queries and {keys} keys, and no self-attention"),
-        (x.shape[:-1] != (samples, queries), f"is given token vectors of shape {tuple(x.shape)}"),
+        (call.extras.get("position_bias") is not None, "uses position_bias in its attention"),
+        (call.run.calls > 1, "calls attention several times in one forward pass"),
     ):
         if fault:
-            raise CaptureError(f"{name} {what}, which bounds with gradients do not support")
+            raise call.unsupported(f"{what}, of which bounds have no gradient")
+    x, valid, mask = call.x, call.valid_rows, call.mask
     first = 0
     if valid is not None and not bool((keep := valid.any(-1)).all()):
         if not bool(keep.any()):
@@ -539,20 +472,19 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
     home, dtype = measuring_device(x.device), torch.promote_types(x.dtype, torch.float32)
 
     def each_head(t: Tensor) -> Tensor:
-        return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
+        return t.to(home, dtype).repeat_interleave(call.q.shape[1] // len(t), 0)
 
     biases = zip(BIASES, found.b, strict=True)
     given: dict[str, Any] = {name: each_head(b) for name, b in biases if b is not None}
     given |= {} if mask is None else {"mask": mask.to(home, dtype)}
     given |= {} if valid is None else {"valid": valid.to(home)}
-    weights = map(each_head, found.w)
-    att = Attention(x.to(home, dtype), *weights, scale=float(call.scale), **given)
+    att = Attention(x.to(home, dtype), *map(each_head, found.w), scale=call.scale, **given)
     _check(att, call, first)
     return att
 
 
 @torch.no_grad()
-def _check(att: Attention, call: TrainingCall, sample: int) -> None:
+def _check(att: Attention, call: Call, sample: int) -> None:
     """Check that the model's queries, keys and values are the layer's at its first sample.
 
     Args:
@@ -565,11 +497,11 @@ def _check(att: Attention, call: TrainingCall, sample: int) -> None:
     """
     first = att.select(slice(0, 1))
     real = slice(None) if first.valid is None else first.valid[0]
-    limit = max(TRAINING_TOLERANCE, torch.finfo(call.query.dtype).eps * HALF_ROUNDINGS)
+    limit = max(TRAINING_TOLERANCE, torch.finfo(call.q.dtype).eps * HALF_ROUNDINGS)
     for name, mine, own in (
-        ("queries", first.q, call.query),
-        ("keys", first.k, call.key),
-        ("values", first.v, call.value),
+        ("queries", first.q, call.q),
+        ("keys", first.k, call.k),
+        ("values", first.v, call.v),
     ):
         mine, own = mine[0][:, real], own[sample].to(mine)[:, real]
         own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share

@@ -301,9 +301,9 @@ def check_gguf(name: str, file: Path) -> str:
     return f"GGUF {said.removeprefix('MOSTLY_').removeprefix('ALL_')} ({listed})"
 
 
-def gguf_size(file: Path) -> float:
+def gguf_size(file: Path) -> int:
     """Return how many numbers a GGUF file holds."""
-    return float(sum(int(one.n_elements) for one in gguf_of(file).tensors))
+    return sum(int(one.n_elements) for one in gguf_of(file).tensors)
 
 
 def gguf_tensors(file: Path, config: PretrainedConfig) -> dict[str, TensorRef]:

@@ -20,16 +20,7 @@ from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
-from lipbound.models.capture.rerun import (
-    QKV,
-    ModuleCopy,
-    affine,
-    on_units,
-    probe_gate,
-    probe_output,
-    relative_error,
-    same_values,
-)
+from lipbound.models.capture import rerun
 from lipbound.models.capture.seeing.follower import BY_HAND, in_heads
 from lipbound.models.capture.seeing.recording import HIDDEN, Call
 from lipbound.models.other_libraries import changed
@@ -113,10 +104,10 @@ class ProbedWeights:
         mine = None if self.turns is None else self.turns.positions
         if self.turns is not None and mine is None:
             return False  # what turns its tokens is not known
-        return same_values(mine, call.run.kwargs.get(POSITIONS))
+        return rerun.same_values(mine, call.run.kwargs.get(POSITIONS))
 
 
-class ProbedLayer(ModuleCopy):
+class ProbedLayer(rerun.ModuleCopy):
     """A copy of the layer of a call, in float64, stopped where it computes attention.
 
     Attributes:
@@ -144,11 +135,11 @@ class ProbedLayer(ModuleCopy):
         named = {}
         if not turned and self._positions is not None:
             named = {POSITIONS: _unturned(self._positions)}
-        parts, form = self.with_tokens(tokens, QKV, **named)[1], self.call.form
+        parts, form = self.with_tokens(tokens, rerun.QKV, **named)[1], self.call.form
         one = parts[0]
         if form is None:
             others = {"mask": one.mask, "scale": one.scale, **one.extras}
-            return (one.q[0], one.k[0], one.v), others | {"scores": one.scores}
+            return (one.left[0], one.right[0], one.v), others | {"scores": one.scores}
         forms = in_heads(parts, form)
         if not forms:
             raise self.call.unsupported("computes other attention when it is run by itself")
@@ -165,7 +156,10 @@ class ProbedLayer(ModuleCopy):
         Returns:
             Each (samples N, H or H_kv, d).
         """
-        return tuple(t.transpose(1, 2).flatten(0, 1) for t in self.seen(tokens, turned=turned)[0])
+        made = [t.transpose(1, 2).flatten(0, 1) for t in self.seen(tokens, turned=turned)[0]]
+        if any(len(made["qkv".index(one)]) != tokens[..., 0].numel() for one in self.call.sides):
+            raise self.call.unsupported("has queries, keys or values whose axes are not known")
+        return tuple(made)
 
     def random(self, generator: torch.Generator) -> Tensor:
         """Return random tokens, (samples, N, D), float64."""
@@ -181,7 +175,7 @@ class ProbedLayer(ModuleCopy):
             return True
         generator = torch.Generator().manual_seed(1)
         first, second = (self.seen(self.random(generator))[1] for _ in range(2))
-        changed = [name for name, t in first.items() if not same_values(t, second.get(name))]
+        changed = [name for name, t in first.items() if not rerun.same_values(t, second.get(name))]
         for name in changed:
             if name not in _ADDED:
                 what = name.replace("_", " ")
@@ -207,26 +201,24 @@ class ProbedLayer(ModuleCopy):
                 "is given samples with different positions (pad on the right, or give one by one)",
                 DifferentPositionsError,
             )
-        for stub in self.stubs:  # centred vectors do not span the space
-            stub.act = lambda vectors, norm: vectors
         generator = torch.Generator().manual_seed(0 if given is not None else 4)
         pairs: list[tuple[Tensor, Tensor]] = []  # of (heads, N, d), before and after
-        while sum(len(after) for _, after in pairs) < d + 4:
-            x = self.random(generator)
-            x = x[:, :1].expand(x.shape).contiguous() if given is None else x
-            after = [t.flatten(0, 1) for t in self.seen(x)[0][:2]]
-            before = [t[:, :1].expand(t.shape) for t in after]
-            if given is not None:
-                before = [t.flatten(0, 1) for t in self.seen(x, turned=False)[0][:2]]
-            pairs += zip(before, after, strict=True)
-        for stub in self.stubs:
-            stub.act = None
+        # vectors without their mean do not span the space
+        with changed("act", lambda vectors, norm: vectors, *self.stubs):
+            while sum(len(after) for _, after in pairs) < d + 4:
+                x = self.random(generator)
+                x = x[:, :1].expand(x.shape).contiguous() if given is None else x
+                after = [t.flatten(0, 1) for t in self.seen(x)[0][:2]]
+                before = [t[:, :1].expand(t.shape) for t in after]
+                if given is not None:
+                    before = [t.flatten(0, 1) for t in self.seen(x, turned=False)[0][:2]]
+                pairs += zip(before, after, strict=True)
         y, z = (torch.cat(some) for some in zip(*pairs, strict=True))
         moved = (z - y).abs().amax() > ROTATION_TOLERANCE * z.abs().amax()
         if given is None and not bool(moved):
             return None
         for turns in reversed([*known]):
-            fits = same_values(turns.positions, given) and len(turns.order) == d
+            fits = rerun.same_values(turns.positions, given) and len(turns.order) == d
             fits = fits and (turns.rotation is None or turns.rotation.tokens == n)
             if fits and misses(turns.rotation, turns.order, y, z) <= ROTATION_TOLERANCE:
                 return turns._replace(positions=given)
@@ -234,20 +226,6 @@ class ProbedLayer(ModuleCopy):
             return Turns(given, *find_rotation(y, z))
         except CaptureError:
             return None
-
-    def refuse_added_positions(self) -> None:
-        """Refuse layers in which the position changes what is made of a token that is zero."""
-        some = self.random(torch.Generator().manual_seed(5))
-        made, other = (self.projections(t, turned=True) for t in (torch.zeros_like(some), some))
-        for side in ("qkv".index(name) for name in self.call.sides):
-            if len(made[side]) != some[..., 0].numel():
-                raise self.call.unsupported("has queries, keys or values whose axes are not known")
-            moved = (made[side] - made[side][:1]).abs().amax()
-            if bool(moved > ROTATION_TOLERANCE * other[side].abs().amax()):
-                raise self.call.unsupported(
-                    "makes other queries, keys or values of the same token at other positions (as "
-                    "where positions are added to tokens)"
-                )
 
 
 def _unturned(positions: Any) -> Any:
@@ -277,16 +255,14 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     latents = [one.latent for one in found if one is not None and one.latent is not None]
 
     turns = layer.turns(known) if len(sides) == 3 else None
-    if turns is None and not latents:
-        layer.refuse_added_positions()
 
     def made(tokens: Tensor) -> list[Tensor]:
         vectors = layer.projections(tokens, turned=turns is None)
         return [*vectors, *(stub.given.reshape(samples * n, -1) for stub in latents)]
 
     # (D + 1, H or H_kv, d) of q, k, v, (D + 1, n) of latent vectors
-    read = on_units(torch.ones_like(call.x[..., 0]), width, made)
-    over = {id(stub): affine(t) for stub, t in zip(latents, read[3:], strict=True)}
+    read = rerun.on_units(torch.ones_like(call.x[..., 0]), width, made)
+    over = {id(stub): rerun.affine(t) for stub, t in zip(latents, read[3:], strict=True)}
     maps = [  # those of another stream are zero
         t if side in sides else t.new_zeros(width + 1, *t.shape[1:])
         for side, t in enumerate(read[:3])
@@ -315,14 +291,14 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
 
     weights, biases, norms = [], [], []
     for side, one in enumerate(found):
-        w, b = affine(maps[side])
+        w, b = rerun.affine(maps[side])
         w = w.transpose(0, 1).contiguous()
         if one is not None and one.constant is not None and b is not None:
             b = b - one.constant
         norms.append(norm(side, w, b))
         weights.append(each_head(w, side))
         biases.append(None if b is None else each_head(b, side))
-    w_o, gate = probe_output(call, call.out), probe_gate(call)
+    w_o, gate = rerun.probe_output(call, call.out), rerun.probe_gate(call)
     return ProbedWeights(tuple(weights), tuple(biases), w_o, tuple(norms), gate, turns, sums)
 
 
@@ -537,7 +513,7 @@ def _gain_and_bias(
         plus, minus, shifted: what is made of it, of its negative, and of it plus one.
         eps: under the root.
     """
-    centred = relative_error(shifted, plus) <= CENTRED
+    centred = rerun.relative_error(shifted, plus) <= CENTRED
     return (plus - minus) / 2 / pattern * (1 + eps) ** 0.5, (plus + minus) / 2, centred
 
 
@@ -569,7 +545,7 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
     # the default driver rounds as its workspace happens to lie in memory
     driver = "gelsd" if y.device.type == "cpu" else "gels"
     maps = torch.linalg.lstsq(y, z, driver=driver).solution.mT  # z = R y
-    if not (misfit := relative_error(y @ maps.mT, z)) <= ROTATION_TOLERANCE:
+    if not (misfit := rerun.relative_error(y @ maps.mT, z)) <= ROTATION_TOLERANCE:
         raise CaptureError("positions act on queries and keys otherwise than by rotations")
     d = maps.shape[-1]
     diagonal = maps.diagonal(dim1=-2, dim2=-1)  # (N, d)
@@ -607,7 +583,7 @@ def misses(rotation: Rotation | None, order: Tensor, before: Tensor, after: Tens
         after: (vectors, N, d).
     """
     left, right = before[..., order], after[..., order]
-    return relative_error(left if rotation is None else rotation.turn(left), right)
+    return rerun.relative_error(left if rotation is None else rotation.turn(left), right)
 
 
 def eps_of(norm: nn.Module, dtype: torch.dtype) -> float:

@@ -8,9 +8,9 @@ again with other outputs in the place of its heads'.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from lipbound.attention.variants.gate import Gate
 from lipbound.errors import CaptureError
 from lipbound.models.capture.seeing import interface
 from lipbound.models.capture.seeing.follower import BY_HAND, Follower, Form, Heads, outputs_of
-from lipbound.models.capture.seeing.interface import computing, copied_state, unmoved
+from lipbound.models.capture.seeing.interface import copied_state, unmoved
 from lipbound.models.capture.seeing.recording import (
     Call,
     ModuleRun,
@@ -33,6 +33,7 @@ from lipbound.models.capture.seeing.recording import (
     samples_first,
 )
 from lipbound.models.offload import plain_copy
+from lipbound.models.other_libraries import explained
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.
@@ -47,8 +48,8 @@ QKV, HEADS, PROJECTION, RETURN = "qkv", "heads", "projection", "return"
 at its end."""
 
 
-class Stopped(Exception):
-    """The end of a pass at the point that is looked for."""
+class Stopped(BaseException):
+    """The end of a pass at the point that is looked for, which no code of a model catches."""
 
 
 DETACHED = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -57,25 +58,14 @@ DETACHED = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)  #
 class WithoutCasts(TorchFunctionMode):
     """Leave float64 tensors in float64 where a model's own code casts to a narrower dtype.
 
-    New tensors are in float64, too, and what is made of integers. Tensors are not detached either,
-    and gradients not switched off: what a model takes out of its training moves its outputs all the
-    same.
+    Tensors are not detached either, and gradients not switched off: what a model takes out of its
+    training moves its outputs all the same.
 
     Attributes:
         detached: whether the code detached some that have gradients.
     """
 
     detached = False
-
-    def __enter__(self) -> Self:
-        self._default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        torch.set_default_dtype(self._default)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -222,17 +212,21 @@ class ModuleCopy:
         replaced = {key: new[id(t)] for key, t in self._first.items() if id(t) in new}
         args, kwargs = self._given
         args, kwargs = tree_map(partial(_exchanged, replaced), (args, {**kwargs, **named}))
-        refusal = str(self.call.unsupported("cannot be run by itself on other token vectors ({})"))
-        inner = self._projection() if place == PROJECTION else nn.Identity()
-        hook = inner.register_forward_pre_hook(follower.given, prepend=True)
-        scripted: Any = nullcontext()
-        if self.call.way == BY_HAND:
-            scripted = ThroughPython()  # type: ignore[no-untyped-call]
+        refusal = self.call.unsupported("cannot be run by itself on other token vectors ({})")
+        before, _, after = str(refusal).partition("{}")
         end: Any = None
-        around = computing(self.module, refusal), hook, scripted
         with suppress(Stopped), ExitStack() as stack:
-            for one in (*around, unmoved(self.module), follower, self.casts):
-                stack.enter_context(one)
+            stack.enter_context(explained(CaptureError, before, after))
+            if place == PROJECTION and (inner := self._projection()) is not None:
+                hook = inner.register_forward_pre_hook(follower.given, prepend=True)
+                stack.enter_context(hook)
+            if self.call.way == BY_HAND:
+                stack.enter_context(ThroughPython())  # type: ignore[no-untyped-call]
+            stack.enter_context(unmoved(self.module))
+            stack.enter_context(follower.following())
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+            stack.enter_context(self.casts)
             end = self.module(*args, **kwargs)
         if len(follower.found) <= max(follower.numbers):
             raise self.call.unsupported("computes no attention when it is run by itself")
@@ -247,13 +241,12 @@ class ModuleCopy:
             raise self.call.unsupported(f"calls attention {len(parts)} times when it runs")
         return next(iter(made), parts[0].raw), parts
 
-    def _projection(self) -> nn.Module:
-        """Return the module in this one that is given the outputs of heads, or one that is not."""
+    def _projection(self) -> nn.Module | None:
+        """Return the module in this one that is given the outputs of heads, if one is."""
         run, start = self.call.projection, f"{self.run.name}." if self.run.name else ""
-        inside = run is not None and run.name != self.run.name and run.name.startswith(start)
-        return (
-            self.module.get_submodule(run.name[len(start) :]) if run and inside else nn.Identity()
-        )
+        if run is None or run.name == self.run.name or not run.name.startswith(start):
+            return None
+        return self.module.get_submodule(run.name.removeprefix(start))
 
     def with_tokens(
         self, tokens: Tensor, place: str, outputs: Tensor | None = None, **named: Any
@@ -356,7 +349,7 @@ def _projection(call: Call, run: ModuleRun, count: int, d_v: int) -> Tensor | No
         w_o: Tensor = copy(eye) - zero
         size = flat.abs() @ w_o.abs()
         affine = _close(made - zero, flat @ w_o, size) and _close(own, made, size)
-    except interface.RAISED:
+    except Exception:  # it takes other tensors than these
         return None
     if not affine:
         name = type(run.module).__name__

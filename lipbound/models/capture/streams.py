@@ -52,7 +52,7 @@ def _streams(owner: ModuleCopy) -> Streams:
     leaves = [t.detach().double().requires_grad_() for t in inputs]
     with torch.enable_grad():
         parts = owner.again(list(zip(inputs, leaves, strict=True)))[1]
-        some = zip(*((one.q, one.k, (one.v,)) for one in parts), strict=True)
+        some = zip(*((one.left, one.right, (one.v,)) for one in parts), strict=True)
         q, k, v = ({i for t in chain(*side) for i in _sources(t, leaves)} for side in some)
     others = tree_leaves([v for name, v in owner.run.kwargs.items() if _is_side_input(name)])
     beside = {i for i in every if any(inputs[i] is t for t in others)}
@@ -77,14 +77,8 @@ def _streams(owner: ModuleCopy) -> Streams:
 
 def _sources(made: Tensor, leaves: list[Tensor]) -> list[int]:
     """Return which leaves a tensor depends on."""
-    if not made.requires_grad or not leaves:
-        return []
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(made.shape, generator=generator, dtype=torch.float64).to(made)
-    with torch._C.DisableTorchFunction():
-        total = (made * weights).sum()
-        grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
-    return [i for i, g in enumerate(grads) if g is not None and bool((g != 0).any())]
+    grads = _sensitivity(made, leaves) if made.requires_grad and leaves else ()
+    return [i for i, g in enumerate(grads) if bool((g != 0).any())]
 
 
 def _is_side_input(name: str) -> bool:
@@ -291,7 +285,7 @@ def through_module(
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
         arrange = (lambda t: t) if until == rerun.HEADS else arrangement(call, whole, heads)
-        sides = heads[0].form[:2] or (heads[0].q[0], heads[0].k[0])
+        sides = heads[0].known[:2] or (heads[0].left[0], heads[0].right[0])
         made = sides[stream == MEMORY]
         if len(heads) > 1 or (call.form is not None and call.form.turned):
             made = whole  # samples stand elsewhere among these
@@ -463,8 +457,8 @@ def _samples(call: Call, x: Tensor, out: Tensor, made: Tensor) -> tuple[int | No
 
 def _is_alone(made: Tensor, x: Tensor, axis: int) -> bool:
     """Return whether what is made of a stream depends on nothing but the first entry of an axis."""
-    (grad,) = torch.autograd.grad(made.square().sum(), x, retain_graph=True, allow_unused=True)
-    return grad is None or not bool((grad.movedim(axis, 0)[1:] != 0).any())
+    (grad,) = _sensitivity(made, [x])
+    return not bool((grad.movedim(axis, 0)[1:] != 0).any())
 
 
 Arrange = Callable[[Tensor], Tensor]
@@ -489,7 +483,8 @@ def arrangement(call: Call, cut: Tensor, calls: Sequence[Heads]) -> Arrange:
     if cut.numel() < sum(map(Tensor.numel, raws)) and not _all_move(cut, calls):
         raise call.unsupported("projects the outputs of its heads in parts")
     # calls with the same scores are heads with parts of their values
-    alike = (map(torch.equal, (one.q[0], one.k[0]), (first.q[0], first.k[0])) for one in calls)
+    factors = [(one.left[0], one.right[0]) for one in calls]
+    alike = (map(torch.equal, some, factors[0]) for some in factors)
     width = first.width * sum(map(all, alike))
     views: list[Arrange] = []
     if cut.shape == first.raw.shape and first.head_axis == cut.ndim - 2:

@@ -295,7 +295,8 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
             raise CaptureError(
                 f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map "
                 f"of the layer's tokens (off by {difference:.1e} relative), but for a "
-                "normalisation and a rotation: they are made of several tokens, or of other input"
+                "normalisation and a rotation: they are made of several tokens, of other input, or "
+                "otherwise of the same token at other positions (as where these are added to it)"
             )
         error = max(error, difference)
     size = att.v.abs().amax((-1, -2))
@@ -338,7 +339,6 @@ def check_pass(
                 interface.forward(model, one_sample(inputs, sample, samples))
             except CaptureError:  # samples are no samples: codebooks, frames of one film
                 whole = True
-                own.running.clear()
                 own.kept.clear()
         if whole:
             interface.forward(model, inputs)

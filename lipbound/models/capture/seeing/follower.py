@@ -9,10 +9,10 @@ What happens to a tensor of one of these kinds element by element leaves its kin
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
+from lipbound.models.other_libraries import changed
 
 INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by hand"
 """Ways to compute attention: through transformers' interface, by torch, or by the module itself."""
@@ -79,17 +80,18 @@ class Heads:
 
     Attributes:
         way: how the call was seen.
-        q, k: queries and keys as they were multiplied; several where scores are sums of products.
+        left, right: queries and keys as they were multiplied; several where scores are sums of
+            products.
         v: values, as they were multiplied.
         mask: what is added to scores, or None; not known by hand.
         scale: the factor of scores, or None for d^-0.5; not known by hand.
         extras: what else the attention function was handed.
-        module: that called transformers' interface.
+        caller: the module that called transformers' interface.
         boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
         adds: whether these are added to scores as the numbers 1 and 0.
-        own: whether a function of the user's own made them in a way that is not seen.
+        reason: why the call has no closed form, where that is known.
         scores: what the softmax was given, by hand.
-        form: queries, keys, values and outputs, (..., tokens, width) each, and the scores or what
+        known: queries, keys, values and outputs, (..., tokens, width) each, and the scores or what
             is added to them, (..., tokens, tokens) or None, where these are known.
         raw: outputs as they were computed; empty before that.
         width: d_v.
@@ -101,18 +103,18 @@ class Heads:
     """
 
     way: str
-    q: tuple[Tensor, ...]
-    k: tuple[Tensor, ...]
+    left: tuple[Tensor, ...]
+    right: tuple[Tensor, ...]
     v: Tensor
     mask: Tensor | None = None
     scale: float | None = None
     extras: dict[str, Any] = field(default_factory=dict)
-    module: nn.Module | None = None
+    caller: nn.Module | None = None
     boolean: bool = False
     adds: bool = False
-    own: bool = False
+    reason: str = ""
     scores: Tensor | None = None
-    form: tuple[Any, ...] = ()
+    known: tuple[Any, ...] = ()
     raw: Tensor = field(default_factory=lambda: torch.zeros(0))
     width: int = 0
     head_axis: int | None = None
@@ -173,7 +175,6 @@ class Follower(TorchFunctionMode):
         self.adds = adds
         self._kinds: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
         self.is_paused, self._count = False, 0
-        self._ways = ExitStack()
 
     def asked(self, heads: Heads) -> None:
         """Act before a function computes heads."""
@@ -189,22 +190,10 @@ class Follower(TorchFunctionMode):
         """Act on what a function of the user's own returns, in which heads were seen."""
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Yield while nothing is followed."""
-        before, self.is_paused = self.is_paused, True
-        try:
+    def following(self) -> Iterator[None]:
+        """Yield while calls of attention functions come here, and their outputs are followed."""
+        with handling(self._interface, self._fused), self:
             yield
-        finally:
-            self.is_paused = before
-
-    def __enter__(self) -> Self:
-        self._ways.enter_context(handling(self._interface, self._fused))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._ways.close()
 
     def kind(self, value: object) -> Kind | None:
         """Return the kind of a tensor that is followed."""
@@ -231,15 +220,19 @@ class Follower(TorchFunctionMode):
         extras = {name: value for name, value in kw.items() if value is not None}
         heads = Heads(INTERFACE, (q,), (k,), v, mask, kw.get("scaling"), extras, module)
         heads.boolean, heads.adds = boolean and not self.adds, boolean and self.adds
-        heads.own, before = own is not None, self._count
+        before = self._count
         self.asked(heads)
         if own is not None:
             out, probabilities = own(module, q, k, v, given, **kw)
             if self._count > before:
                 self.returned(out)
                 return out, probabilities
+            heads.reason = (
+                "computes attention by a function that was registered with AttentionInterface, in "
+                "which no softmax of products of queries and keys is seen"
+            )
         else:
-            with self.paused():
+            with changed("is_paused", True, self):
                 out, probabilities = eager(module)(module, q, k, v, mask, **kw)
         return self._done(heads, out, out.ndim - 2), probabilities
 
@@ -251,9 +244,9 @@ class Follower(TorchFunctionMode):
         heads = Heads(FUSED, (query,), (key,), value, mask, kw.get("scale"))
         heads.boolean = given is not None and given.dtype == torch.bool
         self.asked(heads)
-        with self.paused(), torch._C.DisableTorchFunction():
+        with changed("is_paused", True, self), torch._C.DisableTorchFunction():
             out = self.fused(query, key, value, **kw)
-        heads.form = query, key, value, out, mask
+        heads.known = query, key, value, out, mask
         return self._done(heads, out, out.ndim - 3 if out.ndim > 3 else None)
 
     def _done(self, heads: Heads, out: Tensor, head_axis: int | None) -> Tensor:
@@ -425,7 +418,7 @@ def _heads(kind: FollowedSoftmax, v: Tensor, out: Tensor, letters: Letters) -> H
     values = _permuted(v, of_v, batch + column + wide)
     outputs = _permuted(out, result, batch + row + wide)
     if kind.scores.factors is not None and values is not None and outputs is not None:
-        heads.form = (*kind.scores.factors, values, outputs, kind.values)
+        heads.known = (*kind.scores.factors, values, outputs, kind.values)
     return heads
 
 
@@ -471,18 +464,18 @@ def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Any, ...]:
         parts: calls of one layer.
         form: of these.
     """
-    if not all(one.form and one.scale == parts[0].scale for one in parts):
+    if not all(one.known and one.scale == parts[0].scale for one in parts):
         return ()
     count = form.heads // (len(parts) if form.axis == 1 else 1)
     found: list[Any] = []
-    for side, some in enumerate(zip(*(one.form for one in parts), strict=True)):
+    for side, some in enumerate(zip(*(one.known for one in parts), strict=True)):
         made = [t for t in some if t is not None]
         if not made or (len(parts) == 1 and parts[0].way == BY_HAND and side == 4):
             found += some[:1]
             continue
         try:
             if side == 4:  # masks may be the same for all samples, heads or queries
-                rows = zip(made, (one.form[0].shape[:-1] for one in parts), strict=True)
+                rows = zip(made, (one.known[0].shape[:-1] for one in parts), strict=True)
                 made = [t.expand(*shape, -1) for t, shape in rows]
             made = [torch.cat(made)] if form.axis == 0 else made
             made = [t.unflatten(0, (-1, count)) if t.ndim == 3 else t for t in made]

@@ -10,10 +10,10 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +29,10 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lipbound.errors import CaptureError, LipboundError
+from lipbound.errors import CaptureError
 from lipbound.models.checkpoint import MASK
 from lipbound.models.in_memory import named_inputs
-from lipbound.models.other_libraries import changed, first_line, quiet
+from lipbound.models.other_libraries import changed, explained, quiet
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -60,9 +60,6 @@ OWN_FORWARD = "_original_forward"
 """Where Accelerate keeps the forward pass of a module that it made one under autocast for."""
 ORIGINAL = "original_inv_freq"
 """Ending of the names of rotary tables in modules that stay as they were made."""
-RAISED: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, LookupError)
-RAISED += (AttributeError, AssertionError, ArithmeticError, NameError)
-"""Errors that the code of models raises when it is given what it does not expect."""
 
 SDPA = F.scaled_dot_product_attention
 """torch's own function."""
@@ -104,26 +101,6 @@ def own_names(configs: Iterable[Any]) -> list[tuple[Any, str]]:
     """Return the configurations that name a function of the user's own, with the names."""
     named = [(config, getattr(config, ATTRIBUTE)) for config in configs]
     return [(config, name) for config, name in named if own_function(name) is not None]
-
-
-@contextmanager
-def own_functions(through: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
-    """Yield while attention functions of the user's own are called by way of another.
-
-    They keep their names, on which masks depend.
-
-    Args:
-        through: takes the function as `OWN`, and what it is called with.
-    """
-    found = {name: own_function(name) for name in ALL_ATTENTION_FUNCTIONS}
-    functions = ALL_ATTENTION_FUNCTIONS._local_mapping
-    before = dict(functions)
-    functions.update({n: partial(through, **{OWN: own}) for n, own in found.items() if own})
-    try:
-        yield
-    finally:
-        functions.clear()
-        functions.update(before)
 
 
 def _attention(
@@ -183,6 +160,11 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
 
     swapped: list[tuple[Any, str, Any]] = [(sys.modules[__name__], "_handler", function)]
     swapped += [(F, SDPA.__name__, fused), (F, MULTIHEAD.__name__, multihead)]
+    # functions of the user's own come to us under their names, on which masks depend
+    through, known = cast(Any, _attention), dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    own = {name: own_function(name) for name in ALL_ATTENTION_FUNCTIONS}
+    known |= {name: partial(through, **{OWN: one}) for name, one in own.items() if one}
+    swapped += [(ALL_ATTENTION_FUNCTIONS, "_local_mapping", known)]
     swapped += [(owner, name, partial(_adapted, fused, adapt)) for owner, name, adapt in OTHERS]
     # code runs once, also where a backward pass would run it again
     once = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
@@ -199,7 +181,6 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
         fast = torch.backends.mha.get_fastpath_enabled()
         afterwards.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
-        afterwards.enter_context(own_functions(_attention))
         for owner, name, new in swapped:
             afterwards.enter_context(changed(name, new, owner))
         yield
@@ -331,24 +312,10 @@ def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
     }
 
 
-@contextmanager
-def computing(model: nn.Module, refusal: str = "") -> Iterator[None]:
-    """Yield while a model computes; what its code raises becomes one error that names it.
-
-    Args:
-        model: that computes.
-        refusal: the words of the error, in which braces stand for what was raised.
-
-    Raises:
-        CaptureError: it cannot compute.
-    """
-    refusal = refusal or f"{type(model).__name__} cannot compute with these inputs: {{}}"
-    try:
-        yield
-    except RAISED as error:
-        if isinstance(error, LipboundError):
-            raise
-        raise CaptureError(refusal.format(first_line(error))) from error
+def computing(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which what a model's code raises becomes a CaptureError that names it."""
+    before = f"{type(model).__name__} cannot compute with these inputs: "
+    return explained(CaptureError, before)
 
 
 def takes_mask(model: nn.Module) -> bool:

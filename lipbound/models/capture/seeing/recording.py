@@ -108,32 +108,23 @@ class ModuleRun:
         return [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
 
 
-@dataclass
-class Call:
+@dataclass(eq=False, kw_only=True)
+class Call(Heads):
     """One call of attention, with the run of the module that made it.
 
     Attributes:
         run: of the module whose attention it is.
         q: queries, (samples, heads, N, d).
         k: keys, (samples, heads or fewer that they share, N, d).
-        v: values, (samples, heads or fewer that they share, N, d_v).
-        mask: what is added to scores, or None.
-        scale: the factor of scores; None for d^-0.5.
-        extras: what else the attention function was handed.
-        out: head outputs, (samples, N, heads, d_v).
-        raw: the same in the layout in which they were computed.
+        out: head outputs, (samples, N, heads, d_v). Values are (samples, heads or fewer, N, d_v).
         turn: how many calls the same module made before (ALBERT runs one module as every layer).
-        boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
-        adds: whether a mask of True and False is added to scores as the numbers 1 and 0.
         given_mask: the mask of tokens, (samples, N), that the model (of a composed one the part)
             around the layer was given.
         consumer: the module that projects the head outputs, where it is given just these.
         changed: what happens to the head outputs before they are projected, where something does.
         gated: whether that may be a gate, a factor between 0 and 1 for each.
-        way: how it is computed.
         around: the runs that it happened in, the innermost first, each with the number of calls of
             attention before it in that run.
-        scores: what the softmax was given, of attention by hand.
         samples: number of samples in the pass.
         formed: whether ``q``, ``k``, ``v`` and ``out`` have the axes given above; by hand they may
             be as they were multiplied.
@@ -144,7 +135,6 @@ class Call:
             cross-attention.
         valid_rows: which queries are not padding, (samples, N) bool, or None for all.
         valid_keys: the same of keys, (samples, M) bool.
-        reason: why it has no closed form, where that is known.
         projection: the run of the outermost module that is given nothing but the head outputs, or
             what was made of them on the way, and multiplies them with weights.
         projected: what that was given, before hooks on it.
@@ -154,33 +144,23 @@ class Call:
     run: ModuleRun
     q: Tensor
     k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    scale: float | None
-    extras: dict[str, Any]
     out: Tensor
-    raw: Tensor
     turn: int = 0
-    boolean: bool = False
-    adds: bool = False
     given_mask: Tensor | None = None
     consumer: nn.Module | None = None
     changed: str = ""
     gated: bool = False
-    way: str = INTERFACE
     around: list[tuple[ModuleRun, int]] = field(default_factory=list)
-    scores: Tensor | None = None
     samples: int = 1
     projection: ModuleRun | None = None
     projected: Tensor | None = None
     formed: bool = True
-    form: Any = None
+    form: Form | None = None
     pieces: tuple[int, ...] = (0,)
     stream: Tensor | None = None
     sides: str = "qkv"
     valid_rows: Tensor | None = None
     valid_keys: Tensor | None = None
-    reason: str = ""
     w_o: list[Tensor | None] = field(default_factory=list)
 
     @property
@@ -275,30 +255,29 @@ class ModuleRuns:
     Attributes:
         running: what runs at the moment, the outermost first.
         kept: runs that have ended.
+        hooks: on modules.
     """
 
     def __init__(self, wanted: Collection[nn.Module]):
         self._wanted = {*wanted}
         self.running: list[ModuleRun] = []
         self.kept: list[ModuleRun] = []
+        self.hooks = ExitStack()
 
     @contextmanager
     def hooked(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
         """Yield while modules, with their names, have the hooks."""
-        with ExitStack() as hooks:
+        with self.hooks as hooks:
             for name, module in modules:
                 hook, enter = module.register_forward_pre_hook, partial(self.enter, name)
                 # a module's own hooks belong to what it does
                 hooks.enter_context(hook(enter, with_kwargs=True, prepend=True))
-                hooks.enter_context(module.register_forward_hook(self.leave))
+                hooks.enter_context(module.register_forward_hook(self.leave, always_call=True))
             yield
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Run before a module of that name, as a hook."""
-        args, kwargs = by_name(module, args, kwargs)
-        caches = {key: v for key, v in kwargs.items() if isinstance(v, Cache)}
-        kwargs = kwargs | copied_state(caches)  # the pass adds to those that are given
-        self.running.append(ModuleRun(module, name, args, kwargs))
+        self.running.append(ModuleRun(module, name, *by_name(module, args, kwargs)))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Run after every module, as a hook."""
@@ -306,6 +285,12 @@ class ModuleRuns:
         run.returned = first_tensor(output)
         if module in self._wanted:
             self.kept.append(run)
+
+    def mask_given(self, otherwise: Any = None) -> Any:
+        """Return the mask that the innermost transformers model was given, or else another."""
+        models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
+        inside = next(models, None)
+        return otherwise if inside is None else inside.kwargs.get(MASK)
 
 
 def _layers_left_out(model: nn.Module, captured: Collection[str]) -> Iterator[str]:
@@ -380,23 +365,17 @@ class Recorder(ModuleRuns, Follower):
         Raises:
             CaptureError: the module is not being run.
         """
-        runs = [r for r in self.running if heads.module is None or r.module is heads.module]
+        runs = [r for r in self.running if heads.caller is None or r.module is heads.caller]
         if not runs:
-            raise CaptureError(f"{type(heads.module).__name__} calls attention and does not run")
+            raise CaptureError(f"{type(heads.caller).__name__} calls attention and does not run")
         run, out = runs[-1], heads.raw
         out = out.transpose(-3, -2) if heads.way == FUSED else out
-        q, k = heads.q[0], heads.k[0]
-        call = Call(run, q, k, heads.v, heads.mask, heads.scale, heads.extras, out, heads.raw)
-        call.way, call.scores, call.samples = heads.way, heads.scores, self._samples
-        call.boolean, call.adds = heads.boolean, heads.adds
-        if heads.own:
-            call.reason = (
-                "computes attention by a function that was registered with AttentionInterface, in "
-                "which no softmax of products of queries and keys is seen"
-            )
+        seen = {**vars(heads), "q": heads.left[0], "k": heads.right[0], "out": out}
+        call = Call(**seen, run=run, samples=self._samples)
         call.formed = heads.way == INTERFACE or (heads.way == FUSED and out.ndim == 4)
         call.turn = sum(other.module is call.module for other in self.calls)
-        call.given_mask = self._given_mask()
+        mask = self.mask_given(self._mask)
+        call.given_mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         run.calls += 1
         position = self.running.index(run)
         call.around = [(outer, outer.inside) for outer in self.running[position::-1][:OUTER]]
@@ -487,11 +466,11 @@ class Recorder(ModuleRuns, Follower):
                 elif heads.parts:
                     call.scores = made[4]
 
-    def _given_mask(self) -> Tensor | None:
-        models = (run for run in reversed(self.running) if isinstance(run.module, PreTrainedModel))
-        inside = next(models, None)
-        mask = self._mask if inside is None else inside.kwargs.get(MASK)
-        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        super().enter(name, module, args, kwargs)
+        run = self.running[-1]  # and the pass adds to caches that it is given
+        caches = {key: v for key, v in run.kwargs.items() if isinstance(v, Cache)}
+        run.kwargs = run.kwargs | copied_state(caches)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         run = self.running[-1]
@@ -524,7 +503,8 @@ def record(
     samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
     mask = None if takes_mask(model) else inputs.get(MASK)
     recorder = Recorder(samples, not getattr(model, "_supports_sdpa", True), mask, wanted)
-    with recorder.hooked(model.named_modules()), ThroughPython(), recorder:  # type: ignore[no-untyped-call]
+    hooked, scripted = recorder.hooked(model.named_modules()), ThroughPython()  # type: ignore[no-untyped-call]
+    with hooked, scripted, recorder.following():
         drew = forward(model, inputs)
     unseen = _named(recorder.unseen)
     if not recorder.calls:
