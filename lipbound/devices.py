@@ -13,13 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lipbound.errors import (
-    LipboundError,
-    MemoryFullError,
-    UnknownNameError,
-    knows_options,
-    shown,
-)
+from lipbound.errors import LipboundError, MemoryFullError, UnknownNameError, knows_options, shown
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -148,8 +142,8 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
     """
     free = available(device)
     if needed > 0.9 * free:
-        sizes = f"about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
-        raise LipboundError(f"{what}, {sizes}; {instead}")
+        sizes = f"{needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
+        raise LipboundError(f"{what}, about {sizes}; {instead}")
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:

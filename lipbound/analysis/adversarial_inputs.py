@@ -81,9 +81,7 @@ def _steepness(w_q: Tensor, w_k: Tensor, scale: float) -> tuple[float, float, Te
         candidates.append((0.0, torch.linalg.svd(w_k.mT, full_matrices=True).Vh[-1]))
     candidates = [(value, u) for value, u in candidates if float(u.norm()) > 0]
     if not candidates:
-        raise LipboundError(
-            "W_Q W_K^T of a head has no real eigenvalue, so Proposition 3.4 says nothing about it"
-        )
+        raise LipboundError("Proposition 3.4 says nothing of a W_Q W_K^T with no real eigenvalue")
     value, u = max(candidates, key=lambda one: growth_rate(one[0]))
     return growth_rate(value), value, u / u.norm()
 
@@ -112,10 +110,8 @@ def adversarial_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
     """
     att.only("Proposition 3.4")
     if tokens < 1 or not radius > 0:
-        raise LipboundError(
-            f"{tokens} tokens within radius {radius} are no input; give at least one token and a "
-            "positive radius"
-        )
+        what = f"{tokens} tokens within radius {radius} are no input"
+        raise LipboundError(f"{what}; give at least one token and a positive radius")
     steep = steepness(att)
     negative = (steep.eigenvalue < 0)[:, None, None]
     shape = torch.ones(1, tokens, 1, dtype=torch.float64, device=att.device)

@@ -107,10 +107,8 @@ def cache_bits(
         captured = capturer.run(inputs.block(s, s + 1, where))
         atts = in_closed_form((layer.attention for layer in captured), "the study of caches")
         if {att.samples for att in atts} != {1} or len({att.heads for att in atts}) > 1:
-            raise LipboundError(
-                "the study of caches needs layers with as many heads each that see whole samples; "
-                "choose such layers by layers="
-            )
+            what = "the study of caches needs layers of as many heads, of whole samples"
+            raise LipboundError(f"{what}; choose such layers by layers=")
         share = delta / (len(CACHED) * inputs.samples * len(atts))
         with torch.no_grad():
             tables = [_of_layer(att, groups, counts, error, share, seed + s) for att in atts]

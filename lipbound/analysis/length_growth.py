@@ -97,8 +97,7 @@ def sequence_growth(
     where = resolve_device(device)
     checkpoint = load_checkpoint(model, dtype=dtype, device=where)
     if (limit := checkpoint.positions) is not None and lengths[-1] > limit:
-        what = f"length {lengths[-1]} exceeds the {limit} positions of {checkpoint.name}"
-        raise InputsError(f"{what}; give at most {limit}")
+        raise InputsError(f"length {lengths[-1]} exceeds the {limit} tokens of {checkpoint.name}")
     counts = [sequences * n for n in lengths]
     tokens, description = stream(checkpoint, data, sum(counts), split=split, column=column)
     capturer = Capturer(checkpoint.model, layers)
@@ -177,10 +176,7 @@ def _check(att: Attention, causal: bool, name: str) -> None:
     att.only("the study of growth, which has inputs without biases and positions,")
     mask = causal_mask(att.tokens, att)
     if causal and not bool((att.forbid(torch.zeros_like(mask)[None, None]) == mask).all()):
-        raise LipboundError(
-            f"{name} cannot be run with a causal mask: its attention is not causal even as a "
-            "decoder"
-        )
+        raise LipboundError(f"{name} has no causal mask even as a decoder; leave out causal=True")
 
 
 def exponents(values: xr.DataArray) -> xr.Dataset:
@@ -201,10 +197,8 @@ def exponents(values: xr.DataArray) -> xr.Dataset:
     check_made(values, ["length"], "lipbound.analysis.length_growth.sequence_growth")
     kept = values.where(values["length"] >= SHORTEST, drop=True)
     if kept.sizes["length"] < 3:
-        raise LipboundError(
-            f"a slope needs at least three lengths of {SHORTEST} and more; the study has "
-            f"{kept.sizes['length']}"
-        )
+        what = f"a slope needs at least three lengths of {SHORTEST} and more"
+        raise LipboundError(f"{what}; the study has {kept.sizes['length']}")
     kept = kept.stack(point=[d for d in ("sequence", "length") if d in kept.dims])
     x = np.log(kept["length"].values)
 

@@ -107,9 +107,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     expected = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     fitting = [parts for parts in lists if len(parts) == expected] or lists
     if not fitting:
-        raise LipboundError(
-            f"{type(model).__name__} has no list of blocks, so there is nothing to start or end at"
-        )
+        raise LipboundError(f"{type(model).__name__} has no list of blocks to start or end at")
     return max(fitting, key=len)
 
 
@@ -215,10 +213,8 @@ def _block(value: Any, name: str, words: Sequence[str], count: int) -> int | Non
     if isinstance(value, str) and value in words:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
-        raise LipboundError(
-            f"{name} is {shown(value)}; give {' or '.join(map(repr, words))} or the number of a "
-            f"block, of which this model has {count}"
-        )
+        what = f"give {' or '.join(map(repr, words))} or the number of a block"
+        raise LipboundError(f"{name} is {shown(value)}; {what}, of which this model has {count}")
     return value
 
 
@@ -239,9 +235,7 @@ def chain(
     first = _block(start, "start", ("embeddings",), len(parts)) or 0
     last = _block(end, "end", ("logits", "last_hidden_state"), len(parts))
     if last is not None and last < first:
-        raise LipboundError(
-            f"end is block {last} but start is block {first}; end at {first} or later"
-        )
+        raise LipboundError(f"end {last} is before start {first}; end at {first} or later")
     given: list[Tensor] = []
     replacement: list[Tensor] = []
 
@@ -265,9 +259,8 @@ def chain(
             return reached.value
         value = getattr(outputs, str(end), None)
         if not isinstance(value, Tensor):
-            raise LipboundError(
-                f"{type(model).__name__} has no {end}; its outputs are {', '.join(outputs.keys())}"
-            )
+            names = ", ".join(outputs.keys())
+            raise LipboundError(f"{type(model).__name__} has no {end}; its outputs are {names}")
         return value
 
     def f(x: Tensor) -> Tensor:

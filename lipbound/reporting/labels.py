@@ -43,12 +43,6 @@ def mark(entry: dict[str, Any]) -> str:
     return " \u2020" if entry["sound"] < entry["compared"] else ""
 
 
-_METHODS = {
-    "lanczos": "Lanczos' method",
-    "power": "power iteration",
-    "dense": "dense decompositions",
-}
-"""Methods of `lipbound.spectral_norm` as prose calls them."""
 MEANING = {
     "\u2021": "it is below the exact norm of some {}",
     "\u2020": "its assumptions do not hold on every {} here",
@@ -72,8 +66,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
     check_numbers(ds)
     other: Any = labels
     if not isinstance(other, Mapping | None):
-        wanted = "give a text for each name, such as {'yudin': 'Yudin et al.'}"
-        raise LipboundError(f"labels is {shown(labels)}; {wanted}")
+        raise LipboundError(f"labels is {shown(labels)}; give a text for each name, by the names")
     given, others = dict(labels or {}), ("model", "data")
     names = {name: name for name in ("exact", "exact_l2", *schema.bounds_there(ds))} | schema.EXTRAS
     known = {name: variable for name, variable in names.items() if variable in ds.variables}
@@ -94,10 +87,8 @@ def check_numbers(ds: xr.Dataset) -> None:
         LipboundError: there are some.
     """
     if bool((ds["exact"] < 0).any()):
-        raise LipboundError(
-            "some exact norms are negative, as in the difference of two runs, which is no run; "
-            "give the runs themselves, or draw the difference by xarray's own plot()"
-        )
+        what = "some exact norms are negative, as in the difference of two runs, which is no run"
+        raise LipboundError(f"{what}; give the runs themselves")
 
 
 def model_name(ds: xr.Dataset) -> str:
@@ -207,9 +198,8 @@ def meanings(ds: xr.Dataset, used: Iterable[str]) -> dict[str, str]:
 
 def broken_words(ds: xr.Dataset) -> str:
     """Words on a bound that is below the exact norm although its assumptions hold."""
-    if edited(ds):
-        return "its assumptions held, but the run was edited"
-    return "its assumptions hold, so please report this run"
+    said = "held, but the run was edited" if edited(ds) else "hold, so please report this run"
+    return f"its assumptions {said}"
 
 
 def named(ds: xr.Dataset, name: str) -> str:
@@ -387,7 +377,8 @@ def exact_words(ds: xr.Dataset) -> str:
     else:
         # what encloses works in float64, whatever the model
         dtype = f"({run.dtype} model)" if enclosed else f"in {run.dtype}"
-        found = f"by {_METHODS.get(run.method, run.method)} {dtype}, {closely}"
+        method = run.method.replace("lanczos", "Lanczos' method")
+        found = f"by {method} {dtype}, {closely}"
         if run.delta and enclosed:
             each = " a step" * (schema.STEP in ds.dims)
             found += f" with failure probability {small(run.delta)}{each}"
@@ -407,9 +398,8 @@ def state_words(ds: xr.Dataset) -> str:
 
     Empty for runs, and parts of runs, that are as they were.
     """
-    lost = "some variables of the run left out, so that its checksums cannot exclude that others"
     if (state := edited(ds)) is None:
-        return f"{lost} were edited"
+        return "variables left out, so that checksums cannot exclude that others were edited"
     return "edited or put together by hand since it was computed" if state else ""
 
 

@@ -71,19 +71,16 @@ def look(
         real("font_size", font_size, "a number of points", above=0)
     inches = float(WIDTHS.get(str(width), width if is_number(width) else 0.0))
     if not 1 <= inches <= 100:
-        raise LipboundError(
-            f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of "
-            f"{', '.join(WIDTHS)}"
-        )
+        what = "it must be a number of inches, from 1 to 100"
+        raise LipboundError(f"width is {shown(width)}; {what}, or one of {', '.join(WIDTHS)}")
     if style is None:
         points = font_size or (12.0 if width == "slide" else 7.0)
         return BASE | {"font.size": points}, inches, points
     try:
         from tueplots import bundles
     except ImportError as error:
-        raise LipboundError(
-            f"style {style!r} needs tueplots; pip install 'lipbound[styles]'"
-        ) from error
+        what = f"style {style!r} needs tueplots; pip install 'lipbound[styles]'"
+        raise LipboundError(what) from error
     known = [name for name in dir(bundles) if name[-4:].isdigit()]
     make = getattr(bundles, choice("style", style, known))
     wanted = {"column": TUEPLOTS_COLUMNS.get(str(width), "full"), "usetex": False}
@@ -179,9 +176,8 @@ def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
     kind = file.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:
-        raise LipboundError(
-            f"{file} has no file type that can be drawn; use one of {', '.join(sorted(supported))}"
-        )
+        known = ", ".join(sorted(supported))
+        raise LipboundError(f"{file} has no file type that can be drawn; use one of {known}")
     texts = {"txt": f"{caption}\n", "tex": f"\\caption{{{typeset(caption)}}}\n"} if caption else {}
     latex = kind == "pgf"
     if latex:
@@ -197,10 +193,7 @@ def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
         try:
             figure.savefig(target if latex else whole, **options)
         except RuntimeError as error:
-            raise LipboundError(
-                f"{file} needs pdflatex, which measures its text, and which is not installed; "
-                ".pdf needs nothing"
-            ) from error
+            raise LipboundError(f"{file} needs pdflatex, to measure text; draw a .pdf") from error
         if not latex:
             target.write_bytes(whole.getvalue())
         for other, words in zip(others, texts.values(), strict=True):

@@ -81,7 +81,7 @@ SOURCES = {
 """Where extras of heads come from."""
 
 
-EMPTY = {"f": np.nan, "i": np.int32(0), "b": False}
+EMPTY: dict[str, Any] = {"f": np.nan, "i": np.int32(0), "b": False}
 """Values of a run's tables at places that were not measured, by the kind of their dtype."""
 WORKING_MEMORY = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -263,11 +263,10 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
             asked |= {"device": where, "versions": versions(), "block": planned.block}
             kept = opened.enter_context(PartialRun(target, asked))
         blocks = planned.blocks(() if kept is None else kept.found)
-        results = (
-            measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
-            if client is None
-            else measure.measured_by(client, sources, spec, blocks)
-        )
+        if client is None:
+            results = measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
+        else:
+            results = measure.measured_by(client, sources, spec, blocks)
         if kept is not None:
             results = kept.keeping(results)
         tables, lengths, error = filled(planned, results, signs.advance)
@@ -370,10 +369,9 @@ def run_info(
     config: RunConfig, sources: Sources, plan: Plan, tokens: int = 0, error: float = 0.0
 ) -> RunInfo:
     """Describe a run, whose longest sample has so many tokens, by its largest capture error too."""
-    checkpoint, inputs = sources.checkpoint, sources.inputs
-    packages = versions()
+    checkpoint, inputs, packages = sources.checkpoint, sources.inputs, versions()
     heads = None if config.map in WHOLE else plan.shape[2]
-    numbers = [layer.index for layer in plan.layers]
+    numbers, exact = [layer.index for layer in plan.layers], config.exact_count(plan.samples)
     return RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
@@ -394,16 +392,14 @@ def run_info(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         samples=plan.samples,
-        exact_samples=config.exact_count(plan.samples),
+        exact_samples=exact,
         tokens=tokens,
         capture_error=error,
         block=plan.block,
         variants=sorted(all_variants(plan.layers)),
         not_applicable=plan.not_applicable,
         notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
-        made=Extent(
-            plan.samples, config.exact_count(plan.samples), numbers, heads, plan.model_layers
-        ),
+        made=Extent(plan.samples, exact, numbers, heads, plan.model_layers),
     )
 
 
@@ -438,8 +434,7 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     checkpoint = open_checkpoint(config, device)
     inputs = open_inputs(config, checkpoint)
     if not devices.has_float64(device):
-        what = f"the device {device!r} has no float64: the model runs there"
-        note(inputs, f"{what}, and its heads are measured on the CPU")
+        note(inputs, f"{device!r} has no float64: the model runs there, its heads on the CPU")
     layers = config.chosen_layers
     capturer = measure.capturer_of(checkpoint.model, layers, config.map, config.extras)
     return Sources(checkpoint, inputs, device, capturer)
@@ -600,7 +595,6 @@ def memory_bytes(memory: str | float, device: str) -> float:
     if memory == "auto":
         quarter = devices.available(torch.device(device)) / 4
         return min(WORKING_MEMORY, quarter) if device == "cpu" else quarter
-    if float(memory) < LEAST_MEMORY:
-        what = f"memory is {float(memory):g} bytes, so that samples are measured one at a time"
-        tell(f"{what}; write '4GB' for gigabytes")
-    return float(memory)
+    if (size := float(memory)) < LEAST_MEMORY:
+        tell(f"memory is {size:g} bytes, samples are measured one at a time; write '4GB' for GB")
+    return size

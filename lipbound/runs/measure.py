@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipbound import errors
+from lipbound import errors, schema
 from lipbound.attention.conditioning import conditioning
 from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
@@ -34,16 +34,7 @@ from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.head_extras import of_heads
 from lipbound.runs.store import LayerResult
-from lipbound.schema import (
-    CLOSED_FORM,
-    CONDITIONING,
-    EXTRAS,
-    INPUT,
-    MEANS,
-    OF_HEADS,
-    TOKEN_NORMS,
-    sound,
-)
+from lipbound.schema import CONDITIONING, EXTRAS, INPUT, MEANS, OF_HEADS, TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
     from lipbound.runs.compare import SampleBlock, Sources
@@ -69,7 +60,7 @@ class LayerInfo:
     variants: frozenset[str]
     kind: str = "self"
     stream: str = INPUT
-    measured: str = CLOSED_FORM
+    measured: str = schema.CLOSED_FORM
 
 
 def capturer_of(
@@ -120,7 +111,7 @@ def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
         asked, usual = f"norm {norm!r}", "norm='frobenius'"
     for layer in layers if asked else ():
         without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
-        if layer.measured != CLOSED_FORM or without:
+        if layer.measured != schema.CLOSED_FORM or without:
             what = titles(without) or "layers that are measured by automatic differentiation"
             where = f"such as layer {layer.index} ({layer.layer_name})"
             instead = f"choose others by layers=, or take {usual}"
@@ -203,9 +194,7 @@ class Measurer:
             attention, windows = layer.attention, layer.windows
             if attention.samples != windows * count:
                 what = f"layer {layer.name} has {attention.samples} samples, the inputs {count}"
-                raise CaptureError(
-                    f"{what} on their first axis; lipbound.capture takes such inputs"
-                )
+                raise CaptureError(f"{what} on their first axis; lipbound.capture takes them")
             waiting.append(partial(self._result, layer, i, start))
             together = 1 if _alone(attention) else torch.get_num_threads() // attention.samples
             del layer, attention  # frees P and what hangs on it
@@ -314,14 +303,13 @@ def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
     Its Jacobian is block diagonal.
     """
     if name == EXTRAS["frobenius"]:
-        return np.asarray(np.sqrt(np.square(values).sum(1)))
+        return np.linalg.norm(values, axis=1)
     if name == EXTRAS["condition"]:  # the extremes of all windows together are not known
         return np.full_like(values[:, 0], np.nan)
     if name in MEANS:
-        return np.asarray(values.mean(1))
-    if name == "qk_clip":  # which clips by the largest logit
-        return np.asarray(values.min(1))
-    return np.asarray(values.all(1) if values.dtype == bool else values.max(1))
+        return np.mean(values, 1)
+    # QK-clip clips by the largest logit; assumptions hold where they do in all windows
+    return np.min(values, 1) if name == "qk_clip" or values.dtype == bool else np.max(values, 1)
 
 
 def seed_of(seed: int, *place: int | str) -> int:

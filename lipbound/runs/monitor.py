@@ -316,8 +316,7 @@ class Monitor:
             results = list(measurer.each(sources, planned.blocks(())))
         modules = _modules_of(self._model, (one.name for one in results if one.start == 0))
         if modules != self._modules or capturer.count != planned.model_layers:
-            what = "attention layers of the model came, went or changed places"
-            raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
+            raise errors.CaptureError("attention layers came, went or moved; make a new Monitor")
         tables, lengths, error = compare.filled(planned, results)
         info = compare.run_info(self._config, sources, planned, int(lengths.max()), error)
         if (first := self._info) is not None:
@@ -345,9 +344,8 @@ class Monitor:
         before, self._above = self._above, set()
         for name, limit in self._thresholds.items():
             found = ds[name].isel(ds[name].fillna(-np.inf).argmax(...))
-            if found > limit:
-                self._above.add(name)
-            if found > limit and name not in before:
+            self._above |= {name} if found > limit else set()
+            if name in self._above - before:
                 axes = [axis for axis in ("layer", "head", "sample") if axis in found.coords]
                 where = ", ".join(f"{axis} {int(found[axis])}" for axis in axes)
                 what = f"{name} has risen above {limit:g} at step {step}"
@@ -454,17 +452,10 @@ def logged_numbers(
             known = values[np.isfinite(values)]
             if not known.size:
                 continue
-            if name in MEANS:
-                found[f"{place}/{name}_mean"] = float(known.mean())
-            elif name == "qk_clip":
-                found[f"{place}/{name}_min"] = float(known.min())
-            else:
-                found[f"{place}/{name}_max"] = float(known.max())
+            how = "mean" if name in MEANS else "min" if name == "qk_clip" else "max"
+            found[f"{place}/{name}_{how}"] = getattr(known, how)()
             if name not in (*STATISTICS, "qk_clip") and (known > 0).all():
-                found[f"{place}/{name}_geomean"] = float(np.exp(np.log(known).mean()))
+                found[f"{place}/{name}_geomean"] = np.exp(np.log(known).mean())
             for head, one in enumerate(values.T if per_head and values.ndim > 1 else ()):
-                least = one.min() if name == "qk_clip" else one.max()
-                value = float(one.mean() if name in MEANS else least)
-                if np.isfinite(value):
-                    found[f"{place}/head_{head}/{name}"] = value
-    return found
+                found[f"{place}/head_{head}/{name}"] = getattr(one, how)()
+    return {name: float(value) for name, value in found.items() if np.isfinite(value)}

@@ -44,7 +44,7 @@ OF_RUN: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (plots.heatmap, {"name": "yudn"}, UNKNOWN, "the run has no 'yudn'; did you mean"),
     (plots.heatmap, {"name": "frobenius"}, UNKNOWN, "has no 'frobenius'; compare the model with"),
     (plots.heatmap, {"name": "lipbound", "over": "yudin"}, UNKNOWN, "unknown over 'yudin'"),
-    (plots.heatmap, {"over": "exact"}, UNKNOWN, "'exact' is no bound of the run"),
+    (plots.heatmap, {"over": "exact"}, UNKNOWN, "the run has no 'exact' to draw"),
     (plots.heatmap, {"colorbar": "no"}, BAD, "colorbar is 'no'"),
     *(
         (draw, {"ax": Figure()}, BAD, "ax is of type Figure; give one matplotlib Axes")
@@ -125,7 +125,7 @@ def test_of_what_is_no_run(given: Any, tmp_path: Path) -> None:
     no_run = "it is no run" if isinstance(given, xr.Dataset) else "a run is wanted, not"
     no_steps = "no steps of training" if isinstance(given, xr.Dataset) else no_run
     for function, words in (
-        (plots.token_profile, f"profile is {kind}; give what lipbound.token_prof"),
+        (plots.token_profile, f"profile is {kind}; give what lb.token_prof"),
         (lb.load, f"path is {kind}; give the path of a stored run"),
         (partial(plots.reduce_samples, how="mean"), "a variable over sample is wanted, not"),
         (plots.over_steps, no_steps),

@@ -153,9 +153,9 @@ def test_what_is_not_of_the_same_thing_is_refused(
 
 def test_arguments_that_do_not_go_together(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
     for given, options, words in (
-        ((whole, bert), {}, "a is a run, and b is a checkpoint; give two of a kind"),
-        ((bert, whole), {}, "a is a checkpoint, and b is a run"),
-        ((whole, whole), {"samples": 2}, "samples is 2, and a and b are runs"),
+        ((whole, bert), {}, "one is a run, one a checkpoint; give two of a kind"),
+        ((bert, whole), {}, "one is a run, one a checkpoint"),
+        ((whole, whole), {"samples": 2}, "a and b are runs, measured already; leave out samples"),
         ((bert, bert), {"sample": 2}, "unknown option of a diff 'sample'; did you mean 'samples'"),
         ((bert, bert), {"model": "x"}, "unknown option of a diff 'model'"),
         ((tmp_path / "no.zarr", whole), {}, "there is no run"),
@@ -317,7 +317,7 @@ def test_tables_in_every_format(ds: xr.Dataset) -> None:
         ({"bounds": ["kim"]}, "unknown bound 'kim'"),
         ({"labels": {"c": "x"}}, "those of a diff are of a and b"),
         ({"by": "layer", "bounds": ["yudin"]}, "bounds are for rows by bound"),
-        ({"values": "value", "by": "layer"}, "values is 'value', which is not for a diff"),
+        ({"values": "value", "by": "layer"}, "values is not for a diff"),
         ({"reduce": "max"}, "reduce is 'max', values 'ratio'; these are for rows by layer"),
         ({"by": "heads"}, "did you mean 'head'"),
     ):
@@ -421,7 +421,7 @@ def test_other_layouts_and_inputs_are_refused_before_anything_is_measured(
     assert part["ratio"].sizes["layer"] == 1
     monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
     for other, words in (
-        (few, ["layer is [0, 1] in a and [0] in b; select what both have (layers=)"]),
+        (few, ["layer is [0, 1] in a and [0] in b; measure both alike, or select what both"]),
         (wide, ["head is [0, 1, 2, 3] in a and [0, 1] in b; ", "whole layers (map='layer')"]),
     ):
         refused(lambda other=other: lb.diff(model, other, **options), *words, error=StoreError)
