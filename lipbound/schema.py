@@ -60,30 +60,22 @@ CHECKSUM = "checksum"
 RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs put together: the run that a place is from, and its sample's number there."""
 
-IDENTITY = (
-    *("revision", "data_fingerprint", "map", "norm", "wrt"),
-    *("method", "tol", "delta", "seed", "dtype"),
-)
+ALIKE = ("map", "norm", "wrt")
+"""Attributes without which the numbers of two runs are of different things."""
+IDENTITY = ("revision", "data_fingerprint", *ALIKE, "method", "tol", "delta", "seed", "dtype")
 """Attributes that decide what the numbers are."""
 DRAWN = ("method", "delta", "seed")
 """Attributes of exact norms that are found from random vectors: in the Frobenius norm alone."""
-AGREE = (
-    *("revision", "architecture", "loaded", "commit", "quantization", "map", "norm"),
-    *("wrt", "method", "tol", "dtype", "seed", "bounds", "extras", "tau", "variants"),
-    "not_applicable",
-)
+AGREE: tuple[str, ...] = ("revision", "architecture", "loaded", "commit", "quantization", *ALIKE)
+AGREE += ("method", "tol", "dtype", "seed", "bounds", "extras", "tau", "variants", "not_applicable")
 """Attributes that runs put together share, since a number means something else without."""
-JOINED = (
-    *("lipbound", "model", "data", "data_fingerprint", "preprocessing"),
-    *("device", "python", "date", "command"),
-)
+JOINED: tuple[str, ...] = ("lipbound", "model", "data", "data_fingerprint", "preprocessing")
+JOINED += ("device", "python", "date", "command")
 """Attributes that runs put together list, each text once."""
 SIDES = ("a", "b")
 """Runs of a diff, in order. A diff has all of their variables, with ``_a`` and ``_b`` behind."""
 DIFF = "diff"
 """Attribute of a diff: the attributes of its runs by side."""
-ALIKE = ("map", "norm", "wrt")
-"""Attributes without which the numbers of two runs are of different things."""
 TOLD = ("method", "tol", "delta", "dtype", "seed", "lipbound")
 """Attributes about how numbers were found; where the runs of a diff differ in them, it is told."""
 CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float64")}

@@ -63,9 +63,8 @@ def steepness(att: Attention) -> Steepness:
             proposition says nothing.
     """
     att.only("the curvature of scores")
-    found = [
-        _steepness(att.w_q[h].double(), att.w_k[h].double(), att.scale) for h in range(att.heads)
-    ]
+    pairs = zip(att.w_q.double(), att.w_k.double(), strict=True)
+    found = [_steepness(w_q, w_k, att.scale) for w_q, w_k in pairs]
     *rates, directions = zip(*found, strict=True)
     gamma, eigenvalue = torch.tensor(rates, dtype=torch.float64, device=att.device)
     return Steepness(gamma, eigenvalue, torch.stack(directions))

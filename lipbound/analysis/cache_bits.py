@@ -38,8 +38,7 @@ VARIABLES = {
     "bits_bound": "bits at which `bound` is the error asked for",
     "bits_expected": "bits at which `expected` is the error asked for",
     "bound": "norm times size over output: to first order no relative change is larger",
-    "expected": "relative change, root mean square to first order, if every entry is rounded by a "
-    "uniform number of its own; estimated from some random moves",
+    "expected": "relative change, root mean square to first order, estimated from random moves",
     "measured": "relative change of the output when keys or values are rounded",
 }
 """Variables of a study, and what they are."""
@@ -165,9 +164,8 @@ def _of_layer(
         norm, size = found.upper[0].to(att.device), torch.linalg.matrix_norm(reach)[0]
         bound = norm * size / output
         expected = _root_mean_square(wide, cached, side, reach, seed) / output
-        measured = [
-            _outputs(wide, cached | {side: rounded(cached[side], b, group)}) - exact for b in bits
-        ]
+        moved = (cached | {side: rounded(cached[side], b, group)} for b in bits)
+        measured = [_outputs(wide, one) - exact for one in moved]
         row = {"norm": norm, "size": size, "output": output}
         for kind, t in (("bound", bound), ("expected", expected)):
             row |= {kind: t[:, None] / steps, f"bits_{kind}": torch.log2(1 + t / error)}
@@ -238,15 +236,10 @@ def agreement(ds: xr.Dataset) -> pd.DataFrame:
         LipboundError: ``ds`` is no such study.
     """
     check_made(ds, (*VARIABLES, *AXES), "lipbound.cache_bits")
-    ds = ds.assign(size=ds["size"] / ds["output"])
-    rows = []
-    for side in CACHED:
-        for b in ds["bits"].values.tolist():
-            names = [*KINDS, "measured", "size"]
-            at = ds[names].sel(side=side, bits=b).to_dataframe()[names]
-            row = at[names[:-1]].median().to_dict()
-            row["above"] = float((at["measured"] > at["bound"]).mean())
-            ranks = at.corr("spearman")["measured"]
-            row |= {f"rank_{name}": float(ranks[name]) for name in (*KINDS, "size")}
-            rows.append({"side": side, "bits": b} | row)
-    return pd.DataFrame(rows)
+    errors, ds = [*KINDS, "measured"], ds.assign(size=ds["size"] / ds["output"])
+    every = ds[[*errors, "size"]].to_dataframe()[[*errors, "size"]]
+    every["above"] = every["measured"] > every["bound"]
+    groups = every.groupby(["side", "bits"], sort=False)
+    table = groups[errors].median().join(groups["above"].mean())
+    ranks = groups[[*errors, "size"]].corr("spearman").xs("measured", level=-1)
+    return table.join(ranks[[*KINDS, "size"]].add_prefix("rank_")).reset_index()

@@ -41,8 +41,7 @@ QUANTITIES = {
     "adversarial_head": "exact local constant of a head without biases at its adversarial input",
     "adversarial_lower": "lower bound of Proposition 3.4 there",
     "adversarial_upper": "Theorem 3.3 there",
-    "adversarial_layer": "exact local constant of the whole layer at the adversarial input of its "
-    "steepest head",
+    "adversarial_layer": "exact local constant of the whole layer at that of its steepest head",
     "adversarial_layer_bound": f"{BOUND} of the heads there, put together for the whole layer",
     "radius": "length of adversarial tokens: the mean magnitude of real ones",
 }
@@ -113,10 +112,8 @@ def sequence_growth(
     ds = xr.concat(real, "length")
     ds["radius"] = ds["magnitude"].mean(("sequence", "length"))
     pairs = list(zip(last, ds["radius"].values.tolist(), strict=True))
-    adversarial = [
-        tabled([_adversarial(att, n, r, tol, seed) for att, r in pairs], "head") for n in lengths
-    ]
-    ds = ds.merge(xr.concat(adversarial, "length"))
+    steep = [[_adversarial(att, n, r, tol, seed) for att, r in pairs] for n in lengths]
+    ds = ds.merge(xr.concat([tabled(found, "head") for found in steep], "length"))
     ds = ds.transpose("sequence", "length", "layer", "head").assign_coords(length=lengths)
     ds = annotated(ds, QUANTITIES, [layer.index for layer in captured])
     how = {"causal": int(last[0].mask is not None), "tol": tol}

@@ -22,12 +22,10 @@ from lipbound.runs.store import takes_run
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
 is shown."""
-RECORDED = (
-    *("model", "called", "architecture", "revision", "quantization"),
-    *("data", "data_fingerprint", "preprocessing", "bounds", "extras"),
-    *("method", "tol", "delta", "dtype", "device", "seed", "capture_error"),
-    *("lipbound", "python", "date", "command", "versions"),
-)
+RECORDED: tuple[str, ...] = ("model", "called", "architecture", "revision", "quantization", "data")
+RECORDED += ("data_fingerprint", "preprocessing", "bounds", "extras", "method", "tol", "delta")
+RECORDED += ("dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command")
+RECORDED += ("versions",)
 """Attributes that `facts` tells as they are, or, where it has more to say, by its own words."""
 CALLED = "called"
 """Attribute with the names that `relabelled` gave to a run's model and data."""
@@ -426,18 +424,15 @@ def checkpoint_words(ds: xr.Dataset) -> str:
 
 def setting_words(ds: xr.Dataset) -> str:
     """Say what was measured of a checkpoint, on what, and how surely."""
+    state = f"; {words}" if (words := state_words(ds)) else ""
     if schema.of_weights_alone(ds):
-        state = f"; {words}" if (words := state_words(ds)) else ""
         return f"{places(ds)}; {ds.attrs['map_description']}{state}"
     there = schema.Contents.of(ds)
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if schema.norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(schema.origins(ds)) > 1 else ""
-    state = f"; {words}" if (words := state_words(ds)) else ""
-    return (
-        f"{places(ds)}; map: {ds.attrs['map_description']}{norm}; data: {data}{together}; "
-        f"{exact_words(ds)}{state}"
-    )
+    what = f"map: {ds.attrs['map_description']}{norm}; data: {data}{together}"
+    return f"{places(ds)}; {what}; {exact_words(ds)}{state}"
 
 
 def facts(ds: xr.Dataset) -> dict[str, Any]:

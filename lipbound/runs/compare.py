@@ -47,10 +47,7 @@ DECIDING = ("model", *schema.IDENTITY, *_ALSO)
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
     "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
-    "exact_l2": (
-        "Exact, L2 attention",
-        "the same for L2 attention with these weights (Kim et al. 2021)",
-    ),
+    "exact_l2": ("Exact, L2 attention", "of L2 attention with these weights (Kim et al. 2021)"),
     "jacobian_frobenius": ("Frobenius norm", "Frobenius norm of the Jacobian"),
     "jacobian_condition": ("Condition number", "condition number of the Jacobian"),
     "kappa_softmax": ("kappa_softmax", "condition number of the softmax"),

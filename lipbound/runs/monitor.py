@@ -7,7 +7,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,8 +32,6 @@ from lipbound.runs.measure import Measurer, capturer_of, seed_of
 from lipbound.runs.store import check_target, hold, load, same_configuration, save
 from lipbound.schema import AXES, EXTRAS, MEANS, STATISTICS, STEP, RunInfo
 
-OF_RUN = "out resume bounds extras tau map norm layers tol seed samples max_length tokenizer"
-"""Arguments of a monitor that are those of a run."""
 WITHOUT = ("audit", "violations")
 """Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
 _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
@@ -135,13 +133,10 @@ class Monitor:
             raise LipboundError(f"log is {shown(log)}; give a function")
         self._model = bare_module(model)
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), None)
-        self._config = config = RunConfig(
-            model,
-            probe,
-            delta=delta or None,
-            dtype="float64" if dtype == torch.float64 else "float32",
-            **{name: given[name] for name in OF_RUN.split()},
-        )
+        given |= {"data": probe, "delta": delta or None}
+        given["dtype"] = "float64" if dtype == torch.float64 else "float32"
+        of_run = [one.name for one in fields(RunConfig) if one.name in given]
+        self._config = config = RunConfig(**{name: given[name] for name in of_run})
         self._logs, self._per_head = [] if log is None else [log], errors.flag("per_head", per_head)
         self._open(tokenizer)
         self._above, self._thresholds = set[str](), dict[str, float]()

@@ -255,10 +255,8 @@ def _unread(path: Path, fault: str, what: str) -> StoreError:
     wrote = _newer(path)
     if not wrote:
         return AlteredRunError(f"{path} {fault}: {what}; compute it again")
-    return StoreError(
-        f"{path} was written by {wrote}, newer than what is installed here, which does not read "
-        f"it: {what}; pip install --upgrade xarray zarr, or compute it again"
-    )
+    what = f"{path} was written by {wrote}, newer than what is installed here: {what}"
+    return StoreError(f"{what}; pip install --upgrade xarray zarr, or compute it again")
 
 
 def _newer(path: Path) -> str:

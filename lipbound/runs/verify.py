@@ -215,10 +215,9 @@ class Verification:
         word = "DIFFERS" if self.judged else "note"
         for name, row in table[table["off"] > 0].iterrows():
             worst = max(self.numbers, key=lambda one: (one.variable == name, one.relative))
-            lines.append(
-                f"{word}: {name}, {row['off']:.0f} of {row['values']:.0f} values, most at "
-                f"{worst.place}: stored {worst.stored}, now {worst.now}"
-            )
+            off = f"{name}, {row['off']:.0f} of {row['values']:.0f} values"
+            most = f"{worst.place}: stored {worst.stored}, now {worst.now}"
+            lines.append(f"{word}: {off}, most at {most}")
         held = "nothing speaks against the run" if self.numbers else "the numbers hold"
         return "\n".join(map(plain, [*lines, held if self.ok else "the run does not hold"]))
 
