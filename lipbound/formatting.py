@@ -226,10 +226,8 @@ def html_facts(title: str, facts: Mapping[str, str], ready: Mapping[str, str] | 
         The HTML.
     """
     cells = dict(ready or {}) | {name: escape(value) for name, value in facts.items() if value}
-    body = "".join(
-        f'<tr><th style="{LEFT}">{escape(name)}</th><td style="{LEFT}">{value}</td></tr>'
-        for name, value in cells.items()
-    )
+    row = f'<tr><th style="{LEFT}">{{}}</th><td style="{LEFT}">{{}}</td></tr>'
+    body = "".join(row.format(escape(name), value) for name, value in cells.items())
     above = f'<caption style="{LEFT}"><b>{escape(title)}</b></caption>'
     return f"<table>{above}<tbody>{body}</tbody></table>"
 

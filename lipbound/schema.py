@@ -362,9 +362,8 @@ def lacking_variables(ds: xr.Dataset) -> str:
     """Describe the first variable that is missing or of a wrong kind; empty where all are good."""
     bounds = [str(name) for name in ds.attrs["bounds"]]
     needed = ("sample", "layer", "length", "exact", "exact_converged", *bounds, *map(sound, bounds))
-    for name in needed:
-        if name not in ds.variables:
-            return f"{name!r} is missing"
+    if missing := [name for name in needed if name not in ds.variables]:
+        return f"{missing[0]!r} is missing"
     for name in own(ds):
         axes = tuple(dim for dim in ds[name].dims if dim != STEP)
         if axes not in (AXES, AXES[:2]) or ds[name].dtype.kind not in "fib":

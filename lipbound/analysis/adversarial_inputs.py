@@ -394,8 +394,7 @@ def radius_curve(
         values["adversary"] = found
     lengths = att.x.norm(dim=-1)
     size = float(lengths[lengths > 0].mean())
-    return xr.Dataset(
-        {name: (("sample", "head", "radius"), t.cpu().numpy()) for name, t in values.items()},
-        coords={"radius": list(radii)},
-        attrs={"ball": ball, "at": at, "bounds": names, "token_norm": size},
-    )
+    axes = ("sample", "head", "radius")
+    tables = {name: (axes, t.cpu().numpy()) for name, t in values.items()}
+    attrs = {"ball": ball, "at": at, "bounds": names, "token_norm": size}
+    return xr.Dataset(tables, {"radius": list(radii)}, attrs)

@@ -144,12 +144,7 @@ def half_steps(y: Tensor, group: str) -> Tensor:
 
 
 def _of_layer(
-    att: Attention,
-    groups: dict[str, str],
-    bits: Sequence[int],
-    error: float,
-    delta: float,
-    seed: int,
+    att: Attention, groups: dict[str, str], bits: list[int], error: float, delta: float, seed: int
 ) -> dict[str, Tensor]:
     """Variables of a layer at one sample, (side, head, bits) or less."""
     att = att.unpadded(0)

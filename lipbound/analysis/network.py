@@ -99,11 +99,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     Raises:
         LipboundError: there is none.
     """
-    lists = [
-        list(m)
-        for m in model.modules()
-        if isinstance(m, nn.ModuleList) and len(m) and len({type(part) for part in m}) == 1
-    ]
+    every = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    lists = [parts for parts in every if len({type(part) for part in parts}) == 1]
     expected = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     fitting = [parts for parts in lists if len(parts) == expected] or lists
     if not fitting:
@@ -297,9 +294,8 @@ def _real_tokens(
     """
     name = "attention_mask"
     if getattr(model.config, "is_encoder_decoder", False):
-        decoder = block is None or any(
-            module is block and "decoder" in at for at, module in model.named_modules()
-        )
+        names = [at for at, module in model.named_modules() if module is block]
+        decoder = block is None or any("decoder" in at for at in names)
         name = "decoder_attention_mask" if decoder else name
     mask: Any = inputs.get(name)
     fits = mask is not None and value.ndim == 3 and tuple(mask.shape) == tuple(value.shape[:2])

@@ -172,8 +172,7 @@ def _layer_notes(
     counts = [int(with_exact(ds).sum()) for ds in runs]
     if bands := {statistics.spread_title(n, reduce): n for n in counts if n > 1}:
         notes.append(f"bands: {' or '.join(bands)}")
-    one = [title for title, count in zip(names, counts, strict=True) if count < 2]
-    if one:
+    if one := [title for title, count in zip(names, counts, strict=True) if count < 2]:
         notes.append(f"{joined(one)}: one sample, no interval")
     for title, count, ds in zip(names, counts, runs, strict=True):
         if kept and count < ds.sizes["sample"]:

@@ -98,9 +98,8 @@ def _font(style: str, found: dict[str, Any]) -> str:
     """The first font of a venue that is installed; else a like one, which is told."""
     family = found["font.family"]
     fonts = found.get(f"font.{family}", []) if family in _SPARE else [family]
-    for font in fonts:
-        if font in font_manager.get_font_names():
-            return str(font)
+    if there := [font for font in fonts if font in font_manager.get_font_names()]:
+        return str(there[0])
     spare = _SPARE.get(family, "DejaVu Sans")
     named = ", ".join(fonts) or "left to TeX"
     tell(f"style {style!r}: none of its fonts ({named}) is installed; {spare} is taken")

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from lipbound.bounds import registry
 from lipbound.devices import in_own_modes, versions
 from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
-from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.verification import most_padded
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare
@@ -29,7 +28,7 @@ from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs import measure, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
-from lipbound.runs.measure import LayerInfo, norms_shape
+from lipbound.runs.measure import LayerInfo, SampleBlock, Sources, norms_shape
 from lipbound.runs.store import LayerResult, PartialRun
 from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
@@ -277,9 +276,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
 
 
 def filled(
-    plan: Plan,
-    results: Iterable[LayerResult],
-    advance: Callable[[int], None] = lambda samples: None,
+    plan: Plan, results: Iterable[LayerResult], advance: Callable[[int], None] = lambda count: None
 ) -> tuple[dict[str, np.ndarray], np.ndarray, float]:
     """Put results where they belong in tables of NaN, 0 or False.
 
@@ -307,10 +304,7 @@ def filled(
 
 
 def dataset(
-    tables: dict[str, np.ndarray],
-    spec: RunConfig,
-    layers: Sequence[LayerInfo],
-    lengths: np.ndarray,
+    tables: dict[str, np.ndarray], spec: RunConfig, layers: Sequence[LayerInfo], lengths: np.ndarray
 ) -> xr.Dataset:
     """Label filled tables (samples, layers, heads) with names, coordinates and what each bound is.
 
@@ -352,8 +346,7 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
     for name in map(EXTRAS.__getitem__, config.extras or ()):
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
-            why = "more than the 1,024 outputs of a condition number, several windows, or rounding"
-            why = f"{why} hides it"
+            why = "it has more than 1,024 outputs, several windows, or rounding hides it"
             if name in schema.OF_HEADS:
                 why = "no closed form, cross-attention, no output projection, or rounding hides it"
             elif name in CONDITIONING:
@@ -413,15 +406,6 @@ def deciding_of(ds: xr.Dataset) -> dict[str, Any]:
 # -- decisions before anything is computed: sources, bounds that apply, blocks, shares of delta ---
 
 
-class Sources(NamedTuple):
-    """Checkpoint, inputs, device and capture that a configuration leads to."""
-
-    checkpoint: Checkpoint
-    inputs: Inputs
-    device: str
-    capturer: Capturer
-
-
 def open_sources(config: RunConfig, device: str) -> Sources:
     """Load the model to a device and prepare the inputs.
 
@@ -459,14 +443,6 @@ def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
         what = f"exact norms of {config.exact_samples} samples were asked for"
         note(inputs, f"{what}, and there are {inputs.samples}, which all get them")
     return inputs
-
-
-class SampleBlock(NamedTuple):
-    """Samples start...stop-1, and the positions of layers that are measured there already."""
-
-    start: int
-    stop: int
-    skip: frozenset[int]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,16 +30,12 @@ from lipbound.jacobians.spectrum import condition_number, frobenius_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.capture.verification import one_sample
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.head_extras import of_heads
 from lipbound.runs.store import LayerResult
 from lipbound.schema import CONDITIONING, EXTRAS, INPUT, MEANS, OF_HEADS, TOKEN_NORMS, sound
-
-if TYPE_CHECKING:
-    from lipbound.runs.compare import SampleBlock, Sources
-
-    Blocks = Iterable[SampleBlock]
 
 _SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
@@ -47,6 +43,23 @@ keep torch's own threads busy."""
 
 _MEASURERS: dict[tuple[RunConfig, str], Measurer] = {}
 _TURN = threading.Lock()
+
+
+class Sources(NamedTuple):
+    """Checkpoint, inputs, device and capture that a configuration leads to."""
+
+    checkpoint: Checkpoint
+    inputs: Inputs
+    device: str
+    capturer: Capturer
+
+
+class SampleBlock(NamedTuple):
+    """Samples start...stop-1, and the positions of layers that are measured there already."""
+
+    start: int
+    stop: int
+    skip: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -174,7 +187,7 @@ class Measurer:
         if self.verify:
             self.capturer.forget()
 
-    def each(self, sources: Sources, blocks: Blocks) -> Iterator[LayerResult]:
+    def each(self, sources: Sources, blocks: Iterable[SampleBlock]) -> Iterator[LayerResult]:
         """Measure blocks of the inputs, layer by layer."""
         for start, stop, skip in blocks:
             yield from self.block(sources.inputs.block(start, stop, sources.device), start, skip)
@@ -319,11 +332,7 @@ def seed_of(seed: int, *place: int | str) -> int:
 
 
 def work(
-    spec: RunConfig,
-    revision: str,
-    inputs: Mapping[str, Tensor],
-    start: int,
-    skip: Collection[int] = (),
+    spec: RunConfig, revision: str, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
 ) -> list[LayerResult]:
     """Run `Measurer.block` in a process of its own, which loads the checkpoint once.
 
@@ -369,7 +378,7 @@ def check_client(client: Any, config: RunConfig) -> None:
 
 
 def measured_by(
-    client: Any, sources: Sources, spec: RunConfig, blocks: Blocks
+    client: Any, sources: Sources, spec: RunConfig, blocks: Iterable[SampleBlock]
 ) -> Iterator[LayerResult]:
     """Have blocks measured by the workers of a dask.distributed client, which load the model.
 

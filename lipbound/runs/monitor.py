@@ -28,7 +28,7 @@ from lipbound.models.training import uncompiled
 from lipbound.runs import compare
 from lipbound.runs.checksums import sealed, settings_checksum
 from lipbound.runs.config import READING, RunConfig
-from lipbound.runs.measure import Measurer, capturer_of, seed_of
+from lipbound.runs.measure import Measurer, Sources, capturer_of, seed_of
 from lipbound.runs.store import check_target, hold, load, same_configuration, save
 from lipbound.schema import AXES, EXTRAS, MEANS, STATISTICS, STEP, RunInfo
 
@@ -169,7 +169,7 @@ class Monitor:
         tell(*notes)
         capturer = capturer_of(measured, config.chosen_layers, config.map, config.extras)
         device = str(next(self._model.parameters()).device)
-        self._sources = compare.Sources(checkpoint, inputs, device, capturer)
+        self._sources = Sources(checkpoint, inputs, device, capturer)
         memory = compare.memory_bytes(config.memory, device)
         with uncompiled(self._model.modules()):
             self._plan = planned = compare.plan(config, self._sources, memory, 1)

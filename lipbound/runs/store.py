@@ -685,17 +685,10 @@ def configuration(folder: Path) -> dict[str, Any]:
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:
     """Refuse a run that differs from what is asked for, naming the settings that do."""
     different = [
-        f"{key} was {_said(stored.get(key))} and is now {_said(asked.get(key))}"
+        f"{key} was {stored.get(key)} and is now {asked.get(key)}"
         for key in {**stored, **asked}
         if stored.get(key) != asked.get(key)
     ]
     if different:
         what = f"{path} belongs to another configuration: {'; '.join(different)}"
         raise StoreError(f"{what}; use the same arguments, or another name")
-
-
-def _said(value: object) -> str:
-    """Write a setting in words: the items of a list, "none" for what is not set."""
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_said, value)) or "none"
-    return "none" if value is None else str(value)

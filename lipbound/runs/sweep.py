@@ -14,7 +14,7 @@ import xarray as xr
 import yaml
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, StoreError, nearest, one_line, shown
+from lipbound.errors import LipboundError, nearest, one_line, shown
 from lipbound.formatting import replacing
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_folder_name
@@ -147,7 +147,8 @@ def rows(
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             row["error"] = f"{kind}{error}"
         ended.append(row)
-        _index(folder / "index.csv", ended)
+        with replacing(folder / "index.csv") as (index,):  # it has the bounds of all of its runs
+            pd.DataFrame(ended, dtype=object).to_csv(index, index=False)
         yield row
 
 
@@ -196,12 +197,3 @@ def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
     parts = [str(model), "default" if data is None else Path(str(data)).stem, str(length)]
     parts += [f"{key}_{arguments[key]}"[:60] for key in varying]
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)
-
-
-def _index(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the index, whole or not at all; it has the bounds of all of its runs."""
-    try:
-        with replacing(path) as (new,):
-            pd.DataFrame(rows, dtype=object).to_csv(new, index=False)
-    except StoreError as error:
-        raise StoreError(f"{error}; the runs beside it are kept") from error

@@ -284,13 +284,7 @@ def verify(
 
 
 def _verify_one(
-    ds: xr.Dataset,
-    name: str,
-    places: int,
-    seed: int,
-    automatic: bool,
-    how: dict[str, Any],
-    found: Verification,
+    ds: xr.Dataset, name: str, count: int, seed: int, automatic: bool, how: Any, found: Verification
 ) -> None:
     """Verify one run by its name; ``how`` it is found again are the arguments of `replay`."""
     try:
@@ -306,7 +300,7 @@ def _verify_one(
         wrong.append(f"the data now has {there} samples, the run {samples}")
     if impossible := _impossible(ds):
         wrong.append(f"the coordinates {', '.join(impossible)} cannot be those of the run")
-    chosen = [] if impossible or there != samples else _choose(ds, places, seed)
+    chosen = [] if impossible or there != samples else _choose(ds, count, seed)
     try:
         for s, i in chosen:
             compared += _compared(ds, rerun, s, i)
@@ -327,11 +321,8 @@ def _impossible(ds: xr.Dataset) -> list[str]:
     """List the axes with numbers that the run did not have, or that are there twice."""
     made = schema.Extent(**ds.attrs["made"])
     known = {"sample": range(made.samples), "layer": made.layers, "head": range(made.heads or 0)}
-    return schema.repeated(ds) + [
-        axis
-        for axis, numbers in known.items()
-        if axis in ds.dims and not set(ds[axis].values.tolist()) <= set(numbers)
-    ]
+    there = {axis: {*ds[axis].values.tolist()} for axis in known if axis in ds.dims}
+    return schema.repeated(ds) + [axis for axis, now in there.items() if not now <= {*known[axis]}]
 
 
 def _choose(ds: xr.Dataset, places: int, seed: int) -> list[tuple[int, int]]:
