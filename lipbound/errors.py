@@ -376,8 +376,7 @@ def check_layer(att: object, what: str) -> None:
         LipboundError: it is none.
     """
     if reason := getattr(att, "reason", ""):
-        instead = "this one is measured by automatic differentiation, for norms alone"
-        raise LipboundError(f"{what} needs a layer in closed form; {instead}: {reason}")
+        raise LipboundError(f"{what} needs a layer in closed form, and this has none: {reason}")
     if not hasattr(att, "only") or not hasattr(att, "projection"):
         raise LipboundError(f"what {what} was given is {shown(att)}; give one layer of lb.capture")
 

@@ -292,9 +292,8 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
         return
     found, extent = Contents.of(ds), ""
     if found.norms:
-        least, most = ends(quantity(ds, "exact", 0))[0], ends(quantity(ds, "exact", 1))[1]
-        said = outwards(least, most, 3)
-        extent = f", from {said}" if " to " in said else f", {said}"
+        least, most = (ends(quantity(ds, "exact", end))[end] for end in (0, 1))
+        extent = f", {outwards(least, most, 3)}"
     error = small(float(f"{ds.attrs['capture_error']:.1e}"))
     what = f"exact norms: {found.norms} ({places(ds)}, {counted(found.exact_samples, 'sample')})"
     echo_folded(f"{what}{extent}; capture reproduces the model to {error} relative")

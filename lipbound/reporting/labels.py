@@ -384,8 +384,7 @@ def exact_words(ds: xr.Dataset) -> str:
         found += f", except {reached(ds)}"
     all_samples = there.exact_samples == there.samples
     some = "" if all_samples else f" (on {there.exact_samples} of the samples)"
-    without = int(schema.automatic(ds).sum())
-    if without:
+    if without := int(schema.automatic(ds).sum()):
         of = f"{without} of {len(there.layers)} layers"
         found += f"; {of} by automatic differentiation, rounding not enclosed"
     return f"exact norms{some} {found}"

@@ -178,8 +178,7 @@ def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
         known = ", ".join(sorted(supported))
         raise LipboundError(f"{file} has no file type that can be drawn; use one of {known}")
     texts = {"txt": f"{caption}\n", "tex": f"\\caption{{{typeset(caption)}}}\n"} if caption else {}
-    latex = kind == "pgf"
-    if latex:
+    if latex := kind == "pgf":
         figure = pickle.loads(pickle.dumps(figure))  # whose text is escaped, not the caller's
         for text in figure.findobj(Text):
             text.set_text("\n".join(map(escape_latex, text.get_text().split("\n"))))

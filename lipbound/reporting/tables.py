@@ -125,8 +125,7 @@ def table_of(
     run, told = ratio_run(given, labels), (diff_words(given, labels), diff_notes(given, labels))
     if by == "bound":
         norms = ["a", "b", "exact"]
-        both = [one for one in map(str, run.data_vars) if f"{one}_upper" in run]
-        both = [one for one in both if one not in norms]
+        both = [k for k in map(str, run.data_vars) if f"{k}_upper" in run and k not in norms]
         wanted = both if bounds is None else statistics.requested(both_runs(given)[0], bounds)
         return _of_norms(run, [*norms, *(choice("bound", one, both) for one in wanted)], told)
     if bounds is not None:

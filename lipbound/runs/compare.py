@@ -556,10 +556,7 @@ def about(
                 silent[name] = why
     if silent and not everything:
         name, why = next(iter(silent.items()))
-        others = registry.names(registry.get(name).norm) if closed else []
-        fitting = [other for other in others if variants <= registry.get(other).covers]
-        instead = f", or take some of {', '.join(fitting)}" if fitting else ""
-        raise LipboundError(f"bound {name!r} {why}; leave it out{instead}")
+        raise LipboundError(f"bound {name!r} {why}; leave it out, or take bounds='default'")
     return [name for name in names if name not in silent], silent
 
 

@@ -119,16 +119,14 @@ def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
     Raises:
         LipboundError: one has not.
     """
-    asked, usual = (f"wrt={wrt!r}", "wrt='input'") if wrt != INPUT else ("", "")
-    if norm in TOKEN_NORMS:  # other arguments than the input have the Frobenius norm alone
-        asked, usual = f"norm {norm!r}", "norm='frobenius'"
-    for layer in layers if asked else ():
-        without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
+    by_token = norm in TOKEN_NORMS  # where functions of the input alone have norms
+    asked = f"norm {norm!r}" if by_token else f"wrt={wrt!r}"
+    for layer in layers if by_token or wrt != INPUT else ():
+        without = layer.variants - set(WITH_TOKEN_NORMS) if by_token else frozenset()
         if layer.measured != schema.CLOSED_FORM or without:
             what = titles(without) or "layers that are measured by automatic differentiation"
             where = f"such as layer {layer.index} ({layer.layer_name})"
-            instead = f"choose others by layers=, or take {usual}"
-            raise LipboundError(f"{asked} does not cover {what}, {where}; {instead}")
+            raise LipboundError(f"{asked} does not cover {what}, {where}; choose others by layers=")
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:

@@ -231,8 +231,7 @@ def read(path: Path) -> xr.Dataset:
         why = one_line(error)
         if (path / "exact").is_dir() or _newer(path):
             raise _unread(path, "is damaged", f"a part of it cannot be read ({why})") from error
-        runs = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
-        if runs:
+        if runs := sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json")):
             why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
         elif netcdf or isinstance(error, FileNotFoundError):  # of zarr, which names a group ''
             why = "it is a file of another kind" if netcdf else "there is no Zarr store in it"
@@ -485,7 +484,8 @@ def refuse_unlike(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
         a, b = of_a.get(name), of_b.get(name)
         if a != b:
             what = f"{name} is {a!r:.80} in a and {b!r:.80} in b; measure both alike"
-            raise StoreError(f"a and b cannot be compared: {what}, or select what both have")
+            instead = "select what both have, or take map='layer'"
+            raise StoreError(f"a and b cannot be compared: {what}, {instead}")
 
 
 def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:

@@ -134,7 +134,7 @@ def test_zero_has_no_ratio(whole: xr.Dataset) -> None:
         ({"norm": "one-token", "bounds": "none"}, ["norm is 'frobenius' in a and 'one-token' in"]),
         ({"data": TEXTS[::-1]}, ["other samples, or other tokens or pixels"]),
         (lambda run: run.isel(sample=[0, 1]), ["other samples, or other tokens"]),
-        (lambda run: run.isel(layer=[1]), ["layer is [0, 1] in a and [1] in b; select"]),
+        (lambda run: run.isel(layer=[1]), ["layer is [0, 1] in a and [1] in b; measure both"]),
         (lambda run: run.isel(head=[1]), ["head is ", " in a and [1] in b"]),
         (
             lambda run: run.assign(exact=run["exact"] * 2),
@@ -421,8 +421,8 @@ def test_other_layouts_and_inputs_are_refused_before_anything_is_measured(
     assert part["ratio"].sizes["layer"] == 1
     monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
     for other, words in (
-        (few, ["layer is [0, 1] in a and [0] in b; measure both alike, or select what both"]),
-        (wide, ["head is [0, 1, 2, 3] in a and [0, 1] in b; ", "whole layers (map='layer')"]),
+        (few, ["layer is [0, 1] in a and [0] in b; measure both alike, select what both"]),
+        (wide, ["head is [0, 1, 2, 3] in a and [0, 1] in b; ", "or take map='layer'"]),
     ):
         refused(lambda other=other: lb.diff(model, other, **options), *words, error=StoreError)
     call = functools.partial(lb.diff, bert, vit, max_length=8, progress=False)

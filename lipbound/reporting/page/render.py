@@ -87,8 +87,7 @@ def report(
     _check_needed()
     given: Any = runs
     single = isinstance(runs, xr.Dataset | str | Path) or not isinstance(runs, Iterable)
-    several = [given] if single else list(given)
-    if not several:
+    if not (several := [given] if single else list(given)):
         raise LipboundError("no run was given; give at least one Dataset or saved run")
     if len(several) > 1 and (model is not None or data is not None):
         raise LipboundError("model= and data= are for a single run; make a page of each")
