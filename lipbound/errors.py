@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from os import PathLike
 from pathlib import Path, PurePath
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -41,11 +40,8 @@ def tell(*messages: str) -> None:
 
 def warn(message: str, kind: type[Warning]) -> None:
     """Warn at the line outside of lipbound that called it, however deep inside it was noticed."""
-    frame: FrameType | None = sys._getframe()
-    frames = []
-    while frame is not None:
-        frames.append(str(frame.f_globals.get("__name__", "")).partition(".")[0])
-        frame = frame.f_back
+    stack = traceback.walk_stack(sys._getframe())
+    frames = [str(one.f_globals.get("__name__", "")).partition(".")[0] for one, _ in stack]
     outermost = len(frames) - frames[::-1].index(__package__)
     warnings.warn(message, kind, stacklevel=outermost + 1)
 
@@ -441,7 +437,5 @@ def neighbours(name: object, known: Iterable[str], *, cutoff: float = 0.5) -> li
     """Return up to three known names like a given one, nearest first, whatever their case."""
     if not isinstance(name, str):
         return []
-    folded: dict[str, str] = {}
-    for one in known:
-        folded.setdefault(one.lower(), one)
+    folded = {one.lower(): one for one in reversed([*known])}  # of two alike the first
     return [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=3, cutoff=cutoff)]

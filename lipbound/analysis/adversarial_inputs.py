@@ -225,7 +225,7 @@ def attack(
     steps, starts = whole("steps", steps, least=1), whole("starts", starts, least=1)
     (start,) = check_seed(whole("seed", seed))
     att = att.detached()
-    norms, inputs = [], []
+    every = []
     for s in range(att.samples):
         one = att.unpadded(s)
         heads = (one.select(heads=slice(h, h + 1)) for h in range(att.heads))
@@ -233,9 +233,8 @@ def attack(
         values, points = (torch.stack(part) for part in zip(*found, strict=True))
         full = att.x[s].expand(att.heads, -1, -1).clone()
         full[:, slice(None) if att.valid is None else att.valid[s]] = points
-        norms.append(values)
-        inputs.append(full)
-    return Attack(torch.stack(norms), torch.stack(inputs))
+        every.append((values, full))
+    return Attack(*(torch.stack(part) for part in zip(*every, strict=True)))
 
 
 @torch.enable_grad()

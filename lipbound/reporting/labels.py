@@ -363,13 +363,10 @@ def exact_words(ds: xr.Dataset) -> str:
     if edited(ds):  # whatever was claimed was of other numbers
         return "exact norms of which nothing is claimed"
     to, wide, enclosed = small(run.tol), widest(ds), "exact_upper" in ds.variables
+    closely = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}"
     if not there.closed:  # what was asked for says nothing about what is there
-        closely = f"lower ends, none of them found to {to}, which was asked for"
-        if enclosed:
-            told = f"enclosed to {small(wide)} ({to} was asked for)"
-            closely = "without finite upper ends" if np.isinf(wide) else told
-    else:
-        closely = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}"
+        wider = "without finite upper ends" if np.isinf(wide) else f"enclosed to {small(wide)}"
+        closely = f"{wider if enclosed else 'lower ends, none converged'} ({to} was asked for)"
     if schema.norm_of(ds) != "frobenius":
         found = f"of a model in {run.dtype}, {closely}, both ends deterministic"
     else:

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 _TOL = "between 0 and 1 (relative width of the enclosures)"
 _DELTA = "a probability between 0 and 1, or None for plain estimates (on the command line, 0)"
-EXPORTS = (
-    *(".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather", ".md", ".tex", ".txt", ".json"),
-    *(".pdf", ".png", ".svg", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".eps", ".ps", ".pgf"),
-    *(".html", ".bib", ".nc", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pt"),
-)
+EXPORTS = {".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather", ".md", ".tex", ".txt", ".json"}
+EXPORTS |= {".pdf", ".png", ".svg", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".eps", ".ps"}
+EXPORTS |= {".html", ".bib", ".nc", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pt", ".pgf"}
 """Endings of files that are made from a run, and are none."""
 LEAST_MEMORY = 1e6
 """Bytes that no unit need be written behind."""
