@@ -38,7 +38,7 @@ VARIABLES = {
     "bits_bound": "bits at which `bound` is the error asked for",
     "bits_expected": "bits at which `expected` is the error asked for",
     "bound": "norm times size over output: to first order no relative change is larger",
-    "expected": "relative change, root mean square to first order, estimated from random moves",
+    "expected": "relative change, root mean square of independent errors to first order, estimated",
     "measured": "relative change of the output when keys or values are rounded",
 }
 """Variables of a study, and what they are."""

@@ -64,7 +64,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
     check_numbers(ds)
     other: Any = labels
     if not isinstance(other, Mapping | None):
-        raise LipboundError(f"labels is {shown(labels)}; give a text for each name, by the names")
+        raise LipboundError(f"labels is {shown(labels)}; give a text for each name, as a dict")
     given, others = dict(labels or {}), ("model", "data")
     names = {name: name for name in ("exact", "exact_l2", *schema.bounds_there(ds))} | schema.EXTRAS
     known = {name: variable for name, variable in names.items() if variable in ds.variables}

@@ -298,9 +298,9 @@ def arrange(
         _, best = max(found, key=lambda one: one[0])  # of equals the first
         if best.high >= FLAT * line and best.side >= 2 * line:
             return best
-    many = f"{sum(counts)} panels in {counted(columns, 'column') if columns else 'any columns'}"
+    many = f"{sum(counts)} panels" + (f" in {counted(columns, 'column')}" if columns else "")
     what = f"{many} do not fit on a figure of {inches:g} x {limit:.3g} inches"
-    raise PaperError(f"{what}; ask for a larger width, another style or fewer bounds")
+    raise PaperError(f"{what}; ask for another width, columns or style, or fewer bounds")
 
 
 Paper = tuple[str | float, int | None, float | None, str | None, bool]

@@ -217,9 +217,9 @@ def extra_notes(ds: xr.Dataset) -> list[str]:
         both = [statistics.quantity(ds, name, end) for end in (0, 1)]
         dims = list(map(str, ds[name].dims))
         start, end = (float(statistics.reduce_samples(one, "median", dims)) for one in both)
-        low, high = (statistics.ends(one)[k] for k, one in enumerate(both))
-        whole = f"from {outwards(low, high, digits(start, end))}"
-        said = f"median {enclosed(start, end)}{texts.over(ds)}, {whole}"
+        known = digits(start, end)
+        low, high = (directed(statistics.ends(one)[k], known, k) for k, one in enumerate(both))
+        said = f"median {enclosed(start, end)}{texts.over(ds)}, from {low} to {high}"
         said = said.replace("inf", "infinity") * (name in extras)
         words = ", ".join(filter(None, [said, texts.extra_known(ds, name)]))
         notes.append(f"{texts.extra_title(ds, name)}: {words}")

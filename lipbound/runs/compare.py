@@ -46,7 +46,7 @@ DECIDING = ("model", *schema.IDENTITY, *_ALSO)
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
     "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
-    "exact_l2": ("Exact, L2 attention", "of L2 attention with these weights (Kim et al. 2021)"),
+    "exact_l2": ("Exact, L2 attention", "the same for L2 attention (Kim et al. 2021)"),
     "jacobian_frobenius": ("Frobenius norm", "Frobenius norm of the Jacobian"),
     "jacobian_condition": ("Condition number", "condition number of the Jacobian"),
     "kappa_softmax": ("kappa_softmax", "condition number of the softmax"),
@@ -415,7 +415,7 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     checkpoint = open_checkpoint(config, device)
     inputs = open_inputs(config, checkpoint)
     if not devices.has_float64(device):
-        note(inputs, f"{device!r} has no float64: the model runs there, its heads on the CPU")
+        note(inputs, f"{device!r} has no float64: the model runs there, heads go to the CPU")
     layers = config.chosen_layers
     capturer = measure.capturer_of(checkpoint.model, layers, config.map, config.extras)
     return Sources(checkpoint, inputs, device, capturer)

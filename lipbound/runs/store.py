@@ -297,7 +297,8 @@ def run_of(given: object) -> xr.Dataset:
     if not isinstance(given, xr.Dataset):
         raise no_run(given)
     if schema.is_diff(given):
-        raise StoreError("this is a diff of two runs, and one run is wanted; both_runs has both")
+        what = "this is a diff of two runs, and one run is wanted"
+        raise StoreError(f"{what}; lipbound.runs.store.both_runs of it has both")
     if what := _lost(given):
         why = "arithmetic on two runs drops what differs, or all attributes"
         raise StoreError(f"it is no run, or no longer one: {what}; give the run itself ({why})")

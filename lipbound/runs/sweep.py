@@ -57,7 +57,7 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
         raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model")
     pairs = content.pop(PAIRS, [{}])
     if not isinstance(pairs, list) or not pairs or not all(isinstance(one, dict) for one in pairs):
-        raise LipboundError(f"{path} has pairs that are no list of mappings as '- data: words.txt'")
+        raise LipboundError(f"{path} has pairs that are no list of mappings, as - data: words.txt")
     every: list[dict[str, Any]] = []
     for pair in pairs:
         merged = content | pair
