@@ -96,7 +96,7 @@ def sequence_growth(
     where = resolve_device(device)
     checkpoint = load_checkpoint(model, dtype=dtype, device=where)
     if (limit := checkpoint.positions) is not None and lengths[-1] > limit:
-        raise InputsError(f"length {lengths[-1]} exceeds the {limit} tokens of {checkpoint.name}")
+        raise InputsError(f"{lengths[-1]} tokens exceed the {limit} positions of {checkpoint.name}")
     counts = [sequences * n for n in lengths]
     tokens, description = stream(checkpoint, data, sum(counts), split=split, column=column)
     capturer = Capturer(checkpoint.model, layers)

@@ -128,7 +128,7 @@ def test_workers_refuse_other_weights(bert: Path) -> None:
     job = RunConfig(str(bert), bounds=["yudin"], exact_samples=1, delta=None, device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
     assert [m.layer for m in work(job, checkpoint.revision, inputs, 0, {0})] == [1]
-    other = functools.partial(work, job, "sha256:other", inputs, 0)
+    other = functools.partial(work, job, "sha256:other", inputs, 0, ())
     refused(other, "on a worker", error=CheckpointError)
 
 
