@@ -45,8 +45,6 @@ _SPARE = {"serif": "STIXGeneral", "sans-serif": "DejaVu Sans"}
 """Fonts that are always there, for machines without the venue's."""
 LETTERS = 1.65
 """Letters in a line over its width, in sizes of its type."""
-FIGURE = "figure.pdf"
-"""The name of a file, for messages."""
 D = TypeVar("D", Axes, Figure)
 
 
@@ -171,7 +169,7 @@ def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
     if path is None:
         return drawn
     figure: Any = drawn.figure
-    file = file_path(path, FIGURE)
+    file = file_path(path, "figure.pdf")
     kind = file.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:

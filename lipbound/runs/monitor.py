@@ -39,8 +39,6 @@ _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictiona
 
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Packages of Lightning, and the modules that hold their callbacks."""
-_PREFIX = "lipbound"
-"""First part of the names under which numbers are logged."""
 Log = Callable[[dict[str, float], int], object]
 """Function that logs numbers by name, at a step."""
 
@@ -443,7 +441,7 @@ def logged_numbers(
     found: dict[str, float] = {}
     for name in names:
         for i, layer in enumerate(ds["layer"].values.tolist()):
-            values, place = ds[name].isel(layer=i).values, f"{_PREFIX}/layer_{layer}"
+            values, place = ds[name].isel(layer=i).values, f"lipbound/layer_{layer}"
             known = values[np.isfinite(values)]
             if not known.size:
                 continue

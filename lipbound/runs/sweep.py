@@ -29,7 +29,6 @@ USUAL = {key: getattr(RunConfig, key) for key in (*_AXES, *OPTIONS) if key != "m
 """Defaults of all keys that have one."""
 LISTS = ("layers", "bounds", "extras")
 """Options whose single values may be lists; a list of lists are several of them."""
-PAIRS = "pairs"
 _NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
 """Columns of the index about exact norms; `<name>_ratio` and `<name>_violations` follow."""
 
@@ -55,14 +54,14 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
         raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
     if not isinstance(content, dict):
         raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model")
-    pairs = content.pop(PAIRS, [{}])
+    pairs = content.pop("pairs", [{}])
     if not isinstance(pairs, list) or not pairs or not all(isinstance(one, dict) for one in pairs):
         raise LipboundError(f"{path} has pairs that are no list of mappings, as - data: words.txt")
     every: list[dict[str, Any]] = []
     for pair in pairs:
         merged = content | pair
         if unknown := [key for key in merged if key not in (*_AXES, *OPTIONS)]:
-            near = nearest(str(unknown[0]), (*_AXES, *OPTIONS, PAIRS))
+            near = nearest(str(unknown[0]), (*_AXES, *OPTIONS, "pairs"))
             raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
