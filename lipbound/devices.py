@@ -13,13 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lipbound.errors import (
-    LipboundError,
-    MemoryFullError,
-    UnknownNameError,
-    knows_options,
-    shown,
-)
+from lipbound.errors import LipboundError, MemoryFullError, UnknownNameError, knows_options, shown
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -101,10 +95,8 @@ def device_name(device: str) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if gpu else device
 
 
-PACKAGES = (
-    *("lipbound", "torch", "transformers", "numpy"),
-    *("scipy", "xarray", "zarr", "tokenizers", "datasets"),
-)
+PACKAGES: tuple[str, ...] = ("lipbound", "torch", "transformers", "numpy", "scipy")
+PACKAGES += ("xarray", "zarr", "tokenizers", "datasets")
 """Packages that the numbers of a run can depend on, or how they are stored."""
 
 
@@ -148,8 +140,8 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
     """
     free = available(device)
     if needed > 0.9 * free:
-        sizes = f"about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
-        raise LipboundError(f"{what}, {sizes}; {instead}")
+        sizes = f"{needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
+        raise LipboundError(f"{what}, about {sizes}; {instead}")
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
@@ -184,10 +176,9 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
             except torch.cuda.OutOfMemoryError as error:
                 wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
             torch.cuda.empty_cache()  # once the traceback no longer holds tensors
-            raise MemoryFullError(
-                f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'}); "
-                "measure fewer samples or layers at a time, shorter inputs, or on device='cpu'"
-            )
+            what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
+            instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
+            raise MemoryFullError(f"{what}; {instead}")
 
     return run
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from os import PathLike
 from pathlib import Path, PurePath
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -41,11 +40,8 @@ def tell(*messages: str) -> None:
 
 def warn(message: str, kind: type[Warning]) -> None:
     """Warn at the line outside of lipbound that called it, however deep inside it was noticed."""
-    frame: FrameType | None = sys._getframe()
-    frames = []
-    while frame is not None:
-        frames.append(str(frame.f_globals.get("__name__", "")).partition(".")[0])
-        frame = frame.f_back
+    stack = traceback.walk_stack(sys._getframe())
+    frames = [str(one.f_globals.get("__name__", "")).partition(".")[0] for one, _ in stack]
     outermost = len(frames) - frames[::-1].index(__package__)
     warnings.warn(message, kind, stacklevel=outermost + 1)
 
@@ -58,11 +54,9 @@ class LipboundError(ValueError):
 
         ``%debug`` goes to where it was raised.
         """
-        steps = itertools.takewhile(
-            lambda step: not step.filename.startswith(_HERE),
-            traceback.extract_tb(self.__traceback__),
-        )
-        own = [step for step in steps if "-packages" not in step.filename]
+        steps = traceback.extract_tb(self.__traceback__)
+        outside = itertools.takewhile(lambda step: not step.filename.startswith(_HERE), steps)
+        own = [step for step in outside if "-packages" not in step.filename]
         said = f"\x1b[1;31m{type(self).__name__}: {self}\x1b[0m"
         return [line.rstrip() for line in (*traceback.format_list(own), said)]
 
@@ -143,9 +137,7 @@ def shown(value: object) -> str:
     >>> shown("8"), shown([1, 2]), shown(object())
     ("'8'", '[1, 2]', 'of type object')
     """
-    plain = value is None or isinstance(
-        value, bool | int | float | complex | str | bytes | list | tuple | set | dict | range
-    )
+    plain = isinstance(value, int | float | str | bytes | list | tuple | set | dict | range | None)
     text = " ".join(repr(value).split()) if plain else ""
     if plain and len(text) <= 80:
         return text
@@ -330,9 +322,7 @@ def adapter_name(value: Any) -> str | None:
         return "none"
     if name:
         return str(value)
-    raise LipboundError(
-        f"adapter is {shown(value)}; give the directory of PEFT, a hub id, or 'none'"
-    )
+    raise LipboundError(f"adapter is {shown(value)}; give a directory, a hub id, or 'none'")
 
 
 def indices(name: str, value: Any) -> list[int]:
@@ -359,8 +349,8 @@ def indices(name: str, value: Any) -> list[int]:
             return [whole(name, i) for i in value]
         return [whole(name, value)]
     except LipboundError as error:
-        what = f"{name} is {shown(value)}; give numbers from 0, such as 3, or 0-3,7, or a list"
-        raise LipboundError(what) from error
+        what = "give numbers from 0, such as 3, or 0-3,7, or a list"
+        raise LipboundError(f"{name} is {shown(value)}; {what}") from error
 
 
 def _span(text: str) -> range:  # the numbers of "3" or "0-3"
@@ -382,12 +372,9 @@ def check_layer(att: object, what: str) -> None:
         LipboundError: it is none.
     """
     if reason := getattr(att, "reason", ""):
-        instead = "this one is measured by automatic differentiation, for norms alone"
-        raise LipboundError(f"{what} needs a layer in closed form; {instead}: {reason}")
+        raise LipboundError(f"{what} needs a layer in closed form, and this has none: {reason}")
     if not hasattr(att, "only") or not hasattr(att, "projection"):
-        raise LipboundError(
-            f"what {what} was given is {shown(att)}; give one Attention (lb.capture)"
-        )
+        raise LipboundError(f"what {what} was given is {shown(att)}; give one layer of lb.capture")
 
 
 def check_made(given: object, names: Iterable[str], maker: str) -> None:
@@ -431,8 +418,8 @@ def knows_options(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if unknown := [name for name in kwargs if name not in known and not every]:
             name = function.__qualname__.removesuffix(".__init__")
-            what = f"{name} has no option {unknown[0]!r}"
-            raise UnknownNameError(f"{what}; {nearest(unknown[0], known)}")
+            near = nearest(unknown[0], known)
+            raise UnknownNameError(f"{name} has no option {unknown[0]!r}; {near}")
         return function(*args, **kwargs)
 
     return run
@@ -450,7 +437,5 @@ def neighbours(name: object, known: Iterable[str], *, cutoff: float = 0.5) -> li
     """Return up to three known names like a given one, nearest first, whatever their case."""
     if not isinstance(name, str):
         return []
-    folded: dict[str, str] = {}
-    for one in known:
-        folded.setdefault(one.lower(), one)
+    folded = {one.lower(): one for one in reversed([*known])}  # of two alike the first
     return [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=3, cutoff=cutoff)]

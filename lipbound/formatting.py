@@ -226,10 +226,8 @@ def html_facts(title: str, facts: Mapping[str, str], ready: Mapping[str, str] | 
         The HTML.
     """
     cells = dict(ready or {}) | {name: escape(value) for name, value in facts.items() if value}
-    body = "".join(
-        f'<tr><th style="{LEFT}">{escape(name)}</th><td style="{LEFT}">{value}</td></tr>'
-        for name, value in cells.items()
-    )
+    row = f'<tr><th style="{LEFT}">{{}}</th><td style="{LEFT}">{{}}</td></tr>'
+    body = "".join(row.format(escape(name), value) for name, value in cells.items())
     above = f'<caption style="{LEFT}"><b>{escape(title)}</b></caption>'
     return f"<table>{above}<tbody>{body}</tbody></table>"
 
@@ -287,31 +285,27 @@ def replacing(*targets: str | Path) -> Iterator[list[Path]]:
         StoreError: one of them cannot be written; whatever had these names before is still there.
     """
     ends = [Path(os.path.realpath(Path(target).expanduser())) for target in targets]
-    beside = [
-        end
-        if end.exists() and not end.is_file()
-        else end.with_name(f".{end.stem}.{os.getpid()}.partial{end.suffix}")
-        for end in ends
-    ]
-    moved = [(path, end) for path, end in zip(beside, ends, strict=True) if path != end]
+    new = {end: end.with_name(f".{end.stem}.{os.getpid()}.partial{end.suffix}") for end in ends}
+    new |= {end: end for end in ends if end.exists() and not end.is_file()}
     try:
         for end in ends:
             check_folder(end)
             if end.exists() and not os.access(end, os.W_OK):
                 why = os.strerror(errno.EACCES)
                 raise StoreError(f"{targets[0]} cannot be written: {why}")
-        yield beside
-        for path, _ in moved:
+        yield list(new.values())
+        moved = {end: path for end, path in new.items() if end != path}
+        for path in moved.values():
             with path.open("rb+") as file:
                 os.fsync(file.fileno())  # some file systems find out only then that they are full
-        for path, end in moved:
+        for end, path in moved.items():
             if end.exists():
                 shutil.copymode(end, path)
             path.replace(end)
     except OSError as error:
         raise StoreError(f"{targets[0]} cannot be written: {error.strerror or error}") from error
     finally:
-        for path, _ in moved:
+        for path in {*new.values()} - {*new}:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 

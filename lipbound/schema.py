@@ -60,30 +60,22 @@ CHECKSUM = "checksum"
 RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs put together: the run that a place is from, and its sample's number there."""
 
-IDENTITY = (
-    *("revision", "data_fingerprint", "map", "norm", "wrt"),
-    *("method", "tol", "delta", "seed", "dtype"),
-)
+ALIKE = ("map", "norm", "wrt")
+"""Attributes without which the numbers of two runs are of different things."""
+IDENTITY = ("revision", "data_fingerprint", *ALIKE, "method", "tol", "delta", "seed", "dtype")
 """Attributes that decide what the numbers are."""
 DRAWN = ("method", "delta", "seed")
 """Attributes of exact norms that are found from random vectors: in the Frobenius norm alone."""
-AGREE = (
-    *("revision", "architecture", "loaded", "commit", "quantization", "map", "norm"),
-    *("wrt", "method", "tol", "dtype", "seed", "bounds", "extras", "tau", "variants"),
-    "not_applicable",
-)
+AGREE: tuple[str, ...] = ("revision", "architecture", "loaded", "commit", "quantization", *ALIKE)
+AGREE += ("method", "tol", "dtype", "seed", "bounds", "extras", "tau", "variants", "not_applicable")
 """Attributes that runs put together share, since a number means something else without."""
-JOINED = (
-    *("lipbound", "model", "data", "data_fingerprint", "preprocessing"),
-    *("device", "python", "date", "command"),
-)
+JOINED: tuple[str, ...] = ("lipbound", "model", "data", "data_fingerprint", "preprocessing")
+JOINED += ("device", "python", "date", "command")
 """Attributes that runs put together list, each text once."""
 SIDES = ("a", "b")
 """Runs of a diff, in order. A diff has all of their variables, with ``_a`` and ``_b`` behind."""
 DIFF = "diff"
 """Attribute of a diff: the attributes of its runs by side."""
-ALIKE = ("map", "norm", "wrt")
-"""Attributes without which the numbers of two runs are of different things."""
 TOLD = ("method", "tol", "delta", "dtype", "seed", "lipbound")
 """Attributes about how numbers were found; where the runs of a diff differ in them, it is told."""
 CHOICES = {"norm": tuple(NORMS), "wrt": tuple(WRT), "dtype": ("float32", "float64")}
@@ -376,9 +368,8 @@ def lacking_variables(ds: xr.Dataset) -> str:
     """Describe the first variable that is missing or of a wrong kind; empty where all are good."""
     bounds = [str(name) for name in ds.attrs["bounds"]]
     needed = ("sample", "layer", "length", "exact", "exact_converged", *bounds, *map(sound, bounds))
-    for name in needed:
-        if name not in ds.variables:
-            return f"{name!r} is missing"
+    if missing := [name for name in needed if name not in ds.variables]:
+        return f"{missing[0]!r} is missing"
     for name in own(ds):
         axes = tuple(dim for dim in ds[name].dims if dim != STEP)
         if axes not in (AXES, AXES[:2]) or ds[name].dtype.kind not in "fib":

@@ -22,9 +22,8 @@ def tabled(found: Sequence[dict[str, Tensor]], *axes: str) -> xr.Dataset:
         Dataset of the same names, with dims layer and ``axes``.
     """
     tables = {name: torch.stack([one[name].cpu() for one in found]) for name in found[0]}
-    return xr.Dataset(
-        {name: (("layer", *axes[: t.ndim - 1]), t.numpy()) for name, t in tables.items()}
-    )
+    named = {name: (("layer", *axes[: t.ndim - 1]), t.numpy()) for name, t in tables.items()}
+    return xr.Dataset(named)
 
 
 def annotated(ds: xr.Dataset, variables: dict[str, str], layers: Sequence[int]) -> xr.Dataset:

@@ -63,9 +63,8 @@ def steepness(att: Attention) -> Steepness:
             proposition says nothing.
     """
     att.only("the curvature of scores")
-    found = [
-        _steepness(att.w_q[h].double(), att.w_k[h].double(), att.scale) for h in range(att.heads)
-    ]
+    pairs = zip(att.w_q.double(), att.w_k.double(), strict=True)
+    found = [_steepness(w_q, w_k, att.scale) for w_q, w_k in pairs]
     *rates, directions = zip(*found, strict=True)
     gamma, eigenvalue = torch.tensor(rates, dtype=torch.float64, device=att.device)
     return Steepness(gamma, eigenvalue, torch.stack(directions))
@@ -81,9 +80,7 @@ def _steepness(w_q: Tensor, w_k: Tensor, scale: float) -> tuple[float, float, Te
         candidates.append((0.0, torch.linalg.svd(w_k.mT, full_matrices=True).Vh[-1]))
     candidates = [(value, u) for value, u in candidates if float(u.norm()) > 0]
     if not candidates:
-        raise LipboundError(
-            "W_Q W_K^T of a head has no real eigenvalue, so Proposition 3.4 says nothing about it"
-        )
+        raise LipboundError("Proposition 3.4 says nothing of a W_Q W_K^T with no real eigenvalue")
     value, u = max(candidates, key=lambda one: growth_rate(one[0]))
     return growth_rate(value), value, u / u.norm()
 
@@ -112,10 +109,8 @@ def adversarial_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
     """
     att.only("Proposition 3.4")
     if tokens < 1 or not radius > 0:
-        raise LipboundError(
-            f"{tokens} tokens within radius {radius} are no input; give at least one token and a "
-            "positive radius"
-        )
+        what = f"{tokens} tokens within radius {radius} are no input"
+        raise LipboundError(f"{what}; give at least one token and a positive radius")
     steep = steepness(att)
     negative = (steep.eigenvalue < 0)[:, None, None]
     shape = torch.ones(1, tokens, 1, dtype=torch.float64, device=att.device)
@@ -230,7 +225,7 @@ def attack(
     steps, starts = whole("steps", steps, least=1), whole("starts", starts, least=1)
     (start,) = check_seed(whole("seed", seed))
     att = att.detached()
-    norms, inputs = [], []
+    every = []
     for s in range(att.samples):
         one = att.unpadded(s)
         heads = (one.select(heads=slice(h, h + 1)) for h in range(att.heads))
@@ -238,9 +233,8 @@ def attack(
         values, points = (torch.stack(part) for part in zip(*found, strict=True))
         full = att.x[s].expand(att.heads, -1, -1).clone()
         full[:, slice(None) if att.valid is None else att.valid[s]] = points
-        norms.append(values)
-        inputs.append(full)
-    return Attack(torch.stack(norms), torch.stack(inputs))
+        every.append((values, full))
+    return Attack(*(torch.stack(part) for part in zip(*every, strict=True)))
 
 
 @torch.enable_grad()
@@ -399,8 +393,7 @@ def radius_curve(
         values["adversary"] = found
     lengths = att.x.norm(dim=-1)
     size = float(lengths[lengths > 0].mean())
-    return xr.Dataset(
-        {name: (("sample", "head", "radius"), t.cpu().numpy()) for name, t in values.items()},
-        coords={"radius": list(radii)},
-        attrs={"ball": ball, "at": at, "bounds": names, "token_norm": size},
-    )
+    axes = ("sample", "head", "radius")
+    tables = {name: (axes, t.cpu().numpy()) for name, t in values.items()}
+    attrs = {"ball": ball, "at": at, "bounds": names, "token_norm": size}
+    return xr.Dataset(tables, {"radius": list(radii)}, attrs)

@@ -38,8 +38,7 @@ VARIABLES = {
     "bits_bound": "bits at which `bound` is the error asked for",
     "bits_expected": "bits at which `expected` is the error asked for",
     "bound": "norm times size over output: to first order no relative change is larger",
-    "expected": "relative change, root mean square to first order, if every entry is rounded by a "
-    "uniform number of its own; estimated from some random moves",
+    "expected": "relative change, root mean square of independent errors to first order, estimated",
     "measured": "relative change of the output when keys or values are rounded",
 }
 """Variables of a study, and what they are."""
@@ -107,10 +106,8 @@ def cache_bits(
         captured = capturer.run(inputs.block(s, s + 1, where))
         atts = in_closed_form((layer.attention for layer in captured), "the study of caches")
         if {att.samples for att in atts} != {1} or len({att.heads for att in atts}) > 1:
-            raise LipboundError(
-                "the study of caches needs layers with as many heads each that see whole samples; "
-                "choose such layers by layers="
-            )
+            what = "the study of caches needs layers of as many heads, of whole samples"
+            raise LipboundError(f"{what}; choose such layers by layers=")
         share = delta / (len(CACHED) * inputs.samples * len(atts))
         with torch.no_grad():
             tables = [_of_layer(att, groups, counts, error, share, seed + s) for att in atts]
@@ -147,12 +144,7 @@ def half_steps(y: Tensor, group: str) -> Tensor:
 
 
 def _of_layer(
-    att: Attention,
-    groups: dict[str, str],
-    bits: Sequence[int],
-    error: float,
-    delta: float,
-    seed: int,
+    att: Attention, groups: dict[str, str], bits: list[int], error: float, delta: float, seed: int
 ) -> dict[str, Tensor]:
     """Variables of a layer at one sample, (side, head, bits) or less."""
     att = att.unpadded(0)
@@ -167,9 +159,8 @@ def _of_layer(
         norm, size = found.upper[0].to(att.device), torch.linalg.matrix_norm(reach)[0]
         bound = norm * size / output
         expected = _root_mean_square(wide, cached, side, reach, seed) / output
-        measured = [
-            _outputs(wide, cached | {side: rounded(cached[side], b, group)}) - exact for b in bits
-        ]
+        moved = (cached | {side: rounded(cached[side], b, group)} for b in bits)
+        measured = [_outputs(wide, one) - exact for one in moved]
         row = {"norm": norm, "size": size, "output": output}
         for kind, t in (("bound", bound), ("expected", expected)):
             row |= {kind: t[:, None] / steps, f"bits_{kind}": torch.log2(1 + t / error)}
@@ -240,15 +231,10 @@ def agreement(ds: xr.Dataset) -> pd.DataFrame:
         LipboundError: ``ds`` is no such study.
     """
     check_made(ds, (*VARIABLES, *AXES), "lipbound.cache_bits")
-    ds = ds.assign(size=ds["size"] / ds["output"])
-    rows = []
-    for side in CACHED:
-        for b in ds["bits"].values.tolist():
-            names = [*KINDS, "measured", "size"]
-            at = ds[names].sel(side=side, bits=b).to_dataframe()[names]
-            row = at[names[:-1]].median().to_dict()
-            row["above"] = float((at["measured"] > at["bound"]).mean())
-            ranks = at.corr("spearman")["measured"]
-            row |= {f"rank_{name}": float(ranks[name]) for name in (*KINDS, "size")}
-            rows.append({"side": side, "bits": b} | row)
-    return pd.DataFrame(rows)
+    errors, ds = [*KINDS, "measured"], ds.assign(size=ds["size"] / ds["output"])
+    every = ds[[*errors, "size"]].to_dataframe()[[*errors, "size"]]
+    every["above"] = every["measured"] > every["bound"]
+    groups = every.groupby(["side", "bits"], sort=False)
+    table = groups[errors].median().join(groups["above"].mean())
+    ranks = groups[[*errors, "size"]].corr("spearman").xs("measured", level=-1)
+    return table.join(ranks[[*KINDS, "size"]].add_prefix("rank_")).reset_index()

@@ -41,8 +41,7 @@ QUANTITIES = {
     "adversarial_head": "exact local constant of a head without biases at its adversarial input",
     "adversarial_lower": "lower bound of Proposition 3.4 there",
     "adversarial_upper": "Theorem 3.3 there",
-    "adversarial_layer": "exact local constant of the whole layer at the adversarial input of its "
-    "steepest head",
+    "adversarial_layer": "exact local constant of the whole layer at that of its steepest head",
     "adversarial_layer_bound": f"{BOUND} of the heads there, put together for the whole layer",
     "radius": "length of adversarial tokens: the mean magnitude of real ones",
 }
@@ -97,8 +96,7 @@ def sequence_growth(
     where = resolve_device(device)
     checkpoint = load_checkpoint(model, dtype=dtype, device=where)
     if (limit := checkpoint.positions) is not None and lengths[-1] > limit:
-        what = f"length {lengths[-1]} exceeds the {limit} positions of {checkpoint.name}"
-        raise InputsError(f"{what}; give at most {limit}")
+        raise InputsError(f"{lengths[-1]} tokens exceed the {limit} positions of {checkpoint.name}")
     counts = [sequences * n for n in lengths]
     tokens, description = stream(checkpoint, data, sum(counts), split=split, column=column)
     capturer = Capturer(checkpoint.model, layers)
@@ -114,10 +112,8 @@ def sequence_growth(
     ds = xr.concat(real, "length")
     ds["radius"] = ds["magnitude"].mean(("sequence", "length"))
     pairs = list(zip(last, ds["radius"].values.tolist(), strict=True))
-    adversarial = [
-        tabled([_adversarial(att, n, r, tol, seed) for att, r in pairs], "head") for n in lengths
-    ]
-    ds = ds.merge(xr.concat(adversarial, "length"))
+    steep = [[_adversarial(att, n, r, tol, seed) for att, r in pairs] for n in lengths]
+    ds = ds.merge(xr.concat([tabled(found, "head") for found in steep], "length"))
     ds = ds.transpose("sequence", "length", "layer", "head").assign_coords(length=lengths)
     ds = annotated(ds, QUANTITIES, [layer.index for layer in captured])
     how = {"causal": int(last[0].mask is not None), "tol": tol}
@@ -177,10 +173,7 @@ def _check(att: Attention, causal: bool, name: str) -> None:
     att.only("the study of growth, which has inputs without biases and positions,")
     mask = causal_mask(att.tokens, att)
     if causal and not bool((att.forbid(torch.zeros_like(mask)[None, None]) == mask).all()):
-        raise LipboundError(
-            f"{name} cannot be run with a causal mask: its attention is not causal even as a "
-            "decoder"
-        )
+        raise LipboundError(f"{name} has no causal mask even as a decoder; leave out causal=True")
 
 
 def exponents(values: xr.DataArray) -> xr.Dataset:
@@ -201,10 +194,8 @@ def exponents(values: xr.DataArray) -> xr.Dataset:
     check_made(values, ["length"], "lipbound.analysis.length_growth.sequence_growth")
     kept = values.where(values["length"] >= SHORTEST, drop=True)
     if kept.sizes["length"] < 3:
-        raise LipboundError(
-            f"a slope needs at least three lengths of {SHORTEST} and more; the study has "
-            f"{kept.sizes['length']}"
-        )
+        what = f"a slope needs at least three lengths of {SHORTEST} and more"
+        raise LipboundError(f"{what}; the study has {kept.sizes['length']}")
     kept = kept.stack(point=[d for d in ("sequence", "length") if d in kept.dims])
     x = np.log(kept["length"].values)
 

@@ -65,15 +65,10 @@ def weighted(att: Attention, weights: Tensor) -> Attention:
     """
     att.only("mean-field attention")
     if tuple(weights.shape) != (att.samples, att.tokens):
-        raise AttentionError(
-            f"weights have shape {tuple(weights.shape)}; they must be (samples, N), here "
-            f"{(att.samples, att.tokens)}"
-        )
+        known = f"(samples, N), here {(att.samples, att.tokens)}"
+        raise AttentionError(f"weights have shape {tuple(weights.shape)}; they must be {known}")
     if att.valid is not None:
-        raise AttentionError(
-            "mean-field attention takes inputs without padding; give one sample at a time, "
-            "Attention.unpadded(i)"
-        )
+        raise AttentionError("weighted tokens are without padding; give one att.unpadded(i)")
     weights = weights.double()
     if not bool((weights > 0).all()) or float((weights.sum(-1) - 1).abs().max()) > 1e-6:
         raise AttentionError("weights must be positive and add up to one for every sample")

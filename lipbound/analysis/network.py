@@ -99,17 +99,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     Raises:
         LipboundError: there is none.
     """
-    lists = [
-        list(m)
-        for m in model.modules()
-        if isinstance(m, nn.ModuleList) and len(m) and len({type(part) for part in m}) == 1
-    ]
+    every = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    lists = [parts for parts in every if len({type(part) for part in parts}) == 1]
     expected = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     fitting = [parts for parts in lists if len(parts) == expected] or lists
     if not fitting:
-        raise LipboundError(
-            f"{type(model).__name__} has no list of blocks, so there is nothing to start or end at"
-        )
+        raise LipboundError(f"{type(model).__name__} has no list of blocks to start or end at")
     return max(fitting, key=len)
 
 
@@ -215,10 +210,8 @@ def _block(value: Any, name: str, words: Sequence[str], count: int) -> int | Non
     if isinstance(value, str) and value in words:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
-        raise LipboundError(
-            f"{name} is {shown(value)}; give {' or '.join(map(repr, words))} or the number of a "
-            f"block, of which this model has {count}"
-        )
+        what = f"give {' or '.join(map(repr, words))} or the number of a block"
+        raise LipboundError(f"{name} is {shown(value)}; {what}, of which this model has {count}")
     return value
 
 
@@ -239,9 +232,7 @@ def chain(
     first = _block(start, "start", ("embeddings",), len(parts)) or 0
     last = _block(end, "end", ("logits", "last_hidden_state"), len(parts))
     if last is not None and last < first:
-        raise LipboundError(
-            f"end is block {last} but start is block {first}; end at {first} or later"
-        )
+        raise LipboundError(f"end {last} is before start {first}; end at {first} or later")
     given: list[Tensor] = []
     replacement: list[Tensor] = []
 
@@ -265,9 +256,8 @@ def chain(
             return reached.value
         value = getattr(outputs, str(end), None)
         if not isinstance(value, Tensor):
-            raise LipboundError(
-                f"{type(model).__name__} has no {end}; its outputs are {', '.join(outputs.keys())}"
-            )
+            names = ", ".join(outputs.keys())
+            raise LipboundError(f"{type(model).__name__} has no {end}; its outputs are {names}")
         return value
 
     def f(x: Tensor) -> Tensor:
@@ -304,9 +294,8 @@ def _real_tokens(
     """
     name = "attention_mask"
     if getattr(model.config, "is_encoder_decoder", False):
-        decoder = block is None or any(
-            module is block and "decoder" in at for at, module in model.named_modules()
-        )
+        names = [at for at, module in model.named_modules() if module is block]
+        decoder = block is None or any("decoder" in at for at in names)
         name = "decoder_attention_mask" if decoder else name
     mask: Any = inputs.get(name)
     fits = mask is not None and value.ndim == 3 and tuple(mask.shape) == tuple(value.shape[:2])

@@ -133,7 +133,6 @@ def main(received: Sequence[int] = ()) -> None:
         try:
             program: Any = typer.main.get_command(app)
             status = program(prog_name="lipbound", standalone_mode=False)
-            status = status or 2 * (len(sys.argv) == 1)  # the help was shown for want of a command
             # what a full disk does not take is told here rather than by Python when it ends
             sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
@@ -142,7 +141,7 @@ def main(received: Sequence[int] = ()) -> None:
             unsaved = getattr(error, "dataset", None) is not None  # what was measured is kept
             status = _failed(f"{error}; {state['kept']()}" if unsaved else str(error), error)
         except typer.Exit as end:
-            status = end.exit_code or 2 * (len(sys.argv) == 1)
+            status = end.exit_code
         except OSError as error:
             if not error.strerror:  # an error of a network library
                 raise
@@ -163,6 +162,7 @@ def main(received: Sequence[int] = ()) -> None:
         finally:
             if state["verbose"]:
                 os.environ.pop(_VERBOSE, None)
+    status = status or 2 * (len(sys.argv) == 1)  # the help was shown for want of a command
     if status == 130:  # typer may have ended the command itself
         typer.echo(f"interrupted: {state['kept']()}", err=True)
     if status:
@@ -292,9 +292,8 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
         return
     found, extent = Contents.of(ds), ""
     if found.norms:
-        least, most = ends(quantity(ds, "exact", 0))[0], ends(quantity(ds, "exact", 1))[1]
-        said = outwards(least, most, 3)
-        extent = f", from {said}" if " to " in said else f", {said}"
+        least, most = (ends(quantity(ds, "exact", end))[end] for end in (0, 1))
+        extent = f", {outwards(least, most, 3)}"
     error = small(float(f"{ds.attrs['capture_error']:.1e}"))
     what = f"exact norms: {found.norms} ({places(ds)}, {counted(found.exact_samples, 'sample')})"
     echo_folded(f"{what}{extent}; capture reproduces the model to {error} relative")

@@ -161,8 +161,7 @@ def sweep(file: Path, *, out: Path = Path("runs"), scheduler: str | None = None)
             why = f"  {plain(row['error'])}" if row["error"] else ""
             typer.echo(f"{row['status']}: {row['run']}{why}")
     if (kept := ended["kept"]) and not state["quiet"]:
-        what = f"note: {kept} of {ended.total()} runs were finished before and are kept as they are"
-        typer.echo(f"{what}, in {out}", err=True)
+        typer.echo(f"note: {kept} of {ended.total()} runs in {out} were finished before", err=True)
     if failed := ended["failed"]:
         what = f"{counted(failed, 'run')} of the sweep failed; {out / 'index.csv'} says why"
         raise LipboundError(f"{what}, and the same command tries again")
@@ -267,8 +266,8 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         try:
             client = opened.enter_context(Client(address, timeout=10))
         except (OSError, ValueError) as error:
-            what = f"no dask scheduler answers at {scheduler!r}; give its address"
-            raise LipboundError(f"{what}, such as tcp://host:8786, or local:N") from error
+            what = f"no dask scheduler answers at {scheduler!r}; give tcp://host:8786 or local:N"
+            raise LipboundError(what) from error
         yield client
 
 

@@ -18,8 +18,7 @@ def labels_of(given: list[str] | None) -> dict[str, str]:
     for word in given or []:
         name, sign, text = word.partition("=")
         if not sign or not name.strip() or not text.strip():
-            what = f"--label is {shown(word)}; it takes NAME=TEXT"
-            raise LipboundError(f"{what}, such as --label 'yudin=Yudin et al.'")
+            raise LipboundError(f"--label is {shown(word)}; it takes NAME=TEXT, as yudin=Yudin")
         found[name.strip()] = text.strip()
     return found
 

@@ -17,7 +17,7 @@ from lipbound.errors import LipboundError, check_made, choice, shown, whole
 from lipbound.formatting import counted, directed, joined, plain, span
 from lipbound.reporting import statistics, styles
 from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
-from lipbound.runs.store import load, no_run, run_of, takes_run
+from lipbound.runs.store import load, run_of, takes_run
 from lipbound.schema import ALIKE, EXACT, MEANS, STATISTICS, STEP, with_exact
 
 if TYPE_CHECKING:
@@ -172,8 +172,7 @@ def _layer_notes(
     counts = [int(with_exact(ds).sum()) for ds in runs]
     if bands := {statistics.spread_title(n, reduce): n for n in counts if n > 1}:
         notes.append(f"bands: {' or '.join(bands)}")
-    one = [title for title, count in zip(names, counts, strict=True) if count < 2]
-    if one:
+    if one := [title for title, count in zip(names, counts, strict=True) if count < 2]:
         notes.append(f"{joined(one)}: one sample, no interval")
     for title, count, ds in zip(names, counts, runs, strict=True):
         if kept and count < ds.sizes["sample"]:
@@ -304,9 +303,7 @@ def over_steps(
         LipboundError: a run without steps, a quantity that it has not, an unknown reduction.
     """
     ds = load(ds) if isinstance(ds, str | Path) else ds
-    if not isinstance(ds, xr.Dataset):
-        raise no_run(ds)
-    if STEP not in ds.dims:
+    if STEP not in getattr(ds, "dims", ()):
         raise LipboundError("the run has no steps of training; lb.Monitor makes one that has")
     ds = relabelled(ds, labels)
     known = [one for one in (*EXACT[:3], *STATISTICS, *ds.attrs["bounds"]) if one in ds.data_vars]
@@ -384,14 +381,12 @@ def token_profile(
             file that cannot be drawn or written.
     """
     if not hasattr(profile, "output_lower"):
-        what = shown(profile)
-        raise LipboundError(f"profile is {what}; give what lipbound.token_profile returns")
+        raise LipboundError(f"profile is {shown(profile)}; give what lb.token_profile returns")
     chosen, grids = _norms(profile, sample, heads)
     rows, count = grids[0].shape
     names = [plain(str(token)) for token in (range(count) if tokens is None else tokens)]
     if len(names) != count:
-        what = f"{len(names)} tokens were given for a profile of {count}"
-        raise LipboundError(f"{what}; give the text of every token")
+        raise LipboundError(f"{len(names)} tokens were given for {count}; give the text of each")
     names = [n if len(n) <= _LONGEST else f"{n[: _LONGEST - 1]}\u2026" for n in names]
     settings, inches, points = styles.look(None, width, font_size)
     tall = 0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0)

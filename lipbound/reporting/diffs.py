@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.errors import LipboundError, UnknownNameError, shown
+from lipbound.errors import LipboundError, UnknownNameError
 from lipbound.formatting import plain, small
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import checkpoint_words, exact_words, setting_words
@@ -32,10 +32,8 @@ def opened(given: Any, **of_runs: object) -> Any:
     ds = load(given) if isinstance(given, str | Path) else given
     if not is_diff(ds):
         return ds
-    for name, value in of_runs.items():
-        if value:
-            what = f"{name} is {shown(value)}, which is not for a diff of two runs"
-            raise LipboundError(f"{what}; leave it out")
+    if others := [name for name, value in of_runs.items() if value]:
+        raise LipboundError(f"{others[0]} is not for a diff of two runs; leave it out")
     return diff_of(ds)
 
 
@@ -105,10 +103,8 @@ def diff_notes(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> list[
     if len(counts) == 1:
         said = "without upper ends of both norms, ratios are estimates without an enclosure"
     else:
-        said = (
-            f"whatever the norms in their enclosures are, {second} is smaller than {first} at "
-            f"{counts['smaller']} of {places} places, and larger at {counts['larger']}"
-        )
+        said = f"at {counts['smaller']} of {places} places, and larger at {counts['larger']}"
+        said = f"whatever the enclosed norms are, {second} is smaller than {first} {said}"
     either = int((a.notnull() | b.notnull()).sum())
     lost = f"{either - places} of {either} places have no ratio: no norm, or zero in {first}"
     same = places and bool((a == b).where(ds["ratio"].notnull(), True).all())

@@ -22,12 +22,10 @@ from lipbound.runs.store import takes_run
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
 is shown."""
-RECORDED = (
-    *("model", "called", "architecture", "revision", "quantization"),
-    *("data", "data_fingerprint", "preprocessing", "bounds", "extras"),
-    *("method", "tol", "delta", "dtype", "device", "seed", "capture_error"),
-    *("lipbound", "python", "date", "command", "versions"),
-)
+RECORDED: tuple[str, ...] = ("model", "called", "architecture", "revision", "quantization", "data")
+RECORDED += ("data_fingerprint", "preprocessing", "bounds", "extras", "method", "tol", "delta")
+RECORDED += ("dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command")
+RECORDED += ("versions",)
 """Attributes that `facts` tells as they are, or, where it has more to say, by its own words."""
 CALLED = "called"
 """Attribute with the names that `relabelled` gave to a run's model and data."""
@@ -43,12 +41,6 @@ def mark(entry: dict[str, Any]) -> str:
     return " \u2020" if entry["sound"] < entry["compared"] else ""
 
 
-_METHODS = {
-    "lanczos": "Lanczos' method",
-    "power": "power iteration",
-    "dense": "dense decompositions",
-}
-"""Methods of `lipbound.spectral_norm` as prose calls them."""
 MEANING = {
     "\u2021": "it is below the exact norm of some {}",
     "\u2020": "its assumptions do not hold on every {} here",
@@ -72,8 +64,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
     check_numbers(ds)
     other: Any = labels
     if not isinstance(other, Mapping | None):
-        wanted = "give a text for each name, such as {'yudin': 'Yudin et al.'}"
-        raise LipboundError(f"labels is {shown(labels)}; {wanted}")
+        raise LipboundError(f"labels is {shown(labels)}; give a text for each name, as a dict")
     given, others = dict(labels or {}), ("model", "data")
     names = {name: name for name in ("exact", "exact_l2", *schema.bounds_there(ds))} | schema.EXTRAS
     known = {name: variable for name, variable in names.items() if variable in ds.variables}
@@ -94,10 +85,8 @@ def check_numbers(ds: xr.Dataset) -> None:
         LipboundError: there are some.
     """
     if bool((ds["exact"] < 0).any()):
-        raise LipboundError(
-            "some exact norms are negative, as in the difference of two runs, which is no run; "
-            "give the runs themselves, or draw the difference by xarray's own plot()"
-        )
+        what = "some exact norms are negative, as in the difference of two runs, which is no run"
+        raise LipboundError(f"{what}; give the runs themselves")
 
 
 def model_name(ds: xr.Dataset) -> str:
@@ -207,9 +196,8 @@ def meanings(ds: xr.Dataset, used: Iterable[str]) -> dict[str, str]:
 
 def broken_words(ds: xr.Dataset) -> str:
     """Words on a bound that is below the exact norm although its assumptions hold."""
-    if edited(ds):
-        return "its assumptions held, but the run was edited"
-    return "its assumptions hold, so please report this run"
+    said = "held, but the run was edited" if edited(ds) else "hold, so please report this run"
+    return f"its assumptions {said}"
 
 
 def named(ds: xr.Dataset, name: str) -> str:
@@ -375,19 +363,17 @@ def exact_words(ds: xr.Dataset) -> str:
     if edited(ds):  # whatever was claimed was of other numbers
         return "exact norms of which nothing is claimed"
     to, wide, enclosed = small(run.tol), widest(ds), "exact_upper" in ds.variables
+    closely = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}"
     if not there.closed:  # what was asked for says nothing about what is there
-        closely = f"lower ends, none of them found to {to}, which was asked for"
-        if enclosed:
-            told = f"enclosed to {small(wide)} ({to} was asked for)"
-            closely = "without finite upper ends" if np.isinf(wide) else told
-    else:
-        closely = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}"
+        wider = "without finite upper ends" if np.isinf(wide) else f"enclosed to {small(wide)}"
+        closely = f"{wider if enclosed else 'lower ends, none converged'} ({to} was asked for)"
     if schema.norm_of(ds) != "frobenius":
         found = f"of a model in {run.dtype}, {closely}, both ends deterministic"
     else:
         # what encloses works in float64, whatever the model
         dtype = f"({run.dtype} model)" if enclosed else f"in {run.dtype}"
-        found = f"by {_METHODS.get(run.method, run.method)} {dtype}, {closely}"
+        method = run.method.replace("lanczos", "Lanczos' method")
+        found = f"by {method} {dtype}, {closely}"
         if run.delta and enclosed:
             each = " a step" * (schema.STEP in ds.dims)
             found += f" with failure probability {small(run.delta)}{each}"
@@ -395,8 +381,7 @@ def exact_words(ds: xr.Dataset) -> str:
         found += f", except {reached(ds)}"
     all_samples = there.exact_samples == there.samples
     some = "" if all_samples else f" (on {there.exact_samples} of the samples)"
-    without = int(schema.automatic(ds).sum())
-    if without:
+    if without := int(schema.automatic(ds).sum()):
         of = f"{without} of {len(there.layers)} layers"
         found += f"; {of} by automatic differentiation, rounding not enclosed"
     return f"exact norms{some} {found}"
@@ -407,9 +392,8 @@ def state_words(ds: xr.Dataset) -> str:
 
     Empty for runs, and parts of runs, that are as they were.
     """
-    lost = "some variables of the run left out, so that its checksums cannot exclude that others"
     if (state := edited(ds)) is None:
-        return f"{lost} were edited"
+        return "variables left out, so that checksums cannot exclude that others were edited"
     return "edited or put together by hand since it was computed" if state else ""
 
 
@@ -436,18 +420,15 @@ def checkpoint_words(ds: xr.Dataset) -> str:
 
 def setting_words(ds: xr.Dataset) -> str:
     """Say what was measured of a checkpoint, on what, and how surely."""
+    state = f"; {words}" if (words := state_words(ds)) else ""
     if schema.of_weights_alone(ds):
-        state = f"; {words}" if (words := state_words(ds)) else ""
         return f"{places(ds)}; {ds.attrs['map_description']}{state}"
     there = schema.Contents.of(ds)
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if schema.norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(schema.origins(ds)) > 1 else ""
-    state = f"; {words}" if (words := state_words(ds)) else ""
-    return (
-        f"{places(ds)}; map: {ds.attrs['map_description']}{norm}; data: {data}{together}; "
-        f"{exact_words(ds)}{state}"
-    )
+    what = f"map: {ds.attrs['map_description']}{norm}; data: {data}{together}"
+    return f"{places(ds)}; {what}; {exact_words(ds)}{state}"
 
 
 def facts(ds: xr.Dataset) -> dict[str, Any]:

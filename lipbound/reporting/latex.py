@@ -30,10 +30,10 @@ _WORDS = {"inf": "$\\infty$", "n/a": "--", "to": "--"}
 """Words in cells of numbers."""
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 FORMULA = re.compile(
-    r"\b[xh] ->(?: ?(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+]))+"  # a map
+    r"(\b[xh] ->(?: ?(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+]))+"  # a map
     r"|\|\|[A-Z]+(?:_[A-Z])?\|\|(?:_F)?(?:\^\d)?|sqrt\([A-Za-z0-9]\)|\b[A-Z]'(?!\w)"
     r"|\b[A-Z] = \d+\b|\b[A-Z]+\^T\b|(?<=layers )x(?= \d)"
-    r"|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b"
+    r"|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b)"
 )
 """Mathematics that our statements, labels and descriptions write as plain text."""
 SYMBOLS = {"x": "\\times", "log10": "\\log_{10}"}
@@ -52,11 +52,10 @@ def typeset(text: str) -> str:
     >>> typeset("x -> softmax(q k^T) v, up to 2 ||W_V|| of 50 %")
     '$x \\to \\mathrm{softmax}(q k^{T}) v$, up to 2 $\\|W_V\\|$ of 50 \\%'
     """
-    text, parts, end = HASH.sub(r"\1", plain(text)), [], 0
-    for match in FORMULA.finditer(text):
-        parts += [_words(text[end : match.start()]), f"${_formula(match[0])}$"]
-        end = match.end()
-    return "".join([*parts, _words(text[end:])])
+    parts = FORMULA.split(HASH.sub(r"\1", plain(text)))
+    parts[::2] = map(_words, parts[::2])
+    parts[1::2] = (f"${_formula(part)}$" for part in parts[1::2])
+    return "".join(parts)
 
 
 def _words(text: str) -> str:
@@ -102,10 +101,8 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     named = isinstance(width, str)
     room, points, rows = SIZES[choice("width", width, SIZES)] if named else (float(width), 8, 40)
     if not room >= _LEAST:
-        raise LipboundError(
-            f"width is {width}; it must be a number of points, at least {_LEAST}, or one of "
-            f"{', '.join(SIZES)}"
-        )
+        what = f"it must be a number of points, at least {_LEAST}, or one of {', '.join(SIZES)}"
+        raise LipboundError(f"width is {width}; {what}")
     size = points / 10 * 1.07  # small type is wider
 
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))

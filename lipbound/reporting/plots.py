@@ -21,19 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from lipbound import errors
 from lipbound.bounds.audit import audit
-from lipbound.errors import (
-    LipboundError,
-    PaperError,
-    UnknownNameError,
-    choice,
-    flag,
-    knows_options,
-    nearest,
-    shown,
-    tell,
-    whole,
-)
+from lipbound.errors import LipboundError, PaperError, UnknownNameError, choice, knows_options
 from lipbound.formatting import counted, enclosed, joined, plain
 from lipbound.reporting import charts, statistics, styles
 from lipbound.reporting import labels as texts
@@ -204,10 +194,8 @@ def scale_of(names: Sequence[str], grids: Grids, words: str, limits: Limits = No
         except (TypeError, ValueError):
             low = high = math.nan
         if not -math.inf < low < high < math.inf:
-            raise LipboundError(
-                f"limits is {shown(limits)}; give log10 of both ends of the colour scale, the "
-                "lower one first, such as (0, 2)"
-            )
+            what = "give log10 of both ends of the colour scale, in order, such as (0, 2)"
+            raise LipboundError(f"limits is {errors.shown(limits)}; {what}")
     return Scale(tuple(names), low, high, COLORMAP, words)
 
 
@@ -310,12 +298,9 @@ def arrange(
         _, best = max(found, key=lambda one: one[0])  # of equals the first
         if best.high >= FLAT * line and best.side >= 2 * line:
             return best
-    many = counted(columns, "column") if columns else "as many columns as are legible"
-    raise PaperError(
-        f"{sum(counts)} panels in {many} do not fit on a figure of {inches:g} x {limit:.3g} "
-        f"inches; ask for {'other columns, ' if columns else ''}a larger width, another style or "
-        "fewer bounds"
-    )
+    many = f"{sum(counts)} panels" + (f" in {counted(columns, 'column')}" if columns else "")
+    what = f"{many} do not fit on a figure of {inches:g} x {limit:.3g} inches"
+    raise PaperError(f"{what}; ask for another width, columns or style, or fewer bounds")
 
 
 Paper = tuple[str | float, int | None, float | None, str | None, bool]
@@ -331,7 +316,7 @@ def figure_of(panels: Panels, path: str | Path | None, paper: Paper) -> Figure:
     """
     width, columns, font_size, style, captioned = paper
     settings, inches, points = styles.look(style, width, font_size)
-    columns = None if columns is None else whole("columns", columns, least=1)
+    columns = None if columns is None else errors.whole("columns", columns, least=1)
     grids, own_bars = panels.grids, panels.own_bars
     counts = [len(grids)] if own_bars else [len(bar.names) for bar in panels.bars]
     shape = [max(sizes) for sizes in zip(*(grid.shape for grid in grids.values()), strict=True)]
@@ -493,9 +478,8 @@ def _of_diff(ds: xr.Dataset, reduce: How, labels: Mapping[str, str] | None) -> P
     undecided = np.zeros(grid.shape, dtype=bool)
     samples = statistics.samples_with_values(ds["ratio"])
     if across(ds) == "head" and samples > 1:
-        lower, upper = (
-            end.transpose("layer", "head") for end in statistics.sample_span(ds["ratio"], how)
-        )
+        of_cells = ds["ratio"].transpose("sample", "layer", "head")
+        lower, upper = statistics.sample_span(of_cells, how)
         undecided = ((lower <= 1) & (upper >= 1)).values
     spread = statistics.spread_title(samples, how)
     dots = f" Dots: the {spread} of the cell contains 1." * bool(undecided.any())
@@ -505,18 +489,11 @@ def _of_diff(ds: xr.Dataset, reduce: How, labels: Mapping[str, str] | None) -> P
         f"colour scale centred on 1{_over_samples(ds, ', each the ', how)}; above it its geometric "
         f"mean over everything. {diff_words(ds, labels)}.{dots}{notes}"
     )
-    return Panels(
-        {**both.runs, "ratio": ds},
-        both.grids | {"ratio": grid},
-        [*both.bars, Scale(("ratio",), -most, most, DIVERGING, name)],
-        {
-            **both.titles,
-            "ratio": [f"{name}: {enclosed(*statistics.mean_ends(ratio_run(ds), 'exact'))}"],
-        },
-        words,
-        own_bars=True,
-        dots={"ratio": undecided},
-    )
+    mean = enclosed(*statistics.mean_ends(ratio_run(ds), "exact"))
+    runs, grids = {**both.runs, "ratio": ds}, both.grids | {"ratio": grid}
+    bars = [*both.bars, Scale(("ratio",), -most, most, DIVERGING, name)]
+    titles = {**both.titles, "ratio": [f"{name}: {mean}"]}
+    return Panels(runs, grids, bars, titles, words, own_bars=True, dots={"ratio": undecided})
 
 
 @knows_options
@@ -592,8 +569,8 @@ def heatmaps(
         if bounds is not None or not own or "exact" not in panels.runs:
             raise
     figure = figure_of(_panels(ds, bounds_there(panels.runs["exact"]), *how), path, paper)
-    what = "the extras of the run do not fit on this figure"
-    tell(f"{what}; bounds='{','.join(own)}' draws one of them")
+    draws = f"bounds='{','.join(own)}' draws one of them"
+    errors.tell(f"the extras of the run do not fit on this figure; {draws}")
     return figure
 
 
@@ -641,10 +618,8 @@ def heatmap(
         known = statistics.compared(given) if over else [*statistics.panels(given), *extras(given)]
         wanted = name if over or name not in EXTRAS else _extra(given, name)
         if wanted not in known:
-            what = (
-                f"the run has no {name!r}" if over is None else f"{name!r} is no bound of the run"
-            )
-            raise UnknownNameError(f"{what}; {nearest(name, known)}")
+            near = errors.nearest(name, known)
+            raise UnknownNameError(f"the run has no {name!r} to draw; {near}")
         grids = log10(given, [wanted], how, over)
         (bar,) = scales(given, grids, "panel", limits)
         words, label = RATIO if over else "log10", texts.label_of(given, wanted)
@@ -654,7 +629,7 @@ def heatmap(
     picture = image(axes, grids[wanted], bar)
     axes.set_title(label if title is None else title, parse_math=False)
     _number_axes(axes, given)
-    if flag("colorbar", colorbar):
+    if errors.flag("colorbar", colorbar):
         at: Any = {"location": "bottom", "aspect": 35} if below else {"aspect": 20}
         bar.bar(picture, axes, grids, **at).set_label(words + _over_samples(given, ", ", how))
     return styles.written(axes, path)

@@ -43,10 +43,8 @@ def reduce_samples(values: V, how: str | float, dims: Sequence[str] = ("sample",
     """
     if not isinstance(values, xr.DataArray | xr.Variable) or not {*dims} <= {*values.dims}:
         there = f"one over {', '.join(map(str, values.dims))}" if hasattr(values, "dims") else ""
-        raise LipboundError(
-            f"a variable over {', '.join(dims)} is wanted, not {there or shown(values)}; give one "
-            'of a run, such as ds["exact"]'
-        )
+        what = f"a variable over {', '.join(dims)} is wanted, not {there or shown(values)}"
+        raise LipboundError(f'{what}; give one of a run, such as ds["exact"]')
     quantile = not isinstance(how, str | bool) and is_number(how) and 0 <= float(how) <= 1
     if not quantile and how not in REDUCTIONS:
         said = f"unknown reduction {shown(how)}, and no quantile between 0 and 1"
@@ -265,9 +263,7 @@ def breakdown(
     choice("rows", by, BY[1:])
     choice("values", values, VALUES)
     if by == "head" and "head" not in ds.dims:
-        raise LipboundError(
-            "the run is about whole layers and has no heads; ask for a table by layer"
-        )
+        raise LipboundError("a run of whole layers has no heads; ask for a table by layer")
     check_numbers(ds)
     names = present(ds, bounds)
     table = cells(ds, by, names, reduce, values)
@@ -319,10 +315,7 @@ def compared(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """
     if names := present(ds, bounds):
         return names
-    raise LipboundError(
-        "the run has no bounds, whose ratios to the exact norms are drawn; compare the model with "
-        "some"
-    )
+    raise LipboundError("the run has no bounds, whose ratios are drawn; compare with some")
 
 
 def requested(ds: xr.Dataset, bounds: str | Iterable[str]) -> list[str]:

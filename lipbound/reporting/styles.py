@@ -45,8 +45,6 @@ _SPARE = {"serif": "STIXGeneral", "sans-serif": "DejaVu Sans"}
 """Fonts that are always there, for machines without the venue's."""
 LETTERS = 1.65
 """Letters in a line over its width, in sizes of its type."""
-FIGURE = "figure.pdf"
-"""The name of a file, for messages."""
 D = TypeVar("D", Axes, Figure)
 
 
@@ -71,19 +69,16 @@ def look(
         real("font_size", font_size, "a number of points", above=0)
     inches = float(WIDTHS.get(str(width), width if is_number(width) else 0.0))
     if not 1 <= inches <= 100:
-        raise LipboundError(
-            f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of "
-            f"{', '.join(WIDTHS)}"
-        )
+        what = "it must be a number of inches, from 1 to 100"
+        raise LipboundError(f"width is {shown(width)}; {what}, or one of {', '.join(WIDTHS)}")
     if style is None:
         points = font_size or (12.0 if width == "slide" else 7.0)
         return BASE | {"font.size": points}, inches, points
     try:
         from tueplots import bundles
     except ImportError as error:
-        raise LipboundError(
-            f"style {style!r} needs tueplots; pip install 'lipbound[styles]'"
-        ) from error
+        what = f"style {style!r} needs tueplots; pip install 'lipbound[styles]'"
+        raise LipboundError(what) from error
     known = [name for name in dir(bundles) if name[-4:].isdigit()]
     make = getattr(bundles, choice("style", style, known))
     wanted = {"column": TUEPLOTS_COLUMNS.get(str(width), "full"), "usetex": False}
@@ -101,9 +96,8 @@ def _font(style: str, found: dict[str, Any]) -> str:
     """The first font of a venue that is installed; else a like one, which is told."""
     family = found["font.family"]
     fonts = found.get(f"font.{family}", []) if family in _SPARE else [family]
-    for font in fonts:
-        if font in font_manager.get_font_names():
-            return str(font)
+    if there := [font for font in fonts if font in font_manager.get_font_names()]:
+        return str(there[0])
     spare = _SPARE.get(family, "DejaVu Sans")
     named = ", ".join(fonts) or "left to TeX"
     tell(f"style {style!r}: none of its fonts ({named}) is installed; {spare} is taken")
@@ -175,16 +169,14 @@ def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
     if path is None:
         return drawn
     figure: Any = drawn.figure
-    file = file_path(path, FIGURE)
+    file = file_path(path, "figure.pdf")
     kind = file.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:
-        raise LipboundError(
-            f"{file} has no file type that can be drawn; use one of {', '.join(sorted(supported))}"
-        )
+        known = ", ".join(sorted(supported))
+        raise LipboundError(f"{file} has no file type that can be drawn; use one of {known}")
     texts = {"txt": f"{caption}\n", "tex": f"\\caption{{{typeset(caption)}}}\n"} if caption else {}
-    latex = kind == "pgf"
-    if latex:
+    if latex := kind == "pgf":
         figure = pickle.loads(pickle.dumps(figure))  # whose text is escaped, not the caller's
         for text in figure.findobj(Text):
             text.set_text("\n".join(map(escape_latex, text.get_text().split("\n"))))
@@ -197,10 +189,7 @@ def written(drawn: D, path: str | Path | None, caption: str = "") -> D:
         try:
             figure.savefig(target if latex else whole, **options)
         except RuntimeError as error:
-            raise LipboundError(
-                f"{file} needs pdflatex, which measures its text, and which is not installed; "
-                ".pdf needs nothing"
-            ) from error
+            raise LipboundError(f"{file} needs pdflatex, to measure text; draw a .pdf") from error
         if not latex:
             target.write_bytes(whole.getvalue())
         for other, words in zip(others, texts.values(), strict=True):

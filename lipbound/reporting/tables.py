@@ -86,10 +86,7 @@ def render(
     choice("format", format, FORMATS)
     made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values, labels=labels)
     if width is not None and format not in FITTED:
-        raise LipboundError(
-            f"a width ({width}) was given, but {format} has none; it is for text (characters) "
-            "and latex (column, page, slide or points)"
-        )
+        raise LipboundError(f"width is {width}, and {format} has none; it is for text and latex")
     return WRITERS[format](made, width) if format in FITTED else WRITERS[format](made)
 
 
@@ -116,10 +113,8 @@ def table_of(
     """
     choice("rows", by, BY)
     if by == "bound" and (reduce, values) != ("geomean", "ratio"):
-        raise LipboundError(
-            f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values "
-            f"{values!r}; these are for rows by layer or head"
-        )
+        what = "rows per bound are geometric means of ratios"
+        raise LipboundError(f"{what}; reduce and values are for rows by layer or head")
     given = opened(ds, values=values != "ratio" and values)
     if not is_diff(given):
         run = texts.relabelled(run_of(given), labels)
@@ -130,8 +125,7 @@ def table_of(
     run, told = ratio_run(given, labels), (diff_words(given, labels), diff_notes(given, labels))
     if by == "bound":
         norms = ["a", "b", "exact"]
-        both = [one for one in map(str, run.data_vars) if f"{one}_upper" in run]
-        both = [one for one in both if one not in norms]
+        both = [k for k in map(str, run.data_vars) if f"{k}_upper" in run and k not in norms]
         wanted = both if bounds is None else statistics.requested(both_runs(given)[0], bounds)
         return _of_norms(run, [*norms, *(choice("bound", one, both) for one in wanted)], told)
     if bounds is not None:
@@ -183,11 +177,9 @@ def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
     if not names:
         norms = statistics.extras(ds) if of_weights_alone(ds) else ["exact"]
         return _of_norms(ds, norms, bounds=chosen)
-    numbers, labels = summary(ds).loc[names], [texts.label_of(ds, name) for name in names]
+    numbers = summary(ds).loc[names]
     columns = _of_each(ds, names) | {
-        "bound": [
-            f"{label}{texts.mark(counts[k])}" for k, label in zip(names, labels, strict=True)
-        ],
+        "bound": [texts.label_of(ds, name) + texts.mark(counts[name]) for name in names],
         "name": names,
         BELOW: numbers["violations"].astype(str) + "/" + numbers["compared"].astype(str),
         HOLDS: list(map(texts.holds, numbers["sound"], numbers["compared"])),
@@ -226,8 +218,7 @@ def extra_notes(ds: xr.Dataset) -> list[str]:
         dims = list(map(str, ds[name].dims))
         start, end = (float(statistics.reduce_samples(one, "median", dims)) for one in both)
         known = digits(start, end)
-        low = directed(statistics.ends(both[0])[0], known, False)
-        high = directed(statistics.ends(both[1])[1], known, True)
+        low, high = (directed(statistics.ends(one)[k], known, k) for k, one in enumerate(both))
         said = f"median {enclosed(start, end)}{texts.over(ds)}, from {low} to {high}"
         said = said.replace("inf", "infinity") * (name in extras)
         words = ", ".join(filter(None, [said, texts.extra_known(ds, name)]))
@@ -246,10 +237,9 @@ def _spread_columns(low: pd.DataFrame, high: pd.DataFrame, name: str) -> dict[st
     They have no more digits than the mean, so that rounding leaves it between them.
     """
     known = [max(2, min(3, digits(*ends))) for ends in zip(low[name], high[name], strict=True)]
-    found = {
-        title: list(map(outwards, low[least], high[most], known))
-        for title, (least, most) in statistics.SPANS.items()
-    }
+    found = {}
+    for title, (least, most) in statistics.SPANS.items():
+        found[title] = list(map(outwards, low[least], high[most], known))
     for end, ends in (("min", low), ("max", high)):
         if end in ends:
             found[end] = list(map(directed, ends[end], known, [end == "max"] * len(known)))

@@ -131,9 +131,7 @@ def text_table(table: Table, width: str | float | None = None) -> str:
         LipboundError: a width that is no number, or below `LEAST`.
     """
     if width is not None and (isinstance(width, str) or not width >= LEAST):
-        raise LipboundError(
-            f"width is {width!r}; that of text is a number of characters, at least {LEAST}"
-        )
+        raise LipboundError(f"width is {width!r}; give a number of characters, at least {LEAST}")
     room = int(width) if width and width < ENDLESS else ENDLESS
     widths = {}
     for title in table.shown.columns:

@@ -54,10 +54,8 @@ def settings_checksum(attrs: Mapping[str, Any]) -> str:
 
 def settings_altered(ds: xr.Dataset) -> bool:
     """Tell whether settings, of the run or of those put together, are not as they were recorded."""
-    return any(
-        settings_checksum(attrs) != attrs.get("settings_checksum")
-        for attrs in (ds.attrs, *ds.attrs.get("runs", []))
-    )
+    every = ds.attrs, *ds.attrs.get("runs", [])
+    return any(settings_checksum(one) != one.get("settings_checksum") for one in every)
 
 
 def checksums(ds: xr.Dataset) -> xr.DataArray:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from lipbound.bounds import registry
 from lipbound.devices import in_own_modes, versions
 from lipbound.errors import LipboundError, flag, tell
 from lipbound.jacobians.maps import WHOLE, map_words
-from lipbound.models.capture.capture import Capturer
 from lipbound.models.capture.verification import most_padded
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.inputs import prepare
@@ -29,7 +28,7 @@ from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs import measure, store
 from lipbound.runs.checksums import OF_BOUND, sealed
 from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
-from lipbound.runs.measure import LayerInfo, norms_shape
+from lipbound.runs.measure import LayerInfo, SampleBlock, Sources, norms_shape
 from lipbound.runs.store import LayerResult, PartialRun
 from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
@@ -47,10 +46,7 @@ DECIDING = ("model", *schema.IDENTITY, *_ALSO)
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
     "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
-    "exact_l2": (
-        "Exact, L2 attention",
-        "the same for L2 attention with these weights (Kim et al. 2021)",
-    ),
+    "exact_l2": ("Exact, L2 attention", "the same for L2 attention (Kim et al. 2021)"),
     "jacobian_frobenius": ("Frobenius norm", "Frobenius norm of the Jacobian"),
     "jacobian_condition": ("Condition number", "condition number of the Jacobian"),
     "kappa_softmax": ("kappa_softmax", "condition number of the softmax"),
@@ -81,7 +77,7 @@ SOURCES = {
 """Where extras of heads come from."""
 
 
-EMPTY = {"f": np.nan, "i": np.int32(0), "b": False}
+EMPTY: dict[str, Any] = {"f": np.nan, "i": np.int32(0), "b": False}
 """Values of a run's tables at places that were not measured, by the kind of their dtype."""
 WORKING_MEMORY = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -261,11 +257,10 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
             asked |= {"device": where, "versions": versions(), "block": planned.block}
             kept = opened.enter_context(PartialRun(target, asked))
         blocks = planned.blocks(() if kept is None else kept.found)
-        results = (
-            measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
-            if client is None
-            else measure.measured_by(client, sources, spec, blocks)
-        )
+        if client is None:
+            results = measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
+        else:
+            results = measure.measured_by(client, sources, spec, blocks)
         if kept is not None:
             results = kept.keeping(results)
         tables, lengths, error = filled(planned, results, signs.advance)
@@ -279,9 +274,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
 
 
 def filled(
-    plan: Plan,
-    results: Iterable[LayerResult],
-    advance: Callable[[int], None] = lambda samples: None,
+    plan: Plan, results: Iterable[LayerResult], advance: Callable[[int], None] = lambda count: None
 ) -> tuple[dict[str, np.ndarray], np.ndarray, float]:
     """Put results where they belong in tables of NaN, 0 or False.
 
@@ -309,10 +302,7 @@ def filled(
 
 
 def dataset(
-    tables: dict[str, np.ndarray],
-    spec: RunConfig,
-    layers: Sequence[LayerInfo],
-    lengths: np.ndarray,
+    tables: dict[str, np.ndarray], spec: RunConfig, layers: Sequence[LayerInfo], lengths: np.ndarray
 ) -> xr.Dataset:
     """Label filled tables (samples, layers, heads) with names, coordinates and what each bound is.
 
@@ -354,8 +344,7 @@ def _tell_of_missing(config: RunConfig, sources: Sources, ds: xr.Dataset) -> Non
     for name in map(EXTRAS.__getitem__, config.extras or ()):
         without, there = int((ds[name].isnull() & ds["exact"].notnull()).sum()), ds["exact"].count()
         if without:
-            why = "more than the 1,024 outputs of a condition number, several windows, or rounding"
-            why = f"{why} hides it"
+            why = "it has more than 1,024 outputs, several windows, or rounding hides it"
             if name in schema.OF_HEADS:
                 why = "no closed form, cross-attention, no output projection, or rounding hides it"
             elif name in CONDITIONING:
@@ -368,10 +357,9 @@ def run_info(
     config: RunConfig, sources: Sources, plan: Plan, tokens: int = 0, error: float = 0.0
 ) -> RunInfo:
     """Describe a run, whose longest sample has so many tokens, by its largest capture error too."""
-    checkpoint, inputs = sources.checkpoint, sources.inputs
-    packages = versions()
+    checkpoint, inputs, packages = sources.checkpoint, sources.inputs, versions()
     heads = None if config.map in WHOLE else plan.shape[2]
-    numbers = [layer.index for layer in plan.layers]
+    numbers, exact = [layer.index for layer in plan.layers], config.exact_count(plan.samples)
     return RunInfo(
         lipbound=packages["lipbound"],
         model=checkpoint.name,
@@ -392,7 +380,7 @@ def run_info(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         samples=plan.samples,
-        exact_samples=config.exact_count(plan.samples),
+        exact_samples=exact,
         tokens=tokens,
         capture_error=error,
         block=plan.block,
@@ -400,9 +388,7 @@ def run_info(
         variants=sorted(all_variants(plan.layers)),
         not_applicable=plan.not_applicable,
         notes=[*checkpoint.notes, *inputs.notes, *sources.capturer.notes],
-        made=Extent(
-            plan.samples, config.exact_count(plan.samples), numbers, heads, plan.model_layers
-        ),
+        made=Extent(plan.samples, exact, numbers, heads, plan.model_layers),
     )
 
 
@@ -419,15 +405,6 @@ def deciding_of(ds: xr.Dataset) -> dict[str, Any]:
 # -- decisions before anything is computed: sources, bounds that apply, blocks, shares of delta ---
 
 
-class Sources(NamedTuple):
-    """Checkpoint, inputs, device and capture that a configuration leads to."""
-
-    checkpoint: Checkpoint
-    inputs: Inputs
-    device: str
-    capturer: Capturer
-
-
 def open_sources(config: RunConfig, device: str) -> Sources:
     """Load the model to a device and prepare the inputs.
 
@@ -437,8 +414,7 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     checkpoint = open_checkpoint(config, device)
     inputs = open_inputs(config, checkpoint)
     if not devices.has_float64(device):
-        what = f"the device {device!r} has no float64: the model runs there"
-        note(inputs, f"{what}, and its heads are measured on the CPU")
+        note(inputs, f"{device!r} has no float64: the model runs there, heads go to the CPU")
     layers = config.chosen_layers
     capturer = measure.capturer_of(checkpoint.model, layers, config.map, config.extras)
     return Sources(checkpoint, inputs, device, capturer)
@@ -466,14 +442,6 @@ def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
         what = f"exact norms of {config.exact_samples} samples were asked for"
         note(inputs, f"{what}, and there are {inputs.samples}, which all get them")
     return inputs
-
-
-class SampleBlock(NamedTuple):
-    """Samples start...stop-1, and the positions of layers that are measured there already."""
-
-    start: int
-    stop: int
-    skip: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -587,10 +555,7 @@ def about(
                 silent[name] = why
     if silent and not everything:
         name, why = next(iter(silent.items()))
-        others = registry.names(registry.get(name).norm) if closed else []
-        fitting = [other for other in others if variants <= registry.get(other).covers]
-        instead = f", or take some of {', '.join(fitting)}" if fitting else ""
-        raise LipboundError(f"bound {name!r} {why}; leave it out{instead}")
+        raise LipboundError(f"bound {name!r} {why}; leave it out, or take bounds='default'")
     return [name for name in names if name not in silent], silent
 
 
@@ -599,7 +564,6 @@ def memory_bytes(memory: str | float, device: str) -> float:
     if memory == "auto":
         quarter = devices.available(torch.device(device)) / 4
         return min(WORKING_MEMORY, quarter) if device == "cpu" else quarter
-    if float(memory) < LEAST_MEMORY:
-        what = f"memory is {float(memory):g} bytes, so that samples are measured one at a time"
-        tell(f"{what}; write '4GB' for gigabytes")
-    return float(memory)
+    if (size := float(memory)) < LEAST_MEMORY:
+        tell(f"memory is {size:g} bytes, samples are measured one at a time; write '4GB' for GB")
+    return size

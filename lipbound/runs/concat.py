@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -109,25 +110,20 @@ def _table(parts: list[xr.Dataset]) -> list[Key]:
     Raises:
         StoreError: they do not fill it once.
     """
-    owner: dict[tuple[Key, int], int] = {}
+    runs: Counter[tuple[Key, int]] = Counter()
     exact: dict[Key, bool] = {}
-    for number, part in enumerate(parts):
-        data = part.attrs["data"]
+    for part in parts:
         for key, known in zip(_keys(part), schema.with_exact(part).values.tolist(), strict=True):
-            what = f"sample {key[1]} of {data}"
             if exact.setdefault(key, known) != known:
+                what = f"sample {key[1]} of {part.attrs['data']}"
                 raise StoreError(f"{what} has exact norms in some of the runs alone")
-            for layer in map(int, part["layer"].values):
-                if (other := owner.setdefault((key, layer), number)) != number:
-                    where = f"run {other + 1} and run {number + 1} of those given"
-                    raise StoreError(f"{what}, layer {layer}, is in {where}; select other parts")
-    samples = sorted(exact, key=lambda key: not exact[key])
-    layers = sorted({layer for _, layer in owner})
-    for key, layer in itertools.product(samples, layers):
-        if (key, layer) not in owner:
-            what = f"sample {key[1]} of the data {key[0]} has no layer {layer}"
-            raise StoreError(f"{what}, which other samples have; all need the same layers")
-    return samples
+        runs.update(itertools.product(_keys(part), part["layer"].values.tolist()))
+    layers = {layer for _, layer in runs}
+    for (data, sample), layer in itertools.product(exact, sorted(layers)):
+        if (count := runs[(data, sample), layer]) != 1:
+            what = f"layer {layer} of sample {sample} of the data {data} is in {count} of the runs"
+            raise StoreError(f"{what}, and must be in one; select other parts, or the same layers")
+    return sorted(exact, key=lambda key: not exact[key])
 
 
 def _filled(parts: list[xr.Dataset], samples: list[Key], origins: list[str]) -> xr.Dataset:

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 _TOL = "between 0 and 1 (relative width of the enclosures)"
 _DELTA = "a probability between 0 and 1, or None for plain estimates (on the command line, 0)"
-EXPORTS = (
-    *(".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather", ".md", ".tex", ".txt", ".json"),
-    *(".pdf", ".png", ".svg", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".eps", ".ps", ".pgf"),
-    *(".html", ".bib", ".nc", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pt"),
-)
+EXPORTS = {".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather", ".md", ".tex", ".txt", ".json"}
+EXPORTS |= {".pdf", ".png", ".svg", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".eps", ".ps"}
+EXPORTS |= {".html", ".bib", ".nc", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pt", ".pgf"}
 """Endings of files that are made from a run, and are none."""
 LEAST_MEMORY = 1e6
 """Bytes that no unit need be written behind."""
@@ -248,8 +246,8 @@ class RunConfig:
         if lost:
             what = f"the run was made from {lost[0]} in memory, which no name leads back to"
             raise StoreError(f"{what}; give it as {lost[1]}=")
-        said: dict[str, Any] = {name: getattr(info, name) for name in _RECORDED}
-        said |= {name: source.get(name) for name in _RECORDED_SOURCE}
+        said: dict[str, Any] = {name: getattr(info, name) for name in _ATTRS}
+        said |= {name: source.get(name) for name in _SOURCE}
         said |= {"bounds": tuple(info.bounds), "layers": tuple(ds["layer"].values.tolist())}
         if model is None or isinstance(model, str | Path):
             said["adapter"] = source.get("adapter")
@@ -272,7 +270,7 @@ class RunConfig:
         ``model`` is None for one in memory; ``data`` is None for the default, False for objects in
         memory.
         """
-        found = self.options(*_RECORDED_SOURCE, "gguf_file")
+        found = self.options(*_SOURCE, "gguf_file")
         for name in ("model", "data", "tokenizer", "processor", "adapter"):
             value = getattr(self, name)
             found[name] = absolute(value) if isinstance(value, str | Path) else None
@@ -328,19 +326,8 @@ READING = ("samples", "max_length", "split", "column", "shuffle")
 """Options of `lipbound.models.inputs.prepare`."""
 LOADING = ("revision", "dtype", "weights", "gguf_file", "tokenizer", "processor", "adapter")
 """Options of `lipbound.load_checkpoint`, but for the device."""
-_RECORDED = (
-    "extras",
-    "tau",
-    "map",
-    "norm",
-    "wrt",
-    "samples",
-    "exact_samples",
-    "tol",
-    "delta",
-    "seed",
-)
-_RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
+_ATTRS = ("extras", "tau", "map", "norm", "wrt", "samples", "exact_samples", "tol", "delta", "seed")
+_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
 """Options that a run records as attributes, and in its attribute ``source``."""
 
 

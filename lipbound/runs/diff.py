@@ -12,7 +12,7 @@ from typing import Any
 import xarray as xr
 
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError, Notice, StoreError, choice, shown, tell
+from lipbound.errors import LipboundError, Notice, StoreError, choice, tell
 from lipbound.models.checkpoint import Inputs
 from lipbound.runs.compare import one_of, open_sources, run
 from lipbound.runs.config import RunConfig, check_run_name
@@ -78,12 +78,10 @@ def diff(
     target = None if out is None else check_target(out)
     if any(stored):
         if not all(stored):
-            what = "a run, and b is a checkpoint" if stored[0] else "a checkpoint, and b is a run"
-            raise LipboundError(f"a is {what}; give two of a kind: lipbound.compare makes runs")
+            raise LipboundError("of a and b one is a run, one a checkpoint; give two of a kind")
         given = {"data": data, "client": client, "resume": resume or None} | options
-        for name in [name for name, value in given.items() if value is not None]:
-            what = f"{name} is {shown(given[name])}, and a and b are runs, measured already"
-            raise LipboundError(f"{what}; leave it out")
+        if others := [name for name, value in given.items() if value is not None]:
+            raise LipboundError(f"a and b are runs, measured already; leave out {others[0]}")
         runs = [run_of(a), run_of(b)]
     else:
         both = {name: value for name, value in options.items() if name not in OF_B}

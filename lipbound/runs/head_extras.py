@@ -79,13 +79,9 @@ def of_heads(att: Any, names: Collection[str], tau: float | None = None) -> dict
         weights = of_weights(att.w_q, att.w_k, att.w_v, att.w_o, att.scale)
         found |= {name: t.expand(att.samples, -1) for name, t in weights.items() if name in names}
     for name in [name for name in OF_HEADS[len(OF_WEIGHTS) :] if name in names]:
-        of = row_norm if name == "row_norm" else _largest_logit
+        of = row_norm if name == "row_norm" else lambda part: part.statistics()["largest_logit"]
         parts = [of(part) for part in pieces(att, "head")]
         found[name] = beside(parts, att.samples, "head", lambda t, dim: torch.cat([*t], dim))
         if name == "qk_clip" and tau is not None:
             found[name] = tau / found[name].clamp_min(tau)
     return found
-
-
-def _largest_logit(att: Attention) -> Tensor:
-    return att.statistics()["largest_logit"]

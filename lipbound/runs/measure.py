@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipbound import errors
+from lipbound import errors, schema
 from lipbound.attention.conditioning import conditioning
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention, described
@@ -34,25 +34,12 @@ from lipbound.jacobians.streaming import SCORE_BYTES, whole_bytes
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.capture.verification import one_sample
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.loading import GivenCapturer, GivenLayers, load_checkpoint
 from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.head_extras import of_heads
 from lipbound.runs.store import LayerResult
-from lipbound.schema import (
-    CLOSED_FORM,
-    CONDITIONING,
-    EXTRAS,
-    INPUT,
-    MEANS,
-    OF_HEADS,
-    TOKEN_NORMS,
-    sound,
-)
-
-if TYPE_CHECKING:
-    from lipbound.runs.compare import SampleBlock, Sources
-
-    Blocks = Iterable[SampleBlock]
+from lipbound.schema import CONDITIONING, EXTRAS, INPUT, MEANS, OF_HEADS, TOKEN_NORMS, sound
 
 _SMALL = 1024
 """Tokens up to which samples and layers are measured side by side; the matrices of longer inputs
@@ -60,6 +47,23 @@ keep torch's own threads busy."""
 
 _MEASURERS: dict[tuple[RunConfig, str], Measurer] = {}
 _TURN = threading.Lock()
+
+
+class Sources(NamedTuple):
+    """Checkpoint, inputs, device and capture that a configuration leads to."""
+
+    checkpoint: Checkpoint
+    inputs: Inputs
+    device: str
+    capturer: Capturer
+
+
+class SampleBlock(NamedTuple):
+    """Samples start...stop-1, and the positions of layers that are measured there already."""
+
+    start: int
+    stop: int
+    skip: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class LayerInfo:
     memory: Memory = field(default_factory=Memory)
     kind: str = "self"
     stream: str = INPUT
-    measured: str = CLOSED_FORM
+    measured: str = schema.CLOSED_FORM
 
 
 def capturer_of(
@@ -173,16 +177,14 @@ def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
     Raises:
         LipboundError: one has not.
     """
-    asked, usual = (f"wrt={wrt!r}", "wrt='input'") if wrt != INPUT else ("", "")
-    if norm in TOKEN_NORMS:  # other arguments than the input have the Frobenius norm alone
-        asked, usual = f"norm {norm!r}", "norm='frobenius'"
-    for layer in layers if asked else ():
-        without = layer.variants - set(WITH_TOKEN_NORMS) if norm in TOKEN_NORMS else frozenset()
-        if layer.measured != CLOSED_FORM or without:
+    by_token = norm in TOKEN_NORMS  # where functions of the input alone have norms
+    asked = f"norm {norm!r}" if by_token else f"wrt={wrt!r}"
+    for layer in layers if by_token or wrt != INPUT else ():
+        without = layer.variants - set(WITH_TOKEN_NORMS) if by_token else frozenset()
+        if layer.measured != schema.CLOSED_FORM or without:
             what = titles(without) or "layers that are measured by automatic differentiation"
             where = f"such as layer {layer.index} ({layer.layer_name})"
-            instead = f"choose others by layers=, or take {usual}"
-            raise LipboundError(f"{asked} does not cover {what}, {where}; {instead}")
+            raise LipboundError(f"{asked} does not cover {what}, {where}; choose others by layers=")
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
@@ -241,7 +243,7 @@ class Measurer:
         if self.verify:
             self.capturer.forget()
 
-    def each(self, sources: Sources, blocks: Blocks) -> Iterator[LayerResult]:
+    def each(self, sources: Sources, blocks: Iterable[SampleBlock]) -> Iterator[LayerResult]:
         """Measure blocks of the inputs, layer by layer."""
         for start, stop, skip in blocks:
             yield from self.block(sources.inputs.block(start, stop, sources.device), start, skip)
@@ -261,9 +263,7 @@ class Measurer:
             attention, windows = layer.attention, layer.windows
             if attention.samples != windows * count:
                 what = f"layer {layer.name} has {attention.samples} samples, the inputs {count}"
-                raise CaptureError(
-                    f"{what} on their first axis; lipbound.capture takes such inputs"
-                )
+                raise CaptureError(f"{what} on their first axis; lipbound.capture takes them")
             waiting.append(partial(self._result, layer, i, start))
             together = 1 if _alone(attention) else torch.get_num_threads() // attention.samples
             del layer, attention  # frees P and what hangs on it
@@ -372,14 +372,13 @@ def _of_windows(name: str, values: np.ndarray) -> np.ndarray:
     Its Jacobian is block diagonal.
     """
     if name == EXTRAS["frobenius"]:
-        return np.asarray(np.sqrt(np.square(values).sum(1)))
+        return np.linalg.norm(values, axis=1)
     if name == EXTRAS["condition"]:  # the extremes of all windows together are not known
         return np.full_like(values[:, 0], np.nan)
     if name in MEANS:
-        return np.asarray(values.mean(1))
-    if name == "qk_clip":  # which clips by the largest logit
-        return np.asarray(values.min(1))
-    return np.asarray(values.all(1) if values.dtype == bool else values.max(1))
+        return np.mean(values, 1)
+    # QK-clip clips by the largest logit; assumptions hold where they do in all windows
+    return np.min(values, 1) if name == "qk_clip" or values.dtype == bool else np.max(values, 1)
 
 
 def seed_of(seed: int, *place: int | str) -> int:
@@ -389,11 +388,7 @@ def seed_of(seed: int, *place: int | str) -> int:
 
 
 def work(
-    spec: RunConfig,
-    revision: str,
-    inputs: Mapping[str, Tensor],
-    start: int,
-    skip: Collection[int] = (),
+    spec: RunConfig, revision: str, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
 ) -> list[LayerResult]:
     """Run `Measurer.block` in a process of its own, which loads the checkpoint once.
 
@@ -439,7 +434,7 @@ def check_client(client: Any, config: RunConfig) -> None:
 
 
 def measured_by(
-    client: Any, sources: Sources, spec: RunConfig, blocks: Blocks
+    client: Any, sources: Sources, spec: RunConfig, blocks: Iterable[SampleBlock]
 ) -> Iterator[LayerResult]:
     """Have blocks measured by the workers of a dask.distributed client, which load the model.
 

@@ -7,7 +7,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,12 +28,10 @@ from lipbound.models.training import uncompiled
 from lipbound.runs import compare
 from lipbound.runs.checksums import sealed, settings_checksum
 from lipbound.runs.config import READING, RunConfig
-from lipbound.runs.measure import Measurer, capturer_of, seed_of
+from lipbound.runs.measure import Measurer, Sources, capturer_of, seed_of
 from lipbound.runs.store import check_target, hold, load, same_configuration, save
 from lipbound.schema import AXES, EXTRAS, MEANS, STATISTICS, STEP, RunInfo
 
-OF_RUN = "out resume bounds extras tau map norm layers tol seed samples max_length tokenizer"
-"""Arguments of a monitor that are those of a run."""
 WITHOUT = ("audit", "violations")
 """Attributes of one run that a run over steps has not: bounds may fall below at some of them."""
 _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
@@ -41,8 +39,6 @@ _WRITERS: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictiona
 
 LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 """Packages of Lightning, and the modules that hold their callbacks."""
-_PREFIX = "lipbound"
-"""First part of the names under which numbers are logged."""
 Log = Callable[[dict[str, float], int], object]
 """Function that logs numbers by name, at a step."""
 
@@ -135,13 +131,10 @@ class Monitor:
             raise LipboundError(f"log is {shown(log)}; give a function")
         self._model = bare_module(model)
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), None)
-        self._config = config = RunConfig(
-            model,
-            probe,
-            delta=delta or None,
-            dtype="float64" if dtype == torch.float64 else "float32",
-            **{name: given[name] for name in OF_RUN.split()},
-        )
+        given |= {"data": probe, "delta": delta or None}
+        given["dtype"] = "float64" if dtype == torch.float64 else "float32"
+        of_run = [one.name for one in fields(RunConfig) if one.name in given]
+        self._config = config = RunConfig(**{name: given[name] for name in of_run})
         self._logs, self._per_head = [] if log is None else [log], errors.flag("per_head", per_head)
         self._open(tokenizer)
         self._above, self._thresholds = set[str](), dict[str, float]()
@@ -174,7 +167,7 @@ class Monitor:
         tell(*notes)
         capturer = capturer_of(measured, config.chosen_layers, config.map, config.extras)
         device = str(next(self._model.parameters()).device)
-        self._sources = compare.Sources(checkpoint, inputs, device, capturer)
+        self._sources = Sources(checkpoint, inputs, device, capturer)
         memory = compare.memory_bytes(config.memory, device)
         with uncompiled(self._model.modules()):
             self._plan = planned = compare.plan(config, self._sources, memory, 1)
@@ -316,8 +309,7 @@ class Monitor:
             results = list(measurer.each(sources, planned.blocks(())))
         modules = _modules_of(self._model, (one.name for one in results if one.start == 0))
         if modules != self._modules or capturer.count != planned.model_layers:
-            what = "attention layers of the model came, went or changed places"
-            raise errors.CaptureError(f"{what} since its monitor was made; make a new Monitor")
+            raise errors.CaptureError("attention layers came, went or moved; make a new Monitor")
         tables, lengths, error = compare.filled(planned, results)
         info = compare.run_info(self._config, sources, planned, int(lengths.max()), error)
         if (first := self._info) is not None:
@@ -345,9 +337,8 @@ class Monitor:
         before, self._above = self._above, set()
         for name, limit in self._thresholds.items():
             found = ds[name].isel(ds[name].fillna(-np.inf).argmax(...))
-            if found > limit:
-                self._above.add(name)
-            if found > limit and name not in before:
+            self._above |= {name} if found > limit else set()
+            if name in self._above - before:
                 axes = [axis for axis in ("layer", "head", "sample") if axis in found.coords]
                 where = ", ".join(f"{axis} {int(found[axis])}" for axis in axes)
                 what = f"{name} has risen above {limit:g} at step {step}"
@@ -450,21 +441,14 @@ def logged_numbers(
     found: dict[str, float] = {}
     for name in names:
         for i, layer in enumerate(ds["layer"].values.tolist()):
-            values, place = ds[name].isel(layer=i).values, f"{_PREFIX}/layer_{layer}"
+            values, place = ds[name].isel(layer=i).values, f"lipbound/layer_{layer}"
             known = values[np.isfinite(values)]
             if not known.size:
                 continue
-            if name in MEANS:
-                found[f"{place}/{name}_mean"] = float(known.mean())
-            elif name == "qk_clip":
-                found[f"{place}/{name}_min"] = float(known.min())
-            else:
-                found[f"{place}/{name}_max"] = float(known.max())
+            how = "mean" if name in MEANS else "min" if name == "qk_clip" else "max"
+            found[f"{place}/{name}_{how}"] = getattr(known, how)()
             if name not in (*STATISTICS, "qk_clip") and (known > 0).all():
-                found[f"{place}/{name}_geomean"] = float(np.exp(np.log(known).mean()))
+                found[f"{place}/{name}_geomean"] = np.exp(np.log(known).mean())
             for head, one in enumerate(values.T if per_head and values.ndim > 1 else ()):
-                least = one.min() if name == "qk_clip" else one.max()
-                value = float(one.mean() if name in MEANS else least)
-                if np.isfinite(value):
-                    found[f"{place}/head_{head}/{name}"] = value
-    return found
+                found[f"{place}/head_{head}/{name}"] = getattr(one, how)()
+    return {name: float(value) for name, value in found.items() if np.isfinite(value)}

@@ -183,11 +183,10 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         raise _unread(path, "is damaged or was edited", lacking)
     if damaged != "accept" and (found := (diff_faults if of_two else faults)(ds)):
         verify = f"`lipbound verify {shlex.quote(str(path))}` tells what differs; " * (not of_two)
-        message = f"{path} is damaged or was edited: {' and '.join(found)}; {verify}"
-        message += "compute it again"
+        what = f"{path} is damaged or was edited: {' and '.join(found)}; {verify}compute it again"
         if damaged == "refuse":
-            raise AlteredRunError(message)
-        errors.warn(message, errors.DamagedRunWarning)
+            raise AlteredRunError(what)
+        errors.warn(what, errors.DamagedRunWarning)
     if of_two:
         return ds
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"], *ds.data_vars]
@@ -206,8 +205,7 @@ def _check_there(path: Path) -> None:
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {one_line(error)}") from error
     if unfinished and (path != finished or not there):
-        what = f"{partial_path(finished)} is an unfinished run"
-        raise StoreError(f"{what}; finish it by the command that began it, --out {out} --resume")
+        raise StoreError(f"{path} is an unfinished run; run it again with --out {out} --resume")
     if not there:
         raise StoreError(f"there is no run {path}; `lipbound compare MODEL --out {out}` makes one")
 
@@ -230,15 +228,13 @@ def read(path: Path) -> xr.Dataset:
         if "lipbound" not in ds.attrs:
             raise StoreError("it has no settings of one")
     except Exception as error:  # zarr and xarray raise a zoo of types for what they cannot read
+        why = one_line(error)
         if (path / "exact").is_dir() or _newer(path):
-            what = f"a part of it cannot be read ({one_line(error)})"
-            raise _unread(path, "is damaged", what) from error
-        runs = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
-        why = "it is a file of another kind" if netcdf else one_line(error)
-        if isinstance(error, FileNotFoundError):  # of zarr, which names a group at path ''
-            why = "there is no Zarr store in it"
-        if runs:
+            raise _unread(path, "is damaged", f"a part of it cannot be read ({why})") from error
+        if runs := sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json")):
             why = f"it is a folder of runs ({', '.join(runs)}); name one of them"
+        elif netcdf or isinstance(error, FileNotFoundError):  # of zarr, which names a group ''
+            why = "it is a file of another kind" if netcdf else "there is no Zarr store in it"
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
     ds.attrs = _numbers(ds.attrs)
     return _with_attributes(ds, _from_netcdf) if netcdf else ds
@@ -258,10 +254,8 @@ def _unread(path: Path, fault: str, what: str) -> StoreError:
     wrote = _newer(path)
     if not wrote:
         return AlteredRunError(f"{path} {fault}: {what}; compute it again")
-    return StoreError(
-        f"{path} was written by {wrote}, newer than what is installed here, which does not read "
-        f"it: {what}; pip install --upgrade xarray zarr, or compute it again"
-    )
+    what = f"{path} was written by {wrote}, newer than what is installed here: {what}"
+    return StoreError(f"{what}; pip install --upgrade xarray zarr, or compute it again")
 
 
 def _newer(path: Path) -> str:
@@ -353,8 +347,7 @@ def at_step(ds: xr.Dataset, step: int | None = None) -> xr.Dataset:
 
 def no_run(given: object) -> StoreError:
     """Describe what was given in place of a run."""
-    what = f"a run is wanted, not {shown(given)}"
-    return StoreError(f"{what}; give the Dataset of lipbound.compare or lipbound.load")
+    return StoreError(f"a run is wanted, not {shown(given)}; give what lipbound.compare returns")
 
 
 def _lost(ds: xr.Dataset) -> str:
@@ -491,10 +484,9 @@ def refuse_unlike(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
     for name in {**of_a, **of_b}:
         a, b = of_a.get(name), of_b.get(name)
         if a != b:
-            what = f"{name} is {a!r:.80} in a and {b!r:.80} in b"
-            advice = "select what both have (layers=), or measure whole layers (map='layer')"
-            advice = advice if name in ("layer", "head") else "measure both alike"
-            raise StoreError(f"a and b cannot be compared: {what}; {advice}")
+            what = f"{name} is {a!r:.80} in a and {b!r:.80} in b; measure both alike"
+            instead = "select what both have, or take map='layer'"
+            raise StoreError(f"a and b cannot be compared: {what}, {instead}")
 
 
 def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:
@@ -558,8 +550,8 @@ def hold(path: Path, file: Path, *, again: bool = False) -> BaseFileLock:
         lock = FileLock(file, is_singleton=again, thread_local=False)
         lock.acquire(timeout=0)
     except Timeout as error:
-        what = f"another process is filling {path} at this moment"
-        raise StoreError(f"{what}; wait for it to end, or choose another name") from error
+        what = f"another process is filling {path} at this moment; wait, or choose another name"
+        raise StoreError(what) from error
     except OSError as error:
         raise StoreError(f"{file.parent} cannot be written: {one_line(error)}") from error
     return lock
@@ -616,10 +608,7 @@ class PartialRun:
             what = f"the description of {self._path} is lost"
             raise StoreError(f"{what}, and nothing in it fits this run; choose another name")
         if lost := len(files) - len(found):
-            tell(
-                f"{lost} of the {len(files)} measured blocks of one layer each in {self._path} "
-                f"{'is' if lost == 1 else 'are'} damaged, and measured again"
-            )
+            tell(f"damaged blocks in {self._path} are measured again: {lost} of {len(files)}")
         self._put(CONFIGURATION, self._salt.encode())
         return found
 
@@ -697,19 +686,10 @@ def configuration(folder: Path) -> dict[str, Any]:
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:
     """Refuse a run that differs from what is asked for, naming the settings that do."""
     different = [
-        f"{key} was {_said(stored.get(key))} and is now {_said(asked.get(key))}"
+        f"{key} was {stored.get(key)} and is now {asked.get(key)}"
         for key in {**stored, **asked}
         if stored.get(key) != asked.get(key)
     ]
     if different:
-        raise StoreError(
-            f"{path} belongs to another configuration: {'; '.join(different)}; use the same "
-            "arguments, or another name"
-        )
-
-
-def _said(value: object) -> str:
-    """Write a setting in words: the items of a list, "none" for what is not set."""
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_said, value)) or "none"
-    return "none" if value is None else str(value)
+        what = f"{path} belongs to another configuration: {'; '.join(different)}"
+        raise StoreError(f"{what}; use the same arguments, or another name")

@@ -14,7 +14,7 @@ import xarray as xr
 import yaml
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError, StoreError, nearest, one_line, shown
+from lipbound.errors import LipboundError, nearest, one_line, shown
 from lipbound.formatting import replacing
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_folder_name
@@ -29,7 +29,6 @@ USUAL = {key: getattr(RunConfig, key) for key in (*_AXES, *OPTIONS) if key != "m
 """Defaults of all keys that have one."""
 LISTS = ("layers", "bounds", "extras")
 """Options whose single values may be lists; a list of lists are several of them."""
-PAIRS = "pairs"
 _NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
 """Columns of the index about exact norms; `<name>_ratio` and `<name>_violations` follow."""
 
@@ -55,15 +54,14 @@ def planned_runs(path: str | Path) -> dict[str, dict[str, Any]]:
         raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
     if not isinstance(content, dict):
         raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model")
-    pairs = content.pop(PAIRS, [{}])
+    pairs = content.pop("pairs", [{}])
     if not isinstance(pairs, list) or not pairs or not all(isinstance(one, dict) for one in pairs):
-        what = f"{path} has pairs that are no list of mappings"
-        raise LipboundError(f"{what} such as '- {{model: builtin:gpt2, data: words.txt}}'")
+        raise LipboundError(f"{path} has pairs that are no list of mappings, as - data: words.txt")
     every: list[dict[str, Any]] = []
     for pair in pairs:
         merged = content | pair
         if unknown := [key for key in merged if key not in (*_AXES, *OPTIONS)]:
-            near = nearest(str(unknown[0]), (*_AXES, *OPTIONS, PAIRS))
+            near = nearest(str(unknown[0]), (*_AXES, *OPTIONS, "pairs"))
             raise LipboundError(f"{path} has an unknown key {unknown[0]!r}; {near}")
         if not merged.get("model"):
             raise LipboundError(f"{path} has no model for {pair or 'its runs'}; give one at least")
@@ -148,7 +146,8 @@ def rows(
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "
             row["error"] = f"{kind}{error}"
         ended.append(row)
-        _index(folder / "index.csv", ended)
+        with replacing(folder / "index.csv") as (index,):  # it has the bounds of all of its runs
+            pd.DataFrame(ended, dtype=object).to_csv(index, index=False)
         yield row
 
 
@@ -197,12 +196,3 @@ def _name(arguments: Mapping[str, Any], varying: Iterable[str]) -> str:
     parts = [str(model), "default" if data is None else Path(str(data)).stem, str(length)]
     parts += [f"{key}_{arguments[key]}"[:60] for key in varying]
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)
-
-
-def _index(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the index, whole or not at all; it has the bounds of all of its runs."""
-    try:
-        with replacing(path) as (new,):
-            pd.DataFrame(rows, dtype=object).to_csv(new, index=False)
-    except StoreError as error:
-        raise StoreError(f"{error}; the runs beside it are kept") from error

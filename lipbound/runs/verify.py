@@ -19,7 +19,7 @@ from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.loading import Checkpoint
 from lipbound.runs.checksums import altered, faults
-from lipbound.runs.compare import open_checkpoint, open_inputs
+from lipbound.runs.compare import EMPTY, open_checkpoint, open_inputs
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import Measurer, capturer_of
@@ -71,17 +71,15 @@ def replay(ds: xr.Dataset, **how: Any) -> Replay:
     # the hash of a model in memory is that of its numbers, rounded
     rounded = checkpoint.loaded and config.dtype != info.dtype
     if len(kinds) > 1 or checkpoint.loaded != info.loaded or rounded:
-        what = f"the weights of {checkpoint.name} were found another way than the run's"
-        notes.append(f"{what}, so only the numbers tell whether they are the same")
+        notes.append(f"only numbers tell whether the weights of {checkpoint.name} are the run's")
     else:
         weights = "weights" if how.get("model") is None else "model"
         named = f"{checkpoint.name} ({type(checkpoint.model).__name__})"
         for what, name in ((weights, "revision"), ("configuration", "configuration")):
             then, now = getattr(info, name), getattr(checkpoint, name)
             if None not in (then, now) and then != now:
-                before = f"{info.model} ({info.architecture}, {then})"
-                said = f"not the recorded {what}: the run is of {before}, {named} has {now}"
-                differences.append(said)
+                before = f"the run is of {info.model} ({info.architecture}, {then})"
+                differences.append(f"not the recorded {what}: {before}, {named} has {now}")
     try:
         inputs = open_inputs(config, checkpoint)
     except errors.InputsError as error:
@@ -121,11 +119,10 @@ def measure_again(
     with torch.no_grad():
         (measured,) = Measurer(capturer, spec, statistics=statistics).block(block, number)
     there = ds["head"].values if "head" in ds.dims else np.zeros(1, dtype=int)
-    found = {}
-    for name, (value,) in measured.values.items():
-        missing = np.full(1, np.nan if value.dtype.kind == "f" else 0, value.dtype)
-        found[name] = np.append(value, missing)[there.clip(max=len(value))]
-    return found
+    return {
+        name: np.append(value, EMPTY[value.dtype.kind])[there.clip(max=len(value))]
+        for name, (value,) in measured.values.items()
+    }
 
 
 class Comparison(NamedTuple):
@@ -218,17 +215,11 @@ class Verification:
         word = "DIFFERS" if self.judged else "note"
         for name, row in table[table["off"] > 0].iterrows():
             worst = max(self.numbers, key=lambda one: (one.variable == name, one.relative))
-            lines.append(
-                f"{word}: {name}, {row['off']:.0f} of {row['values']:.0f} values, most at "
-                f"{worst.place}: stored {worst.stored}, now {worst.now}"
-            )
-        if not self.ok:
-            lines.append("the run does not hold")
-        elif self.numbers:
-            lines.append("nothing speaks against the run, what differs is noted above")
-        else:
-            lines.append("the numbers hold")
-        return "\n".join(map(plain, lines))
+            off = f"{name}, {row['off']:.0f} of {row['values']:.0f} values"
+            most = f"{worst.place}: stored {worst.stored}, now {worst.now}"
+            lines.append(f"{word}: {off}, most at {most}")
+        held = "nothing speaks against the run" if self.numbers else "the numbers hold"
+        return "\n".join(map(plain, [*lines, held if self.ok else "the run does not hold"]))
 
 
 @errors.knows_options
@@ -293,13 +284,7 @@ def verify(
 
 
 def _verify_one(
-    ds: xr.Dataset,
-    name: str,
-    places: int,
-    seed: int,
-    automatic: bool,
-    how: dict[str, Any],
-    found: Verification,
+    ds: xr.Dataset, name: str, count: int, seed: int, automatic: bool, how: Any, found: Verification
 ) -> None:
     """Verify one run by its name; ``how`` it is found again are the arguments of `replay`."""
     try:
@@ -315,7 +300,7 @@ def _verify_one(
         wrong.append(f"the data now has {there} samples, the run {samples}")
     if impossible := _impossible(ds):
         wrong.append(f"the coordinates {', '.join(impossible)} cannot be those of the run")
-    chosen = [] if impossible or there != samples else _choose(ds, places, seed)
+    chosen = [] if impossible or there != samples else _choose(ds, count, seed)
     try:
         for s, i in chosen:
             compared += _compared(ds, rerun, s, i)
@@ -336,11 +321,8 @@ def _impossible(ds: xr.Dataset) -> list[str]:
     """List the axes with numbers that the run did not have, or that are there twice."""
     made = schema.Extent(**ds.attrs["made"])
     known = {"sample": range(made.samples), "layer": made.layers, "head": range(made.heads or 0)}
-    return schema.repeated(ds) + [
-        axis
-        for axis, numbers in known.items()
-        if axis in ds.dims and not set(ds[axis].values.tolist()) <= set(numbers)
-    ]
+    there = {axis: {*ds[axis].values.tolist()} for axis in known if axis in ds.dims}
+    return schema.repeated(ds) + [axis for axis, now in there.items() if not now <= {*known[axis]}]
 
 
 def _choose(ds: xr.Dataset, places: int, seed: int) -> list[tuple[int, int]]:

@@ -58,26 +58,23 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
         checkpoint = in_training(model)
         if not checkpoint.model.training:
             checkpoint.revision = state_sha256(checkpoint.model)
-    layers, found = list[measure.LayerInfo](), list[dict[str, torch.Tensor]]()
+    layers, found = list[measure.LayerInfo](), list[store.LayerResult]()
     for name, projections, scale in head_weights(checkpoint.model):
         if not all(bool(t.isfinite().all()) for t in projections):
             raise CheckpointError(f"weights of {name} in {checkpoint.name} are NaN or infinite")
-        heads = len(projections[0])
-        layers.append(measure.LayerInfo(len(layers), name, heads, 0, frozenset()))
         w_q, w_k, w_v, w_o = projections
-        found.append(of_weights(w_q, w_k, w_v, w_o, scale))
-    shape = (1, len(layers), max(one.heads for one in layers))
-    tables: dict[str, Any] = {name: np.full(shape, np.nan) for name in ("exact", *OF_WEIGHTS)}
-    for i, values in enumerate(found):
-        for name, value in values.items():
-            tables[name][0, i, : len(value)] = value.cpu()
-    tables["exact_converged"] = np.zeros(shape, dtype=bool)
+        of_heads = of_weights(w_q, w_k, w_v, w_o, scale)
+        values = {name: value[None].cpu().numpy() for name, value in of_heads.items()}
+        values["exact"] = np.full((1, len(w_q)), np.nan)
+        values["exact_converged"] = np.zeros((1, len(w_q)), dtype=bool)
+        found.append(store.LayerResult(0, len(layers), values, np.zeros(1, dtype=int), 0.0))
+        layers.append(measure.LayerInfo(len(layers), name, len(w_q), 0, frozenset()))
     inputs = Inputs({"no_tokens": torch.zeros(1, 0)}, "no data", "none")
-    device = str(found[0]["wqk_norm"].device)
     capturer = measure.capturer_of(checkpoint.model, None, config.map)
-    sources = compare.Sources(checkpoint, inputs, device, capturer)
+    sources = measure.Sources(checkpoint, inputs, str(w_q.device), capturer)
     plan = compare.Plan(config, layers, 1, 1, 1, {}, len(layers))
-    info, lengths = compare.run_info(config, sources, plan), np.zeros(1, dtype=np.int64)
+    tables, lengths, _ = compare.filled(plan, found)
+    info = compare.run_info(config, sources, plan)
     made = replace(info.made, exact_samples=0)
     said: Any = {"map_description": "weights of heads alone", "dtype": "float64"}
     ds = compare.dataset(tables, config, layers, lengths)

@@ -41,10 +41,10 @@ OF_RUN: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (plots.heatmaps, {"limits": (1, 0)}, BAD, "limits is (1, 0); give log10 of both ends"),
     (plots.heatmaps, {"path": "x.docx"} | YUDIN, BAD, "no file type that can be drawn"),
     (plots.heatmaps, {"path": "setup.cfg/x.png"} | YUDIN, StoreError, "cannot be written"),
-    (plots.heatmap, {"name": "yudn"}, UNKNOWN, "the run has no 'yudn'; did you mean"),
+    (plots.heatmap, {"name": "yudn"}, UNKNOWN, "the run has no 'yudn' to draw; did you mean"),
     (plots.heatmap, {"name": "frobenius"}, UNKNOWN, "has no 'frobenius'; compare the model with"),
     (plots.heatmap, {"name": "lipbound", "over": "yudin"}, UNKNOWN, "unknown over 'yudin'"),
-    (plots.heatmap, {"over": "exact"}, UNKNOWN, "'exact' is no bound of the run"),
+    (plots.heatmap, {"over": "exact"}, UNKNOWN, "the run has no 'exact' to draw"),
     (plots.heatmap, {"colorbar": "no"}, BAD, "colorbar is 'no'"),
     *(
         (draw, {"ax": Figure()}, BAD, "ax is of type Figure; give one matplotlib Axes")
@@ -123,12 +123,11 @@ def test_of_what_is_no_run(given: Any, tmp_path: Path) -> None:
     """A number, nothing or another Dataset in place of a run, or of its parts."""
     kind = "of type Dataset" if isinstance(given, xr.Dataset) else str(given)
     no_run = "it is no run" if isinstance(given, xr.Dataset) else "a run is wanted, not"
-    no_steps = "no steps of training" if isinstance(given, xr.Dataset) else no_run
     for function, words in (
-        (plots.token_profile, f"profile is {kind}; give what lipbound.token_prof"),
+        (plots.token_profile, f"profile is {kind}; give what lb.token_prof"),
         (lb.load, f"path is {kind}; give the path of a stored run"),
         (partial(plots.reduce_samples, how="mean"), "a variable over sample is wanted, not"),
-        (plots.over_steps, no_steps),
+        (plots.over_steps, "no steps of training"),
         (plots.by_layer, no_run),
         (partial(lb.report, path=tmp_path / "page.html"), no_run),
         (cache_bits.ranking, "give what lipbound.cache_bits returns"),

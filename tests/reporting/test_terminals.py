@@ -63,4 +63,4 @@ def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.Capture
     assert re.search(r"exact norms: 0 \(3 layers x 4 heads, .*", out[0])
     assert re.search(r"Yudin 2025, Thm 3 yudin n/a( n/a)* 0/0 n/a", out[0])
     assert "enclosed" not in out[0]
-    assert "exact norms: 24 (3 layers x 4 heads, 2 samples), from 0 to 3.76;" in out[1]
+    assert "exact norms: 24 (3 layers x 4 heads, 2 samples), 0 to 3.76;" in out[1]

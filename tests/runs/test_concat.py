@@ -108,8 +108,8 @@ def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset
     for runs, words in (
         ([whole], "runs is no list of two at least"),
         (whole, "runs is no list of two at least"),
-        ([whole, whole], "layer 0, is in run 1 and run 2 of those given"),
-        (parts, "has no layer 1, which other samples have; all need the same layers"),
+        ([whole, whole], "is in 2 of the runs, and must be in one; select"),
+        (parts, "layer 1 of sample 1 of the data sha256:"),
         ([whole, other * 2], "is not as it was computed: its numbers at every sample and layer"),
         ([whole, other[["exact", "yudin"]]], "variables that it was made with were left out"),
         ([whole, other.drop_vars("checksum")], "the checksums of its numbers are missing"),

@@ -134,7 +134,7 @@ def test_zero_has_no_ratio(whole: xr.Dataset) -> None:
         ({"norm": "one-token", "bounds": "none"}, ["norm is 'frobenius' in a and 'one-token' in"]),
         ({"data": TEXTS[::-1]}, ["other samples, or other tokens or pixels"]),
         (lambda run: run.isel(sample=[0, 1]), ["other samples, or other tokens"]),
-        (lambda run: run.isel(layer=[1]), ["layer is [0, 1] in a and [1] in b; select"]),
+        (lambda run: run.isel(layer=[1]), ["layer is [0, 1] in a and [1] in b; measure both"]),
         (lambda run: run.isel(head=[1]), ["head is ", " in a and [1] in b"]),
         (
             lambda run: run.assign(exact=run["exact"] * 2),
@@ -153,9 +153,9 @@ def test_what_is_not_of_the_same_thing_is_refused(
 
 def test_arguments_that_do_not_go_together(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
     for given, options, words in (
-        ((whole, bert), {}, "a is a run, and b is a checkpoint; give two of a kind"),
-        ((bert, whole), {}, "a is a checkpoint, and b is a run"),
-        ((whole, whole), {"samples": 2}, "samples is 2, and a and b are runs"),
+        ((whole, bert), {}, "one is a run, one a checkpoint; give two of a kind"),
+        ((bert, whole), {}, "one is a run, one a checkpoint"),
+        ((whole, whole), {"samples": 2}, "a and b are runs, measured already; leave out samples"),
         ((bert, bert), {"sample": 2}, "unknown option of a diff 'sample'; did you mean 'samples'"),
         ((bert, bert), {"model": "x"}, "unknown option of a diff 'model'"),
         ((tmp_path / "no.zarr", whole), {}, "there is no run"),
@@ -177,7 +177,7 @@ def test_damage_is_told(ds: xr.Dataset, tmp_path: Path) -> None:
     refused(lambda: loaded(lost, "lost.zarr"), words, error=AlteredRunError)
     for wants_a_run in (lb.cite, lb.verify, tables.summary, plots.ratios):
         refused(functools.partial(wants_a_run, ds), "is a diff of two runs, and one run is wanted")
-    refused(lambda: plots.heatmaps(ds, scale="shared"), "scale is 'shared', which is not for a dif")
+    refused(lambda: plots.heatmaps(ds, scale="shared"), "scale is not for a dif")
 
 
 def test_two_checkpoints_on_the_same_inputs(
@@ -317,8 +317,8 @@ def test_tables_in_every_format(ds: xr.Dataset) -> None:
         ({"bounds": ["kim"]}, "unknown bound 'kim'"),
         ({"labels": {"c": "x"}}, "those of a diff are of a and b"),
         ({"by": "layer", "bounds": ["yudin"]}, "bounds are for rows by bound"),
-        ({"values": "value", "by": "layer"}, "values is 'value', which is not for a diff"),
-        ({"reduce": "max"}, "reduce is 'max', values 'ratio'; these are for rows by layer"),
+        ({"values": "value", "by": "layer"}, "values is not for a diff"),
+        ({"reduce": "max"}, "reduce and values are for rows by layer"),
         ({"by": "heads"}, "did you mean 'head'"),
     ):
         refused(lambda wrong=wrong: tables.table_of(ds, **wrong), words)
@@ -421,8 +421,8 @@ def test_other_layouts_and_inputs_are_refused_before_anything_is_measured(
     assert part["ratio"].sizes["layer"] == 1
     monkeypatch.setattr(runs_diff, "run", lambda *_, **__: pytest.fail("measured"))
     for other, words in (
-        (few, ["layer is [0, 1] in a and [0] in b; select what both have (layers=)"]),
-        (wide, ["head is [0, 1, 2, 3] in a and [0, 1] in b; ", "whole layers (map='layer')"]),
+        (few, ["layer is [0, 1] in a and [0] in b; measure both alike, select what both"]),
+        (wide, ["head is [0, 1, 2, 3] in a and [0, 1] in b; ", "or take map='layer'"]),
     ):
         refused(lambda other=other: lb.diff(model, other, **options), *words, error=StoreError)
     call = functools.partial(lb.diff, bert, vit, max_length=8, progress=False)

@@ -312,8 +312,8 @@ def test_another_run_is_not_resumed(tmp_path: Path) -> None:
         ({"probe": IDS + 1}, "data_fingerprint was sha256"),
         ({"model": odd}, "configuration was sha256"),
         ({"tol": 0.01}, "tol was 0.001 and is now 0.01"),
-        ({"bounds": ["lipbound"]}, "bounds was none and is now lipbound"),
-        ({"layers": [0]}, "layers was 0, 1 and is now 0"),
+        ({"bounds": ["lipbound"]}, "bounds was [] and is now ['lipbound']"),
+        ({"layers": [0]}, "layers was [0, 1] and is now [0]"),
         ({"out": other}, "is not a run over steps of training"),
     ):
         options: Any = {"model": model, "probe": IDS, "out": path, "resume": True} | change

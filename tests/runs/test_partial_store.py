@@ -24,7 +24,7 @@ from lipbound.runs.store import (
     partial_path,
 )
 
-DAMAGED = "1 of the 5 measured blocks of one layer each in .* is damaged, and measured again"
+DAMAGED = "damaged blocks in .* are measured again: 1 of 5"
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_workers_refuse_other_weights(bert: Path) -> None:
     job = RunConfig(str(bert), bounds=["yudin"], exact_samples=1, delta=None, device="cpu")
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
     assert [m.layer for m in work(job, checkpoint.revision, inputs, 0, {0})] == [1]
-    other = functools.partial(work, job, "sha256:other", inputs, 0)
+    other = functools.partial(work, job, "sha256:other", inputs, 0, ())
     refused(other, "on a worker", error=CheckpointError)
 
 
@@ -209,7 +209,7 @@ def test_a_flipped_bit_changes_no_value(tmp_path: Path) -> None:
         file.with_name(f"{at}.npz").write_bytes(flipped)
     file.write_bytes(b"")
     damaged = len(places) + 1
-    with pytest.warns(Notice, match=f"{damaged} of the {damaged + 1} measured blocks"):
+    with pytest.warns(Notice, match=f"measured again: {damaged} of {damaged + 1}"):
         (found,) = _small(tmp_path / "run")
     assert whole.name == f"{found.start}-{found.layer}.npz"
     expected = next(one for one in map(_block, range(2)) if one.start == found.start)

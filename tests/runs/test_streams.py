@@ -88,7 +88,7 @@ def test_layers_without_closed_form_have_no_bounds() -> None:
     layer = lb.capture(model, ids)[0]
     assert isinstance(layer, ModuleAttention)
     for measure in (lb.token_norm, lb.bounds.get("lipbound")):
-        words = "measured by automatic differentiation", "changes its head outputs"
+        words = "needs a layer in closed form", "changes its head outputs"
         refused(lambda measure=measure: measure(layer), *words)
 
 

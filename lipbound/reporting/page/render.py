@@ -87,8 +87,7 @@ def report(
     _check_needed()
     given: Any = runs
     single = isinstance(runs, xr.Dataset | str | Path) or not isinstance(runs, Iterable)
-    several = [given] if single else list(given)
-    if not several:
+    if not (several := [given] if single else list(given)):
         raise LipboundError("no run was given; give at least one Dataset or saved run")
     if len(several) > 1 and (model is not None or data is not None):
         raise LipboundError("model= and data= are for a single run; make a page of each")
@@ -238,6 +237,7 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     ratios = {name: statistics.ratio(ds, name) for name in names}
     # something that is compared with each exact norm
     examples = {compared_with(ds, name): name for name in names} | {"exact": "exact"}
+    widths = {of: statistics.cell_widths(ds, one, reduce) for of, one in examples.items()}
     whole = ds, ["layer", "sample"]
     kept, order = (ds.isel(sample=slice(SINGLE)), AXES) if "head" in ds.dims else whole
 
@@ -251,9 +251,7 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
         "slack": allowance(),
         "extras": {name: statistics.EXTRA_WIDTHS[name] for name in statistics.extras(ds)},
         "scales": [asdict(scale) for scale in colours],
-        "widths": {
-            of: statistics.cell_widths(ds, one, reduce).values for of, one in examples.items()
-        },
+        "widths": {of: wide.values for of, wide in widths.items()},
         "grids": {name: grid(ds[name]) for name in panels},
         "ratios": {name: grid(ratio) for name, ratio in ratios.items()},
         "upper": grid(ds["exact_upper"]) if upper else None,
