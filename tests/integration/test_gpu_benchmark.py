@@ -32,10 +32,3 @@ def test_a_wrong_norm_is_found(
     assert gpu.main(["--device", "cpu", "--small", "--out", str(tmp_path / "gpu.json")]) == 1
     assert "plain, N = 24: the CPU finds" in capsys.readouterr().err
     assert not (tmp_path / "gpu.json").exists()
-
-
-def test_a_machine_without_the_device_is_told_so(
-    gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert gpu.main(["--device", "cuda:63", "--small", "--out", str(tmp_path / "gpu.json")]) == 1
-    assert capsys.readouterr().err.startswith("device 'cuda:63' cannot be used here")
