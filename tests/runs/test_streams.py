@@ -98,7 +98,7 @@ def test_maps_of_layers_without_closed_form() -> None:
     for map in ("head", "head_out", "heads", "layer"):
         norm = lb.spectral_norm(layer, map=map, tol=1e-9, delta=1e-6)
         jacobian = torch.autograd.functional.jacobian(
-            lambda x, map=map: layer.outputs(x, map), layer.stream
+            lambda x, map=map: layer.outputs(x, map), layer.stream, vectorize=True
         )
         for s in range(2):
             rows = [j.reshape(-1, layer.stream[s].numel()) for j in jacobian[s][..., s, :, :]]
