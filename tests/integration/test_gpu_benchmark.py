@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,18 +11,11 @@ from integration.test_readme import benchmark
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 
-@pytest.fixture(scope="module")
-def gpu() -> ModuleType:
-    """The script as a module."""
-    return benchmark("gpu")
-
-
 def test_a_wrong_norm_is_found(
-    gpu: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    gpu = benchmark("gpu")
+
     def wrong(att: Any, **options: Any) -> Any:
         norm, factor = spectral_norm(att, **options), 1 if att.dtype == torch.float64 else 1.01
         return replace(norm, lower=factor * norm.lower, upper=factor * norm.upper)

@@ -30,17 +30,6 @@ def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
     return gpt2_run.copy(deep=True)
 
 
-@pytest.fixture(scope="module")
-def hostile(ds: xr.Dataset) -> xr.Dataset:
-    other = ds.copy(deep=True)
-    names = "model data architecture device revision preprocessing map_description"
-    other.attrs |= dict.fromkeys(names.split(), HOSTILE)
-    for name in ("castin", "yudin"):
-        other[name].attrs |= {"label": HOSTILE, "caveat": HOSTILE}
-    other.attrs["not_applicable"] = {"newhouse": HOSTILE}
-    return other
-
-
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(x=st.floats(1e-12, 1e12), width=st.floats(1e-9, 0.5), where=st.floats(0, 1))
 def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, where: float) -> None:
@@ -242,7 +231,13 @@ def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
     assert "2 layers; weights" in citations.methods(layers, "text")
 
 
-def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
+def test_hostile_names_stay_text(ds: xr.Dataset) -> None:
+    hostile = ds.copy(deep=True)
+    names = "model data architecture device revision preprocessing map_description"
+    hostile.attrs |= dict.fromkeys(names.split(), HOSTILE)
+    for name in ("castin", "yudin"):
+        hostile[name].attrs |= {"label": HOSTILE, "caveat": HOSTILE}
+    hostile.attrs["not_applicable"] = {"newhouse": HOSTILE}
     for by in tables.BY:
         made = tables.table_of(hostile, by)
         text = tables.WRITERS["text"](made)
