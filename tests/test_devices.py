@@ -11,7 +11,7 @@ import torch
 from support.layers import random_attention
 
 import lipbound as lb
-from lipbound.devices import SERIAL, Routine, side_by_side, threads_for, together
+from lipbound.devices import SERIAL, side_by_side, threads_for
 from lipbound.errors import LipboundError, MemoryFullError
 from lipbound.jacobians import streaming
 
@@ -116,25 +116,3 @@ def test_a_run_that_ran_out_of_memory_goes_on_where_it_was(monkeypatch, tmp_path
     resumed = lb.compare("builtin:gpt2", bounds=["castin"], out=out, resume=True, **options)
     assert 0 < len(calls) < count
     np.testing.assert_array_equal(resumed["exact_upper"], whole["exact_upper"])
-
-
-def test_routines_that_wait_together_ask_in_rounds() -> None:
-    def routine(*rounds: float) -> Routine[float]:
-        total = 0.0
-        for number in rounds:
-            (known,) = yield [torch.tensor(number, dtype=torch.float64)]
-            total += float(known)
-        return total
-
-    work = together(routine(1.0, 2.0), routine(), together(routine(3.0), routine(4.0, 5.0, 6.0)))
-    first = next(work)
-    second = work.send(first)
-    third = work.send(second)
-    assert [[float(t) for t in asked] for asked in (first, second, third)] == [
-        [1, 3, 4],
-        [2, 5],
-        [6],
-    ]
-    with pytest.raises(StopIteration) as end:
-        work.send(third)
-    assert end.value.value == [3.0, 0.0, [3.0, 15.0]]

@@ -59,18 +59,6 @@ def test_files_that_pages_show_exist(site: tree.Tree) -> None:
     assert len(site.files) > 20
 
 
-def test_links_are_set_right() -> None:
-    site = tree.Tree({"theory/index.md": "", "howto/cite.md": ""})
-    text = (
-        "[a](../docs/theory/index.md#x) ![b](minilm.png) "
-        "[c](https://x.org/a.md)\n```\n[d](minilm.png)\n```\n"
-    )
-    changed = site.relinked(text, "figures/README.md", "findings/papers.md")
-    expected = text.replace("../docs/theory", "../theory")
-    assert changed == expected.replace("![b](minilm", "![b](../files/figures/minilm")
-    assert site.files == {"files/figures/minilm.png": ROOT / "figures" / "minilm.png"}
-
-
 def test_every_notebook_is_in_the_gallery(site: tree.Tree) -> None:
     page = site.pages["gallery/index.md"]
     names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))

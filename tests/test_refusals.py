@@ -19,7 +19,6 @@ from lipbound.analysis.length_growth import exponents, sequence_growth
 from lipbound.analysis.network import blocks
 from lipbound.models.training import projections
 from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
-from lipbound.runs.config import RunConfig
 
 ATT = random_attention("plain")
 BIASED = random_attention("biases")
@@ -55,7 +54,6 @@ BOUNDS: list[tuple[Call, str]] = [
         ({"method": "lanzcos"}, "did you mean 'lanczos'"),
     ),
     (lambda: lb.radius_curve(ATT, []), "radius is empty"),
-    (lambda: bounds.get("yudin_g2"), "did you mean 'yudin_g1'"),
     (lambda: bounds.names("every"), "unknown norm 'every'; did you mean 'every-token'"),
     (lambda: bounds.evaluate(ATT, ["nothing"]), "unknown bound 'nothing'"),
     *calls(
@@ -136,9 +134,6 @@ def test_what_is_wrong_is_refused_in_one_sentence(call: Call, words: str) -> Non
         (lambda: bounds.resolve("lipbound_one, lipbound_every"), "every-token"),
         (lambda: bounds.resolve(["lipbound_one"], "frobenius"), "one-token"),
         (lambda: bounds.resolve("yudin", "every-token"), "frobenius"),
-        (lambda: RunConfig("builtin:minilm", bounds="lipbound_one"), "one-token"),
-        (lambda: RunConfig("builtin:minilm", bounds=("yudin", "lipbound_one")), "one-token"),
-        (lambda: RunConfig("builtin:minilm", bounds=["lipbound_every"]), "every-token"),
     ],
 )
 def test_bounds_of_several_norms_are_refused(call: Call, norm: str) -> None:

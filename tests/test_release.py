@@ -3,11 +3,9 @@ date of a version."""
 
 import configparser
 import hashlib
-import io
 import re
 import subprocess
 import sys
-import tarfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -159,28 +157,3 @@ def test_recipe_gets_the_sum_of_a_source_distribution(
     assert filled == RECIPE | {"context": RECIPE["context"] | {"sha256": packed}}
     with pytest.raises(SystemExit, match=re.escape("lipbound-9.9.9.tar.gz")):
         recipe.filled(source.rename(tmp_path / "lipbound-9.9.9.tar.gz"))
-
-
-def test_a_source_distribution_is_packed_the_same_whoever_packs_it(
-    tmp_path: Path, program: Callable[[str], ModuleType]
-) -> None:
-    build = program("build")
-    (tmp_path / "one.py").write_text("1\n")
-    (tmp_path / "two.sh").write_text("2\n")
-    (tmp_path / "two.sh").chmod(0o700)
-    packed = []
-    for order, owner in ((("one.py", "two.sh"), 0), (("two.sh", "one.py"), 1000)):
-        source = tmp_path / f"{owner}.tar.gz"
-        with tarfile.open(source, "w:gz") as archive:
-            for name in order:
-                member = archive.gettarinfo(tmp_path / name, arcname=f"a/{name}")
-                member.uid, member.mtime = owner, 1_000_000 + owner
-                archive.addfile(member, io.BytesIO((tmp_path / name).read_bytes()))
-        packed.append(build.packed(source, 1_700_000_000))
-    assert packed[0] == packed[1]
-    with tarfile.open(fileobj=io.BytesIO(packed[0])) as archive:
-        assert [(one.name, one.mode, one.mtime) for one in archive] == [
-            ("a/one.py", 0o644, 1_700_000_000),
-            ("a/two.sh", 0o755, 1_700_000_000),
-        ]
-        assert archive.extractfile("a/two.sh").read() == b"2\n"

@@ -179,23 +179,6 @@ def test_kim_is_attained_by_one_token() -> None:
     assert float(l2_spectral_norm(att).lower) == pytest.approx(18.0, rel=1e-9)
 
 
-def test_bounds_of_the_same_paper_are_in_order() -> None:
-    att = random_attention("plain")
-    values = bounds.evaluate(att)
-    for less, more in (
-        ("yudin_closed", "castin"),
-        ("yudin", "yudin_g1"),
-        ("yudin_sqrt_n", "yudin_closed"),
-    ):
-        assert bool((values[less] <= values[more]).all())
-    # where inputs are small, Specformer's formula goes to 0 with X, and no bound may
-    for size, sharper in ((1.0, True), (1e-3, False)):
-        small = Attention(size * att.x, att.w_q, att.w_k, att.w_v)
-        values = bounds.evaluate(small, ["yudin", "specformer"])
-        assert bool((values["yudin"] < values["specformer"]).all()) == sharper
-    assert bool((values["specformer"] < dense_norms(small)).all())
-
-
 @pytest.mark.parametrize("spread", [0.02, 0.5, 3.0])
 def test_deviation_norm_never_falls_short(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = normal()
@@ -263,15 +246,6 @@ def test_averages_of_the_past_need_the_factor_two(tokens: int) -> None:
     assert (float(plain(att)) < float(exact)) == (tokens > 1)
     if tokens == 64:
         assert float(exact) > 1.59
-
-
-def test_means_over_the_past_are_at_most_twice_as_long() -> None:
-    """With any weights of positions: the inequality in the proof of Lemma 38."""
-    draw = normal()
-    for scale in (0.1, 1.0, 4.0):
-        weight, a = (scale * draw(200, 12)).exp(), draw(200, 12).abs()
-        alpha = (weight * a).cumsum(1) / weight.cumsum(1)
-        assert bool(((weight * alpha**2).sum(1) <= 4 * (weight * a**2).sum(1)).all())
 
 
 def test_the_registry_is_complete() -> None:

@@ -33,7 +33,8 @@ Call = Callable[..., Any]
 
 def calls(register: Callable[[], None]) -> Iterator[Call]:
     """Calls of functions in a process of their own, which registers a device first."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=register) as pool:
+    context = get_context("forkserver")  # of test_interruptions.py, which has torch imported
+    with ProcessPoolExecutor(1, mp_context=context, initializer=register) as pool:
         yield lambda f, *args: pool.submit(f, *args).result()
 
 

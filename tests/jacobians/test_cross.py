@@ -86,8 +86,8 @@ def function(stream: str, tensors: list[Tensor], mask: Tensor, head: int) -> Ten
         return torch.nn.functional.scaled_dot_product_attention(*sides, attn_mask=mask)
 
     argument = 0 if stream == "queries" else 1
-    jacobian = torch.autograd.functional.jacobian(out, (x[0], memory[0]))[argument]
-    return jacobian.flatten(0, 1).flatten(1)
+    jacobian = torch.autograd.functional.jacobian(out, (x[0], memory[0]), vectorize=True)
+    return jacobian[argument].flatten(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("stream", STREAMS)

@@ -281,24 +281,6 @@ def test_flex_attention_that_bends_scores_is_refused() -> None:
         lb.capture(build(partial(Layer, made)), {"x": X})
 
 
-class Talking(Layer):
-    """Heads whose scores and probabilities are mixed by products with weights."""
-
-    def __init__(self) -> None:
-        super().__init__(self.mixed)
-        self.first, self.second = (nn.Parameter(torch.randn(3, 3)) for _ in range(2))
-
-    def mixed(self, layer: Layer, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.einsum("bhij,hg->bgij", q @ k.mT, self.first)
-        return joined(torch.einsum("bhij,hg->bgij", scores.softmax(-1), self.second) @ v)
-
-
-def test_heads_that_are_mixed_by_products() -> None:
-    layer = build(Talking).double()
-    (att,) = lb.capture(layer, {"x": X})
-    check(att, of_layer(layer))
-
-
 class Given(nn.Module):
     """torch's attention, given what a function makes of the tokens."""
 

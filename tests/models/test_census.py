@@ -1,23 +1,16 @@
 """The census of model types says of a few what is known of them."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checks import script
 from support.versions import newer_transformers
-
-PLACE = Path(__file__).parents[2] / "benchmarks" / "census.py"
 
 
 @pytest.fixture(scope="module")
 def census() -> Any:
-    spec = importlib.util.spec_from_file_location("census", PLACE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(Path(__file__).parents[2] / "benchmarks" / "census.py")
 
 
 @newer_transformers("configurations are no dataclasses, which the census takes them for")

@@ -18,7 +18,7 @@ from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 from lipbound.errors import CheckpointError
 from lipbound.models import loading, weight_files
 from lipbound.models.capture.capture import capture
-from lipbound.models.catalogue import BUILTINS, MINILM_SHA256, Builtin, describe
+from lipbound.models.catalogue import BUILTINS, MINILM_SHA256, describe
 from lipbound.models.loading import load_checkpoint
 
 
@@ -90,17 +90,6 @@ def test_packaged_builtins_with_other_weights_or_without_package(
     monkeypatch.setattr(importlib.metadata, "files", missing)
     refused(lambda: load_checkpoint(f"builtin:{name}"), remedy, error=CheckpointError)
     assert remedy in describe(name).missing
-
-
-def test_a_builtin_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elsewhere(Builtin):
-        def place(self, name: str) -> Path:
-            return tmp_path / name
-
-    save_bert(tmp_path / "mine")
-    monkeypatch.setitem(BUILTINS, "mine", Elsewhere())
-    checkpoint = load_checkpoint("builtin:mine")
-    assert (checkpoint.name, checkpoint.source) == ("builtin:mine", str(tmp_path / "mine"))
 
 
 def test_loaded_model() -> None:

@@ -48,13 +48,6 @@ def test_minilm_windows_begin_like_plain_truncation() -> None:
     assert bool((batch["attention_mask"] == 1).all())
 
 
-def test_text_file_windows(bert: Checkpoint, tmp_path: Path) -> None:
-    file = tmp_path / "words.txt"
-    file.write_text(" ".join(f"w{k % 30}" for k in range(25)))
-    for length, shape in ((10, (2, 10)), (40, (1, 25))):
-        assert prepare(bert, file, max_length=length).batch["input_ids"].shape == shape
-
-
 def test_default_photographs_are_those_of_scikit_image_as_builtin_models_see_them() -> None:
     """Numbers that were published on the large ones are those on the small ones."""
     images = sorted(PHOTOGRAPHS.glob("*.png"))

@@ -172,6 +172,11 @@ def talking(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hg,bhnm->bgnm", h.mix, scores.softmax(-1)) @ v
 
 
+def talking_by_products(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = torch.einsum("bhij,hg->bgij", q @ k.mT, h.mix).softmax(-1)
+    return joined(torch.einsum("bhij,hg->bgij", p, h.mix) @ v).unflatten(-1, (2, 8)).transpose(1, 2)
+
+
 @torch.jit.script
 def clamped(t: Tensor, most: float) -> Tensor:
     return (t / most).tanh() * most
@@ -182,7 +187,7 @@ def softclamped(h: OwnAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::lipbound.errors.Notice")
-@pytest.mark.parametrize("made", [talking, softclamped])
+@pytest.mark.parametrize("made", [talking, talking_by_products, softclamped])
 def test_heads_that_are_mixed_and_scores_that_are_clamped_are_measured(
     made: Callable[..., Tensor],
 ) -> None:

@@ -131,17 +131,6 @@ def test_embeddings_come_whole_where_they_are_asked_for(tmp_path: Path) -> None:
         assert torch.equal(table(ids), model.embed_tokens(ids))
 
 
-def test_plain_copy_of_an_ordinary_module() -> None:
-    layer = nn.Sequential(nn.Linear(3, 2), nn.GELU())
-    hook = layer.register_forward_hook(lambda module, args, output: output + 1)
-    with resident(layer):
-        copied = plain_copy(layer)
-    x = torch.ones(1, 3)
-    assert torch.equal(copied(x), layer(x))
-    assert copied[0].weight is not layer[0].weight
-    hook.remove()
-
-
 def test_deep_copies_read_for_themselves(tmp_path: Path) -> None:
     model = load_checkpoint(save("gpt2", tmp_path), weights="layers").model
     copied = copy.deepcopy(model)

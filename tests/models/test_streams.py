@@ -2,7 +2,6 @@
 or it is said."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from support import models
-from support.models import AFFINE, BART, IDS, LLAMA, MODERN, T5, TEXT, build, inputs_for
+from support.models import AFFINE, IDS, LLAMA, MODERN, SEQ2SEQ, TEXT, build, inputs_for
 from support.modules import QKV, before, check, given_to, joined, norms
 from support.oracles import oracle
 from support.versions import newer_transformers
@@ -21,18 +20,11 @@ import lipbound as lb
 from lipbound.errors import CaptureError, Notice
 from lipbound.models.capture.capture import capture
 
-ENCODER_DECODERS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str, str]] = {
-    "bart": (
-        lambda: tf.BartModel(tf.BartConfig(**BART)),
-        "decoder.layers.0.self_attn",
-        "out_proj",
-    ),
-    "t5": (
-        lambda: tf.T5Model(tf.T5Config(**T5)),
-        "decoder.block.0.layer.0.SelfAttention",
-        "o",
-    ),
+SELF_ATTENTION = {
+    "bart": ("decoder.layers.0.self_attn", "out_proj"),
+    "t5": ("decoder.block.0.layer.0.SelfAttention", "o"),
 }
+"""Of decoders, and its output projection."""
 NINE = torch.arange(3, 12).expand(2, -1)
 PADDED = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 LEFT = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
@@ -90,11 +82,10 @@ def dense_norms(
 
 
 @pytest.mark.parametrize("real", [9, 7], ids=["no mask of the decoder", "a mask of the decoder"])
-@pytest.mark.parametrize("family", ENCODER_DECODERS)
+@pytest.mark.parametrize("family", SELF_ATTENTION)
 def test_a_decoder_has_its_own_padding(family: str, real: int) -> None:
     """Not the encoder's, although both have as many tokens."""
-    make, name, projection = ENCODER_DECODERS[family]
-    model = build(make).double()
+    model, (name, projection) = build(SEQ2SEQ[family]).double(), SELF_ATTENTION[family]
     inputs = {"input_ids": NINE, "decoder_input_ids": NINE + 9, "attention_mask": PADDED}
     if real < 9:
         inputs["decoder_attention_mask"] = torch.tensor([[1] * 9, [1] * real + [0] * (9 - real)])

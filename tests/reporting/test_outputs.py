@@ -31,6 +31,13 @@ def test_summary_is_the_ratio_to_the_norm_of_the_bounds_own_map(ds: xr.Dataset) 
         assert table.loc[name, "max"] == ratio.max()
     assert table.loc["yudin", "sound"] == table.loc["yudin", "compared"] == 16
     assert table.loc["castin", "sound"] == 0  # GPT-2 has query biases
+    row, logs = table.loc["yudin"], np.log((ds["yudin"] / ds["exact"]).values)
+    least = float(np.exp(np.log(ds["yudin"] / ds["exact_upper"]).mean()))
+    assert row["geomean_lower"] == pytest.approx(least)
+    assert row["geomean_lower"] < row["geomean"] <= row["geomean_lower"] * (1 + 1e-3)
+    single = np.exp(logs.mean((1, 2)))
+    assert (row["sample_min"], row["sample_max"]) == pytest.approx((single.min(), single.max()))
+    assert np.isnan(table.loc["kim", "geomean_lower"])
 
 
 def test_infinite_and_missing_values(ds: xr.Dataset) -> None:

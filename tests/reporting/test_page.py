@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import xarray as xr
 from support import token_oracle
 from support.layers import HARD, KINDS, random_attention
 from support.models import AFFINE, build, inputs_for
+from support.reference import head_function
 
 import lipbound as lb
 from lipbound import bounds
@@ -139,13 +141,12 @@ def test_parts_are_those_of_dense_jacobians(kind: str, map: str) -> None:
         u, v = norm.left[0, h], norm.right[0, h]
         u = u if map == "head" else u @ att.w_o[h].mT
         sigma = float(norm.lower[0, h])
-        through = lambda t, h=h: torch.einsum("ia,ia->", u, _head(att, h, *t))  # noqa: E731, B023
-        fixed = att.x[0]
+        head, sides = head_function(att, 0, h), {side: getattr(att, side)[0, h] for side in "qkv"}
         pieces = {}
-        for i, name in enumerate(("queries", "keys", "values")):
-            moving = lambda x, i=i: through([x if k == i else fixed for k in range(3)])  # noqa: E731, B023
-            gradient = torch.autograd.functional.jacobian(moving, fixed)
-            pieces[name] = float((gradient * v).sum()) / sigma
+        for moving, name in zip("qkv", ("queries", "keys", "values"), strict=True):
+            held = {side: t for side, t in sides.items() if side != moving}
+            _, along = torch.func.jvp(partial(head, **held), (att.x[0],), (v,))
+            pieces[name] = float((u * along).sum()) / sigma
         assert sum(pieces.values()) == pytest.approx(1, rel=1e-6)
         for name, share in pieces.items():
             assert found.parts[name][h] == pytest.approx(share, abs=1e-5)
@@ -187,23 +188,6 @@ def test_tokens_are_those_of_dense_jacobians(kind: str, norm: str, map: str) -> 
         # one output, or one token
         assert norm == "frobenius" or np.sort(expected)[-1] == pytest.approx(1)
     np.testing.assert_allclose(sum(found.parts.values()), 1, rtol=1e-9)
-
-
-def _head(
-    att: Attention, h: int, x_q: torch.Tensor, x_k: torch.Tensor, x_v: torch.Tensor
-) -> torch.Tensor:
-    """One head whose queries, keys and values see inputs of their own."""
-
-    def project(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-        return x @ w[h] + (0 if b is None else b[h])
-
-    scores = att.scale * project(x_q, att.w_q, att.b_q) @ project(x_k, att.w_k, att.b_k).mT
-    if att.mask is not None:
-        mask = (
-            att.mask if att.mask.ndim > 3 else att.mask.expand(1, att.heads, att.tokens, att.tokens)
-        )
-        scores = scores + mask[0, min(h, mask.shape[1] - 1)]
-    return torch.softmax(scores, -1) @ project(x_v, att.w_v, att.b_v)
 
 
 @pytest.mark.parametrize("kind", ["plain", "biases", "causal", "sharp"])

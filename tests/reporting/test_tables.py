@@ -30,17 +30,6 @@ def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
     return gpt2_run.copy(deep=True)
 
 
-@pytest.fixture(scope="module")
-def hostile(ds: xr.Dataset) -> xr.Dataset:
-    other = ds.copy(deep=True)
-    names = "model data architecture device revision preprocessing map_description"
-    other.attrs |= dict.fromkeys(names.split(), HOSTILE)
-    for name in ("castin", "yudin"):
-        other[name].attrs |= {"label": HOSTILE, "caveat": HOSTILE}
-    other.attrs["not_applicable"] = {"newhouse": HOSTILE}
-    return other
-
-
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(x=st.floats(1e-12, 1e12), width=st.floats(1e-9, 0.5), where=st.floats(0, 1))
 def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, where: float) -> None:
@@ -161,20 +150,6 @@ def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
     assert width(ds, "kim") == pytest.approx(1e-3, rel=0.05)
 
 
-def test_summary_encloses_and_spreads(ds: xr.Dataset) -> None:
-    row = tables.summary(ds).loc["yudin"]
-    logs = np.log((ds["yudin"] / ds["exact"]).values)
-    assert row["geomean"] == pytest.approx(np.exp(logs.mean()))
-    assert row["geomean_lower"] == pytest.approx(
-        float(np.exp(np.log(ds["yudin"] / ds["exact_upper"]).mean()))
-    )
-    assert row["geomean_lower"] < row["geomean"] <= row["geomean_lower"] * (1 + 1e-3)
-    single = np.exp(logs.mean((1, 2)))
-    assert row["sample_min"] == pytest.approx(single.min())
-    assert row["sample_max"] == pytest.approx(single.max())
-    assert np.isnan(tables.summary(ds).loc["kim", "geomean_lower"])
-
-
 @pytest.mark.parametrize("how", ["geomean", "mean", "max", "median", 0.25])
 @pytest.mark.parametrize("by", ["layer", "head"])
 @pytest.mark.parametrize("values", ["ratio", "value"])
@@ -256,7 +231,13 @@ def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
     assert "2 layers; weights" in citations.methods(layers, "text")
 
 
-def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
+def test_hostile_names_stay_text(ds: xr.Dataset) -> None:
+    hostile = ds.copy(deep=True)
+    names = "model data architecture device revision preprocessing map_description"
+    hostile.attrs |= dict.fromkeys(names.split(), HOSTILE)
+    for name in ("castin", "yudin"):
+        hostile[name].attrs |= {"label": HOSTILE, "caveat": HOSTILE}
+    hostile.attrs["not_applicable"] = {"newhouse": HOSTILE}
     for by in tables.BY:
         made = tables.table_of(hostile, by)
         text = tables.WRITERS["text"](made)

@@ -30,12 +30,6 @@ def without(model: Path, folder: Path, *names: str) -> Path:
     return folder
 
 
-@pytest.fixture
-def bare(bert: Path, tmp_path: Path) -> Path:
-    """The small BERT without its tokenizer."""
-    return without(bert, tmp_path / "bare", "token*", "special*")
-
-
 @pytest.mark.parametrize("seed", [0, 5])
 def test_shuffled_runs_are_replayed(seed: int, bert: Path, table: Path, tmp_path: Path) -> None:
     options = {"samples": 3, "out": tmp_path / "run.zarr", **QUICK}
@@ -62,8 +56,9 @@ def test_all_samples(bert: Path, table: Path) -> None:
 
 
 def test_tokenizers_and_processors_by_name_are_replayed(
-    bare: Path, bert: Path, table: Path, vit: Path, tmp_path: Path
+    bert: Path, table: Path, vit: Path, tmp_path: Path
 ) -> None:
+    bare = without(bert, tmp_path / "bare", "token*", "special*")
     blind = without(vit, tmp_path / "blind", "*processor*")
     Image.effect_mandelbrot((20, 20), (-2, -1, 1, 1), 50).save(tmp_path / "x.png")
     for model, data, name, whole in (

@@ -27,13 +27,6 @@ from lipbound.runs.store import (
 DAMAGED = "damaged blocks in .* are measured again: 1 of 5"
 
 
-@pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Nothing is stored any more: the process is interrupted as if by Ctrl-C."""
-    monkeypatch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    return monkeypatch
-
-
 @pytest.mark.each_value(count=(0, 3))
 @pytest.mark.parametrize("count", [0, 1, 3, 7])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError(28, "No space left on device")])
@@ -47,20 +40,8 @@ def test_interrupted_runs_are_taken_up(
 ) -> None:
     """After ``count`` of 8 (sample, layer) pairs: the others are computed, those are not, and the
     result is that of one go."""
-    out, seen = tmp_path / "run.zarr", []
-    replace, put = Path.replace, PartialRun.write
-
-    def fail(self: Path, target: Path) -> Path:
-        if target.suffix == ".npz":
-            if len(seen) == count:
-                raise failure
-            seen.append(target)
-        return replace(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", fail)
-        with pytest.raises(KeyboardInterrupt if failure is KeyboardInterrupt else StoreError):
-            lb.compare(bert, TEXTS, out=out, **OPTIONS)
+    out, put = tmp_path / "run.zarr", PartialRun.write
+    _interrupted(bert, out, count, failure)
     assert not out.exists()
     assert len(_files(partial_path(out))) == count
     refused(lambda: lb.compare(bert, TEXTS, out=out, **OPTIONS), "unfinished run", error=StoreError)
@@ -145,20 +126,22 @@ def test_a_partial_run_is_let_go_whatever_fails(
     assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS), whole)
 
 
-def _interrupted(bert: Path, out: Path, count: int = 5) -> Path:
-    """A run that stops after ``count`` of its 8 (sample, layer) pairs."""
-    left = [count]
-    plain = PartialRun.write
+def _interrupted(bert: Path, out: Path, count: int = 5, failure: Any = KeyboardInterrupt) -> Path:
+    """A run that stops after ``count`` of its 8 (sample, layer) pairs, where the next file is put
+    in its place."""
+    seen: list[Path] = []
+    replace = Path.replace
 
-    def write(self: PartialRun, measured: LayerResult) -> None:
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        plain(self, measured)
+    def fail(self: Path, target: Path) -> Path:
+        if target.suffix == ".npz":
+            if len(seen) == count:
+                raise failure
+            seen.append(target)
+        return replace(self, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PartialRun, "write", write)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", fail)
+        with pytest.raises(KeyboardInterrupt if failure is KeyboardInterrupt else StoreError):
             lb.compare(bert, TEXTS, out=out, **OPTIONS)
     return partial_path(out)
 
@@ -260,14 +243,12 @@ def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_same_configuration_is_taken_up(
-    bert: Path, whole: xr.Dataset, tmp_path: Path, stopped: pytest.MonkeyPatch
+    bert: Path, whole: xr.Dataset, tmp_path: Path
 ) -> None:
     """With the blocks that it began with: other memory would group samples otherwise, and change
     last digits."""
     given: dict[str, Any] = {"data": TEXTS, "out": tmp_path / "run.zarr", **OPTIONS}
-    with pytest.raises(KeyboardInterrupt):
-        lb.compare(bert, **given)
-    stopped.undo()
+    _interrupted(bert, given["out"], 0)
     given["resume"] = True
     for change, words in (
         ({"seed": 1}, "seed was 0 and is now 1"),

@@ -23,8 +23,6 @@ CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
     *(({"memory": size}, "4GB") for size in ("much", 0, -1, "4XB")),
     ({"norm": "every-tokn"}, "did you mean 'every-token'"),
     ({"norm": "every-token", "bounds": "yudin"}, "'yudin' is stated in the frobenius norm and"),
-    ({"norm": "one-token", "bounds": ["lipbound_every"]}, "is stated in the every-token norm"),
-    ({"bounds": "newhouse"}, "in the every-token norm and here the norm is frobenius"),
     ({"bounds": ["yudin", "lipbound_one"]}, "'lipbound_one' is stated in the one-token norm"),
     ({"norm": "one-token", "map": "residual"}, "take one of head, head_out, heads, layer"),
     ({"norm": "every-token", "delta": 1e-3}, "0.001, which norm='every-token' does not take"),
@@ -49,7 +47,6 @@ MONITORS: list[tuple[dict[str, Any], str]] = [
 SWEEPS: list[tuple[str, str]] = [
     ("pairs: x", "no list of mappings"),
     ("pairs: []", "no list of mappings"),
-    ("pairs: [a]", "no list of mappings"),
     ("pairs: [{data: x}, {model: m}]", "no model for {'data': 'x'}"),
     ("pairs: [{model: m, sample: 3}]", "did you mean 'samples'"),
     ("pairs: [{model: m, pairs: []}]", "unknown key 'pairs'"),

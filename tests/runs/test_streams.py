@@ -8,21 +8,20 @@ import torch
 import transformers as tf
 import xarray as xr
 from support.commands import refused
-from support.models import LLAMA, build, save_tokenizer
+from support.models import LLAMA, T5, build, save_tokenizer
 
 import lipbound as lb
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import Notice
 
-T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
-T5 |= {"initializer_factor": 0.5}
+SMALL = {**T5, "initializer_factor": 0.5}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, xr.Dataset]:
     """A tiny T5 in a directory with a tokenizer, measured by text."""
     path = tmp_path_factory.mktemp("t5")
-    config = tf.T5Config(**T5, decoder_start_token_id=0)
+    config = tf.T5Config(**SMALL, decoder_start_token_id=0)
     build(lambda: tf.T5ForConditionalGeneration(config)).save_pretrained(path)
     save_tokenizer(path)
     with pytest.warns(Notice, match="the decoder reads the encoder's tokens, shifted by one"):
@@ -50,7 +49,7 @@ def test_every_stream_has_a_row(run: tuple[Path, xr.Dataset]) -> None:
 
 def test_norms_of_tokens_are_of_self_attention() -> None:
     """Which is said before anything is measured."""
-    model = build(lambda: tf.T5Model(tf.T5Config(**T5)))
+    model = build(lambda: tf.T5Model(tf.T5Config(**SMALL)))
     ids = torch.tensor([[5, 9, 3, 17, 8]])
     batch = {"input_ids": ids, "decoder_input_ids": ids}
     options = {"norm": "every-token", "progress": False}
@@ -99,7 +98,7 @@ def test_maps_of_layers_without_closed_form() -> None:
     for map in ("head", "head_out", "heads", "layer"):
         norm = lb.spectral_norm(layer, map=map, tol=1e-9, delta=1e-6)
         jacobian = torch.autograd.functional.jacobian(
-            lambda x, map=map: layer.outputs(x, map), layer.stream
+            lambda x, map=map: layer.outputs(x, map), layer.stream, vectorize=True
         )
         for s in range(2):
             rows = [j.reshape(-1, layer.stream[s].numel()) for j in jacobian[s][..., s, :, :]]

@@ -254,21 +254,12 @@ def test_altered_settings_and_audits_are_seen(run: Path) -> None:
     ds = lb.load(run)
     audit = ds.attrs["audit"] | {"yudin": ds.attrs["audit"]["yudin"] | {"violations": 3}}
     for change in (
-        {"delta": 1e-30},
-        {"map_description": "the whole transformer"},
-        {"tokens": 4096},
         {"data": "ImageNet"},
         {"audit": audit},
         {"violations": {"yudin": 3}},
     ):
         assert any(one.startswith("its settings") for one in faults(ds.assign_attrs(change)))
     assert faults(ds) == []
-
-
-def test_what_users_add_to_a_run_is_theirs(run: Path) -> None:
-    ds = lb.load(run)
-    added = {"ratio": ds["yudin"] / ds["exact"], "mean": ds["exact"].mean("sample")}
-    assert lb.verify(ds.assign(added), places=2).ok
 
 
 def test_relative_names_lead_back_from_elsewhere(

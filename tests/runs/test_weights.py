@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from support.checks import refused
+from support.commands import refused, said
 from support.models import AFFINE, MODERN, TEXT, build, inputs_for
-from typer.testing import CliRunner
 
 import lipbound as lb
-from lipbound.cli.application import app
 from lipbound.errors import CaptureError, CheckpointError, StoreError
 from lipbound.models import offload
 from lipbound.models.head_weights import FAMILIES
@@ -122,9 +120,7 @@ def test_the_model_stays_and_a_training_has_no_hash() -> None:
 
 def test_it_is_a_run(tmp_path: Path) -> None:
     path = tmp_path / "weights.zarr"
-    made = CliRunner().invoke(app, ["weights", "builtin:gpt2", "--out", str(path)])
-    assert made.exit_code == 0, made.output
-    assert "Norm of W_Q W_K^T" in made.output
+    assert "Norm of W_Q W_K^T" in said(f"weights builtin:gpt2 --out {path}")
     ds = lb.load(path, damaged="refuse")
     assert ds["exact"].isnull().all()
     assert "of weights" in lb.tables.render(ds)
@@ -141,11 +137,10 @@ def test_it_is_a_run(tmp_path: Path) -> None:
     assert caption.startswith("Numbers of weights.")
     assert "Lipschitz" not in caption + lb.cite(ds, "text")
     assert "Numbers of the weights of attention heads" in lb.cite(ds, "text")
-    info = CliRunner().invoke(app, ["info", str(path)])
-    assert "Zhai et al. 2023" in info.output
-    said = json.loads(CliRunner().invoke(app, ["info", str(path), "--json"]).output)
+    assert "Zhai et al. 2023" in said(f"info {path}")
+    info = json.loads(said(f"info {path} --json"))
     of_norms = ("norm", "method", "tol", "delta", "seed", "exact from", "not converged")
-    assert [said[name] for name in of_norms] == [None] * len(of_norms)
-    assert said["model"] == "builtin:gpt2"
+    assert [info[name] for name in of_norms] == [None] * len(of_norms)
+    assert info["model"] == "builtin:gpt2"
     refused(partial(lb.verify, path), "of weights alone", error=StoreError)
     refused(partial(lb.weight_norms, "builtin:gpt2", out=path), "exists already", error=StoreError)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 from support.commands import refused
-from support.models import build
+from support.models import MODERN, build
 from support.runs import TEXTS
 
 import lipbound as lb
@@ -21,6 +21,8 @@ from lipbound.schema import WRT
 
 OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
 ALONE = tuple(name for name in WRT if name != "input")
+GROUPED = pytest.mark.parametrize("kind", ["Llama", "Qwen 3"])
+"""Query heads share heads of keys and values, rotated; of the latter keys are normalised, too."""
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +32,9 @@ def run(bert: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-def grouped(kind: str) -> tf.PreTrainedModel:
-    """A decoder whose four query heads share two heads of keys and values, rotated."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 60}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    config, model = {
-        "llama": (tf.LlamaConfig, tf.LlamaForCausalLM),
-        "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM),  # its keys are normalised, too
-    }[kind]
-    return build(lambda: model(config(**sizes)))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@GROUPED
 def test_keys_and_values_are_those_of_the_models_cache(kind: str) -> None:
-    model, ids = grouped(kind), torch.arange(14).view(2, 7)
+    model, ids = build(MODERN[kind]), torch.arange(14).view(2, 7)
     layers = lb.capture(model, {"input_ids": ids})
     cache = model(ids, use_cache=True).past_key_values
     for layer, kept in zip(layers, cache.layers, strict=True):
@@ -51,10 +42,10 @@ def test_keys_and_values_are_those_of_the_models_cache(kind: str) -> None:
             assert torch.allclose(own, cached.repeat_interleave(2, 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@GROUPED
 def test_an_error_in_the_models_cache_moves_outputs_by_no_more_than_the_norm(kind: str) -> None:
     """Moved along the steepest direction, a key of the cache moves a head's output by the norm."""
-    model, ids = grouped(kind), torch.arange(7)[None]
+    model, ids = build(MODERN[kind]), torch.arange(7)[None]
     att = lb.capture(model, {"input_ids": ids})[1].double()
     norm = lb.spectral_norm(att, wrt="keys", tol=1e-10, vectors=True)
     assert norm.right is not None

@@ -7,14 +7,15 @@ Registering it changes the process it is in, so that tests use it in one of thei
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "far"
+LISTS = (list, tuple)
 MOVING = {"copy_", "_to_copy", "_copy_from"}
 """Operations that lead from one device to another."""
 PHYSICAL = {
@@ -106,8 +107,9 @@ class Far(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        _count(func, args, kwargs)
-        far = _result_is_far(func.overloadpacket.__name__, args, kwargs)
+        name, launches = _about(func)
+        _count(name, launches, args, kwargs)
+        far = _result_is_far(name, args, kwargs)
         if kwargs.get("device") is not None:
             far, kwargs["device"] = torch.device(kwargs["device"]).type == NAME, torch.device("cpu")
         if far and kwargs.get("generator") is not None:
@@ -126,30 +128,47 @@ class Far(torch.Tensor):
             return known[id(t)] if id(t) in known else Far(t) if far else t
 
         func = PHYSICAL.get(func, func)
-        found = tree_map(wrapped, func(*tree_map(near, args), **tree_map(near, kwargs)))
+        found = _mapped(wrapped, func(*_mapped(near, args), **_mapped(near, kwargs)))
         if torch.Tag.inplace_view in func.tags:  # the tensor itself has another shape from now on
             with no_dispatch():
                 func(*args, **kwargs)
         return found
 
 
-def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name, device = func.overloadpacket.__name__, kwargs.get("device")
+def _mapped(f: Callable[[Any], Any], given: Any) -> Any:
+    """What a function makes of all that is in lists, tuples and dictionaries."""
+    if isinstance(given, dict):
+        return {name: _mapped(f, part) for name, part in given.items()}
+    return type(given)([_mapped(f, t) for t in given]) if isinstance(given, LISTS) else f(given)
+
+
+def _tensors(*given: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _mapped(lambda t: found.append(t) if isinstance(t, Tensor) else None, given)
+    return found
+
+
+@cache
+def _about(func: Any) -> tuple[str, bool]:
+    """Name of an operation, and whether a GPU does something for it."""
+    name, ends = func.overloadpacket.__name__, [r.alias_info for r in func._schema.returns]
+    view = any(one is not None and not one.is_write for one in ends)
+    return name, not view and name not in LAUNCHES_NOTHING
+
+
+def _count(name: str, launches: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    device = kwargs.get("device")
     home = device is not None and torch.device(device).type == "cpu"
-    chosen = name in BY_PLACE and any(
-        t.dtype == torch.bool for t in tree_leaves(args[1]) if t is not None
-    )
+    chosen = name in BY_PLACE and any(t.dtype == torch.bool for t in _tensors(args[1]))
     reads = name in ("_local_scalar_dense", "nonzero") or (name == "_to_copy" and home)
     COUNTED["reads"] += reads or chosen  # places of a mask are counted first
-    ends = [r.alias_info for r in func._schema.returns]
-    view = any(one is not None and not one.is_write for one in ends)
-    COUNTED["operations"] += not view and name not in LAUNCHES_NOTHING
+    COUNTED["operations"] += launches
 
 
 def _result_is_far(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Where the result of an operation is; raises RuntimeError for tensors that do not
     go together."""
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = _tensors(args, kwargs)
     far, beside = (
         [t for t in tensors if isinstance(t, Far)],
         [t for t in tensors if not isinstance(t, Far) and t.ndim],

@@ -116,6 +116,12 @@ SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
 BART = {"vocab_size": 60, "d_model": 24, "max_position_embeddings": 40}
 BART |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in SIDE.items()}
 T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 6, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+MARIAN = {**BART, "pad_token_id": 0, "decoder_start_token_id": 0}
+SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "bart": lambda: tf.BartModel(tf.BartConfig(**BART)),
+    "marian": lambda: tf.MarianModel(tf.MarianConfig(**MARIAN)),
+    "t5": lambda: tf.T5Model(tf.T5Config(**T5)),
+}
 
 
 def no_attention() -> tf.PreTrainedModel:

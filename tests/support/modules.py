@@ -26,7 +26,7 @@ def joined(t: Tensor) -> Tensor:
 
 def norms(heads: Heads, x: Tensor) -> Tensor:
     """Largest singular values of the dense Jacobians of heads."""
-    jacobian = torch.autograd.functional.jacobian(heads, x.detach())
+    jacobian = torch.autograd.functional.jacobian(heads, x.detach(), vectorize=True)
     axis = jacobian.ndim - x.ndim - 2
     return torch.linalg.matrix_norm(jacobian.movedim(axis, 0).flatten(1, axis + 1).flatten(2), 2)
 
