@@ -21,7 +21,7 @@ from lipbound.jacobians.maps import MAPS, WHOLE, check_wrt
 from lipbound.jacobians.one_side import own_block_norms
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.streaming import by_rows_if_full
-from lipbound.linalg.enclose import Problem, enclose, estimate
+from lipbound.linalg.enclose import SEEN, Problem, enclose, estimate
 from lipbound.linalg.matrix_norms import times_power, times_power_up
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, dense_svd, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
@@ -94,10 +94,11 @@ def spectral_norm(
     The Jacobian is that at the numbers given, in exact arithmetic: every rounding, from scores and
     softmax to the recurrences, is inside ``lower`` and ``upper`` (all methods but "power"). Where
     logits are so large that rounding alone is wider than ``tol``, ``converged`` is False, and
-    ``limited`` True. For a
-    fixed seed the certificate presumes that the input was not chosen with knowledge of lipbound's
-    own random stream; what torch or numpy draw with any seed is independent of it. Without
-    ``delta`` a norm that float32 cannot resolve is found in float64, or ``converged`` is False.
+    ``limited`` True. For a fixed seed the certificate presumes that the input was not chosen with
+    knowledge of lipbound's own random stream; what torch or numpy draw with any seed is independent
+    of it. Without ``delta`` the search for norms of a float32 layer is in float32 where ``tol`` is
+    at least 4e-6, and ``error`` no less; a norm that float32 cannot resolve is found in float64, or
+    ``converged`` is False.
 
     >>> import torch
     >>> g = torch.Generator().manual_seed(0)
@@ -149,7 +150,7 @@ def _measured(
     max_steps: int,
 ) -> Norm:
     """`spectral_norm` of a layer in closed form: in range, operator, allowance, search."""
-    checks = delta is None and method != "dense" and att.dtype == torch.float32
+    checks = delta is None and method != "dense" and att.dtype == torch.float32 and tol >= SEEN
     wide = PreparedMap(att.double(), map, estimate=checks, side=side)
     if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
         norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)

@@ -28,6 +28,9 @@ norm."""
 _HIDDEN = 4
 """Factor on what a random vector shows of a difference, beyond the share that each direction has of
 its length on average."""
+SEEN = 4e-6
+"""Relative difference of close singular values that a search in float32 may not see, some 32 units;
+of a smaller tolerance there is none."""
 ROUGH = 1e-3
 """Share of a tolerance that rounding of a length may take."""
 FINER = 0.2
@@ -206,10 +209,10 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
         parts = [_estimated(problem.select(i)) for i in torch.arange(op.batch)[:, None]]
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
     low, size, top, image = _quotients(op, roundoff, left.double(), tol)
-    noise = roundoff.tensors + roundoff.products
+    noise, missed = roundoff.tensors + roundoff.products, found.error
     if search is not op:
-        noise = noise + _blur(problem, top, image, low)
-    high = torch.maximum(found.lower * (1 + found.error), size) + noise
+        noise, missed = noise + _blur(problem, top, image, low), missed.clamp_min(SEEN)
+    high = torch.maximum(found.lower * (1 + missed), size) + noise
     apart = torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf)
     error = torch.where(high > low, apart, found.error)
     # a search that finds less than the quotient has not seen the top to that accuracy either

@@ -18,6 +18,7 @@ from support.variants import HAS
 from support.variants import layer as variant_layer
 from torch import Tensor
 
+import lipbound as lb
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import splitting_bound
@@ -295,3 +296,12 @@ def test_where_block_norms_are_exact() -> None:
     att = random_attention("one_token")
     for name in OURS:
         close(bounds.get(name)(att), bounds.get("lipbound_block")(att))
+
+
+def test_weights_that_would_overflow() -> None:
+    """Where keys are far away, and what a token does at others all but vanishes."""
+    att = judge.case("common_offset", torch.float64, 50002)
+    every = bounds.get("lipbound_every")
+    close(every(att)[4, 1], every(att.select(slice(4, 5), slice(1, 2)))[0, 0], 1e-9)
+    norm = lb.token_norm(att.select(slice(4, 5), slice(1, 2)))
+    assert float(norm.lower) <= float(every(att)[4, 1]) < 2 * float(norm.upper)

@@ -10,6 +10,7 @@ from support import judge, mp_oracle
 from support.checks import close, normal, refused
 from support.layers import changed, random_attention
 from support.mp_oracle import Enclosed
+from support.oracles import dense_norms
 
 import lipbound as lb
 from lipbound import bounds
@@ -82,6 +83,20 @@ def test_what_the_search_does_not_see_at_all_is_found() -> None:
     norm = estimate(Problem(wide, roundoff, narrow, tol=1e-4, max_steps=500, seeds=[0, 1]))
     close(norm.lower, torch.tensor([2.0, 3.0], dtype=torch.float64), 2e-4)
     assert norm.converged.all()
+
+
+def test_errors_of_close_singular_values() -> None:
+    """Where the first two are nearer than float32 tells, the second may have been found."""
+    for seed, sample, head in ((51006, 0, 1), (51037, 5, 0), (51007, 2, 1)):
+        att = judge.case("degenerate", torch.float32, seed)
+        att = att.select(slice(sample, sample + 1), slice(head, head + 1))
+        exact = dense_norms(att.double())
+        for start in range(5):
+            norm = spectral_norm(att, seed=start)
+            assert bool(norm.converged.all())
+            assert bool((norm.lower * (1 + norm.error) >= exact * (1 - 1e-12)).all())
+            fine = spectral_norm(att, seed=start, tol=1e-7)
+            assert bool((fine.lower * (1 + fine.error) >= exact * (1 - 1e-12)).all())
 
 
 @pytest.mark.parametrize("size", [1e-320, 1e-70, 1e70, 1e300])

@@ -208,8 +208,9 @@ class Blocks:
         """The sum of `matrix` for heads h and g, own blocks apart, (b, i, d_v, d_v)."""
         p_h, p_g, a_h, a_g = self.p[:, :, h], self.p[:, :, g], self.a[:, :, h], self.a[:, :, g]
         values = torch.einsum("bin,bnvw->bivw", w * p_h * p_g, self._values[:, h, g])
-        keys = (a_h * (w * self._keys[:, :, h, g])[..., None]).mT @ a_g
-        by_h = torch.einsum("binv,binw->bivw", a_h * (w * p_g)[..., None], self._cross[:, :, h, g])
+        weighted = a_h * w[..., None]  # where weights are large, they are of small entries
+        keys = (weighted * self._keys[:, :, h, g][..., None]).mT @ a_g
+        by_h = torch.einsum("binv,binw->bivw", weighted * p_g[..., None], self._cross[:, :, h, g])
         by_g = torch.einsum("binv,binw->biwv", a_g * (w * p_h)[..., None], self._cross[:, :, g, h])
         return values + keys + by_h + by_g
 
