@@ -226,6 +226,7 @@ class MassSplitting(PaperFigure):
             axes.loglog(x, y, "o", markersize=1.8, color="#4477aa")
             axes.loglog([x.min(), x.max()], [x.min(), x.max()], "k:", linewidth=0.8)
             axes.set(xlabel=r"exact $\|J\|$", ylabel=r"$\max_i \|B_i\|$")
+            plain_ticks(axes.xaxis)
         return figure
 
     def caption(self, ds: xr.Dataset) -> str:
