@@ -322,7 +322,9 @@ def adapter_name(value: Any) -> str | None:
         return "none"
     if name:
         return str(value)
-    raise LipboundError(f"adapter is {shown(value)}; give a directory, a hub id, or 'none'")
+    raise LipboundError(
+        f"adapter is {shown(value)}; give the directory of PEFT, a hub id, or 'none'"
+    )
 
 
 def indices(name: str, value: Any) -> list[int]:

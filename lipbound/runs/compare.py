@@ -414,7 +414,8 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     checkpoint = open_checkpoint(config, device)
     inputs = open_inputs(config, checkpoint)
     if not devices.has_float64(device):
-        note(inputs, f"{device!r} has no float64: the model runs there, heads go to the CPU")
+        what = "has no float64: the model runs there, and its heads are measured on the CPU"
+        note(inputs, f"the device {device!r} {what}")
     layers = config.chosen_layers
     capturer = measure.capturer_of(checkpoint.model, layers, config.map, config.extras)
     return Sources(checkpoint, inputs, device, capturer)

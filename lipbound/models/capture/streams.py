@@ -510,7 +510,7 @@ def _side_by_side(out: Tensor, calls: Sequence[Heads]) -> list[int]:
     sizes, raws, width = [], [one.raw for one in calls], calls[0].width
 
     def moving(made: Tensor) -> Tensor:
-        pairs = zip(_sensitivity(made, raws), calls, strict=True)
+        pairs = zip(_sensitivity(made.nan_to_num(), raws), calls, strict=True)
         wide = (g.movedim(one.width_axis, -1).reshape(-1, width) for g, one in pairs)
         return torch.cat([*wide]).square()
 
@@ -531,7 +531,7 @@ def _side_by_side(out: Tensor, calls: Sequence[Heads]) -> list[int]:
 
 def _all_move(cut: Tensor, calls: Sequence[Heads]) -> bool:
     """Return whether the outputs of every head enter what is made of them."""
-    grads = _sensitivity(cut, [one.raw for one in calls])
+    grads = _sensitivity(cut.nan_to_num(), [one.raw for one in calls])
     pairs = zip(grads, calls, strict=True)
     ends = (t.movedim((one.head_axis or 0, one.width_axis), (0, 1)) for t, one in pairs)
     return all(bool((t.flatten(2) != 0).any(2).all()) for t in ends)
@@ -540,5 +540,5 @@ def _all_move(cut: Tensor, calls: Sequence[Heads]) -> bool:
 def _sensitivity(made: Tensor, to: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return derivatives of a sum over what is made of some tensors, with weights."""
     weights = torch.linspace(1, 2, made.numel()).to(made).view(made.shape)
-    total = (made.nan_to_num() * weights).sum()
+    total = (made * weights).sum()
     return torch.autograd.grad(total, to, retain_graph=True, materialize_grads=True)
