@@ -125,11 +125,7 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
 
 
 def _beyond(
-    problem: Problem,
-    delta: float,
-    start: Tensor,
-    starts: Array,
-    goal: Array | None = None,
+    problem: Problem, delta: float, start: Tensor, starts: Array, goal: Array | None = None
 ) -> tuple[Runs, Array, Array, Array]:
     """Return runs from ``start``, and numbers beyond every eigenvalue, but for ``delta``.
 

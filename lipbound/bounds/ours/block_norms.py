@@ -18,12 +18,7 @@ from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.factors import norm_v, weight_grams
 from lipbound.devices import Room, Routine, finished, require, together
 from lipbound.jacobians.rounding import Mixing, distance, tensor_error
-from lipbound.linalg.matrix_norms import (
-    block_norm,
-    gamma,
-    times_power_up,
-    upper_factor,
-)
+from lipbound.linalg.matrix_norms import block_norm, gamma, times_power_up, upper_factor
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
