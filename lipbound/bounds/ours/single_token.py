@@ -186,9 +186,7 @@ def _largest_row(parts: LayerTensors, d: Tensor) -> Tensor:
         if not bool(totals[i] > found):
             return totals[i] if bool(totals[i].isnan()) else found
         rows = order[i : i + step]
-        each = torch.minimum(
-            bounded(parts.rows(rows), d[None, rows], _FLOOR)[0], totals[i : i + step]
-        )
+        each = bounded(parts.rows(rows), d[None, rows], _FLOOR)[0].minimum(totals[i : i + step])
         found = torch.maximum(found, each.amax())
     return found
 
