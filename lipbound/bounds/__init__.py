@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
     BIBTEX: dict[str, str]
 
-_HOME = {
-    "over_ball": "ball",
-    "whole_layer": "whole_layer_rules",
-}
+_HOME = {"over_ball": "ball", "whole_layer": "whole_layer_rules"}
 _HERE = ("BIBTEX", "Bound", "audit", "bound", "evaluate", "get", "names", "resolve")
 __all__ = sorted([*_HERE, *_HOME])
 

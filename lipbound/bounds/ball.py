@@ -107,8 +107,7 @@ def _others(x: Tensor) -> Tensor:
 
 def reachable_rows(att: Attention, radius: float, ball: str) -> tuple[Tensor, Tensor]:
     """Smallest and largest P' over the ball around an unpadded float64 sample, (heads, N, N)."""
-    low, up, _ = Centre(att).reach(radius, ball)
-    return low, up
+    return Centre(att).reach(radius, ball)[:2]
 
 
 # -- sums over pairs of tokens ---------------------------------------------------------------------
@@ -209,16 +208,11 @@ class Errors(NamedTuple):
     @classmethod
     def of(cls, att: Attention, scores: Tensor) -> "Errors":
         """Errors of an unpadded float64 sample with these scores."""
-        c, turn = abs(att.scale), 1.0 if att.rotation is None else att.rotation.norm
-        sides: list[tuple[Tensor, Side, float]] = [
-            (att.centred_v, "v", 1.0),
-            (att.centred_k, "k", turn),
-            (att.q, "q", turn),
-        ]
+        c, turn = abs(att.scale), factors.turn(att)
         own = gamma(att.tokens + att.x.shape[2] + 8 * (att.d + att.d_v) + 100)
-        (v, v_error, _), (k, k_error, size_k), (q, q_error, size_q) = (
-            cls._side(att, *side, own) for side in sides
-        )
+        v, v_error, _ = cls._side(att, att.centred_v, "v", 1.0, own)
+        k, k_error, size_k = cls._side(att, att.centred_k, "k", turn, own)
+        q, q_error, size_q = cls._side(att, att.q, "q", turn, own)
         finite = torch.where(scores > -math.inf, scores, 0.0).abs().amax((-1, -2))
         score = c * (q_error * k + (q + q_error) * k_error + own * q * k) + 16 * UNIT * finite
         p = (2 * score).expm1() + own

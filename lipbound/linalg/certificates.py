@@ -78,10 +78,8 @@ class Certificate:
 
     def __init__(self, n: int, delta: float, products: Array | None = None, floor: float = 0.0):
         self._products, self._floor = products, floor
-        exact = [log_inverse_epsilon(n, delta)]
-        if products is not None:
-            each = zip(SHARES, STARTS, strict=True)
-            exact = [log_inverse_epsilon(n, (share * delta) ** (1 / k)) for share, k in each]
+        each = [(1.0, 1)] if products is None else zip(SHARES, STARTS, strict=True)
+        exact = [log_inverse_epsilon(n, (share * delta) ** (1 / k)) for share, k in each]
         lost = 0.0 if products is None else 16 * UNIT  # what starts are rounded by
         self.epsilon = np.exp(-np.array(exact)) - lost
 

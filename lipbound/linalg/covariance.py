@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.devices import Routine
-from lipbound.linalg.matrix_norms import (
-    eigenvalues,
-    gamma,
-    with_derivative,
-)
+from lipbound.linalg.matrix_norms import eigenvalues, gamma, with_derivative
 
 _ROWS = 4
 """Rows of each head solved for at a time, after the first, which is nearly always the largest."""

@@ -68,11 +68,9 @@ class Problem:
         if len(index) == self.op.batch:
             return self
         there, seeds = index.to(self.op.device), [self.seeds[i] for i in index.tolist()]
-        op = self.op.select(there)
+        op, roundoff = self.op.select(there), self.roundoff.select(index)
         search = op if self.search is self.op else self.search.select(there)
-        return replace(
-            self, op=op, roundoff=self.roundoff.select(index), search=search, seeds=seeds
-        )
+        return replace(self, op=op, roundoff=roundoff, search=search, seeds=seeds)
 
     def seeds_for(self, *purpose: int | str) -> list[int]:
         """Return other seeds, one for each entry."""
@@ -128,11 +126,7 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
 
 
 def _beyond(
-    problem: Problem,
-    delta: float,
-    start: Tensor,
-    starts: Array,
-    goal: Array | None = None,
+    problem: Problem, delta: float, start: Tensor, starts: Array, goal: Array | None = None
 ) -> tuple[Runs, Array, Array, Array]:
     """Return runs from ``start``, and numbers beyond every eigenvalue, but for ``delta``.
 

@@ -78,10 +78,8 @@ def top_eigenpairs(alpha: Array, inside: Array) -> tuple[Array, Array]:
     for i in range(len(alpha)):  # dstemr overwrites what it is given
         found, value, vector, info = dstemr(alpha[i].copy(), inside[i].copy(), 2, 0.0, 0.0, k, k)
         if info or found != 1:
-            last = (k - 1, k - 1)
-            value, vector = eigh_tridiagonal(
-                alpha[i], inside[i, :-1], select="i", select_range=last
-            )
+            top = (k - 1, k - 1)
+            value, vector = eigh_tridiagonal(alpha[i], inside[i, :-1], select="i", select_range=top)
         values[i], vectors[i] = value[0], vector[:, 0]
     return values, vectors
 

@@ -282,11 +282,10 @@ def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
     Where the solver gives up on one of them, bounds that are above all, and unit vectors.
     """
     try:
-        values, vectors = torch.linalg.eigh(g)
+        return torch.linalg.eigh(g)
     except RuntimeError:  # LinAlgError
         eye = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
         return _row_sum_norm(g)[..., None].expand(g.shape[:-1]), eye.expand_as(g)
-    return values, vectors
 
 
 def symmetric_norm(g: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from lipbound.linalg.matrix_norms import power_of_two
 from lipbound.linalg.operators import FromCPU, InUnits, JacobianOperator
 from lipbound.linalg.solution import (
     Norm,
+    Seed,
     check_finite,
     seeds_each,
     solved,
@@ -93,12 +94,7 @@ def operator_norm(
 
 
 def lanczos(
-    op: JacobianOperator,
-    *,
-    tol: float,
-    max_steps: int,
-    seed: int | Sequence[int],
-    delta: float | None = None,
+    op: JacobianOperator, *, tol: float, max_steps: int, seed: Seed, delta: float | None = None
 ) -> tuple[Norm, Tensor]:
     """Compute norms of J by the Lanczos method on J J^T with full reorthogonalisation.
 
@@ -158,15 +154,10 @@ def lanczos(
     near = (n * known.tiny) ** 0.5 / known.eps
     rough = (~((size >= near) & (size <= 1 / near)) | np.isnan(found.top)).nonzero()[0]
     if len(rough) and not isinstance(op, InUnits):
-        seeds = seeds_each(op.batch, seed, "in units")
-        scaled, unit = _scaled(op, start, torch.from_numpy(rough).to(op.device))
-        part, vectors[torch.from_numpy(rough).to(op.device)] = lanczos(
-            scaled,
-            tol=tol,
-            max_steps=max_steps,
-            seed=[seeds[i] for i in rough],
-            delta=None if delta is None else each * len(rough),
-        )
+        there, seeds = torch.from_numpy(rough).to(op.device), seeds_each(op.batch, seed, "in units")
+        scaled, unit = _scaled(op, start, there)
+        some, share = [seeds[i] for i in rough], None if delta is None else each * len(rough)
+        part, vectors[there] = lanczos(scaled, tol=tol, max_steps=max_steps, seed=some, delta=share)
         part = replace(part, lower=part.lower / unit, upper=part.upper / unit)
         norm.put(torch.from_numpy(rough), part)
     check_finite(op, norm.lower)
@@ -198,12 +189,7 @@ def _scaled(op: JacobianOperator, start: Tensor, index: Tensor) -> tuple[InUnits
 
 
 def power_iteration(
-    op: JacobianOperator,
-    *,
-    tol: float,
-    max_steps: int,
-    seed: int | Sequence[int],
-    vectors: bool = False,
+    op: JacobianOperator, *, tol: float, max_steps: int, seed: Seed, vectors: bool = False
 ) -> Norm:
     r"""Return estimates of norms of J by power iteration on J^T J, as papers on attention do.
 
@@ -221,12 +207,8 @@ def power_iteration(
         mu = torch.linalg.vector_norm(y.flatten(1), dim=1).double().cpu()
         there = done.to(op.device).view(-1, *(1,) * (y.ndim - 1))
         settled = (mu - lower).abs() < tol
-        lower, left, steps = (
-            torch.where(done, lower, mu),
-            torch.where(there, left, y),
-            steps + ~done,
-        )
-        done = done | settled
+        lower, left = torch.where(done, lower, mu), torch.where(there, left, y)
+        steps, done = steps + ~done, done | settled
         if bool(done.all()):
             break
         x = unit_vectors(op.vjp(y))

@@ -16,7 +16,7 @@ so that the solvers of this folder work on any of them.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -180,17 +180,14 @@ class TensorOperator(JacobianOperator):
     def select(self, index: Tensor | slice) -> Self:
         """Return the operators at positions ``index``, with views of their tensors for a slice."""
         count = len(range(self.batch)[index]) if isinstance(index, slice) else len(index)
-        own = {f.name: getattr(self, f.name) for f in fields(self) if _batched(f)}
-        return self._with(batch=count, **{name: _entries(t, index) for name, t in own.items()})
+        names = [f.name for f in fields(self) if _BATCHED in getattr(f.type, "__metadata__", ())]
+        own = {name: _entries(getattr(self, name), index) for name in names}
+        return self._with(batch=count, **own)
 
     def double(self) -> Self:
         """Return the same maps with products in float64."""
         cast = {f.name: _cast(getattr(self, f.name)) for f in fields(self)}
         return self._with(**cast | {"dtype": torch.float64})
-
-
-def _batched(field: Field[Any]) -> bool:
-    return _BATCHED in getattr(field.type, "__metadata__", ())
 
 
 def _entries(value: Any, index: Tensor | slice) -> Any:

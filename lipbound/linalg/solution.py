@@ -15,6 +15,8 @@ from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator
 
+Seed = int | Sequence[int]
+"""One seed for all of a batch, or one for each of its equal parts."""
 NOT_ASKED = "not asked (delta=)"
 """What is shown for upper ends that nobody asked for, and which are infinite."""
 SALT = "lipbound: directions that no data know of"
@@ -107,9 +109,7 @@ def width(low: Tensor, high: Tensor) -> Tensor:
     return torch.where(high > low, high / low - 1, 0.0)
 
 
-def start_vectors(
-    op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequence[int]
-) -> Tensor:
+def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: Seed) -> Tensor:
     """Draw an independent direction, uniform on the sphere, for every entry of a batch.
 
     Args:
@@ -137,7 +137,7 @@ def normal_numbers(count: int, *key: int | str) -> Tensor:
     return torch.from_numpy(generator.standard_normal(count))
 
 
-def seeds_each(batch: int, seed: int | Sequence[int], *purpose: int | str) -> list[int]:
+def seeds_each(batch: int, seed: Seed, *purpose: int | str) -> list[int]:
     """Return a seed for every entry of a batch.
 
     It depends on the seed given for the entry, its place among the entries that share this, and
@@ -155,7 +155,7 @@ def seeds_each(batch: int, seed: int | Sequence[int], *purpose: int | str) -> li
     return [_hash(seeds[i // each], i % each, *purpose) >> 65 for i in range(batch)]
 
 
-def sample_seeds(samples: int, seed: int | Sequence[int]) -> list[int]:
+def sample_seeds(samples: int, seed: Seed) -> list[int]:
     """Return a seed for every sample of a layer.
 
     What is drawn for a head then does not depend on which other heads and samples there are.

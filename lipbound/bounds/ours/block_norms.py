@@ -18,12 +18,7 @@ from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.factors import norm_v, weight_grams
 from lipbound.devices import Room, Routine, finished, require, together
 from lipbound.jacobians.rounding import Mixing, distance, tensor_error
-from lipbound.linalg.matrix_norms import (
-    block_norm,
-    gamma,
-    times_power_up,
-    upper_factor,
-)
+from lipbound.linalg.matrix_norms import block_norm, gamma, times_power_up, upper_factor
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
@@ -253,9 +248,7 @@ class BlockNorms:
         self.qt, self.off_qt = scaled @ w.factor_k.mT, gamma(att.d + 2) * size * w.size_k[:, None]
         self.qt_norm = (self.qt.norm(dim=-1) + self.off_qt)[..., None]
         if not gram:
-            self.b = torch.cat(
-                [self._b(c, off, w) for _, _, c, off in self._covariances(att, k)], 1
-            )
+            self.b = torch.cat([self._b(c, off, w) for *_, c, off in self._covariances(att, k)], 1)
             return
         w_q, w_k, w_v = (t[heads] for t in (att.w_q, att.w_k, att.w_v))
         inputs, round_v = att.x.shape[2], gamma(att.x.shape[2] + att.d + 4)

@@ -8,19 +8,14 @@ from torch import Tensor, cdist
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import splitting_bound
-from lipbound.bounds import conditions
-from lipbound.bounds.ours import BIBTEX, CITATION
-from lipbound.bounds.ours.block_norms import WeightNorms, in_chunks, lengths, longest, weights_of
-from lipbound.bounds.registry import bound
-from lipbound.bounds.whole_layer_rules import with_folded
+from lipbound.bounds.ours.block_norms import WeightNorms, in_chunks, lengths, weights_of
+from lipbound.bounds.ours.entry import our_bound
 from lipbound.linalg.matrix_norms import gamma
 
 
-@bound(
+@our_bound(
     "mass_splitting",
     label="lipbound, theta and diam(V)",
-    citation=CITATION,
-    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| + 1/2 diam(V) max_i theta_i (|A^T x_i + a| + max_j |A (x_j - m)|), "
     "theta_i >= 4 max_S p_i(S) (1 - p_i(S)), m the mean token, a = scale W_K b_Q",
     statement_latex=r"$\|J\| \le \|W_V\| + 1/2\,\mathrm{diam}(V)\,\max_i \theta_i (|A^T x_i + a| "
@@ -28,11 +23,7 @@ from lipbound.linalg.matrix_norms import gamma
     r"$a = \mathrm{scale}\,W_K b_Q$",
     source="Lemma 103 in the documentation of lipbound, with theta and in the form of Emadi 2026, "
     "Theorem 5.1 (arXiv:2602.18849)",
-    assumptions="any biases, any mask",
-    condition=conditions.always,
     cost="O(N^2 d_v)",
-    layer=with_folded,
-    longest=longest,
     norm="every-token",
 )
 def mass_splitting(att: Attention) -> Tensor:

@@ -12,20 +12,9 @@ from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
-from lipbound.bounds import conditions
-from lipbound.bounds.ours import BIBTEX, CITATION
-from lipbound.bounds.ours.block_norms import (
-    MATRICES,
-    RTOL,
-    BlockNorms,
-    in_chunks,
-    longest,
-    root,
-    samples_of,
-)
-from lipbound.bounds.registry import bound
+from lipbound.bounds.ours.block_norms import MATRICES, RTOL, BlockNorms, in_chunks, root, samples_of
+from lipbound.bounds.ours.entry import our_bound
 from lipbound.bounds.statement import Bound
-from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.devices import Routine, require, together
 from lipbound.linalg.matrix_norms import (
     gamma,
@@ -78,22 +67,16 @@ def _shares(att: Attention, terms: Callable[[Attention], dict[str, Tensor]]) -> 
     return {name: torch.stack(values) for name, values in found.items()}
 
 
-@bound(
+@our_bound(
     "lipbound",
     label="lipbound",
-    citation=CITATION,
-    bibtex=BIBTEX,
     statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J "
     "J^T (see its docstring)",
     statement_latex=r"$\|J\|^2 \le \min(\|E + K\|, \|E\| + L)$, $N \times N$ matrices of norms "
     r"of the blocks of $J J^T$ (see its docstring)",
     source="Lemma 16 in the documentation of lipbound",
-    assumptions="any biases, any mask",
-    condition=conditions.always,
     cost="O(N^3 + N^2 d d_v)",
     terms=gram_terms,
-    layer=with_folded,
-    longest=longest,
 )
 @memoised
 def lipbound(att: Attention) -> Tensor:
@@ -131,23 +114,16 @@ def lipbound(att: Attention) -> Tensor:
     return values[..., 0]
 
 
-@bound(
+@our_bound(
     "lipbound_block",
     label="lipbound, blocks of J",
-    citation=CITATION,
-    bibtex=BIBTEX,
     statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N "
     "x N matrix",
     statement_latex=r"$\|J\| \le \|\,[P_{ij} (\|W_V\| + |v_j - o_i| |\mathrm{scale}\,W_K "
-    r"q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\|$, an $N \times N$ "
-    "matrix",
+    r"q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\|$, an $N \times N$ matrix",
     source="Lemma 15 in the documentation of lipbound",
-    assumptions="any biases, any mask",
-    condition=conditions.always,
     cost="O(N^2 d d_v)",
     terms=block_terms,
-    layer=with_folded,
-    longest=longest,
 )
 def lipbound_block(att: Attention) -> Tensor:
     r"""Compression of J itself: about 2 times the exact norm on pretrained heads.

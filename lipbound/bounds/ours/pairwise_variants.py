@@ -17,11 +17,10 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
-from lipbound.bounds import conditions
 from lipbound.bounds.ours import pairwise
 from lipbound.bounds.ours.block_norms import CHUNK, RTOL, in_chunks, longest, root, seen
+from lipbound.bounds.ours.entry import PARTS
 from lipbound.bounds.ours.token_block_norms import VariantHead
-from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, nonnegative_norm
 
 LONGEST = 1024
@@ -33,18 +32,13 @@ rows, then by columns."""
 
 
 @pairwise.lipbound.extends(
-    *VARIANTS,
-    condition=conditions.always,
-    layer=with_folded,
-    longest=lambda heads: min(LONGEST, longest(heads)),
+    *VARIANTS, **PARTS | {"longest": lambda heads: min(LONGEST, longest(heads))}
 )
 def _gram(att: Attention) -> Tensor:
     return together(att)[..., 0]
 
 
-@pairwise.lipbound_block.extends(
-    *VARIANTS, condition=conditions.always, layer=with_folded, longest=longest
-)
+@pairwise.lipbound_block.extends(*VARIANTS, **PARTS)
 def _block(att: Attention) -> Tensor:
     return together(att)[..., 1]
 

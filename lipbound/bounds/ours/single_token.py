@@ -12,21 +12,10 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import LINEAR_VALUES
-from lipbound.bounds import conditions
-from lipbound.bounds.ours import BIBTEX, CITATION
-from lipbound.bounds.ours.block_norms import (
-    CHUNK,
-    BlockNorms,
-    in_chunks,
-    lengths,
-    longest,
-    root,
-    weights_of,
-)
+from lipbound.bounds.ours.block_norms import CHUNK, BlockNorms, in_chunks, lengths, root, weights_of
+from lipbound.bounds.ours.entry import PARTS, our_bound
 from lipbound.bounds.ours.pairwise_variants import ROWS, together
 from lipbound.bounds.ours.token_block_norms import VariantHead
-from lipbound.bounds.registry import bound
-from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.token_norms.blocks import LayerTensors
 from lipbound.jacobians.token_norms.row_search import bounded
@@ -38,21 +27,15 @@ AT_ONCE = 16
 """Rows whose matrices are formed together, those with the largest sums of norms first."""
 
 
-@bound(
+@our_bound(
     "lipbound_every",
     label="lipbound, every token",
-    citation=CITATION,
-    bibtex=BIBTEX,
     statement="||J||^2 <= max_i (sum_j d_ij) ||sum_j J_ij J_ij^T / d_ij||, d_ij upper values of "
     "||J_ij||",
     statement_latex=r"$\|J\|^2 \le \max_i (\sum_j d_{ij}) \|\sum_j J_{ij} J_{ij}^T / d_{ij}\|$, "
     r"$d_{ij}$ upper values of $\|J_{ij}\|$",
     source="Lemma 95 in the documentation of lipbound",
-    assumptions="any biases, any mask",
-    condition=conditions.always,
     cost="O(N^2 d_v (d + d_v)), fewer rows where some stand out",
-    layer=with_folded,
-    longest=longest,
     differentiable=False,
     norm="every-token",
 )
@@ -74,20 +57,14 @@ def lipbound_every(att: Attention) -> Tensor:
     return in_chunks(att, _refined, [_root_count(att)])[..., 0]
 
 
-@bound(
+@our_bound(
     "lipbound_every_block",
     label="lipbound, rows of blocks",
-    citation=CITATION,
-    bibtex=BIBTEX,
     statement="||J|| <= max_i sum_j ||J_ij||, with upper values of the norms of the blocks of J",
     statement_latex=r"$\|J\| \le \max_i \sum_j \|J_{ij}\|$, with upper values of the norms of "
     r"the blocks of J",
     source="Lemma 94 in the documentation of lipbound",
-    assumptions="any biases, any mask",
-    condition=conditions.always,
     cost="O(N^2 d d_v)",
-    layer=with_folded,
-    longest=longest,
     norm="every-token",
 )
 def lipbound_every_block(att: Attention) -> Tensor:
@@ -105,21 +82,15 @@ def lipbound_every_block(att: Attention) -> Tensor:
     return _sums(att)[..., 0]
 
 
-@bound(
+@our_bound(
     "lipbound_one",
     label="lipbound, columns of blocks",
-    citation=CITATION,
-    bibtex=BIBTEX,
     statement="||J|| <= max_j (sum_i ||J_ij||^2)^(1/2), with upper values of the norms of the "
     "blocks of J",
     statement_latex=r"$\|J\| \le \max_j (\sum_i \|J_{ij}\|^2)^{1/2}$, with upper values of the "
     r"norms of the blocks of J",
     source="Lemma 94 in the documentation of lipbound",
-    assumptions="any biases, any mask",
-    condition=conditions.always,
     cost="O(N^2 d d_v)",
-    layer=with_folded,
-    longest=longest,
     norm="one-token",
 )
 def lipbound_one(att: Attention) -> Tensor:
@@ -134,24 +105,18 @@ def lipbound_one(att: Attention) -> Tensor:
     return _sums(att)[..., 1]
 
 
-@lipbound_every.extends(
-    *LINEAR_VALUES, condition=conditions.always, layer=with_folded, longest=longest
-)
+@lipbound_every.extends(*LINEAR_VALUES, **PARTS)
 @memoised
 def _every(att: Attention) -> Tensor:
     return in_chunks(att, _refined_variants, [_root_count(att)])[..., 0]
 
 
-@lipbound_every_block.extends(
-    *LINEAR_VALUES, condition=conditions.always, layer=with_folded, longest=longest
-)
+@lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)
 def _every_block(att: Attention) -> Tensor:
     return together(att)[..., ROWS]
 
 
-@lipbound_one.extends(
-    *LINEAR_VALUES, condition=conditions.always, layer=with_folded, longest=longest
-)
+@lipbound_one.extends(*LINEAR_VALUES, **PARTS)
 def _one(att: Attention) -> Tensor:
     return together(att)[..., ROWS + 1]
 

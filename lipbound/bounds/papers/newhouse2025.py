@@ -6,10 +6,9 @@
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import conditions, factors
+from lipbound.bounds import factors
 from lipbound.bounds.factors import values_and_softmax
-from lipbound.bounds.papers.yudin2025 import with_ones
-from lipbound.bounds.registry import bound
+from lipbound.bounds.papers.yudin2025 import any_biases, with_ones
 
 _BIBTEX = """@misc{newhouse2025enforced,
   title  = {Training Transformers with Enforced {L}ipschitz Constants},
@@ -20,7 +19,7 @@ _BIBTEX = """@misc{newhouse2025enforced,
 }"""
 
 
-@bound(
+@any_biases(
     "newhouse",
     label="Newhouse 2025",
     bibtex=_BIBTEX,
@@ -29,9 +28,6 @@ _BIBTEX = """@misc{newhouse2025enforced,
     r"\max_i |x_i|$",
     source="the attention factor of the authors' code (utils.py), without its 1/3, with Remark 2 "
     "of Yudin et al. 2025",
-    assumptions="any biases (Remark 2), any mask",
-    condition=conditions.always,
-    covers=conditions.LINEAR,
     cost="O(N D + D d^2)",
     terms=values_and_softmax(lambda att, value: factors.norm_v(att) / value),
     norm="every-token",

@@ -1,0 +1,24 @@
+"""What all our bounds share in the registry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lipbound.bounds import conditions
+from lipbound.bounds.ours import BIBTEX
+from lipbound.bounds.ours.block_norms import longest
+from lipbound.bounds.registry import bound
+from lipbound.bounds.whole_layer_rules import with_folded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lipbound.bounds.statement import Bound, Function
+
+PARTS: dict[str, Any] = {"condition": conditions.always, "layer": with_folded, "longest": longest}
+"""Of every `Formula` of ours, for any kind of heads."""
+
+
+def our_bound(name: str, **facts: Any) -> Callable[[Function], Bound]:
+    """Decorator: `bound` with what our bounds share."""
+    return bound(name, bibtex=BIBTEX, assumptions="any biases, any mask", **PARTS, **facts)
