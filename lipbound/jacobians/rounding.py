@@ -148,11 +148,7 @@ def distance(e: TensorErrors, mix: Mixing, scale: float) -> Tensor:
 
 @torch.no_grad()
 def roundoff(
-    att: Attention,
-    op: HeadOperator,
-    alone: OneSide | None = None,
-    *,
-    values: Tensor | None = None,
+    att: Attention, op: HeadOperator, alone: OneSide | None = None, *, values: Tensor | None = None
 ) -> Roundoff:
     """Roundings of the heads of a float64 layer.
 
@@ -254,9 +250,8 @@ def folding_loss(
     per = 2 * (sum(w_o.shape[1:]) + basis.shape[2] + 16) * UNIT
     lost = left + per * (size + near * long) + near * (skew + per * (1 + long**2))
     # values of another stream are folded token by token, with what they have in common
-    values = (
-        None if att.other_stream is None else torch.linalg.vector_norm(att.wide_v, dim=-1).amax(-1)
-    )
+    crossed = att.other_stream is not None
+    values = torch.linalg.vector_norm(att.wide_v, dim=-1).amax(-1) if crossed else None
     heads = roundoff(att, op, alone, values=values).size.view(att.samples, att.heads)
     return _upper(heads.to(lost.device) * lost)
 
