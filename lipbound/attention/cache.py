@@ -39,8 +39,7 @@ class Cache:
         place = key, self.recording
         if place not in self._values:
             self._values[place] = in_own_modes(make)()  # kept for callers in other modes
-        value: T = self._values[place]
-        return value
+        return self._values[place]
 
     def has(self, key: Hashable) -> bool:
         """Return whether a value is kept under ``key``."""
@@ -88,8 +87,7 @@ class derived(Generic[T]):
     def __get__(self, instance: Any, owner: type) -> "T | derived[T]":
         if instance is None:
             return self
-        cache: Cache = instance.cache
-        return cache.get(self._name, lambda: self._make(instance))
+        return instance.cache.get(self._name, lambda: self._make(instance))
 
     def __set__(self, instance: object, value: object) -> None:
         raise AttributeError(f"{self._name} is derived from the layer and cannot be set")

@@ -13,15 +13,7 @@ from lipbound.attention.cache import Cache, derived, keep_result, memoised
 from lipbound.attention.layer_norm import ResidualContext
 from lipbound.attention.validation import check_values, largest_entries, validate
 from lipbound.attention.variants import VARIANTS, titles
-from lipbound.attention.variants.base import (
-    SIDES,
-    Side,
-    TokenMap,
-    TokenStep,
-    changed,
-    cut,
-    tensors,
-)
+from lipbound.attention.variants.base import SIDES, Side, TokenMap, TokenStep, changed, cut, tensors
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import FixedStep, OtherStream
 from lipbound.attention.variants.qk_norm import NormStep, QKNorm
@@ -33,22 +25,14 @@ from lipbound.schema import INPUT, MEMORY, QUERIES, STATISTICS
 
 _AXES = {
     "x": "sn.",
-    "w_q": "h..",
-    "w_k": "h..",
-    "w_v": "h..",
-    "b_q": "h.",
-    "b_k": "h.",
-    "b_v": "h.",
+    **dict.fromkeys(("w_q", "w_k", "w_v"), "h.."),
+    **dict.fromkeys(("b_q", "b_k", "b_v"), "h."),
     "w_o": "h..",
     "mask": "sh..",
     "valid": "sn",
-    "rotation": "",
-    "norm_q": "",
-    "norm_k": "",
-    "norm_v": "",
+    **dict.fromkeys(("rotation", "norm_q", "norm_k", "norm_v"), ""),
     "sinks": "h",
-    "gate": "",
-    "other_stream": "",
+    **dict.fromkeys(("gate", "other_stream"), ""),
 }
 """Parts of a layer that are tensors, or are made of them, and their axes
 (`lipbound.attention.variants.base.NamedAxes`)."""
@@ -195,8 +179,7 @@ class Attention:
 
     def projection(self, side: Side) -> tuple[Tensor, Tensor | None]:
         """Return the weights and the bias of queries, keys or values."""
-        weights, bias = getattr(self, f"w_{side}"), getattr(self, f"b_{side}")
-        return weights, bias
+        return getattr(self, f"w_{side}"), getattr(self, f"b_{side}")
 
     @property
     def variants(self) -> frozenset[str]:
@@ -301,8 +284,8 @@ class Attention:
         """Return sizes by name, the names of optional parts, and the dtype."""
         sizes = {"samples": self.samples, "heads": self.heads, "N": self.tokens}
         sizes |= {"D": self.x.shape[2], "d": self.d, "d_v": self.d_v}
-        optional = [name for name in (*_AXES, "cap") if name not in ("x", "w_q", "w_k", "w_v")]
-        extra = [name for name in optional if getattr(self, name) is not None]
+        needed = ("x", "w_q", "w_k", "w_v")
+        extra = [a for a in (*_AXES, "cap") if a not in needed and getattr(self, a) is not None]
         return sizes, ", ".join(extra), str(self.dtype).removeprefix("torch.")
 
     def _repr_html_(self) -> str:
@@ -363,9 +346,8 @@ class Attention:
         found: list[TokenStep] = []
         for step in self.steps(side):
             if isinstance(step, QKNorm):
-                y = self.projected(side)
-                for before in found:  # a rotation
-                    y = before.push(y)
+                before = TokenMap(found, self.tokens, dtype, self.device)  # a rotation
+                y = before.push(self.projected(side))
                 found.append(NormStep.of(step, self.x, y, dtype))
             else:
                 found.append(step)
@@ -377,8 +359,7 @@ class Attention:
 
     def _entered(self, side: Side) -> Tensor:
         """Queries, keys or values as they are used, in float64."""
-        fixed = self.fixed(side)
-        if fixed is not None:
+        if (fixed := self.fixed(side)) is not None:
             return fixed.double().transpose(0, 1)
         y = self.projected(side)
         for step in self.steps(side):
@@ -468,10 +449,9 @@ class Attention:
 
     @property
     def _levelled(self) -> bool:
-        mask = self.mask
-        return mask is not None and not (
-            mask.requires_grad or self.sinks is not None or mask.shape[-1] == 1
-        )
+        if (mask := self.mask) is None or mask.requires_grad:
+            return False
+        return self.sinks is None and mask.shape[-1] > 1
 
     def mask_part(self, sample: int, head: int, rows: slice, keys: slice = EVERY) -> Tensor | None:
         """Return some rows and columns of `level_mask` of one head, without forming the rest.
@@ -577,9 +557,9 @@ class Attention:
             place = keys.int().argmax(-1)  # the first that is no padding
             first = p.gather(-1, place.view(-1, 1, 1, 1).expand(*p.shape[:3], 1))[..., 0]
         shares = torch.ones_like(first[:, :1]) if rows is None else rows[:, None].double()
-        entropy, first = (  # means over queries; rows of padding are zero
-            (t * shares).sum(-1) / shares.sum(-1) for t in (torch.special.entr(p).sum(-1), first)
-        )
+        entropy = torch.special.entr(p).sum(-1)
+        # means over queries; rows of padding are zero
+        entropy, first = ((t * shares).sum(-1) / shares.sum(-1) for t in (entropy, first))
         return dict(zip(STATISTICS, (logit, entropy, first), strict=True))
 
     # -- copies, each a layer of its own with a cache of its own -----------------------------------
@@ -590,8 +570,8 @@ class Attention:
         return type(self)(**own | parts, check=check)
 
     def _changed(self, change: Callable[[Tensor, str], Tensor], **others: Any) -> Self:
-        axes = {name: at for name, at in _AXES.items() if name not in others}
-        own = {name: changed(getattr(self, name), at, change) for name, at in axes.items()}
+        axes = (_AXES | {"surroundings": ""}).items()
+        own = {a: changed(getattr(self, a), at, change) for a, at in axes if a not in others}
         found = self.with_parts(**own, **others, check=False)
         found._fit = self._fit
         return found
@@ -624,9 +604,7 @@ class Attention:
         return self._map(lambda t: t.detach().clone())
 
     def _map(self, change: Callable[[Tensor], Tensor], **others: Any) -> Self:
-        around = self.surroundings
-        around = None if around is None else around.map(lambda norm: norm.map(change))
-        return self._changed(lambda t, _: change(t), surroundings=around, **others)
+        return self._changed(lambda t, _: change(t), **others)
 
     def select(self, samples: slice = EVERY, heads: slice = EVERY) -> Self:
         """Return some samples and heads of the layer.
@@ -637,9 +615,7 @@ class Attention:
         for what, chosen, count in (("sample", samples, self.samples), ("head", heads, self.heads)):
             if not range(count)[chosen]:
                 raise AttentionError(f"{chosen} selects no {what} of {count}; select at least one")
-        around = self.surroundings
-        around = None if around is None else around.map(lambda norm: norm.select(samples))
-        return self._changed(partial(cut, s=samples, h=heads), surroundings=around)
+        return self._changed(partial(cut, s=samples, b=samples, h=heads))  # b of normalisers
 
     def of_samples(self, samples: slice) -> Self:
         """Return the layer at some of its inputs, with what has been derived at all of them."""
@@ -652,13 +628,10 @@ class Attention:
         one = self.with_parts(surroundings=None, check=False).select(slice(sample, sample + 1))
         if one.valid_rows is None and one.valid_keys is None:
             return one
+        every = (one.valid, one.tokens), (one.valid_rows, one.rows), (one.valid_keys, one.keys)
         keep, rows, keys = (
             torch.arange(n, device=self.device) if valid is None else valid[0].nonzero()[:, 0]
-            for valid, n in (
-                (one.valid, one.tokens),
-                (one.valid_rows, one.rows),
-                (one.valid_keys, one.keys),
-            )
+            for valid, n in every
         )
         mask, other = one.mask, one.other_stream
         if mask is not None:

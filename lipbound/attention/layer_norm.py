@@ -1,17 +1,18 @@
 """Layer normalisation and residual connections around attention."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import UNIT
+from lipbound.attention.variants.base import UNIT, NamedAxes
 from lipbound.errors import AttentionError
 
 
-class Normaliser:
+@dataclass(eq=False, repr=False)
+class Normaliser(NamedAxes):
     r"""LayerNorm or RMSNorm at a batch of inputs, and its Jacobian there, token by token.
 
     With :math:`u = (x - \bar x)/s`, :math:`s = (|x - \bar x|^2/D + eps)^{1/2}` (RMSNorm: without
@@ -36,23 +37,24 @@ class Normaliser:
         AttentionError: weight or bias do not fit the inputs.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        eps: float = 0.0,
-        centred: bool = True,
-    ):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    _: KW_ONLY
+    eps: float = 0.0
+    centred: bool = True
+
+    axes: ClassVar = {"x": "b..", "weight": ".", "bias": "."}
+
+    def __post_init__(self) -> None:
+        self.eps = float(self.eps)
+        x, weight, bias = self.x, self.weight, self.bias
         if weight.shape != x.shape[-1:] or (bias is not None and bias.shape != weight.shape):
             raise AttentionError(
                 f"a normaliser's weight has shape {tuple(weight.shape)}; for inputs of width "
                 f"{x.shape[-1]} it must be ({x.shape[-1]},)"
             )
-        self.x, self.weight, self.bias = x, weight, bias
-        self.eps, self.centred = float(eps), centred
-        deviation = _around_mean(_around_mean(x.double())) if centred else x.double()
+        deviation = _around_mean(_around_mean(x.double())) if self.centred else x.double()
         # a power of two near them, so that squares stay in range: torch.ldexp takes it by way of
         # float32 in torch 2.4, and this division is exact
         largest = deviation.detach().abs().amax(-1, keepdim=True)
@@ -110,21 +112,6 @@ class Normaliser:
         unit = torch.linalg.vector_norm(self.unit.double(), dim=-1)
         return off, deviation * (1 + off) + unit * (off + 4 * UNIT)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Normaliser":
-        """Return another one with changed tensors."""
-        bias = None if self.bias is None else change(self.bias)
-        x, weight = change(self.x), change(self.weight)
-        return Normaliser(x, weight, bias, eps=self.eps, centred=self.centred)
-
-    def double(self) -> "Normaliser":
-        """Return the same in float64."""
-        return self.map(Tensor.double)
-
-    def select(self, samples: slice | Tensor) -> "Normaliser":
-        """Return that of some samples."""
-        x = self.x[samples]
-        return Normaliser(x, self.weight, self.bias, eps=self.eps, centred=self.centred)
-
     def radius(self) -> float:
         """Return the radius of the smallest centred ball around all outputs."""
         return ellipsoid_radius(self.weight, self.bias, centred=self.centred)
@@ -140,7 +127,7 @@ def _around_mean(x: Tensor) -> Tensor:
 
 
 @dataclass
-class ResidualContext:
+class ResidualContext(NamedAxes):
     """Layer normalisation and residual connection around an attention layer in its model.
 
     Attributes:
@@ -154,11 +141,7 @@ class ResidualContext:
     residual: str | None = None
     followed_by: Normaliser | None = None
 
-    def map(self, change: Callable[[Normaliser], Normaliser]) -> "ResidualContext":
-        """Return the same with changed normalisers."""
-        around = (self.fed_by, self.followed_by)
-        fed_by, followed_by = (None if norm is None else change(norm) for norm in around)
-        return ResidualContext(fed_by, self.residual, followed_by)
+    axes: ClassVar = {"fed_by": "", "followed_by": ""}
 
 
 def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> float:

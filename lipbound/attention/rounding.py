@@ -84,7 +84,7 @@ def probability_error(att: Attention) -> Tensor:
 
     Values are not looked at.
     """
-    return _upper([_probabilities(att.double())[1]])[0].expand(att.samples, att.heads)
+    return upper(_probabilities(att.double())[1]).expand(att.samples, att.heads)
 
 
 @memoised
@@ -92,12 +92,12 @@ def _tensor_errors(att: Attention) -> TensorErrors:
     sides = (_side(att, side) for side in SIDES)
     every = [*(t for each in zip(*sides, strict=True) for t in each), *_probabilities(att)]
     shape = (att.samples, att.heads)
-    return TensorErrors(*_upper([t.expand(shape) for t in every]))
+    return TensorErrors(*upper(torch.stack([t.expand(shape) for t in every])))
 
 
-def _upper(values: list[Tensor]) -> Tensor:
-    """Return upper values in one tensor; NaN, from infinities or zeros, says nothing."""
-    return torch.nan_to_num(torch.stack(values) * MARGIN, nan=torch.inf, posinf=torch.inf)
+def upper(x: Tensor) -> Tensor:
+    """Return upper values with `MARGIN`; NaN, from infinities or zeros, says nothing."""
+    return torch.nan_to_num(x * MARGIN, nan=torch.inf, posinf=torch.inf)
 
 
 @memoised

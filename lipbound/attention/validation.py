@@ -91,21 +91,14 @@ def _check_shapes(att: "Attention") -> None:
     """
     (samples, tokens, model), (heads, _, d), d_v = att.x.shape, att.w_q.shape, att.w_v.shape[2]
     expected: dict[str, tuple[int | None, ...]] = {
-        "w_q": (heads, model, d),
-        "w_k": (heads, model, d),
-        "w_v": (heads, model, d_v),
-        "b_q": (heads, d),
-        "b_k": (heads, d),
-        "b_v": (heads, d_v),
+        **dict.fromkeys(("w_q", "w_k"), (heads, model, d)),
+        **dict.fromkeys(("w_v", "gate.w"), (heads, model, d_v)),
+        **dict.fromkeys(("b_q", "b_k", "norm_q.gain", "norm_k.gain"), (heads, d)),
+        **dict.fromkeys(("b_v", "norm_v.gain", "gate.b"), (heads, d_v)),
         "w_o": (heads, d_v, None),
         "valid": (samples, tokens),
-        "norm_q.gain": (heads, d),
-        "norm_k.gain": (heads, d),
-        "norm_v.gain": (heads, d_v),
         **{f"norm_{side}.over.0": (model, None) for side in "qkv"},
         "sinks": (heads,),
-        "gate.w": (heads, model, d_v),
-        "gate.b": (heads, d_v),
     }
     if (other := att.other_stream) is not None:
         if (other.q is None) == (other.k is None) or (other.k is None) != (other.v is None):

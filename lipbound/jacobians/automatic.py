@@ -4,7 +4,6 @@ Functions of others say themselves what their derivatives are, or have none of s
 Products are therefore compared with differences of outputs, and taken in the first way that agrees.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,10 +12,8 @@ from torch.autograd import forward_ad
 
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import AttentionError
-from lipbound.jacobians.maps import WHOLE
-from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Product
-from lipbound.linalg.solution import Norm, normal_numbers
+from lipbound.linalg.solution import normal_numbers
 
 _STEPS = (1e-6, 1e-8, 1e-4, 1e-3)
 """Lengths of differences, relative to the tokens'; one of them must tell the derivative."""
@@ -35,7 +32,9 @@ class AutomaticJacobian(JacobianOperator):
     :math:`J^T y` is a derivative of the outputs. It is linear in y, and its derivative with respect
     to y is :math:`J x`. Where a function of the module has no second derivative, :math:`J x` is
     taken in forward mode, or from the matrix with the rows :math:`J^T e_i`. All samples and heads
-    of a product are differentiated in one pass.
+    of a product are differentiated in one pass. Norms enclose the Jacobian as automatic
+    differentiation computes it in float64, up to `lipbound.linalg.certificates.ROUNDING`: the
+    rounding of the module itself is not counted.
 
     Args:
         att: the layer.
@@ -139,16 +138,13 @@ class AutomaticJacobian(JacobianOperator):
 
     def _grad(self, of: Tensor, by: Tensor, directions: Tensor) -> Tensor:
         """Return the derivatives of a tensor in several directions at once."""
+        grad = partial(torch.autograd.grad, of, by, retain_graph=True)
         if self._batched and len(directions) > 1:
             try:
-                return torch.autograd.grad(
-                    of, by, directions, retain_graph=True, is_grads_batched=True
-                )[0]
+                return grad(directions, is_grads_batched=True)[0]
             except RuntimeError:  # an operation that cannot be batched, or has no derivative
                 self._batched = False
-        return torch.stack(
-            [torch.autograd.grad(of, by, one, retain_graph=True)[0] for one in directions]
-        )
+        return torch.stack([grad(one)[0] for one in directions])
 
     def jvp(self, x: Tensor) -> Tensor:
         heads, passes = self._h.unique(return_inverse=True)
@@ -176,32 +172,3 @@ class AutomaticJacobian(JacobianOperator):
         vars(other).update(vars(self))
         other._s, other._h, other.batch = self._s[index], self._h[index], len(index)
         return other
-
-
-def automatic_norm(
-    att: ModuleAttention,
-    *,
-    map: str,
-    method: str,
-    tol: float,
-    delta: float | None,
-    vectors: bool,
-    seed: int | Sequence[int],
-    max_steps: int | None,
-) -> Norm:
-    """Compute norms of a layer through its module; arguments as of `lipbound.spectral_norm`.
-
-    ``upper`` encloses the Jacobian as automatic differentiation computes it in float64, up to
-    `lipbound.linalg.certificates.ROUNDING`: the rounding of the module itself is not counted.
-    """
-    op = AutomaticJacobian(att, map)
-    norm = operator_norm(
-        op,
-        method=method,
-        tol=tol,
-        delta=delta,
-        vectors=vectors,
-        seed=seed,
-        max_steps=max_steps,
-    )
-    return norm if map in WHOLE else norm.view(att.samples, att.heads)

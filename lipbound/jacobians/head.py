@@ -30,10 +30,6 @@ from lipbound.jacobians.row_space import RowSpace, distinct, length_by_squares
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
 
-def _flat(t: Tensor) -> Tensor:
-    return t.reshape(-1, *t.shape[2:])
-
-
 @dataclass(init=False, eq=False, repr=False)
 class HeadOperator(TensorOperator):
     r"""Closed-form Jacobian of every head of an `Attention`, with respect to its input X.
@@ -113,23 +109,18 @@ class HeadOperator(TensorOperator):
         width = self.w.shape[2] + sum(w.shape[1] for w in spans)
         width = self.w.shape[1] if self.rows.everything else min(self.w.shape[1], width)
         self.in_shape = (att.tokens, width)
-        self.q, self.k, self.v = (
-            self._laid_out(_flat(t.to(att.dtype))) for t in (att.q, att.centred_k, att.centred_v)
-        )
-        directions = [
-            scale * to.direction
-            for to, scale in zip(self._passages, (att.scale, att.scale, 1.0), strict=True)
-            if to.direction is not None
-        ]
+        parts = (att.q, att.centred_k, att.centred_v)
+        self.q, self.k, self.v = (self._laid_out(t.to(att.dtype).flatten(0, 1)) for t in parts)
+        scaled = zip(self._passages, (att.scale, att.scale, 1.0), strict=True)
+        directions = [c * to.direction for to, c in scaled if to.direction is not None]
         self.extra = torch.stack(directions, -1) if directions else None
         if self.extra is not None:
-            self.cross = _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
+            self.cross = torch.einsum("hdm,snde->shnme", self.w, self.extra).flatten(0, 1)
             self.own = (self.extra.mT @ self.extra)[self.sample]
 
     def _set_gate(self, att: Attention) -> None:
         """Set the gate, once outputs are known: less what centring took from all of them."""
-        gate = att.gate
-        if gate is not None:
+        if (gate := att.gate) is not None:
             shift = att.wide_v[:, :, :1] - att.centred_v[:, :, :1]
             outputs = self.o.view(att.samples, att.heads, *self.o.shape[1:]).double() + shift
             step = gate.at(att.x, outputs)
@@ -301,9 +292,9 @@ class HeadOperator(TensorOperator):
         """Coordinates of perturbations of whole layers' input, (samples, N, D) -> (batch, N, m)."""
         z = torch.einsum("snd,hdm->shnm", x, self.w)
         if self.extra is None:
-            return _flat(z)
+            return z.flatten(0, 1)
         along = torch.einsum("snd,snde->sne", x, self.extra[self.sample[:: len(self.w)]])[:, None]
-        return _flat(torch.cat([z, along.expand(-1, len(self.w), -1, -1)], -1))
+        return torch.cat([z, along.expand(-1, len(self.w), -1, -1)], -1).flatten(0, 1)
 
     def collect(self, z: Tensor) -> Tensor:
         """The transpose of `spread`, (batch, N, m) -> (samples, N, D)."""
@@ -396,8 +387,8 @@ class HeadJacobian(InParts, HeadOperator):
 
     def __init__(self, att: Attention):
         self._set(att)
-        self.p = _flat(att.p)
-        self.t = self.p if att.weights is att.p else _flat(att.weights)
+        self.p = att.p.flatten(0, 1)
+        self.t = self.p if att.weights is att.p else att.weights.flatten(0, 1)
         self.o = self._laid_out(self.p @ self.v)
         self._set_gate(att)
         dense = att.mask is None and att.valid is None
@@ -430,10 +421,9 @@ class HeadJacobian(InParts, HeadOperator):
         return found.mT
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
-        if self._groups() is not None:
+        together = not torch.is_grad_enabled() and self.q.shape == self.k.shape
+        if together or self._groups() is not None:
             return super()._cotangents(y)
-        if not torch.is_grad_enabled() and self.q.shape == self.k.shape:
-            return self._beside(y).split(self.sizes[:3], -1)
         g = self.t * (y @ self.v.mT - (y * self.o).sum(-1, keepdim=True))
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 

@@ -58,15 +58,14 @@ class OneSide:
             op: of the heads of ``att``.
             att: the layer.
         """
-        place, units = SIDES.index(self.side), (att.scale, att.scale, 1.0)
+        place, counts = SIDES.index(self.side), (att.rows, att.keys, att.keys)
         changes: dict[str, Any] = {}
-        sizes, own = list(op.sizes[:4]), (att.rows, att.keys, att.keys)[place]
+        sizes, own, unit = list(op.sizes[:4]), counts[place], (att.scale, att.scale, 1.0)[place]
         if self.pair is not None:
             sizes[2], changes["out_shape"] = 1, (att.rows, 1)
             changes |= {name: torch.zeros_like(getattr(op, name)[..., :1]) for name in ("v", "o")}
         w = self.through.new_zeros(*self.through.shape[:2], sum(sizes), dtype=op.dtype)
-        w.split(sizes, -1)[place].copy_(units[place] * self.through.to(op.dtype))
-        counts = (att.rows, att.keys, att.keys)
+        w.split(sizes, -1)[place].copy_(unit * self.through.to(op.dtype))
         fixed = [[] if n == own else [FixedStep(own, n)] for n in counts]
         to_q, to_k, to_v = (TokenMap(steps, own, op.dtype, op.device) for steps in fixed)
         gate = op.gate and replace(op.gate, slope=torch.zeros_like(op.gate.slope))
@@ -109,7 +108,7 @@ def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors
     """
     step = max(1, BLOCK_BYTES // (8 * math.prod(op.out_shape) * op.in_shape[1]))
     if step < op.batch:
-        parts = [torch.arange(op.batch)[i : i + step] for i in range(0, op.batch, step)]
+        parts = torch.arange(op.batch).split(step)
         pieces = [(op.select(part.to(op.device)), roundoff.select(part)) for part in parts]
         return Norm.cat([own_block_norms(*one, tol=tol, vectors=vectors) for one in pieces])
     n, d_v = op.out_shape

@@ -4,7 +4,6 @@ Upper values, from the error analysis of the layer's tensors and the blocks of J
 72 (docs/theory/rounding.md).
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
-from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, tensor_errors
+from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, tensor_errors, upper
 from lipbound.attention.variants.gate import Gate
 from lipbound.devices import Routine, finished
 from lipbound.jacobians.head import HeadOperator
@@ -142,17 +141,13 @@ def distance(e: TensorErrors, mix: Mixing, scale: float) -> Tensor:
     length, most = 2 * (e.v + e.v_error), mix.anything
     whatever = exact._replace(off=length, reach=length * most.norm).through(most, scale)
     known = torch.isfinite(e.score)  # a variant may not say what it does to scores
-    least = torch.minimum(_upper(changed + rounded), _upper(2 * (whatever[0] + whatever[1])))
+    least = torch.minimum(upper(changed + rounded), upper(2 * (whatever[0] + whatever[1])))
     return torch.where(known, least, torch.inf)
 
 
 @torch.no_grad()
 def roundoff(
-    att: Attention,
-    op: HeadOperator,
-    alone: OneSide | None = None,
-    *,
-    values: Tensor | None = None,
+    att: Attention, op: HeadOperator, alone: OneSide | None = None, *, values: Tensor | None = None
 ) -> Roundoff:
     """Roundings of the heads of a float64 layer.
 
@@ -185,7 +180,7 @@ def roundoff(
     steps = n + max(2 * att.d, att.d_v) + 2 * att.d + att.d_v + 40
     if not op.turned_alone:
         steps += 2 * (att.d + att.d_v + op.in_shape[1]) + 48
-    found = Roundoff(*(_upper(t).flatten() for t in (tensors, steps * UNIT * size, size)))
+    found = Roundoff(*(upper(t).flatten() for t in (tensors, steps * UNIT * size, size)))
     gate = att.gate
     return found if gate is None else gated(att, gate, op, e, found, alone=alone is not None)
 
@@ -228,7 +223,7 @@ def gated(
         norm = torch.linalg.matrix_norm(gate.after)
         products = norm * (products + 2 * (att.d_v + 8) * UNIT * whole)
         tensors, whole = norm * tensors, norm * whole
-    return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors, products, whole)))
+    return Roundoff(*(upper(t).flatten().cpu() for t in (tensors, products, whole)))
 
 
 @torch.no_grad()
@@ -254,11 +249,10 @@ def folding_loss(
     per = 2 * (sum(w_o.shape[1:]) + basis.shape[2] + 16) * UNIT
     lost = left + per * (size + near * long) + near * (skew + per * (1 + long**2))
     # values of another stream are folded token by token, with what they have in common
-    values = (
-        None if att.other_stream is None else torch.linalg.vector_norm(att.wide_v, dim=-1).amax(-1)
-    )
+    crossed = att.other_stream is not None
+    values = torch.linalg.vector_norm(att.wide_v, dim=-1).amax(-1) if crossed else None
     heads = roundoff(att, op, alone, values=values).size.view(att.samples, att.heads)
-    return _upper(heads.to(lost.device) * lost)
+    return upper(heads.to(lost.device) * lost)
 
 
 def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
@@ -284,7 +278,7 @@ def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
         width += 2 * (att.heads * att.d_v + att.w_o.shape[2] + 8) * UNIT
     if map in BLOCKS:
         return _block(att, map, tensors, size, width)
-    return Roundoff(_upper(tensors), _upper(width * size), _upper(size))
+    return Roundoff(upper(tensors), upper(width * size), upper(size))
 
 
 def _block(att: Attention, map: str, tensors: Tensor, size: Tensor, width: float) -> Roundoff:
@@ -299,7 +293,7 @@ def _block(att: Attention, map: str, tensors: Tensor, size: Tensor, width: float
             tensors, size = tensors * reach + (size + tensors) * error, 1 + size * reach
         else:
             tensors, size = reach * tensors + error * (1 + size + tensors), reach * (1 + size)
-    return Roundoff(_upper(tensors), _upper(width * size), _upper(size))
+    return Roundoff(upper(tensors), upper(width * size), upper(size))
 
 
 def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -314,8 +308,4 @@ def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Te
     error = reach * (off + (2 * unit * unit_error + unit_error**2) / n + 16 * UNIT)
     if valid is not None:
         reach, error = (t.masked_fill(~valid, 0.0) for t in (reach, error))
-    return _upper(reach.amax(-1)), _upper(error.amax(-1))
-
-
-def _upper(x: Tensor) -> Tensor:
-    return torch.nan_to_num(x * MARGIN, nan=math.inf, posinf=math.inf)
+    return upper(reach.amax(-1)), upper(error.amax(-1))

@@ -14,7 +14,7 @@ from lipbound.attention.rescaling import unit_values
 from lipbound.attention.variants.base import Side
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
-from lipbound.jacobians.automatic import automatic_norm
+from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import MAPS, WHOLE, check_wrt
@@ -24,7 +24,7 @@ from lipbound.jacobians.streaming import by_rows_if_full
 from lipbound.linalg.enclose import SEEN, Problem, enclose, estimate
 from lipbound.linalg.matrix_norms import times_power, times_power_up
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, dense_svd, operator_norm
-from lipbound.linalg.operators import JacobianOperator, Roundoff
+from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.solution import Norm, sample_seeds, seeds_each, widened
 from lipbound.schema import INPUT
 
@@ -111,28 +111,24 @@ def spectral_norm(
     choice("map", map, MAPS)
     choice("method", method, METHODS)
     side = check_wrt(wrt, map)
-    if side is not None and isinstance(att, ModuleAttention):
+    if not isinstance(att, ModuleAttention):
+        check_layer(att, "spectral_norm")
+    elif side is not None:
         raise LipboundError(
             f"a layer without closed form has no norm with wrt={wrt!r}; use a layer in closed form"
         )
-    if isinstance(att, ModuleAttention):
-        return automatic_norm(
-            att,
-            map=map,
-            method=method,
-            tol=real("tol", tol, "a number >= 0", above=math.nextafter(0, -1)),
-            delta=delta,
-            vectors=vectors,
-            seed=sample_seeds(att.samples, seed),
-            max_steps=max_steps,
-        )
-    check_arguments(att, tol, delta)
-    seeds = sample_seeds(att.samples, seed)
-    tol, vectors = float(tol), flag("vectors", vectors)
+    tol = real("tol", tol, "a number >= 0", above=math.nextafter(0, -1))
+    if delta is not None:
+        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
+    seeds, vectors = sample_seeds(att.samples, seed), flag("vectors", vectors)
     max_steps = None if max_steps is None else whole("max_steps", max_steps, least=1)
-    if method == "power":
+    search = partial(operator_norm, method=method, tol=tol, delta=delta, seed=seeds)
+    if isinstance(att, ModuleAttention):
+        norm = search(AutomaticJacobian(att, map), vectors=vectors, max_steps=max_steps)
+        return norm if map in WHOLE else norm.view(att.samples, att.heads)
+    if method == "power":  # on J itself, in its dtype: what its absolute stopping rule must see
         plain = PreparedMap(att, map, as_given=True, side=side)
-        return _power(att, plain, tol, delta, vectors, seeds, max_steps)
+        return shaped(att, search(plain.op, vectors=vectors, max_steps=max_steps), plain)
     steps = DEFAULT_STEPS["lanczos"] if max_steps is None else max_steps
     measure = partial(_measured, att, map, side, method, tol, delta, vectors, seeds, steps)
     return by_rows_if_full(att, measure)
@@ -160,7 +156,9 @@ def _measured(
     else:
         op = wide.op
         if checks:
-            op = _narrow(wide.op) or PreparedMap(att, map, estimate=checks, side=side).op
+            # products in float32, where heads of float64 have them
+            narrow = wide.op.single() if isinstance(wide.op, HeadOperator) else None
+            op = narrow or PreparedMap(att, map, estimate=checks, side=side).op
         each = seeds_each(wide.op.batch, seeds)
         problem = Problem(wide.op, wide.roundoff, op, tol, max_steps, each)
         with torch.no_grad():
@@ -179,59 +177,15 @@ def _own_blocks(wide: PreparedMap) -> bool:
     return not wide.attention.values_move
 
 
-def _narrow(op: JacobianOperator) -> JacobianOperator | None:
-    """Heads of a float32 layer with products in float32, where those in float64 have them."""
-    return op.single() if isinstance(op, HeadOperator) else None
-
-
-def check_arguments(att: object, tol: float, delta: float | None) -> None:
-    """Check that there is a layer, and that numbers make sense.
-
-    Raises:
-        LipboundError: they do not.
-    """
-    check_layer(att, "spectral_norm")
-    real("tol", tol, "a number >= 0", above=math.nextafter(0, -1))
-    if delta is not None:
-        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
-
-
-def _power(
-    att: Attention,
-    plain: PreparedMap,
-    tol: float,
-    delta: float | None,
-    vectors: bool,
-    seeds: list[int],
-    max_steps: int | None,
-) -> Norm:
-    """Power iteration on J itself, in its dtype: what its absolute stopping rule must see."""
-    norm = operator_norm(
-        plain.op,
-        method="power",
-        tol=tol,
-        delta=delta,
-        vectors=vectors,
-        seed=seeds,
-        max_steps=max_steps,
-    )
-    return shaped(att, norm, plain)
-
-
 def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
     """Norms and vectors as they are returned, in the units and coordinates of the layer.
 
     (samples, heads), or (samples,).
     """
     op, basis, exponents = measured.op, measured.basis, measured.exponents
-    whole = measured.map in WHOLE
-    norm = (
-        _scale(norm, exponents[0])
-        if whole
-        else _scale(norm.view(att.samples, att.heads), exponents)
-    )
-    if whole:
-        return _cast(norm, att.dtype)
+    if measured.map in WHOLE:
+        return _cast(_scale(norm, exponents[0]), att.dtype)
+    norm = _scale(norm.view(att.samples, att.heads), exponents)
     if norm.left is None or norm.right is None:
         return norm
     assert isinstance(op, HeadOperator)

@@ -223,10 +223,8 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _groups(self) -> Iterator[Group]:
         for b in range(self.batch):
-            one, read = slice(b, b + 1), self._read(b)
-            blocks = (
-                block._replace(p=block.p[None], weights=block.weights[None]) for block in read
-            )
+            one = slice(b, b + 1)
+            blocks = (RowBlock(rows, keys, p[None], t[None]) for rows, keys, p, t in self._read(b))
             yield one, self.tokens.select(one), blocks
 
     def single(self) -> Self | None:

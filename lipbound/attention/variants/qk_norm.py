@@ -49,10 +49,8 @@ class QKNorm(NamedAxes):
     axes: ClassVar = {"gain": "h.", "bias": "h.", "over": "..", "part": ".", "after": "h.."}
 
     def __post_init__(self) -> None:
-        if self.part is not None and (
-            self.over is None
-            or self.part.dtype != torch.bool
-            or self.part.shape != self.gain.shape[1:]
+        if (part := self.part) is not None and (
+            self.over is None or part.dtype != torch.bool or part.shape != self.gain.shape[1:]
         ):
             raise AttentionError(
                 f"part of a normalisation must be ({self.gain.shape[-1]},) bool, and over be given"

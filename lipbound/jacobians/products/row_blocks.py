@@ -16,6 +16,7 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import BLOCKED, four_axes
 from lipbound.devices import Room
+from lipbound.jacobians.products.matrices import by_columns
 
 ROWS = 96
 """Queries of a block: fewer would see fewer keys that they do not need, but make products of
@@ -146,11 +147,6 @@ class RowBlock(NamedTuple):
         """The same in another dtype."""
         p = self.p.to(dtype)
         return self._replace(p=p, weights=p if self.weights is self.p else self.weights.to(dtype))
-
-
-def by_columns(t: Tensor) -> Tensor:
-    """The same tensor (batch, N, d), laid out coordinate by coordinate."""
-    return t.mT.contiguous().mT
 
 
 def _liked(t: Tensor) -> Tensor:

@@ -138,9 +138,8 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
     each = h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * blocks.width**2
     for part in (~shown).nonzero().split(max(1, int(FLAT_BYTES // (8 * each)))):
         m, i = part.unbind(-1)
-        y[m, i], total[m, i], upper[m, i] = _closed(
-            blocks.select(part), y[m, i], lengths[m, i], tol
-        )
+        some = blocks.select(part)
+        y[m, i], total[m, i], upper[m, i] = _closed(some, y[m, i], lengths[m, i], tol)
         steps[m] = FIRST_STEPS + CONVEX_STEPS
     leaders = total.topk(min(LEADERS, total.shape[1]), -1).indices
     chosen = torch.stack([at[:, None].expand_as(leaders), leaders], -1).flatten(0, 1)
