@@ -209,12 +209,13 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     """Exact local Lipschitz constant of L2 attention with the layer's weights, samples x heads.
 
     See `L2HeadJacobian`. This is the map that Kim et al. 2021 bound; it is not the head of the
-    checkpoint. The search is in the dtype of ``att``, the value a quotient in float64, without
-    enclosure: rounding is not counted.
+    checkpoint. The search is in the dtype of ``att``, in float64 for a ``tol`` below 4e-6; the
+    value is a quotient in float64, without enclosure: rounding is not counted.
     """
     scaled, unit = unit_values(att.double())
     op = L2HeadJacobian(scaled)
-    search = op if att.dtype == torch.float64 else L2HeadJacobian(unit_values(att)[0])
+    narrow = att.dtype == torch.float32 and tol >= SEEN
+    search = L2HeadJacobian(unit_values(att)[0]) if narrow else op
     nothing = torch.zeros(op.batch, dtype=torch.float64)
     steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
     roundoff = Roundoff(nothing, nothing, nothing)

@@ -29,8 +29,8 @@ _HIDDEN = 4
 """Factor on what a random vector shows of a difference, beyond the share that each direction has of
 its length on average."""
 SEEN = 4e-6
-"""Relative difference of close singular values that a search in float32 may not see, some 32 units;
-of a smaller tolerance there is none."""
+"""Relative difference, some 32 units, below which a search in float32 does not tell singular values
+apart. Smaller tolerances are for searches in float64."""
 ROUGH = 1e-3
 """Share of a tolerance that rounding of a length may take."""
 FINER = 0.2

@@ -566,5 +566,5 @@ def memory_bytes(memory: str | float, device: str) -> float:
         quarter = devices.available(torch.device(device)) / 4
         return min(WORKING_MEMORY, quarter) if device == "cpu" else quarter
     if (size := float(memory)) < LEAST_MEMORY:
-        tell(f"memory is {size:g} bytes, samples are measured one at a time; write '4GB' for GB")
+        tell(f"memory is {size:g} bytes, so samples are measured one at a time; write '4GB'")
     return size

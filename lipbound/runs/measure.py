@@ -70,7 +70,9 @@ class SampleBlock(NamedTuple):
 class Memory:
     """Bytes of working memory that measuring a layer takes, to within a factor of about 1.5.
 
-    Heads that need more steps than usual take more.
+    The factors in `of` are measured: allocations on CPUs and on the tests' other device, of
+    estimates, enclosures and our bounds at 24 to 1,024 tokens. Heads that need more steps than
+    usual take more.
 
     Attributes:
         layer: of its projections, whatever the samples are.
@@ -88,10 +90,10 @@ class Memory:
 
     @classmethod
     def of(cls, att: Attention | ModuleAttention, names: Collection[str]) -> Self:
-        """What a layer at one sample takes, in copies of its tensors.
+        """Estimate the memory of a layer from its sizes.
 
         Args:
-            att: the layer, which may see the sample in windows.
+            att: the layer at one sample, which it may see in windows.
             names: of bounds.
         """
         layer = own = 0.0
@@ -107,12 +109,15 @@ class Memory:
         return cls(layer, scores, 350.0 * rows * att.d_v, kept, own)
 
     def at(self, samples: int) -> float:
-        """What so many samples take."""
+        """Return the bytes that a block of so many samples takes."""
         norms = samples * self.vectors + min(samples * self.scores, self.kept)
         return self.layer + max(norms, self.own)
 
     def room(self, memory: float) -> int:
-        """For how many samples there is room, one at least; for more no matrices are kept."""
+        """Return how many samples fit into so many bytes, one at least.
+
+        No more than so many that their attention matrices are kept.
+        """
         fits = (memory - self.layer) / max(self.scores + self.vectors, 1.0)
         return max(1, int(min(fits, self.kept / max(self.scores, 1.0))))
 
@@ -183,8 +188,9 @@ def check_covered(norm: str, wrt: str, layers: Sequence[LayerInfo]) -> None:
         without = layer.variants - set(WITH_TOKEN_NORMS) if by_token else frozenset()
         if layer.measured != schema.CLOSED_FORM or without:
             what = titles(without) or "layers that are measured by automatic differentiation"
-            where = f"such as layer {layer.index} ({layer.layer_name})"
-            raise LipboundError(f"{asked} does not cover {what}, {where}; choose others by layers=")
+            where = f"such as layer {layer.index} ({layer.layer_name}); choose other layers="
+            usual = "norm='frobenius'" if by_token else "wrt='input'"
+            raise LipboundError(f"{asked} does not cover {what}, {where}, or take {usual}")
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What all our bounds share in the registry."""
+"""Entries of our own bounds in the registry, with the facts that all of them share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lipbound.bounds.statement import Bound, Function
 
 PARTS: dict[str, Any] = {"condition": conditions.always, "layer": with_folded, "longest": longest}
-"""Of every `Formula` of ours, for any kind of heads."""
+"""Facts that are the same for every formula of our bounds, whatever the heads have."""
 
 
 def our_bound(name: str, **facts: Any) -> Callable[[Function], Bound]:

@@ -40,7 +40,7 @@ WAYS = (
 NAMED = 4
 """Number of modules that a sentence names."""
 _ATTENTION = "attention|attn|mhs?a"
-"""What classes of attention modules have in their names."""
+"""Regular expression: names of classes that hold it are taken for attention modules."""
 
 
 def first_tensor(returned: object) -> Tensor | None:
