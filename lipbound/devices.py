@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -116,9 +117,10 @@ LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
 
 
 def available(device: torch.device) -> float:
-    """Return the bytes that the system estimates can be allocated without swapping."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+    """Return the bytes that can be allocated, on a CPU as the system estimates without swapping."""
+    if device.type == "cuda":  # torch keeps what it has been given
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + kept)
     free = float(psutil.virtual_memory().available)
     for limit, use in LIMITS:
         if Path(limit).exists() and (most := Path(limit).read_text().strip()).isdigit():
@@ -253,6 +255,51 @@ class Room:
         if kept is None or kept.numel() < size or (kept.dtype, kept.device) != kind:
             kept = self._kept = like.new_empty(size)
         return kept[:size].view(shape)
+
+
+_CAPTURES = threading.local()
+"""Of each thread, by device: a stream to capture graphs on, one of the graphs, and the memory that
+they share, of which one is in use at a time."""
+
+
+def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return work on a GPU's tensors as one launch of a CUDA graph, which has the same effect.
+
+    The graph is good until the thread captures another. Work that has to wait for the GPU, which no
+    graph can, is returned as it is.
+
+    Args:
+        work: reads and changes tensors that stay where they are; has been done before, so that
+            nothing is made that is kept for later.
+        device: the GPU.
+    """
+    known = _CAPTURES.__dict__.setdefault("known", {})
+    if device not in known:
+        stream, first = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        known[device] = stream, first, torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(stream):
+            for dtype in DTYPES.values():  # libraries' own memory, which is kept, is not the pool's
+                torch.bmm(*torch.ones(2, 2, 2, 2, dtype=dtype, device=device))
+        _capture(first, device, lambda: torch.zeros(1, device=device).add_(1))
+    graph = torch.cuda.CUDAGraph()
+    try:
+        _capture(graph, device, work)
+    except RuntimeError:
+        return work
+    return graph.replay
+
+
+def _capture(graph: torch.cuda.CUDAGraph, device: torch.device, work: Callable[[], object]) -> None:
+    # torch.cuda.graph gives all memory that is free back to the system first
+    stream, _, pool = _CAPTURES.known[device]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 SERIAL = 2e10

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,14 +10,16 @@ from scipy.linalg import eigh_tridiagonal
 from scipy.linalg.lapack import dstemr
 from torch import Tensor
 
+from lipbound.devices import captured
 from lipbound.linalg.operators import JacobianOperator
 
 Array = np.ndarray
-WORTH_COPYING = 0.8
-"""Share of a batch that is still at work below which it is copied to a smaller one."""
 LOOK, FAR_LOOK = 2, 3
 """Steps between two looks at recurrences, whose small eigenvalue problems cost as much as a step:
 on the CPU, and on other devices, which wait for every look."""
+FIRST_LOOK, GRAPH_LOOK = 12, 6
+"""Steps before the first look, and between two, where these are started as a graph and take less
+time than a look."""
 LARGE = 2**14
 """Entries of a vector from which the CPU looks at every step, as it does in float64."""
 
@@ -107,45 +110,36 @@ class Runs:
         whole = np.zeros(op.batch, dtype=bool)
         self.recurrence = Recurrence(alpha, beta, lost, steps, top, whole)
         self.vectors, self._rule, self._limit = torch.zeros_like(start), rule, limit
-        near = 1 if start.shape[1] >= LARGE or start.dtype == torch.float64 else LOOK
-        self._every = near if op.device.type == "cpu" else FAR_LOOK
-        self._run(op, start)
+        self._run((GraphSteps if op.graphs else Steps)(op, start, limit))
         found, most = self.recurrence, int(self.recurrence.steps.max(initial=1))
         for name in ("alpha", "beta", "lost"):
             setattr(found, name, getattr(found, name)[:, :most])
 
-    def _run(self, op: JacobianOperator, start: Tensor) -> None:
-        active, going = np.arange(op.batch), np.ones(op.batch, dtype=bool)
-        basis = start.new_empty(min(32, self._limit) + 1, *start.shape)
-        basis[0] = start
-        unread: list[Tensor] = []
-        for j in range(self._limit):
-            if j + 1 == len(basis):
-                more = min(len(basis), self._limit - j)
-                basis = torch.cat([basis, basis.new_empty(more, *basis.shape[1:])])
-            unread += _step(op, basis, j)
-            if (j + 1) % self._every and j + 1 < self._limit:
+    def _run(self, steps: "Steps") -> None:
+        active = np.arange(len(self.vectors))
+        going = np.ones(len(active), dtype=bool)
+        for k in range(1, self._limit + 1):
+            steps.take()
+            if k < self._limit and not steps.looks(k):
                 continue
             places = going.nonzero()[0]
-            self._read(active[places], torch.cat(unread, 1), places, j + 1, len(unread) // 3)
-            unread = []
-            going[places[self._look(active[places], places, basis, j + 1)]] = False
+            self._read(active[places], steps.numbers(), places, k)
+            going[places[self._look(active[places], places, steps.basis, k)]] = False
             if not going.any():
                 break
-            if going.sum() <= WORTH_COPYING * len(going):
+            if going.sum() <= steps.worth_copying * len(going):
                 keep = going.nonzero()[0]
-                op = op.select(torch.from_numpy(keep).to(op.device))
-                basis = _moved_up(basis, keep, j + 2)
+                steps.keep(keep)
                 active, going = active[keep], going[keep]
 
-    def _read(self, index: Array, numbers: Tensor, places: Array, k: int, steps: int) -> None:
-        """Take what the last steps have found from the device, into recurrences of k steps."""
-        rest, found = numbers.to("cpu", torch.float64).numpy()[places], self.recurrence
-        for j in range(k - steps, k):
-            near = min(j + 1, 2)
-            first, row, length, rest = np.split(rest, [near, near + j + 1, near + j + 2], 1)
-            row[:, j + 1 - near :] += first
-            found.alpha[index, j], found.beta[index, j] = np.maximum(row[:, j], 0), length[:, 0]
+    def _read(self, index: Array, numbers: list[Array], places: Array, k: int) -> None:
+        """Put what the last steps have found, of entries in places, into recurrences of k steps."""
+        found, steps = self.recurrence, len(numbers) // 3
+        for j, first, row, length in zip(range(k - steps, k), *[iter(numbers)] * 3, strict=True):
+            row, near = row[places, : j + 1], min(j + 1, 2)
+            row[:, j + 1 - near :] += first[places]
+            found.alpha[index, j] = np.maximum(row[:, j], 0)
+            found.beta[index, j] = length[places, 0]
             with np.errstate(invalid="ignore"):  # of products that are not finite
                 row[:, j] -= found.alpha[index, j]
                 if j:
@@ -188,16 +182,130 @@ class Runs:
         return ends
 
 
-def _step(op: JacobianOperator, basis: Tensor, j: int) -> list[Tensor]:
-    """Multiply vector j of bases (room, entries, n), and put what is new in its image behind it.
+class Steps:
+    """Steps of Lanczos' method on their device, of which nothing is read until it is asked for.
+
+    Args:
+        op: the Jacobians.
+        start: unit vectors, (entries, n).
+        limit: steps at most.
+
+    Attributes:
+        basis: the vectors, (room, entries, n).
+    """
+
+    room = 32
+    """Vectors for which there is memory at first."""
+    worth_copying = 0.8
+    """Share of a batch that is still at work below which it is copied to a smaller one."""
+
+    def __init__(self, op: JacobianOperator, start: Tensor, limit: int):
+        self._op, self._limit, self._count, self._numbers = op, limit, 0, list[Tensor]()
+        self.basis = self._new(start, min(self.room, limit) + 1)
+        self.basis[0] = start
+
+    def _new(self, like: Tensor, count: int) -> Tensor:
+        """Room for more vectors."""
+        return like.new_empty(count, *like.shape[-2:])
+
+    def looks(self, k: int) -> bool:
+        """Return whether recurrences are looked at after k steps."""
+        near = 1 if self.basis.shape[2] >= LARGE or self.basis.dtype == torch.float64 else LOOK
+        return k % (near if self._op.device.type == "cpu" else FAR_LOOK) == 0
+
+    def take(self) -> None:
+        """Multiply the last vector, and put what is new in its image behind it."""
+        j = self._count
+        if j + 1 == len(self.basis):
+            more = self._new(self.basis, min(len(self.basis), self._limit - j))
+            self.basis = torch.cat([self.basis, more])
+        known = self.basis[: j + 1]
+        w, *numbers = _orthogonalised(self._op, known[-1], known[-2:], known)
+        torch.div(w, numbers[2], out=self.basis[j + 1])
+        self._numbers += numbers
+        self._count = j + 1
+
+    def numbers(self) -> list[Array]:
+        """Return the coefficients of `_orthogonalised` of the steps since the last call.
+
+        (entries, r) of float64 each, in one read; three a step.
+        """
+        ends = np.cumsum([t.shape[1] for t in self._numbers])
+        read = torch.cat(self._numbers, 1).to("cpu", torch.float64).numpy()
+        self._numbers = []
+        return np.split(read, ends[:-1], 1)
+
+    def keep(self, places: Array) -> None:
+        """Go on with some of the entries, whose vectors are moved in place.
+
+        A fresh copy would cost more than a step.
+        """
+        self._op = self._op.select(torch.from_numpy(places).to(self._op.device))
+        for new, old in enumerate(places.tolist()):
+            if new != old:
+                self.basis[: self._count + 1, new] = self.basis[: self._count + 1, old]
+        self.basis = self.basis[:, : len(places)]
+
+
+class GraphSteps(Steps):
+    """Steps that a GPU starts as one CUDA graph, where it takes longer to start their operations.
+
+    Every vector is orthogonalised against all rows of ``basis``, which are zero at first.
+    """
+
+    room = 24
+    worth_copying = 0.25
+
+    def __init__(self, op: JacobianOperator, start: Tensor, limit: int):
+        super().__init__(op, start, limit)
+        self._known: JacobianOperator | None = None
+        self._graph: Callable[[], None] | None = None
+
+    def _new(self, like: Tensor, count: int) -> Tensor:
+        return like.new_zeros(count, *like.shape[-2:])
+
+    def looks(self, k: int) -> bool:
+        return k >= FIRST_LOOK and (k - FIRST_LOOK) % GRAPH_LOOK == 0
+
+    def take(self) -> None:
+        j, room = self._count, len(self.basis)
+        # what an operator makes at its first product, and keeps, is no part of a graph
+        if j + 1 == room or self._op is not self._known:
+            super().take()
+            self._known, self._graph = self._op, None
+            return
+        if self._graph is None:
+            self._last = self.basis.new_full((1,), j, dtype=torch.long)
+            self._found = self.basis.new_zeros(room, self._op.batch, room + 3)
+            self._graph = captured(
+                partial(_static_step, self._op, self.basis, self._found, self._last),
+                self._op.device,
+            )
+        self._graph()
+        self._numbers += self._found[j].split([2, room, 1], 1)
+        self._count = j + 1
+
+
+def _static_step(op: JacobianOperator, basis: Tensor, found: Tensor, last: Tensor) -> None:
+    """A step of which nothing but numbers on the device changes: from vector ``last``, (1,)."""
+    near = basis.index_select(0, torch.cat([last - 1, last]))
+    w, *numbers = _orthogonalised(op, near[1], near, basis)
+    found.index_copy_(0, last, torch.cat(numbers, 1)[None])
+    last.add_(1)
+    basis.index_copy_(0, last, (w / numbers[2])[None])
+
+
+def _orthogonalised(
+    op: JacobianOperator, vector: Tensor, near: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return images of vectors (entries, n) less what they share with vectors (count, entries, n).
 
     Returns:
-        Coefficients (entries, r): of the image along the last two vectors, of what is left of it
-        along all, and its length after that.
+        What is left, (entries, n); coefficients (entries, r) of the image along the last vectors,
+        ``near``, and of what is left of it along all that are known; and its length after that.
     """
-    w = op.gram(basis[j].view(-1, *op.out_shape)).flatten(1)
-    row, known = w[:, None], basis[: j + 1].transpose(0, 1)
-    near = known[:, -2:]
+    w = op.gram(vector.view(-1, *op.out_shape)).flatten(1)
+    row, near, known = w[:, None], near.transpose(0, 1), known.transpose(0, 1)
     # the recurrence removes the large components, then one pass against the whole basis what
     # rounding has left of them; vectors are rows, since a product with a single column is an order
     # of magnitude slower on a CPU
@@ -205,17 +313,4 @@ def _step(op: JacobianOperator, basis: Tensor, j: int) -> list[Tensor]:
     row.baddbmm_(first, near, alpha=-1)
     second = torch.bmm(row, known.mT)
     row.baddbmm_(second, known, alpha=-1)
-    length = torch.linalg.vector_norm(w, dim=1, keepdim=True)
-    torch.div(w, length, out=basis[j + 1])
-    return [first[:, 0], second[:, 0], length]
-
-
-def _moved_up(basis: Tensor, keep: Array, count: int) -> Tensor:
-    """Return a view of the first vectors of bases (room, entries, n), of entries ``keep``.
-
-    They are moved in place: a fresh copy would cost more than a step of Lanczos.
-    """
-    for new, old in enumerate(keep.tolist()):
-        if new != old:
-            basis[:count, new] = basis[:count, old]
-    return basis[:, : len(keep)]
+    return w, first[:, 0], second[:, 0], torch.linalg.vector_norm(w, dim=1, keepdim=True)

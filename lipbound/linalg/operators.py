@@ -62,6 +62,11 @@ class JacobianOperator(ABC):
     squared: bool = False
     """True if `gram` multiplies by squares of factors, and rounds as these do."""
 
+    @property
+    def graphs(self) -> bool:
+        """Whether a GPU takes longer to start products than to form them, and waits for nothing."""
+        return False
+
     @abstractmethod
     def jvp(self, x: Tensor) -> Tensor:
         """Return J x for every entry: (batch, *in_shape) -> (batch, *out_shape)."""

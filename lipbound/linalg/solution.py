@@ -119,16 +119,25 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: Seed) -> T
             vectors do not depend on what else is in the batch.
 
     Returns:
-        Unit vectors (batch, prod(shape)), drawn on the CPU in float64.
+        Unit vectors (batch, prod(shape)), drawn in float64: by `normal_numbers`, on NVIDIA's GPUs
+        by their own generator, with seeds from the same hash.
     """
-    x = torch.stack([normal_numbers(math.prod(shape), one) for one in seeds_each(op.batch, seed)])
+    count, seeds = math.prod(shape), seeds_each(op.batch, seed)
+    if op.device.type == "cuda":
+        x = torch.empty(len(seeds), count, dtype=torch.float64, device=op.device)
+        generator = torch.Generator(op.device)  # noqa: TID251
+        for row, one in zip(x, seeds, strict=True):
+            row.normal_(generator=generator.manual_seed(_hash(count, one) >> 65))
+    else:
+        x = torch.stack([normal_numbers(count, one) for one in seeds])
     return (x / torch.linalg.vector_norm(x, dim=1, keepdim=True)).to(op.device, op.dtype)
 
 
 def normal_numbers(count: int, *key: int | str) -> Tensor:
     """Return independent standard normal numbers, (count,), float64 on the CPU.
 
-    All that is drawn at random under a failure probability is drawn here. The stream belongs to
+    All that is drawn at random under a failure probability is drawn here, but for start vectors on
+    GPUs. The stream belongs to
     ``key`` and ``count``, and to nothing else: a counter-based generator (Philox), keyed by a hash
     with a salt of its own. What users draw with any seed of torch or numpy, data and weights alike,
     is therefore independent of it.

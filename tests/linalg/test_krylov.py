@@ -54,6 +54,15 @@ def with_values(values: torch.Tensor, batch: int, dtype: torch.dtype) -> HeadJac
     return HeadJacobian(Attention(torch.ones(batch, 1, n, dtype=dtype), zero, zero, w_v))
 
 
+@pytest.fixture(params=["one by one", "as a graph"])
+def _started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How steps are started; what a GPU would replay is done again and again here."""
+    if request.param == "as a graph":
+        monkeypatch.setattr(HeadJacobian, "graphs", True)
+        monkeypatch.setattr("lipbound.linalg.krylov.captured", lambda work, _: work)
+
+
+@pytest.mark.usefixtures("_started")
 @pytest.mark.parametrize("steps", [1, 2, 5, 12, 40])
 @pytest.mark.parametrize("name", list(SPECTRA))
 def test_what_a_recurrence_says_it_has_missed(name: str, steps: int) -> None:

@@ -13,6 +13,8 @@ from lipbound.linalg.operators import TensorOperator
 GRAM_BYTES, FAR_BYTES = 2**20, 2**30
 """Bytes of the attention matrices that one product works on at a time: what a core's own cache
 holds, and what keeps another device busy."""
+LAUNCHED = 2**23
+"""Entries of the attention matrices up to which a GPU takes longer to start a product."""
 
 
 def narrow(a: Tensor, b: Tensor) -> Tensor:
@@ -47,6 +49,11 @@ class InParts(TensorOperator):
             return []
         together = math.ceil(self.batch / math.ceil(self.batch / together))  # of nearly one size
         return [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
+
+    @property
+    def graphs(self) -> bool:
+        entries = self.batch * self.out_shape[0] ** 2
+        return self.device.type == "cuda" and entries <= LAUNCHED
 
     def gram(self, y: Tensor) -> Tensor:
         if not self._parts:
