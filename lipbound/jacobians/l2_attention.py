@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.products.matrices import InParts, narrow
+from lipbound.jacobians.row_space import RowSpace
 from lipbound.linalg.operators import PerEntry
 
 
@@ -45,11 +46,11 @@ class L2HeadJacobian(InParts):
         q = q - q.mean(-2, keepdim=True)  # only differences matter
         scores = att.scale * (2 * q @ q.mT - (q * q).sum(-1)[..., None, :])
         p = att.probabilities(att.forbid(scores)).to(self.dtype)  # a mask may be in float64
-        r = torch.linalg.qr(torch.cat([2 * att.scale * att.w_q, w_v], -1).double(), mode="r").R
-        self.in_shape = (att.tokens, r.shape[1])
+        rows = RowSpace(torch.cat([2 * att.scale * att.w_q, w_v], -1), [], self.dtype)
+        self.in_shape = (att.tokens, rows.coordinates.shape[1])
         self.sizes = [att.d, att.d_v]
-        self.r = r.to(self.dtype)[torch.arange(att.heads, device=att.device).repeat(att.samples)]
-        self.square = self.r.mT @ self.r
+        heads = torch.arange(att.heads, device=att.device).repeat(att.samples)
+        self.r, self.square = rows.coordinates[heads], rows.square[heads]
         v = torch.einsum("snd,hde->shne", att.x, w_v)
         self.p, self.q, self.v = (t.flatten(0, 1) for t in (p, q, v - v.mean(-2, keepdim=True)))
         self.o = self.p @ self.v

@@ -1,7 +1,8 @@
 """A device beside the CPU, of the CPU's own numbers: its tensors refuse what those on a GPU refuse,
 above all to meet others in one operation.
 
-Registering it changes the process it is in, so that tests use it in one of their own.
+Registering it changes the process it is in, so that tests use it in one of their own. A GPU takes
+its place where the environment variable LIPBOUND_TESTS_DEVICE names one.
 """
 
 import os
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-NAME = "far"
+NAME = os.environ.get("LIPBOUND_TESTS_DEVICE", "far")
+REAL = NAME != "far"
 LISTS = (list, tuple)
 MOVING = {"copy_", "_to_copy", "_copy_from"}
 """Operations that lead from one device to another."""
@@ -225,6 +227,9 @@ LIBRARY: list[Any] = []
 
 def register() -> None:
     """Make the device known to torch, in this process, for good."""
+    torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
+    if REAL:
+        return
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(NAME)
@@ -235,7 +240,6 @@ def register() -> None:
     LIBRARY.append(library)
     # or a module's dtype would change in name only
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
 
 
 def register_without_float64() -> None:
