@@ -186,7 +186,9 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _scaled(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
-        return self.scale * (self.wide_q[b, rows] @ self.wide_k[b, keys].mT)
+        q, k = self.wide_q[b, rows], self.wide_k[b, keys]
+        # nothing is added, and the scale takes no pass of its own
+        return torch.addmm(q.new_empty(1), q, k.mT, beta=0, alpha=self.scale)
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""

@@ -136,8 +136,8 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: Seed) -> T
 def normal_numbers(count: int, *key: int | str) -> Tensor:
     """Return independent standard normal numbers, (count,), float64 on the CPU.
 
-    All that is drawn at random under a failure probability is drawn here, but for start vectors on
-    GPUs. The stream belongs to
+    All that is drawn at random under a failure probability is drawn here, or on an NVIDIA GPU by
+    `start_vectors`. The stream belongs to
     ``key`` and ``count``, and to nothing else: a counter-based generator (Philox), keyed by a hash
     with a salt of its own. What users draw with any seed of torch or numpy, data and weights alike,
     is therefore independent of it.
