@@ -165,24 +165,29 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
-            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-                stack.enter_context(torch.autocast(device, enabled=False))
-            if torch.empty(0).device.type != "cpu":
-                stack.enter_context(torch.device("cpu"))
-            try:
-                return function(*map(_certifiable, args), **kwargs)
-            except torch.cuda.OutOfMemoryError as error:
-                wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
-            torch.cuda.empty_cache()  # once the traceback no longer holds tensors
-            what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
-            instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
-            raise MemoryFullError(f"{what}; {instead}")
+        return undisturbed(function, *args, **kwargs)
 
     return run
+
+
+def undisturbed(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what a function returns, in its own modes: see `in_own_modes`."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.empty(0).device.type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        try:
+            return function(*map(_certifiable, args), **kwargs)
+        except torch.cuda.OutOfMemoryError as error:
+            wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
+        torch.cuda.empty_cache()  # once the traceback no longer holds tensors
+        what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
+        instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
+        raise MemoryFullError(f"{what}; {instead}")
 
 
 def _certifiable(value: Any) -> Any:

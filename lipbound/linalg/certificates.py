@@ -37,6 +37,9 @@ LEAST_LOST = 32
 """Units of the eigenvalue's rounding that orthogonalisation is taken to lose at least."""
 _EXCESS = 0.03
 """Accuracy of that excess."""
+_TOGETHER = 7
+"""Numbers between two bounds that are tried together: numpy takes as long for one."""
+_BETWEEN = np.arange(1, _TOGETHER + 1) / (_TOGETHER + 1)
 ESTIMATE_DELTA = 1e-3
 """Failure probability, per norm, behind the error estimate of a norm for which no certificate was
 asked."""
@@ -90,16 +93,15 @@ class Certificate:
         values.
         """
         alpha, inside, k = part.alpha, part.inside, part.alpha.shape[1]
-        pivots, everyone, last = np.empty_like(alpha), np.arange(len(x)), part.steps - 1
+        everyone, last = np.arange(len(x)), part.steps - 1
         with np.errstate(all="ignore"):
             if self._products is None:  # a larger beta makes the bound larger (Lemma 42)
                 live = np.arange(k) < last[:, None]
                 inside = np.where(live, np.maximum(inside, self._floor * x[:, None]), 0.0)
-            after = np.zeros_like(x)
-            ahead, squares = x[:, None] - alpha, inside**2
-            for j in range(k - 1, -1, -1):
-                pivots[:, j] = ahead[:, j] - after
-                after = squares[:, j - 1] / pivots[:, j]
+            ahead, squares = np.subtract(x, alpha.T, order="C"), np.square(inside.T, order="C")
+            for j in range(k - 1, 0, -1):  # what is ahead of each becomes its pivot
+                ahead[j - 1] -= squares[j - 1] / ahead[j]
+            pivots = ahead.T
             ratios = np.concatenate([np.ones((len(x), 1)), inside[:, :-1]], 1) / pivots
             y = np.exp(np.cumsum(np.log(ratios), 1))
             tail = y[everyone, last] * np.maximum(part.last, self._floor * x)
@@ -138,7 +140,7 @@ class Certificate:
         """Return upper bounds on the largest eigenvalues, (batch,); infinite where there is none.
 
         At most ``goal`` where that is shown. Within `_EXCESS` of the excess over Ritz values that
-        recurrences allow, by bisection on its logarithm.
+        recurrences allow, in ever smaller parts of its logarithm.
 
         Args:
             found: recurrences.
@@ -159,10 +161,13 @@ class Certificate:
                 reached = total < epsilon
             # the sum falls at least as fast as the excess grows
             low = np.maximum(high - np.log(epsilon / total), LEAST_EXCESS)
+            index, part = np.repeat(everyone, _TOGETHER), found.repeated(_TOGETHER)
             while np.where(reached, high - low, 0.0).max(initial=0.0) > _EXCESS:
-                middle = (low + high) / 2
-                shown = self._missed(everyone, found, base * (1 + np.exp(middle)))[0] < epsilon
-                high, low = np.where(shown, middle, high), np.where(shown, low, middle)
+                tried = low[:, None] + (high - low)[:, None] * _BETWEEN
+                total = self._missed(index, part, (base[:, None] * (1 + np.exp(tried))).ravel())[0]
+                shown = total.reshape(tried.shape) < epsilon[:, None]
+                high = np.where(shown, tried, high[:, None]).min(1)
+                low = np.where(shown, low[:, None], tried).max(1)
             bound = np.where(reached, base * (1 + np.exp(high)), np.inf)
             bound = np.where(at_once, np.minimum(bound, x), bound)
         # the rounding of a few units in the solution enlarges it

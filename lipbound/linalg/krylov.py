@@ -17,7 +17,7 @@ Array = np.ndarray
 LOOK, FAR_LOOK = 2, 3
 """Steps between two looks at recurrences, whose small eigenvalue problems cost as much as a step:
 on the CPU, and on other devices, which wait for every look."""
-FIRST_LOOK, GRAPH_LOOK = 12, 6
+FIRST_LOOK, GRAPH_LOOK = 18, 6
 """Steps before the first look, and between two, where these are started as a graph and take less
 time than a look."""
 LARGE = 2**14
@@ -57,6 +57,11 @@ class Recurrence:
         """All other betas, zero where there is none, (entries, k)."""
         beyond = np.arange(self.beta.shape[1]) >= (self.steps - 1)[:, None]
         return np.where(beyond, 0.0, self.beta)
+
+    def repeated(self, times: int) -> "Recurrence":
+        """Return the same, each entry so many times in a row."""
+        parts = (self.alpha, self.beta, self.lost, self.steps, self.top, self.whole)
+        return Recurrence(*(np.repeat(part, times, 0) for part in parts))
 
 
 Rule = Callable[[Array, Recurrence], Array]
@@ -135,16 +140,18 @@ class Runs:
     def _read(self, index: Array, numbers: list[Array], places: Array, k: int) -> None:
         """Put what the last steps have found, of entries in places, into recurrences of k steps."""
         found, steps = self.recurrence, len(numbers) // 3
-        for j, first, row, length in zip(range(k - steps, k), *[iter(numbers)] * 3, strict=True):
-            row, near = row[places, : j + 1], min(j + 1, 2)
-            row[:, j + 1 - near :] += first[places]
-            found.alpha[index, j] = np.maximum(row[:, j], 0)
-            found.beta[index, j] = length[places, 0]
-            with np.errstate(invalid="ignore"):  # of products that are not finite
-                row[:, j] -= found.alpha[index, j]
-                if j:
-                    row[:, j - 1] -= found.beta[index, j - 1]
-            found.lost[index, j] = np.abs(row).sum(1)
+        j, rows = np.arange(k - steps, k), np.zeros((steps, len(places), k))
+        for row, last, first, second, length in zip(rows, j, *[iter(numbers)] * 3, strict=True):
+            row[:, : last + 1] = second[places, : last + 1]
+            row[:, max(last - 1, 0) : last + 1] += first[places]
+            found.beta[index, last] = length[places, 0]
+        each, entries = np.arange(steps), index[:, None]
+        found.alpha[entries, j] = np.maximum(rows[each, :, j], 0).T
+        with np.errstate(invalid="ignore"):  # of products that are not finite
+            rows[each, :, j] -= found.alpha[entries, j].T
+            after = j > 0
+            rows[each[after], :, j[after] - 1] -= found.beta[entries, j[after] - 1].T
+        found.lost[entries, j] = np.abs(rows).sum(2).T
 
     def _look(self, index: Array, places: Array, basis: Tensor, k: int) -> Array:
         """Return which of some runs end after k steps, and keep what they have found.
@@ -254,7 +261,7 @@ class GraphSteps(Steps):
     """
 
     room = 24
-    worth_copying = 0.25
+    worth_copying = 0.1
 
     def __init__(self, op: JacobianOperator, start: Tensor, limit: int):
         super().__init__(op, start, limit)
