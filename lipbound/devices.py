@@ -184,6 +184,7 @@ def undisturbed(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
             return function(*map(_certifiable, args), **kwargs)
         except torch.cuda.OutOfMemoryError as error:
             wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
+        _CAPTURES.__dict__.clear()
         torch.cuda.empty_cache()  # once the traceback no longer holds tensors
         what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
         instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
@@ -263,8 +264,8 @@ class Room:
 
 
 _CAPTURES = threading.local()
-"""Of each thread, by device: a stream to capture graphs on, one of the graphs, and the memory that
-they share, of which one is in use at a time."""
+"""Of each thread, by device: a stream to capture graphs on, the memory that they share, of which one
+is in use at a time, and a first one, with which that memory lives on."""
 
 
 def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -278,33 +279,34 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
             nothing is made that is kept for later.
         device: the GPU.
     """
-    known = _CAPTURES.__dict__.setdefault("known", {})
-    if device not in known:
-        stream, first = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-        known[device] = stream, first, torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream):
-            for dtype in DTYPES.values():  # libraries' own memory, which is kept, is not the pool's
-                torch.bmm(*torch.ones(2, 2, 2, 2, dtype=dtype, device=device))
-        _capture(first, device, lambda: torch.zeros(1, device=device).add_(1))
-    graph = torch.cuda.CUDAGraph()
+    graph, known = torch.cuda.CUDAGraph(), _CAPTURES.__dict__
     try:
-        _capture(graph, device, work)
+        if device not in known:
+            stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+            with torch.cuda.stream(stream):
+                for dtype in DTYPES.values():  # libraries' own memory, which they keep
+                    torch.bmm(*torch.ones(2, 2, 2, 2, dtype=dtype, device=device))
+            first = torch.cuda.CUDAGraph()
+            _capture(first, stream, pool, lambda: torch.zeros(1, device=device).add_(1))
+            known[device] = stream, pool, first
+        _capture(graph, *known[device][:2], work)
     except RuntimeError:
         return work
     return graph.replay
 
 
-def _capture(graph: torch.cuda.CUDAGraph, device: torch.device, work: Callable[[], object]) -> None:
+def _capture(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any, work: Callable[[], object]
+) -> None:
     # torch.cuda.graph gives all memory that is free back to the system first
-    stream, _, pool = _CAPTURES.known[device]
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             work()
         finally:
             graph.capture_end()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 SERIAL = 2e10
