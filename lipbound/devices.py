@@ -184,7 +184,7 @@ def undisturbed(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
             return function(*map(_certifiable, args), **kwargs)
         except torch.cuda.OutOfMemoryError as error:
             wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
-        _CAPTURES.__dict__.clear()
+        _CAPTURES.known.clear()
         torch.cuda.empty_cache()  # once the traceback no longer holds tensors
         what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
         instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
@@ -263,9 +263,18 @@ class Room:
         return kept[:size].view(shape)
 
 
-_CAPTURES = threading.local()
-"""Of each thread, by device: a stream to capture graphs on, the memory that they share, of which one
-is in use at a time, and a first one, with which that memory lives on."""
+class _Captures(threading.local):
+    """What a thread captures graphs with, by device.
+
+    A stream, the memory that graphs share, of which one is in use at a time, and a first one, with
+    which that memory lives on.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[torch.device, tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]] = {}
+
+
+_CAPTURES = _Captures()
 
 
 def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -279,7 +288,7 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
             nothing is made that is kept for later.
         device: the GPU.
     """
-    graph, known = torch.cuda.CUDAGraph(), _CAPTURES.__dict__
+    graph, known = torch.cuda.CUDAGraph(), _CAPTURES.known
     try:
         if device not in known:
             stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
@@ -289,7 +298,8 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
             first = torch.cuda.CUDAGraph()
             _capture(first, stream, pool, lambda: torch.zeros(1, device=device).add_(1))
             known[device] = stream, pool, first
-        _capture(graph, *known[device][:2], work)
+        stream, pool, _ = known[device]
+        _capture(graph, stream, pool, work)
     except RuntimeError:
         return work
     return graph.replay
