@@ -79,6 +79,59 @@ def speed() -> str:
     return "\n".join([*table(head, rows), "", measured_with(found)])
 
 
+def gpu() -> str:
+    """What benchmarks/gpu.py has measured: layers, bounds, checkpoints, long inputs, little
+    memory."""
+    if not (BENCHMARKS / "gpu.json").exists():
+        return "Times of this version have not been measured."
+    found = report("gpu.json")
+    layers, checkpoints, long, crowded = (
+        found.get(section, {}) for section in ("layers", "checkpoints", "long", "crowded")
+    )
+    ways = ("estimate", "enclosure", "prototype", "power_iteration")
+    head = "ms | norms | enclosed | a prototype | power iteration"
+    lines = table(head, ([name, *_ms(row, ways)] for name, row in layers.items()))
+
+    bounds = ("lipbound", "yudin_sqrt_n", "yudin", "castin_bias", "kim")
+    some = {name: row for name, row in layers.items() if "lipbound_ms" in row}
+    head = f"ms | {' | '.join(f'`{name}`' for name in bounds)}"
+    lines += ["", *table(head, ([name, *_ms(row, bounds)] for name, row in some.items()))]
+
+    both = (
+        [f"`{name}`", *_cells(row, ("seconds", "cpu_seconds"))] for name, row in checkpoints.items()
+    )
+    head = f"`lb.compare`, seconds | GPU | CPU of its host, {found['threads']} threads"
+    lines += ["", *table(head, both)]
+    single = ([name, *_cells(row, ("seconds", "peak_gb"))] for name, row in long.items())
+    lines += ["", *table("one head of width 64 | seconds | peak memory, GB", single)]
+
+    lines += [
+        "",
+        f"{sum(row.get('checked', 0) for row in layers.values())} heads were computed again on the "
+        f"CPU in float64: lower ends are off by {_most(layers, 'error')} at most. TF32 and "
+        f"autocast change norms by {_most(layers, 'settings_change')} at most.",
+    ]
+    for name, row in crowded.items():
+        seconds, gb = _cells(row, ("seconds", "peak_gb"))
+        same = f"the same norms in {seconds} s, with {gb} GB" if seconds else "not measured"
+        lines += ["", f"{name} of the card: {row.get('sentence', same)}."]
+    lines += [f"\nWrong: {one}." for one in found["failed"]]
+    return "\n".join([*lines, "", measured_with(found)])
+
+
+def _cells(row: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Numbers of a row; nothing for those that are not there."""
+    return ["" if row.get(name) is None else f"{row[name]:.3g}" for name in names]
+
+
+def _ms(row: dict[str, Any], names: Iterable[str]) -> list[str]:
+    return _cells(row, (f"{name}_ms" for name in names))
+
+
+def _most(rows: dict[str, Any], name: str) -> str:
+    return f"{max((row.get(name, 0.0) for row in rows.values()), default=0.0):.0e}"
+
+
 def gemm() -> str:
     """How near exact norms come to the rate of large matrix products on the machine."""
     found = report("exact_norms.json")
@@ -484,7 +537,7 @@ def warning() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        *(accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families),
+        *(accuracy, speed, gpu, gemm, compiled, long, bound_costs, default_costs, balls, families),
         *(census, memory, token_norms, startup, commands, layers_once, cluster),
         *(penalty_costs, monitor, study, cache, warning),
     )

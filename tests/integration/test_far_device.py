@@ -126,11 +126,11 @@ def test_the_benchmark_of_gpus(there: Call, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["device"].startswith(far_device.NAME)
     gpu = benchmark("gpu")
-    assert list(found["shapes"]) == [shape.name for shape in gpu.SMALL]
-    for row in found["shapes"].values():
-        assert row["error"] <= row["width"] <= gpu.TOL
-        assert row["lipbound_ratio"] >= 1
-        assert row["heads_per_second"] > 0
+    assert list(found["layers"]) == [shape.name for shape in gpu.SMALL]
+    for row in found["layers"].values():
+        assert row["error"] <= row["width"] <= gpu.ENCLOSURE["tol"]
+        assert row["prototype_error"] <= 1e-5
+    assert all(row["apart"] <= 1e-3 for row in found["checkpoints"].values())
 
 
 def test_derivatives(there: Call) -> None:

@@ -1,5 +1,6 @@
 """The benchmark of a GPU, on small layers and this processor: whole, and able to fail."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,20 +8,91 @@ from typing import Any
 import pytest
 import torch
 from integration.test_readme import benchmark
+from sitegen import measured
 
 from lipbound.jacobians.spectral_norm import spectral_norm
+
+
+def test_all_parts_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what runs beside the norms, in the dtype of the layers, finds the same ones."""
+    gpu, out = benchmark("gpu"), tmp_path / "gpu.json"
+    assert gpu.main(["--device", "cpu", "--small", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["device"] == "cpu"
+    assert not found["failed"]
+    assert not found["left_out"]
+    for shape in gpu.SMALL:
+        row = found["layers"][shape.name]
+        assert 0 <= row["error"] <= row["width"] <= gpu.ENCLOSURE["tol"]
+        assert row["settings_change"] <= row["width"]
+        assert row["power_iteration_error"] <= 1e-5
+        assert row["prototype_error"] <= 1e-5
+        assert ("lipbound_ms" in row) == shape.bounds
+    assert {row["apart"] for row in found["checkpoints"].values()} == {0.0}  # the CPU beside itself
+
+    monkeypatch.setattr(measured, "BENCHMARKS", tmp_path)
+    page = measured.gpu()
+    for row in found["layers"].values():
+        assert f"| {row['estimate_ms']:.3g} | {row['enclosure_ms']:.3g} |" in page
+    assert measured.measured_with(found) in page
+    checked = sum(shape.checked * (shape.name in page) for shape in gpu.SMALL)
+    assert f"{checked} heads were computed again on the CPU" in page
 
 
 def test_a_wrong_norm_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu = benchmark("gpu")
+    """The status says so, and the rest is measured nevertheless."""
+    gpu, out = benchmark("gpu"), tmp_path / "gpu.json"
 
     def wrong(att: Any, **options: Any) -> Any:
-        norm, factor = spectral_norm(att, **options), 1 if att.dtype == torch.float64 else 1.01
+        norm, factor = spectral_norm(att, **options), 1 if att.dtype == torch.float64 else 2
         return replace(norm, lower=factor * norm.lower, upper=factor * norm.upper)
 
+    def broken(*_: Any) -> None:
+        raise RuntimeError("CUDA error: it is\nbroken")
+
     monkeypatch.setattr(gpu, "spectral_norm", wrong)
-    assert gpu.main(["--device", "cpu", "--small", "--out", str(tmp_path / "gpu.json")]) == 1
-    assert "plain, N = 24: the CPU finds" in capsys.readouterr().err
-    assert not (tmp_path / "gpu.json").exists()
+    monkeypatch.setattr(gpu, "factors", broken)
+    monkeypatch.setattr(gpu, "SMALL", gpu.SMALL[:1])
+    monkeypatch.setattr(gpu, "SMALL_CHECKPOINTS", {})
+    assert gpu.main(["--device", "cpu", "--small", "--out", str(out)]) == 1
+    assert "wrong: layers, plain, N = 24: accuracy: the CPU finds" in capsys.readouterr().err
+    found = json.loads(out.read_text())
+    accuracy, prototype, lipbound = found["failed"]
+    assert accuracy.startswith("layers, plain, N = 24: accuracy: the CPU finds")
+    assert prototype == "layers, plain, N = 24: prototype: RuntimeError: CUDA error: it is"
+    assert lipbound.endswith("lipbound is below the exact norm")
+    assert found["layers"]["plain, N = 24"]["kim_ms"] > 0
+
+
+def test_what_is_not_begun_in_time_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu, out = benchmark("gpu"), tmp_path / "gpu.json"
+    assert gpu.main(["--device", "cpu", "--small", "--seconds", "-1", "--out", str(out)]) == 0
+    left_out = json.loads(out.read_text())["left_out"]
+    assert "layers, plain, N = 24: enclosure" in left_out
+    assert "checkpoints, builtin:gpt2: compare is left out" in capsys.readouterr().out
+    monkeypatch.setattr(measured, "BENCHMARKS", tmp_path)
+    assert "0 heads were computed again" in measured.gpu()
+
+
+@pytest.mark.parametrize(
+    ("far", "near", "apart"),
+    [
+        ([1.0, float("nan")], [1.0, float("nan")], 0.0),
+        ([float("inf")], [float("inf")], 0.0),
+        ([1.0, 2.2], [1.0, 2.0], 0.1),
+        ([1.0], [float("nan")], float("inf")),
+        ([float("nan")], [1.0], float("inf")),
+        ([1.0], [float("inf")], float("inf")),
+    ],
+)
+def test_numbers_of_two_devices_are_compared(
+    far: list[float], near: list[float], apart: float
+) -> None:
+    found = benchmark("gpu")._apart(
+        *(torch.tensor(t, dtype=torch.float64).numpy() for t in (far, near))
+    )
+    assert found == pytest.approx(apart)
