@@ -9,6 +9,7 @@ import torch
 from scipy.linalg import eigh_tridiagonal
 from scipy.linalg.lapack import dstemr
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lipbound.devices import captured
 from lipbound.linalg.operators import JacobianOperator
@@ -128,7 +129,7 @@ class Runs:
             if k < self._limit and not steps.looks(k):
                 continue
             places = going.nonzero()[0]
-            self._read(active[places], steps.numbers(), places, k)
+            self._read(active[places], places, *steps.numbers())
             going[places[self._look(active[places], places, steps.basis, k)]] = False
             if not going.any():
                 break
@@ -137,16 +138,12 @@ class Runs:
                 steps.keep(keep)
                 active, going = active[keep], going[keep]
 
-    def _read(self, index: Array, numbers: list[Array], places: Array, k: int) -> None:
-        """Put what the last steps have found, of entries in places, into recurrences of k steps."""
-        found, steps = self.recurrence, len(numbers) // 3
-        j, rows = np.arange(k - steps, k), np.zeros((steps, len(places), k))
-        for row, last, first, second, length in zip(rows, j, *[iter(numbers)] * 3, strict=True):
-            row[:, : last + 1] = second[places, : last + 1]
-            row[:, max(last - 1, 0) : last + 1] += first[places]
-            found.beta[index, last] = length[places, 0]
-        each, entries = np.arange(steps), index[:, None]
+    def _read(self, index: Array, places: Array, rows: Array, lengths: Array) -> None:
+        """Put `Steps.numbers`, of entries in places, into recurrences."""
+        found, (steps, _, k), entries = self.recurrence, rows.shape, index[:, None]
+        rows, each, j = rows[:, places], np.arange(steps), np.arange(k - steps, k)
         found.alpha[entries, j] = np.maximum(rows[each, :, j], 0).T
+        found.beta[entries, j] = lengths[:, places].T
         with np.errstate(invalid="ignore"):  # of products that are not finite
             rows[each, :, j] -= found.alpha[entries, j].T
             after = j > 0
@@ -232,15 +229,22 @@ class Steps:
         self._numbers += numbers
         self._count = j + 1
 
-    def numbers(self) -> list[Array]:
-        """Return the coefficients of `_orthogonalised` of the steps since the last call.
+    def numbers(self) -> tuple[Array, Array]:
+        """Return what the steps since the last call have found, in one read, float64.
 
-        (entries, r) of float64 each, in one read; three a step.
+        Returns:
+            Coefficients of images along all vectors, (steps, entries, k), and lengths of what is
+            left of them, (steps, entries).
         """
         ends = np.cumsum([t.shape[1] for t in self._numbers])
         read = torch.cat(self._numbers, 1).to("cpu", torch.float64).numpy()
-        self._numbers = []
-        return np.split(read, ends[:-1], 1)
+        parts, self._numbers = np.split(read, ends[:-1], 1), []
+        rows = np.zeros((len(parts) // 3, len(read), self._count))
+        for row, near, known in zip(rows, parts[::3], parts[1::3], strict=True):
+            last = known.shape[1]
+            row[:, :last] = known
+            row[:, last - near.shape[1] : last] += near
+        return rows, np.concatenate(parts[2::3], 1).T
 
     def keep(self, places: Array) -> None:
         """Go on with some of the entries, whose vectors are moved in place.
@@ -257,7 +261,7 @@ class Steps:
 class GraphSteps(Steps):
     """Steps that a GPU starts as one CUDA graph, where it takes longer to start their operations.
 
-    Every vector is orthogonalised against all rows of ``basis``, which are zero at first.
+    Every image is orthogonalised against all of ``basis``, whose vectors to come are zero.
     """
 
     room = 24
@@ -267,39 +271,55 @@ class GraphSteps(Steps):
         super().__init__(op, start, limit)
         self._known: JacobianOperator | None = None
         self._graph: Callable[[], None] | None = None
+        self._last = torch.zeros(1, dtype=torch.long, device=start.device)
+        room, self._read = len(self._rows), 0
+        self._found = start.new_zeros(room, len(start), 3 + room)
 
     def _new(self, like: Tensor, count: int) -> Tensor:
-        return like.new_zeros(count, *like.shape[-2:])
+        self._rows = like.new_zeros(1 + count, *like.shape[-2:])  # before the first vector nothing
+        return self._rows[1:]
 
     def looks(self, k: int) -> bool:
         return k >= FIRST_LOOK and (k - FIRST_LOOK) % GRAPH_LOOK == 0
 
     def take(self) -> None:
-        j, room = self._count, len(self.basis)
-        # what an operator makes at its first product, and keeps, is no part of a graph
-        if j + 1 == room or self._op is not self._known:
-            super().take()
+        if self._count + 1 == len(self.basis):
+            more = min(len(self.basis), self._limit - self._count)
+            self._rows = pad(self._rows, (0, 0, 0, 0, 0, more))
+            self._found = pad(self._found, (0, more, 0, 0, 0, more))
+            self.basis, self._graph = self._rows[1:], None
+        work = partial(_step, self._op, self._rows, self._found, self._last)
+        if self._known is not self._op:  # what it makes at its first product is no part of a graph
             self._known, self._graph = self._op, None
-            return
-        if self._graph is None:
-            self._last = self.basis.new_full((1,), j, dtype=torch.long)
-            self._found = self.basis.new_zeros(room, self._op.batch, room + 3)
-            self._graph = captured(
-                partial(_static_step, self._op, self.basis, self._found, self._last),
-                self._op.device,
-            )
-        self._graph()
-        self._numbers += self._found[j].split([2, room, 1], 1)
-        self._count = j + 1
+            work()
+        else:
+            self._graph = self._graph or captured(work, self._op.device)
+            self._graph()
+        self._count += 1
+
+    def numbers(self) -> tuple[Array, Array]:
+        found = self._found[self._read : self._count].to("cpu", torch.float64).numpy()
+        near, lengths, rows = found[..., :2], found[..., 2], found[..., 4 : 4 + self._count]
+        each, j = np.arange(len(found)), np.arange(self._read, self._count)
+        rows[each, :, j] += near[..., 1]
+        after, self._read = j > 0, self._count
+        rows[each[after], :, j[after] - 1] += near[after, :, 0]
+        return rows, lengths
+
+    def keep(self, places: Array) -> None:
+        there = torch.from_numpy(places).to(self._op.device)
+        self._op = self._op.select(there)
+        self._rows, self._found = self._rows[:, there], self._found[:, there]
+        self.basis = self._rows[1:]
 
 
-def _static_step(op: JacobianOperator, basis: Tensor, found: Tensor, last: Tensor) -> None:
-    """A step of which nothing but numbers on the device changes: from vector ``last``, (1,)."""
-    near = basis.index_select(0, torch.cat([last - 1, last]))
-    w, *numbers = _orthogonalised(op, near[1], near, basis)
-    found.index_copy_(0, last, torch.cat(numbers, 1)[None])
+def _step(op: JacobianOperator, rows: Tensor, found: Tensor, last: Tensor) -> None:
+    """A step of `GraphSteps`: from vector ``last`` (1,), of tensors that stay where they are."""
+    near = rows.index_select(0, torch.cat([last, last + 1]))
+    w, first, second, length = _orthogonalised(op, near[1], near, rows)
+    found.index_copy_(0, last, torch.cat([first, length, second], 1)[None])
     last.add_(1)
-    basis.index_copy_(0, last, (w / numbers[2])[None])
+    rows.index_copy_(0, last + 1, (w / length)[None])
 
 
 def _orthogonalised(
