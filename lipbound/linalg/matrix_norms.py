@@ -102,7 +102,7 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
         gram = finished(grams(fixed))[0]
     squares = gram.diagonal(dim1=-2, dim2=-1)
     rounding = 2 * gamma(2 * sum(w.shape[-2:]) + 4) * squares.sum(-1)
-    top = finished(_enlarged(gram, squares.amax(-1), eigenvalues(gram)))
+    top = _enlarged(gram, squares.amax(-1), top_eigenvalue(gram))
     norm = (top + rounding).sqrt() * (1 + 4 * UNIT)
     if size is not None and bad is not None:
         norm = (norm * size).masked_fill(bad, torch.nan)
@@ -135,7 +135,7 @@ def product_norms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     shift = torch.where(size > 0, (m + 8 * n + 8) * UNIT * size, 1.0)
     eye = torch.eye(n, dtype=g.dtype, device=g.device)
     r, failed = torch.linalg.cholesky_ex(g + shift[..., None, None] * eye)
-    square = eigenvalues(r.mT @ h @ r)[..., -1].clamp_min(0)
+    square = top_eigenvalue(r.mT @ h @ r).clamp_min(0)
     square = torch.where(size > 0, square, 0.0)
     # rounding of both Gram matrices, the shift, the decomposition, products and eigenvalues
     error = (2 * m + k + 28 * n + 48) * UNIT * size * other
@@ -265,15 +265,54 @@ def _row_sum_norm(g: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(g.tril() + g.tril(-1).mT, torch.inf)
 
 
-def eigenvalues(g: Tensor) -> Tensor:
-    """Return eigenvalues of symmetric matrices, ascending.
+def top_eigenvalue(g: Tensor) -> Tensor:
+    """Return largest eigenvalues of positive semi-definite float64 matrices (..., n, n), (...).
 
-    Where the solver gives up on one of them, one bound for each that is above all.
+    On the CPU an eigensolver's, or where it gives up bounds; on other devices, where it takes a
+    hundred times as long as products, upper values by `powers`.
     """
+    if g.device.type != "cpu":
+        return powers(g)[0]
     try:
-        return torch.linalg.eigvalsh(g)
+        return torch.linalg.eigvalsh(g)[..., -1]
     except RuntimeError:  # LinAlgError
-        return _row_sum_norm(g)[..., None]
+        return _row_sum_norm(g)
+
+
+def top_eigenpair(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `top_eigenvalue` (...), and unit vectors near top eigenvectors, (..., n, 1)."""
+    if g.device.type == "cpu":
+        values, vectors = decomposed(g)
+        return values[..., -1], vectors[..., -1:]
+    value, power = powers(g)
+    column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    x = power.gather(-1, column.expand(*power.shape[:-1], 1))
+    x = _unit_columns(x)
+    return value, _unit_columns(torch.where((x == 0).all(-2, keepdim=True), 1.0, x))
+
+
+def powers(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return upper values of largest eigenvalues by squaring, but for rounding, and the powers.
+
+    The Frobenius norm of the power 2^24, rooted back, is above the largest absolute eigenvalue by a
+    relative 2^-25 log n at most; rounding takes less from it than 2 (n + 10) units of the trace of
+    a positive semi-definite matrix: Lemma 53 (docs/theory/numerics.md).
+
+    Args:
+        g: symmetric float64 matrices, (..., n, n).
+
+    Returns:
+        The values, (...), and multiples of the powers, (..., n, n): where the largest eigenvalue
+        stands alone, its vector in every column.
+    """
+    value = g.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
+    power, share = g / value, 1.0
+    for _ in range(4):
+        size = torch.linalg.matrix_norm(power, keepdim=True).clamp_min(1e-300)
+        value, power = value * size**share, torch.linalg.matrix_power(power / size, 64)
+        share /= 64
+    value = value * torch.linalg.matrix_norm(power, keepdim=True) ** share
+    return value[..., 0, 0], power
 
 
 def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,24 +328,16 @@ def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def symmetric_norm(g: Tensor) -> Tensor:
-    """Return largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, float64.
+    """Return largest eigenvalues of positive semi-definite matrices, rounded upwards, float64.
 
-    Zero at least, (...); the lower triangle counts. What an eigensolver finds is enlarged until a
-    Cholesky decomposition proves it, whose rounding is added: Lemma 74
+    (..., n, n) -> (...), zero at least; the lower triangle counts. What `top_eigenvalue` finds is
+    enlarged until a Cholesky decomposition proves it, whose rounding is added: Lemma 74
     (docs/theory/upper_values.md). The derivative is that of ``x^T g x`` at a top eigenvector x.
     """
-    return finished(symmetric_routine(g))
-
-
-def symmetric_routine(g: Tensor) -> Routine[Tensor]:
-    """Return `symmetric_norm`."""
     fixed, largest, size, bad = ordinary(g)
-    wanted = g.requires_grad
-    values, vectors = decomposed(fixed) if wanted else (eigenvalues(fixed), fixed)
-    proved = yield from _enlarged(fixed, largest, values)
-    result = (proved * size).masked_fill(bad, torch.nan)
-    x = vectors[..., -1:]
-    return with_derivative(result, (x.mT @ g.double() @ x)[..., 0, 0]) if wanted else result
+    value, x = top_eigenpair(fixed) if g.requires_grad else (top_eigenvalue(fixed), None)
+    result = (_enlarged(fixed, largest, value) * size).masked_fill(bad, torch.nan)
+    return result if x is None else with_derivative(result, (x.mT @ g.double() @ x)[..., 0, 0])
 
 
 def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,25 +350,30 @@ def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         Both ends, zero at least, (...), and unit vectors near the eigenvectors, (..., n).
     """
     fixed, largest, size, bad = ordinary(g)
-    values, vectors = decomposed(fixed)
-    n, x = g.shape[-1], vectors[..., -1]
+    value, vectors = top_eigenpair(fixed)
+    n, x = g.shape[-1], vectors[..., 0]
     x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     quotient = (x * (fixed @ x[..., None])[..., 0]).sum(-1)
     lower = (quotient - (4 * n + 16) * UNIT * torch.linalg.matrix_norm(fixed)).clamp_min(0)
-    upper = (finished(_enlarged(fixed, largest, values)) * size).masked_fill(bad, torch.inf)
+    upper = (_enlarged(fixed, largest, value) * size).masked_fill(bad, torch.inf)
     return lower * size, upper, x
 
 
-def _enlarged(g: Tensor, largest: Tensor, values: Tensor) -> Routine[Tensor]:
-    """Return upper values of largest eigenvalues, from computed ones and the largest entries."""
-    n, top = g.shape[-1], values[..., -1].clamp_min(0)
-    done, proved = _proved(g, (top + 8 * n * UNIT * largest) * (1 + 4 * UNIT))
-    (known,) = yield [done]
-    if not bool(known.all()):  # which is rare
-        again, value = _proved(g, (top + 64 * n * (n + 2) * UNIT * largest) * (1 + 4 * UNIT))
+def _enlarged(g: Tensor, largest: Tensor, value: Tensor) -> Tensor:
+    """Return upper values of largest eigenvalues, from computed ones and the largest entries.
+
+    A GPU would wait for what a first attempt has proved: there it is the last.
+    """
+    n, top, known = g.shape[-1], value.clamp_min(0), torch.full_like(value, torch.inf)
+    for more in (8, 64 * (n + 2)) if g.device.type == "cpu" else (64 * (n + 2),):
+        done, proved = _proved(g, (top + more * n * UNIT * largest) * (1 + 4 * UNIT))
+        known = torch.where(done & known.isinf(), proved, known)
+        if g.device.type == "cpu" and bool(done.all()):
+            break
+    else:
         rows = _row_sum_norm(g) * (1 + gamma(n + 2))
-        proved = torch.where(done, proved, torch.where(again, value, rows))
-    return torch.where(largest > 0, proved, 0.0)
+        known = torch.where(known.isinf(), rows, known)
+    return torch.where(largest > 0, known, 0.0)
 
 
 def _proved(g: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -407,9 +443,9 @@ def nonnegative_routine(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -
 @torch.no_grad()
 def singular_pair(p: Tensor) -> tuple[Tensor, Tensor]:
     """Return top singular vectors u and y >= 0, (..., n, 1) each, of nonnegative matrices."""
-    dense = p.shape[-1] <= LARGEST_DENSE_EIG
+    dense = p.shape[-1] <= LARGEST_DENSE_EIG or p.device.type != "cpu"
     if dense:
-        y = torch.linalg.eigh(p.mT @ p).eigenvectors[..., -1:].abs()
+        y = top_eigenpair(p.mT @ p)[1].abs()
     else:
         y = torch.ones_like(p[..., :1]) / p.shape[-1] ** 0.5
     for step in range(2 if dense else VECTOR_STEPS):

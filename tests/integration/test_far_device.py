@@ -54,7 +54,7 @@ def agree(found: elsewhere.Pairs, rtol: float, of_largest: float = 1e-9) -> None
 
 
 COUNTS = {"estimate": (630, 10), "enclosure": (870, 11), "castin_bias": (40, 1)}
-COUNTS |= {"kim": (30, 2), "yudin": (390, 3), "yudin_sqrt_n": (210, 2), "lipbound": (620, 5)}
+COUNTS |= {"kim": (30, 2), "yudin": (390, 3), "yudin_sqrt_n": (260, 2), "lipbound": (640, 4)}
 
 
 @pytest.mark.parametrize("what", list(COUNTS))

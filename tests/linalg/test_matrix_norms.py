@@ -18,6 +18,7 @@ from lipbound.linalg.matrix_norms import (
     block_norm,
     matrix_norm,
     nonnegative_norm,
+    powers,
     reproducible_float32,
     symmetric_norm,
 )
@@ -96,6 +97,32 @@ def test_symmetric_norm() -> None:
     b = normal()(4, 6, 3)
     close(symmetric_norm(b @ b.mT), norms(b) ** 2, 1e-12)
     assert float(symmetric_norm(torch.zeros(2, 2))) == 0
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-12, 1e-6, 0.1, 8.0])
+@pytest.mark.parametrize("n", [1, 2, 7, 150])
+@pytest.mark.parametrize("size", [1e-280, 1.0, 1e280])
+def test_powers_are_never_below_the_largest_eigenvalue(spread: float, n: int, size: float) -> None:
+    q = torch.linalg.qr(normal()(3, n, n)).Q
+    values = (-spread * torch.arange(n).double()).exp()
+    g = (q * values) @ q.mT
+    g[2, :, 0] = g[2, 0] = 0  # no longer of full rank
+    exact = torch.linalg.eigvalsh(g)[:, -1]
+    value, power = powers(g * size)
+    trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert bool((value / size >= exact - 3 * (n + 10) * 2.0**-53 * trace).all())
+    assert bool((value / size <= exact * (1 + 3e-7) + 1e-12 * trace).all())
+    column = power[0, :, power[0].diagonal().argmax()]
+    assert (
+        n == 1
+        or spread < 0.1
+        or float(torch.cosine_similarity(column, q[0, :, 0], 0)) ** 2 > 1 - 1e-12
+    )
+
+
+def test_powers_of_zeros_and_of_what_is_not_finite() -> None:
+    assert float(powers(torch.zeros(3, 3).double())[0]) == 0
+    assert bool(powers(torch.full((2, 2), torch.nan).double())[0].isnan())
 
 
 @pytest.mark.parametrize("delta", [0.0, 1e-12, 1e-9, 1e-8, 1e-6])

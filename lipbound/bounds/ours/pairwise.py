@@ -22,7 +22,7 @@ from lipbound.linalg.matrix_norms import (
     matrix_norm,
     nonnegative_norm,
     nonnegative_routine,
-    symmetric_routine,
+    symmetric_norm,
 )
 
 
@@ -191,8 +191,7 @@ def _second(
     (known,) = yield [_decided(key, _quotient(second.detach()) + off, without, whole)]
     value, i = torch.full_like(key, torch.inf).detach(), (~known).nonzero()[:, 0].to(key.device)
     if len(i):
-        norm = yield from symmetric_routine(second[i])
-        value = value.index_put((i,), norm + off[i])
+        value = value.index_put((i,), symmetric_norm(second[i]) + off[i])
     return value
 
 
