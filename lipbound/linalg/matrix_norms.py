@@ -191,11 +191,12 @@ def factor_of_gram(gram: Tensor, m: int) -> tuple[Tensor, Tensor]:
     eye = torch.eye(n, dtype=torch.float64, device=gram.device)
     squares = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] * (1 + gamma(m * n + 4))
     more = 8 * gamma(m + n + 8) * squares
-    values, vectors = decomposed(gram)
-    f = (values[..., None].clamp_min(0) + more).sqrt() * vectors.mT
+    lower, failed = torch.linalg.cholesky_ex(gram + more * eye)
+    f = lower.mT
     off = f.mT @ f - gram - more * eye
     rounding = gamma(m + n + 4) * (squares + f.square().sum((-1, -2), keepdim=True) + n * more)
     proved = off.square().sum((-1, -2), keepdim=True).sqrt() + 2 * rounding <= more
+    proved = proved & (failed == 0)[..., None, None]
     f = torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye)
     return f, torch.where(proved, 3 * more, 2 * squares)[..., 0, 0]
 

@@ -21,6 +21,7 @@ from lipbound.linalg.matrix_norms import (
     powers,
     reproducible_float32,
     symmetric_norm,
+    upper_factor,
 )
 
 
@@ -180,3 +181,20 @@ def test_the_bound_is_its_formula_there(gap: float) -> None:
     att = Attention(eye[None], gap * eye[None], eye[None], eye[None], scale=1.0)
     assert float(bounds.get("yudin_sqrt_n")(att)) == pytest.approx(1.0, rel=1e-6)
     assert float(bounds.get("yudin_sqrt_n")(att)) >= 1
+
+
+@pytest.mark.parametrize(("m", "n"), [(2, 1), (10, 3), (41, 40), (300, 24)])
+@pytest.mark.parametrize("size", [1e-100, 1.0, 1e60])
+def test_small_factors_are_above_by_next_to_nothing(m: int, n: int, size: float) -> None:
+    draw, falling = normal(), 10.0 ** -torch.linspace(0, 40, n).double()
+    w, low = draw(m, n), draw(m, 1) @ draw(1, n)
+    equal, zero = torch.ones_like(w), torch.zeros_like(w)
+    w = torch.stack([w, low, w * falling, w * falling[0], equal, equal * falling, zero]) * size
+    f, excess = upper_factor(w)
+    squares = w.square().sum((-1, -2))
+    assert bool((excess <= 1e-10 * squares).all())  # each of them proved
+    above = f.mT @ f - w.mT @ w
+    least = torch.linalg.eigvalsh(above / squares.clamp_min(1e-300)[:, None, None])
+    assert bool((least[:-1] > 0).all())
+    assert bool((least <= (excess / squares.clamp_min(1e-300))[:, None]).all())
+    assert not bool(f[-1].any())
