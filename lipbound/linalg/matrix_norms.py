@@ -92,24 +92,29 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
 
     Args:
         w: the matrices.
-        known: their `grams`, where they are at hand.
+        known: their `gram_of`, where it is at hand.
     """
     whole, size, bad = w.detach().double(), None, None
-    gram = finished(grams(whole))[0] if known is None else known
+    gram, near, (m, n) = (
+        gram_of(whole) if known is None else known,
+        w.device.type == "cpu",
+        w.shape[-2:],
+    )
     traces = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    if not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
-        fixed, _, size, bad = (t.cpu() for t in ordinary(whole))
-        gram = finished(grams(fixed))[0]
+    if near and not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
+        fixed, _, size, bad = ordinary(whole)
+        gram = gram_of(fixed)
     squares = gram.diagonal(dim1=-2, dim2=-1)
-    rounding = 2 * gamma(2 * sum(w.shape[-2:]) + 4) * squares.sum(-1)
+    rounding = 2 * gamma(2 * (m + n) + 4) * squares.sum(-1)
+    if not near:  # which would wait to know the range: squares that underflow
+        rounding = rounding + m * n * 2.0**-1020
     top = _enlarged(gram, squares.amax(-1), top_eigenvalue(gram))
     norm = (top + rounding).sqrt() * (1 + 4 * UNIT)
     if size is not None and bad is not None:
         norm = (norm * size).masked_fill(bad, torch.nan)
-    norm = norm.to(w.device)
     if not w.requires_grad:
         return norm
-    v = torch.linalg.eigh(gram).eigenvectors[..., -1:].to(w.device)
+    v = top_eigenpair(gram)[1]
     image = (w if w.shape[-2] >= w.shape[-1] else w.mT).double() @ v
     return with_derivative(norm, (_unit_columns(image.detach()) * image).sum((-1, -2)))
 
@@ -145,13 +150,9 @@ def product_norms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(known, square.sqrt(), nothing), rank
 
 
-def grams(*matrices: Tensor) -> Routine[list[Tensor]]:
-    """Return Gram matrices of the shorter sides of float64 matrices (..., m, n), on the CPU.
-
-    Decompositions of small matrices take longer on a GPU, where products are formed.
-    """
-    tall = [w if w.shape[-2] >= w.shape[-1] else w.mT for w in matrices]
-    return (yield [w.mT @ w for w in tall])
+def gram_of(w: Tensor) -> Tensor:
+    """Return Gram matrices of the shorter sides of matrices (..., m, n)."""
+    return w.mT @ w if w.shape[-2] >= w.shape[-1] else w @ w.mT
 
 
 def _unit_columns(u: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def upper_factor(w: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor
 
     Args:
         w: matrices (..., m, n).
-        known: their `grams`, where they are at hand.
+        known: their `gram_of`, where it is at hand.
 
     Returns:
         F (..., min(m, n), n): w itself where it is small, or where derivatives are wanted; and r
@@ -181,8 +182,7 @@ def upper_factor(w: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor
     m, n = w.shape[-2:]
     if w.requires_grad or m <= n:
         return w, torch.zeros_like(w[..., 0, 0]).detach()
-    f, excess = factor_of_gram(finished(grams(w))[0] if known is None else known, m)
-    return f.to(w.device), excess.to(w.device)
+    return factor_of_gram(gram_of(w) if known is None else known, m)
 
 
 def factor_of_gram(gram: Tensor, m: int) -> tuple[Tensor, Tensor]:
@@ -293,19 +293,20 @@ def top_eigenpair(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def powers(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return upper values of largest eigenvalues by squaring, but for rounding, and the powers.
+    """Return upper values of largest absolute eigenvalues by squaring, and the powers.
 
-    The Frobenius norm of the power 2^24, rooted back, is above the largest absolute eigenvalue by a
-    relative 2^-25 log n at most; rounding takes less from it than 2 (n + 10) units of the trace of
-    a positive semi-definite matrix: Lemma 53 (docs/theory/numerics.md).
+    The Frobenius norm of the power 2^24, rooted back, is above the eigenvalue by a relative 2^-25
+    log n at most; rounding takes less from it than 2 (n + 12) units of the trace of a positive
+    semi-definite matrix: Lemma 53 (docs/theory/numerics.md).
 
     Args:
-        g: symmetric float64 matrices, (..., n, n).
+        g: symmetric float64 matrices, (..., n, n), of which the lower triangle counts.
 
     Returns:
         The values, (...), and multiples of the powers, (..., n, n): where the largest eigenvalue
         stands alone, its vector in every column.
     """
+    g = g.tril() + g.tril(-1).mT
     value = g.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
     power, share = g / value, 1.0
     for _ in range(4):
@@ -333,7 +334,8 @@ def symmetric_norm(g: Tensor) -> Tensor:
 
     (..., n, n) -> (...), zero at least; the lower triangle counts. What `top_eigenvalue` finds is
     enlarged until a Cholesky decomposition proves it, whose rounding is added: Lemma 74
-    (docs/theory/upper_values.md). The derivative is that of ``x^T g x`` at a top eigenvector x.
+    (docs/theory/upper_values.md); on other devices by the rounding of `powers`. The derivative is
+    that of ``x^T g x`` at a top eigenvector x.
     """
     fixed, largest, size, bad = ordinary(g)
     value, x = top_eigenpair(fixed) if g.requires_grad else (top_eigenvalue(fixed), None)
@@ -361,20 +363,20 @@ def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _enlarged(g: Tensor, largest: Tensor, value: Tensor) -> Tensor:
-    """Return upper values of largest eigenvalues, from computed ones and the largest entries.
+    """Return upper values of largest eigenvalues: `top_eigenvalue` and its rounding.
 
-    A GPU would wait for what a first attempt has proved: there it is the last.
+    Args:
+        g: the matrices. largest: their largest entries. value: their `top_eigenvalue`.
     """
-    n, top, known = g.shape[-1], value.clamp_min(0), torch.full_like(value, torch.inf)
-    for more in (8, 64 * (n + 2)) if g.device.type == "cpu" else (64 * (n + 2),):
-        done, proved = _proved(g, (top + more * n * UNIT * largest) * (1 + 4 * UNIT))
-        known = torch.where(done & known.isinf(), proved, known)
-        if g.device.type == "cpu" and bool(done.all()):
-            break
-    else:
+    n, top = g.shape[-1], value.clamp_min(0)
+    if g.device.type != "cpu":
+        return top * (1 + 3 * n * (n + 12) * UNIT)
+    done, proved = _proved(g, (top + 8 * n * UNIT * largest) * (1 + 4 * UNIT))
+    if not bool(done.all()):  # which is rare
+        again, more = _proved(g, (top + 64 * n * (n + 2) * UNIT * largest) * (1 + 4 * UNIT))
         rows = _row_sum_norm(g) * (1 + gamma(n + 2))
-        known = torch.where(known.isinf(), rows, known)
-    return torch.where(largest > 0, known, 0.0)
+        proved = torch.where(done, proved, torch.where(again, more, rows))
+    return torch.where(largest > 0, proved, 0.0)
 
 
 def _proved(g: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ def test_powers_are_never_below_the_largest_eigenvalue(spread: float, n: int, si
     exact = torch.linalg.eigvalsh(g)[:, -1]
     value, power = powers(g * size)
     trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)
-    assert bool((value / size >= exact - 3 * (n + 10) * 2.0**-53 * trace).all())
+    assert bool((value / size >= exact - 2 * (n + 12) * 2.0**-53 * trace).all())
     assert bool((value / size <= exact * (1 + 3e-7) + 1e-12 * trace).all())
     column = power[0, :, power[0].diagonal().argmax()]
     assert (

@@ -15,10 +15,9 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.ours.block_norms import MATRICES, RTOL, BlockNorms, in_chunks, root, samples_of
 from lipbound.bounds.ours.entry import our_bound
 from lipbound.bounds.statement import Bound
-from lipbound.devices import Routine, require, together
+from lipbound.devices import Routine, require
 from lipbound.linalg.matrix_norms import (
     gamma,
-    grams,
     matrix_norm,
     nonnegative_norm,
     nonnegative_routine,
@@ -159,9 +158,8 @@ def _lipbound(att: Attention, heads: slice) -> Routine[Tensor]:
     v, o, a = parts.v, parts.o, parts.a
     e0, moved = parts.values() + parts.queries() + parts.mixed(), a[..., None] * parts.qt
     sizes = (e0 + parts.keys(), e0, parts.block())
-    norms = together(*(nonnegative_routine(t, rtol=RTOL) for t in sizes))
-    (whole, without, block), (gram,) = yield from together(norms, grams(moved.detach()))
-    key = (matrix_norm(moved, gram) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
+    whole, without, block = yield from nonnegative_routine(torch.stack(sizes), rtol=RTOL)
+    key = (matrix_norm(moved) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
 
     rows = parts.p * parts.qt_norm
     far = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
