@@ -108,7 +108,7 @@ def lipbound(att: Attention) -> Tensor:
     cheaper there. With rotary position embeddings, normalised queries and keys, capped scores or
     sinks: `lipbound.bounds.ours.pairwise_variants`.
     """
-    values = in_chunks(att, _lipbound)
+    values = in_chunks(att, _lipbound, several=True)
     keep_result(_compressed, att, values[..., 1])  # the same numbers, whichever bound comes first
     return values[..., 0]
 
@@ -140,11 +140,11 @@ def lipbound_block(att: Attention) -> Tensor:
 @memoised
 def _compressed(att: Attention) -> Tensor:
     """`lipbound_block`, (samples, heads)."""
-    return in_chunks(att, _block)[..., 1]
+    return in_chunks(att, _block, several=True)[..., 1]
 
 
 def _block(att: Attention, heads: slice) -> Tensor:
-    """`lipbound_block` for some heads of one sample, twice, (heads, 2).
+    """`lipbound_block` for some heads, twice, (samples x heads, 2).
 
     Laid out as by `_lipbound`, so that norms over heads round alike.
     """
@@ -153,7 +153,7 @@ def _block(att: Attention, heads: slice) -> Tensor:
 
 
 def _lipbound(att: Attention, heads: slice) -> Routine[Tensor]:
-    """Both bounds for some heads of one sample, (heads, 2)."""
+    """Both bounds for some heads, (samples x heads, 2)."""
     parts = BlockNorms(att, heads, gram=True)
     v, o, a = parts.v, parts.o, parts.a
     e0, moved = parts.values() + parts.queries() + parts.mixed(), a[..., None] * parts.qt
