@@ -246,7 +246,7 @@ def weights_of(att: Attention) -> WeightNorms:
     return WeightNorms(f_q, f_k, excess, norm_v(att), *sizes)
 
 
-def repeated(t: Tensor, att: Attention) -> Tensor:
+def for_samples(t: Tensor, att: Attention) -> Tensor:
     """Return what belongs to some heads, (heads, ...), for all samples, (samples x heads, ...)."""
     return t if att.samples == 1 else t.repeat(att.samples, *[1] * (t.ndim - 1))
 
@@ -274,7 +274,7 @@ class BlockNorms:
     def __init__(self, att: Attention, heads: slice = slice(None), *, gram: bool = False):
         tensors = (att.q, att.centred_k, att.centred_v, att.p)
         q, k, v, p = (t[:, heads].flatten(0, 1) for t in tensors)
-        w = WeightNorms(*(repeated(t[heads], att) for t in weights_of(att)))
+        w = WeightNorms(*(for_samples(t[heads], att) for t in weights_of(att)))
         scaled = att.scale * q
         self.p, self.v, self.o = p, v, (o := p @ v)
         self.distance = distances(o, v)
@@ -289,7 +289,7 @@ class BlockNorms:
         inputs, round_v = att.x.shape[2], gamma(att.x.shape[2] + att.d + 4)
         both = (w.size_k * w.size_v)[:, None]
         turned, value, inner = (
-            repeated(t, att) for t in (w_k.mT @ w_v, w_q.mT @ w_v, w_q.mT @ w_k)
+            for_samples(t, att) for t in (w_k.mT @ w_v, w_q.mT @ w_v, w_q.mT @ w_k)
         )
         self.z = (scaled @ turned).norm(dim=-1) + round_v * size * both
         images = scaled @ inner.mT
