@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.devices import Routine
-from lipbound.linalg.matrix_norms import eigenvalues, gamma, with_derivative
+from lipbound.linalg.matrix_norms import gamma, top_eigenvalue, with_derivative
 
 _ROWS = 4
 """Rows of each head solved for at a time, after the first, which is nearly always the largest."""
@@ -148,7 +148,7 @@ def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     z = z if n <= width else z.mT
     g = z @ z.mT
     trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)
-    top = eigenvalues(g)[..., -1].clamp_min(0)
+    top = top_eigenvalue(g).clamp_min(0)
     top = torch.add(top, trace, alpha=2 * gamma(9 * (n + width) + 4))
     norm = (top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + _FAINT
     return torch.add(norm, lengths.sum(-1), alpha=2 * gamma(n + 12)) * (1 + gamma(20))

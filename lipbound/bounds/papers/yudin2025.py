@@ -61,10 +61,9 @@ def _scores(att: Attention, extended: Attention) -> Tensor:
     return 2 * factors.norm_x(extended) * factors.norm_a(extended)
 
 
-def _find(att: Attention, extended: Attention, *others: Callable[[Attention], Tensor]) -> None:
+def _find(att: Attention, *others: Callable[[Attention], Tensor]) -> None:
     """Find what the bounds are made of, waiting for the device once for all of it."""
-    weights = factors.weight_grams if att.variants else factors.every_gram
-    found_together((weights, extended), *((f, att) for f in (factors.norm_p, *others)))
+    found_together(*((f, att) for f in (factors.norm_p, *others)))
 
 
 def _theorem3(att: Attention, extended: Attention, largest_m: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ def yudin(att: Attention) -> Tensor:
     (docs/theory/published.md).
     """
     extended = with_ones(att)
-    _find(att, extended, factors.norm_m)
+    _find(att, factors.norm_m)
     return _theorem3(att, extended, factors.norm_m(att))
 
 
@@ -165,7 +164,7 @@ def yudin(att: Attention) -> Tensor:
 def yudin_g1(att: Attention) -> Tensor:
     """`yudin` with g_1 (Corollary 1) in place of the softmax Jacobian's norm; at most twice it."""
     extended = with_ones(att)
-    _find(att, extended)
+    _find(att)
     return _theorem3(att, extended, factors.largest_g1(att))
 
 
@@ -189,7 +188,7 @@ def yudin_nobias(att: Attention) -> Tensor:
 
     0.07 of the exact norm has been seen.
     """
-    _find(att, att, factors.norm_m)
+    _find(att, factors.norm_m)
     return _theorem3(att, att, factors.norm_m(att))
 
 
@@ -214,7 +213,7 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     in ``yudin``.
     """
     extended = with_ones(att)
-    _find(att, extended, factors.deviation)
+    _find(att, factors.deviation)
     slope = factors.deviation(att) * _scores(att, extended)
     return factors.norm_v(att) * (factors.norm_p(att) + slope)
 
