@@ -19,6 +19,7 @@ from lipbound.bounds.statement import Bound
 from lipbound.devices import Routine, require
 from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import (
+    LARGEST_DENSE_EIG,
     factor_of_gram,
     gamma,
     grams,
@@ -245,7 +246,9 @@ def probabilities(att: Attention) -> Tensor:
 def norm_p(att: Attention) -> Routine[Tensor]:
     """Spectral norm ||P||, (samples, heads)."""
     factor, unknown = stretched(att)
-    found = yield from nonnegative_routine(probabilities(att), rtol=TIGHT, max_steps=_STEPS)
+    near = att.device.type == "cpu" or att.tokens > LARGEST_DENSE_EIG
+    steps = _STEPS if near else 1  # a GPU need not wait for more where there is another way
+    found = yield from nonnegative_routine(probabilities(att), rtol=TIGHT, max_steps=steps)
     norm = found * factor + TINY
     return torch.minimum(norm.masked_fill(unknown, torch.inf), root_count(att))
 
@@ -277,6 +280,7 @@ def deviation(att: Attention) -> Routine[Tensor]:
     return torch.fmin(value.masked_fill(unknown, torch.inf), radius(att))
 
 
+@memoised
 def entering(att: Attention) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Queries and keys as they enter the scores, each with upper values of a token's rounding.
 
@@ -300,6 +304,12 @@ def entering(att: Attention) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     return (q, found[0]), (k, found[1])
 
 
+@memoised_routine
+def entering_grams(att: Attention) -> Routine[list[Tensor]]:
+    """Gram matrices of queries and keys as they enter the scores, on the CPU."""
+    return grams(*(t.detach() for t, _ in entering(att)))
+
+
 def slope_of_scores(att: Attention) -> Tensor:
     r"""Upper value of the norm of dX -> dS before the softmax, rotation or cap, (samples, heads).
 
@@ -307,7 +317,8 @@ def slope_of_scores(att: Attention) -> Tensor:
     they enter the scores (keys centred, unless there is a cap): Lemma 32
     (docs/theory/published.md).
     """
-    q, k = (matrix_norm(t) + error * root_count(att) for t, error in entering(att))
+    pairs = zip(entering(att), entering_grams(att), strict=True)
+    q, k = (matrix_norm(t, gram) + error * root_count(att) for (t, error), gram in pairs)
     return abs(att.scale) * turn(att) * (q * norm_k(att) + k * norm_q(att))
 
 
