@@ -63,13 +63,15 @@ def _scores(att: Attention, extended: Attention) -> Tensor:
     return 2 * factors.norm_x(extended) * factors.norm_a(extended)
 
 
-def _find(att: Attention, extended: Attention, *others: Callable[[Attention], Tensor]) -> None:
-    """Find what the bounds are made of, waiting for the device once for all of it."""
-    grams = [(factors.every_gram, extended)]
+def _find(
+    att: Attention, extended: Attention, *others: Callable[[Attention], Tensor], x: bool = True
+) -> None:
+    """Find what the bounds are made of, ||X|| or not, waiting for the device once for all of it."""
+    grams = [(factors.every_gram if x else factors.weight_grams, extended)]
     if extended is not att:
-        grams = [(factors.weight_grams, att), *grams]
-    elif att.variants:
-        grams = [(factors.weight_grams, att), (factors.entering_grams, att)]
+        grams.append((factors.weight_grams, att))
+    if att.variants:
+        grams.append((factors.entering_grams, att))
     found_together(*grams, *((f, att) for f in (factors.norm_p, *others)))
 
 
@@ -220,7 +222,7 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     in ``yudin``.
     """
     extended = with_ones(att)
-    _find(att, extended, factors.deviation)
+    _find(att, extended, factors.deviation, x=not att.variants)
     slope = factors.deviation(att) * _scores(att, extended)
     return factors.norm_v(att) * (factors.norm_p(att) + slope)
 
