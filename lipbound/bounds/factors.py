@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipbound.attention.cache import keep_result, memoised, memoised_routine
+from lipbound.attention.cache import memoised, memoised_routine
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import probability_error
 from lipbound.attention.softmax import g, largest_jacobian_routine, normalised
@@ -22,7 +22,7 @@ from lipbound.linalg.matrix_norms import (
     LARGEST_DENSE_EIG,
     factor_of_gram,
     gamma,
-    grams,
+    gram_of,
     matrix_norm,
     nonnegative_routine,
     with_derivative,
@@ -60,21 +60,11 @@ def size(t: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(t, dim=-1) * (1 + gamma(t.shape[-1] + 4))
 
 
-@memoised_routine
-def weight_grams(att: Attention) -> Routine[list[Tensor]]:
-    """Gram matrices of W_Q, W_K and W_V, on the CPU."""
+@memoised
+def weight_grams(att: Attention) -> list[Tensor]:
+    """Gram matrices of W_Q, W_K and W_V."""
     double = wide(att)
-    return grams(*(w.detach() for w in (double.w_q, double.w_k, double.w_v)))
-
-
-@memoised_routine
-def every_gram(att: Attention) -> Routine[list[Tensor]]:
-    """`weight_grams` and that of X."""
-    double = wide(att)
-    weights = (t.detach() for t in (double.w_q, double.w_k, double.w_v))
-    every = yield from grams(*weights, double.x.detach()[:, None])
-    keep_result(weight_grams, att, every[:3])
-    return every
+    return [gram_of(w.detach()) for w in (double.w_q, double.w_k, double.w_v)]
 
 
 @memoised
@@ -115,17 +105,16 @@ def _norm_of_product(att: Attention) -> Tensor:
     """Norm ||scale W_Q W_K^T||, without forming it: Lemma 86 (docs/theory/upper_values.md)."""
     a, b, tall = wide(att).w_q, wide(att).w_k, att.x.shape[2] > att.d
     f_a, f_b = (
-        factor_of_gram(gram, len(w[0]))[0] if tall else w.detach().cpu()
+        factor_of_gram(gram, len(w[0]))[0] if tall else w.detach()
         for w, gram in zip((a, b), weight_grams(att)[:2], strict=True)
     )
     inner, sizes = f_a @ f_b.mT, torch.linalg.matrix_norm(f_a) * torch.linalg.matrix_norm(f_b)
     norm = abs(att.scale) * (matrix_norm(inner) + gamma(att.d + 2) * sizes)
-    norm = norm.to(att.device)
     if a.requires_grad or b.requires_grad:
-        u, s, vh = (t.to(att.device) for t in torch.linalg.svd(inner))
+        u, s, vh = (t.to(att.device) for t in torch.linalg.svd(inner.cpu()))
         top = torch.where(s[..., :1] > 0, s[..., :1], 1.0)[..., None]
-        left = a.detach() @ (f_b.to(att.device).mT @ vh[..., 0, :, None]) / top
-        right = b.detach() @ (f_a.to(att.device).mT @ u[..., :, :1]) / top
+        left = a.detach() @ (f_b.mT @ vh[..., 0, :, None]) / top
+        right = b.detach() @ (f_a.mT @ u[..., :, :1]) / top
         form = ((left.mT @ a) @ (b.mT @ right))[..., 0, 0]
         norm = with_derivative(norm, abs(att.scale) * form)
     return norm
@@ -193,7 +182,7 @@ def frobenius(att: Attention) -> Tensor:
 @memoised
 def norm_x(att: Attention) -> Tensor:
     """Spectral norm ||X||, (samples, 1)."""
-    return matrix_norm(wide(att).x[:, None], every_gram(att)[3])
+    return matrix_norm(wide(att).x[:, None])
 
 
 @memoised
@@ -280,7 +269,6 @@ def deviation(att: Attention) -> Routine[Tensor]:
     return torch.fmin(value.masked_fill(unknown, torch.inf), radius(att))
 
 
-@memoised
 def entering(att: Attention) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Queries and keys as they enter the scores, each with upper values of a token's rounding.
 
@@ -304,12 +292,6 @@ def entering(att: Attention) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     return (q, found[0]), (k, found[1])
 
 
-@memoised_routine
-def entering_grams(att: Attention) -> Routine[list[Tensor]]:
-    """Gram matrices of queries and keys as they enter the scores, on the CPU."""
-    return grams(*(t.detach() for t, _ in entering(att)))
-
-
 def slope_of_scores(att: Attention) -> Tensor:
     r"""Upper value of the norm of dX -> dS before the softmax, rotation or cap, (samples, heads).
 
@@ -317,8 +299,7 @@ def slope_of_scores(att: Attention) -> Tensor:
     they enter the scores (keys centred, unless there is a cap): Lemma 32
     (docs/theory/published.md).
     """
-    pairs = zip(entering(att), entering_grams(att), strict=True)
-    q, k = (matrix_norm(t, gram) + error * root_count(att) for (t, error), gram in pairs)
+    q, k = (matrix_norm(t) + error * root_count(att) for t, error in entering(att))
     return abs(att.scale) * turn(att) * (q * norm_k(att) + k * norm_q(att))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lipbound.devices import Routine
-from lipbound.linalg.matrix_norms import decomposed, eigenvalues, gamma, with_derivative
+from lipbound.linalg.matrix_norms import gamma, top_eigenpair, top_eigenvalue, with_derivative
 
 ROUNDS, FAR_ROUNDS = tuple(range(1, 34, 4)), (1, 9, 33)
 """How many rows of a head are solved for after each round at most, by falling cheap upper values,
@@ -106,7 +106,7 @@ def _form(found: Largest, place: Tensor, x: Tensor, p: Tensor) -> Tensor:
     z = rows.mT * (y - rows @ y)
     z = z if z.shape[-2] <= z.shape[-1] else z.mT
     unit = z.detach() / z.detach().abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
-    u = decomposed((unit @ unit.mT).cpu())[1][..., -1:].to(x.device)
+    u = top_eigenpair(unit @ unit.mT)[1]
     image = z.mT @ u
     form = (normalize(image.detach(), dim=-2, eps=1e-300) * image).sum((-1, -2))
     cheap = _upper_values(_inner_products(x), x.shape[-1], rows[:, :, 0])
@@ -154,7 +154,7 @@ def _exact(x: Tensor, samples: Tensor, p: Tensor) -> Tensor:
     z = z if n <= width else z.mT
     g = z @ z.mT
     trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)
-    top = eigenvalues(g)[..., -1].clamp_min(0)
+    top = top_eigenvalue(g).clamp_min(0)
     top = torch.add(top, trace, alpha=2 * gamma(9 * (n + width) + 4))
     norm = (top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + _FAINT
     return torch.add(norm, lengths.sum(-1), alpha=2 * gamma(n + 12)) * (1 + gamma(20))

@@ -92,24 +92,29 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
 
     Args:
         w: the matrices.
-        known: their `grams`, where they are at hand.
+        known: their `gram_of`, where it is at hand.
     """
     whole, size, bad = w.detach().double(), None, None
-    gram = finished(grams(whole))[0] if known is None else known
+    gram, near, (m, n) = (
+        gram_of(whole) if known is None else known,
+        w.device.type == "cpu",
+        w.shape[-2:],
+    )
     traces = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    if not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
-        fixed, _, size, bad = (t.cpu() for t in ordinary(whole))
-        gram = finished(grams(fixed))[0]
+    if near and not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
+        fixed, _, size, bad = ordinary(whole)
+        gram = gram_of(fixed)
     squares = gram.diagonal(dim1=-2, dim2=-1)
-    rounding = 2 * gamma(2 * sum(w.shape[-2:]) + 4) * squares.sum(-1)
-    top = finished(_enlarged(gram, squares.amax(-1), eigenvalues(gram)))
+    rounding = 2 * gamma(2 * (m + n) + 4) * squares.sum(-1)
+    if not near:  # which would wait to know the range: squares that underflow
+        rounding = rounding + m * n * 2.0**-1020
+    top = _enlarged(gram, squares.amax(-1), top_eigenvalue(gram))
     norm = (top + rounding).sqrt() * (1 + 4 * UNIT)
     if size is not None and bad is not None:
         norm = (norm * size).masked_fill(bad, torch.nan)
-    norm = norm.to(w.device)
     if not w.requires_grad:
         return norm
-    v = torch.linalg.eigh(gram).eigenvectors[..., -1:].to(w.device)
+    v = top_eigenpair(gram)[1]
     image = (w if w.shape[-2] >= w.shape[-1] else w.mT).double() @ v
     return with_derivative(norm, (_unit_columns(image.detach()) * image).sum((-1, -2)))
 
@@ -135,7 +140,7 @@ def product_norms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     shift = torch.where(size > 0, (m + 8 * n + 8) * UNIT * size, 1.0)
     eye = torch.eye(n, dtype=g.dtype, device=g.device)
     r, failed = torch.linalg.cholesky_ex(g + shift[..., None, None] * eye)
-    square = eigenvalues(r.mT @ h @ r)[..., -1].clamp_min(0)
+    square = top_eigenvalue(r.mT @ h @ r).clamp_min(0)
     square = torch.where(size > 0, square, 0.0)
     # rounding of both Gram matrices, the shift, the decomposition, products and eigenvalues
     error = (2 * m + k + 28 * n + 48) * UNIT * size * other
@@ -145,13 +150,9 @@ def product_norms(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(known, square.sqrt(), nothing), rank
 
 
-def grams(*matrices: Tensor) -> Routine[list[Tensor]]:
-    """Return Gram matrices of the shorter sides of float64 matrices (..., m, n), on the CPU.
-
-    Decompositions of small matrices take longer on a GPU, where products are formed.
-    """
-    tall = [w if w.shape[-2] >= w.shape[-1] else w.mT for w in matrices]
-    return (yield [w.mT @ w for w in tall])
+def gram_of(w: Tensor) -> Tensor:
+    """Return Gram matrices of the shorter sides of matrices (..., m, n)."""
+    return w.mT @ w if w.shape[-2] >= w.shape[-1] else w @ w.mT
 
 
 def _unit_columns(u: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def upper_factor(w: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor
 
     Args:
         w: matrices (..., m, n).
-        known: their `grams`, where they are at hand.
+        known: their `gram_of`, where it is at hand.
 
     Returns:
         F (..., min(m, n), n): w itself where it is small, or where derivatives are wanted; and r
@@ -181,8 +182,7 @@ def upper_factor(w: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor
     m, n = w.shape[-2:]
     if w.requires_grad or m <= n:
         return w, torch.zeros_like(w[..., 0, 0]).detach()
-    f, excess = factor_of_gram(finished(grams(w))[0] if known is None else known, m)
-    return f.to(w.device), excess.to(w.device)
+    return factor_of_gram(gram_of(w) if known is None else known, m)
 
 
 def factor_of_gram(gram: Tensor, m: int) -> tuple[Tensor, Tensor]:
@@ -191,11 +191,12 @@ def factor_of_gram(gram: Tensor, m: int) -> tuple[Tensor, Tensor]:
     eye = torch.eye(n, dtype=torch.float64, device=gram.device)
     squares = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] * (1 + gamma(m * n + 4))
     more = 8 * gamma(m + n + 8) * squares
-    values, vectors = decomposed(gram)
-    f = (values[..., None].clamp_min(0) + more).sqrt() * vectors.mT
+    lower, failed = torch.linalg.cholesky_ex(gram + more * eye)
+    f = lower.mT
     off = f.mT @ f - gram - more * eye
     rounding = gamma(m + n + 4) * (squares + f.square().sum((-1, -2), keepdim=True) + n * more)
     proved = off.square().sum((-1, -2), keepdim=True).sqrt() + 2 * rounding <= more
+    proved = proved & (failed == 0)[..., None, None]
     f = torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye)
     return f, torch.where(proved, 3 * more, 2 * squares)[..., 0, 0]
 
@@ -265,15 +266,55 @@ def _row_sum_norm(g: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(g.tril() + g.tril(-1).mT, torch.inf)
 
 
-def eigenvalues(g: Tensor) -> Tensor:
-    """Return eigenvalues of symmetric matrices, ascending.
+def top_eigenvalue(g: Tensor) -> Tensor:
+    """Return largest eigenvalues of positive semi-definite float64 matrices (..., n, n), (...).
 
-    Where the solver gives up on one of them, one bound for each that is above all.
+    On the CPU an eigensolver's, or where it gives up bounds; on other devices, where it takes a
+    hundred times as long as products, upper values by `powers`.
     """
+    if g.device.type != "cpu":
+        return powers(g)[0]
     try:
-        return torch.linalg.eigvalsh(g)
+        return torch.linalg.eigvalsh(g)[..., -1]
     except RuntimeError:  # LinAlgError
-        return _row_sum_norm(g)[..., None]
+        return _row_sum_norm(g)
+
+
+def top_eigenpair(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `top_eigenvalue` (...), and unit vectors near top eigenvectors, (..., n, 1)."""
+    if g.device.type == "cpu":
+        values, vectors = decomposed(g)
+        return values[..., -1], vectors[..., -1:]
+    value, power = powers(g)
+    column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    x = power.gather(-1, column.expand(*power.shape[:-1], 1))
+    x = _unit_columns(x)
+    return value, _unit_columns(torch.where((x == 0).all(-2, keepdim=True), 1.0, x))
+
+
+def powers(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return upper values of largest absolute eigenvalues by squaring, and the powers.
+
+    The Frobenius norm of the power 2^24, rooted back, is above the eigenvalue by a relative 2^-25
+    log n at most; rounding takes less from it than 2 (n + 12) units of the trace of a positive
+    semi-definite matrix: Lemma 53 (docs/theory/numerics.md).
+
+    Args:
+        g: symmetric float64 matrices, (..., n, n), of which the lower triangle counts.
+
+    Returns:
+        The values, (...), and multiples of the powers, (..., n, n): where the largest eigenvalue
+        stands alone, its vector in every column.
+    """
+    g = g.tril() + g.tril(-1).mT
+    value = g.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
+    power, share = g / value, 1.0
+    for _ in range(4):
+        size = torch.linalg.matrix_norm(power, keepdim=True).clamp_min(1e-300)
+        value, power = value * size**share, torch.linalg.matrix_power(power / size, 64)
+        share /= 64
+    value = value * torch.linalg.matrix_norm(power, keepdim=True) ** share
+    return value[..., 0, 0], power
 
 
 def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,24 +330,17 @@ def decomposed(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def symmetric_norm(g: Tensor) -> Tensor:
-    """Return largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, float64.
+    """Return largest eigenvalues of positive semi-definite matrices, rounded upwards, float64.
 
-    Zero at least, (...); the lower triangle counts. What an eigensolver finds is enlarged until a
-    Cholesky decomposition proves it, whose rounding is added: Lemma 74
-    (docs/theory/upper_values.md). The derivative is that of ``x^T g x`` at a top eigenvector x.
+    (..., n, n) -> (...), zero at least; the lower triangle counts. What `top_eigenvalue` finds is
+    enlarged until a Cholesky decomposition proves it, whose rounding is added: Lemma 74
+    (docs/theory/upper_values.md); on other devices by the rounding of `powers`. The derivative is
+    that of ``x^T g x`` at a top eigenvector x.
     """
-    return finished(symmetric_routine(g))
-
-
-def symmetric_routine(g: Tensor) -> Routine[Tensor]:
-    """Return `symmetric_norm`."""
     fixed, largest, size, bad = ordinary(g)
-    wanted = g.requires_grad
-    values, vectors = decomposed(fixed) if wanted else (eigenvalues(fixed), fixed)
-    proved = yield from _enlarged(fixed, largest, values)
-    result = (proved * size).masked_fill(bad, torch.nan)
-    x = vectors[..., -1:]
-    return with_derivative(result, (x.mT @ g.double() @ x)[..., 0, 0]) if wanted else result
+    value, x = top_eigenpair(fixed) if g.requires_grad else (top_eigenvalue(fixed), None)
+    result = (_enlarged(fixed, largest, value) * size).masked_fill(bad, torch.nan)
+    return result if x is None else with_derivative(result, (x.mT @ g.double() @ x)[..., 0, 0])
 
 
 def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,24 +353,29 @@ def largest_eigenvalue(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         Both ends, zero at least, (...), and unit vectors near the eigenvectors, (..., n).
     """
     fixed, largest, size, bad = ordinary(g)
-    values, vectors = decomposed(fixed)
-    n, x = g.shape[-1], vectors[..., -1]
+    value, vectors = top_eigenpair(fixed)
+    n, x = g.shape[-1], vectors[..., 0]
     x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     quotient = (x * (fixed @ x[..., None])[..., 0]).sum(-1)
     lower = (quotient - (4 * n + 16) * UNIT * torch.linalg.matrix_norm(fixed)).clamp_min(0)
-    upper = (finished(_enlarged(fixed, largest, values)) * size).masked_fill(bad, torch.inf)
+    upper = (_enlarged(fixed, largest, value) * size).masked_fill(bad, torch.inf)
     return lower * size, upper, x
 
 
-def _enlarged(g: Tensor, largest: Tensor, values: Tensor) -> Routine[Tensor]:
-    """Return upper values of largest eigenvalues, from computed ones and the largest entries."""
-    n, top = g.shape[-1], values[..., -1].clamp_min(0)
+def _enlarged(g: Tensor, largest: Tensor, value: Tensor) -> Tensor:
+    """Return upper values of largest eigenvalues: `top_eigenvalue` and its rounding.
+
+    Args:
+        g: the matrices. largest: their largest entries. value: their `top_eigenvalue`.
+    """
+    n, top = g.shape[-1], value.clamp_min(0)
+    if g.device.type != "cpu":
+        return top * (1 + 3 * n * (n + 12) * UNIT)
     done, proved = _proved(g, (top + 8 * n * UNIT * largest) * (1 + 4 * UNIT))
-    (known,) = yield [done]
-    if not bool(known.all()):  # which is rare
-        again, value = _proved(g, (top + 64 * n * (n + 2) * UNIT * largest) * (1 + 4 * UNIT))
+    if not bool(done.all()):  # which is rare
+        again, more = _proved(g, (top + 64 * n * (n + 2) * UNIT * largest) * (1 + 4 * UNIT))
         rows = _row_sum_norm(g) * (1 + gamma(n + 2))
-        proved = torch.where(done, proved, torch.where(again, value, rows))
+        proved = torch.where(done, proved, torch.where(again, more, rows))
     return torch.where(largest > 0, proved, 0.0)
 
 
@@ -407,9 +446,9 @@ def nonnegative_routine(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -
 @torch.no_grad()
 def singular_pair(p: Tensor) -> tuple[Tensor, Tensor]:
     """Return top singular vectors u and y >= 0, (..., n, 1) each, of nonnegative matrices."""
-    dense = p.shape[-1] <= LARGEST_DENSE_EIG
+    dense = p.shape[-1] <= LARGEST_DENSE_EIG or p.device.type != "cpu"
     if dense:
-        y = torch.linalg.eigh(p.mT @ p).eigenvectors[..., -1:].abs()
+        y = top_eigenpair(p.mT @ p)[1].abs()
     else:
         y = torch.ones_like(p[..., :1]) / p.shape[-1] ** 0.5
     for step in range(2 if dense else VECTOR_STEPS):

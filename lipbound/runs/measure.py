@@ -22,7 +22,7 @@ from lipbound.attention.conditioning import conditioning
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention, described
 from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
-from lipbound.bounds.ours.block_norms import ROW_BYTES, at_once
+from lipbound.bounds.ours.block_norms import ROW_BYTES, head_bytes, heads_at_once
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import resolve_device, side_by_side
@@ -79,7 +79,8 @@ class Memory:
         scores: of a sample's attention matrices, where they are kept.
         vectors: of a sample's Krylov spaces.
         kept: up to which ``scores`` of all samples are.
-        own: of our own bounds, one sample at a time, before or after norms.
+        own: of our own bounds of a sample, before or after norms.
+        most: up to which those of all samples are.
     """
 
     layer: float = 0.0
@@ -87,6 +88,7 @@ class Memory:
     vectors: float = 0.0
     kept: float = math.inf
     own: float = 0.0
+    most: float = math.inf
 
     @classmethod
     def of(cls, att: Attention | ModuleAttention, names: Collection[str]) -> Self:
@@ -96,22 +98,23 @@ class Memory:
             att: the layer at one sample, which it may see in windows.
             names: of bounds.
         """
-        layer = own = 0.0
+        layer = own = most = 0.0
         if isinstance(att, ModuleAttention):
             rows, keys = att.shape[1], att.tokens
         else:
             rows, keys = att.rows, att.keys
             layer = 3.5 * 8 * sum(w.numel() for w in (att.w_q, att.w_k, att.w_v))
             if "lipbound" in names:
-                own = att.heads * rows * (500.0 * keys + 32 * att.d * att.d_v)
-        rows, own = att.samples * att.heads * rows, min(own, 4.0 * at_once(ROW_BYTES, att.device))
+                own, near = head_bytes(att), att.device.type == "cpu"
+                own, most = att.heads * own, 4.0 * ROW_BYTES if near else heads_at_once(att) * own
+        rows = att.samples * att.heads * rows
         kept, scores = 1.35 * whole_bytes(att.device), 1.35 * SCORE_BYTES * rows * keys
-        return cls(layer, scores, 350.0 * rows * att.d_v, kept, own)
+        return cls(layer, scores, 350.0 * rows * att.d_v, kept, own, most)
 
     def at(self, samples: int) -> float:
         """Return the bytes that a block of so many samples takes."""
         norms = samples * self.vectors + min(samples * self.scores, self.kept)
-        return self.layer + max(norms, self.own)
+        return self.layer + max(norms, min(samples * self.own, self.most))
 
     def room(self, memory: float) -> int:
         """Return how many samples fit into so many bytes, one at least.

@@ -18,8 +18,10 @@ from lipbound.linalg.matrix_norms import (
     block_norm,
     matrix_norm,
     nonnegative_norm,
+    powers,
     reproducible_float32,
     symmetric_norm,
+    upper_factor,
 )
 
 
@@ -98,6 +100,32 @@ def test_symmetric_norm() -> None:
     assert float(symmetric_norm(torch.zeros(2, 2))) == 0
 
 
+@pytest.mark.parametrize("spread", [0.0, 1e-12, 1e-6, 0.1, 8.0])
+@pytest.mark.parametrize("n", [1, 2, 7, 150])
+@pytest.mark.parametrize("size", [1e-280, 1.0, 1e280])
+def test_powers_are_never_below_the_largest_eigenvalue(spread: float, n: int, size: float) -> None:
+    q = torch.linalg.qr(normal()(3, n, n)).Q
+    values = (-spread * torch.arange(n).double()).exp()
+    g = (q * values) @ q.mT
+    g[2, :, 0] = g[2, 0] = 0  # no longer of full rank
+    exact = torch.linalg.eigvalsh(g)[:, -1]
+    value, power = powers(g * size)
+    trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert bool((value / size >= exact - 2 * (n + 12) * 2.0**-53 * trace).all())
+    assert bool((value / size <= exact * (1 + 3e-7) + 1e-12 * trace).all())
+    column = power[0, :, power[0].diagonal().argmax()]
+    assert (
+        n == 1
+        or spread < 0.1
+        or float(torch.cosine_similarity(column, q[0, :, 0], 0)) ** 2 > 1 - 1e-12
+    )
+
+
+def test_powers_of_zeros_and_of_what_is_not_finite() -> None:
+    assert float(powers(torch.zeros(3, 3).double())[0]) == 0
+    assert bool(powers(torch.full((2, 2), torch.nan).double())[0].isnan())
+
+
 @pytest.mark.parametrize("delta", [0.0, 1e-12, 1e-9, 1e-8, 1e-6])
 @pytest.mark.parametrize("k", [2, 16, 64])
 def test_block_norm_of_nearly_orthogonal_matrices(k: int, delta: float) -> None:
@@ -153,3 +181,20 @@ def test_the_bound_is_its_formula_there(gap: float) -> None:
     att = Attention(eye[None], gap * eye[None], eye[None], eye[None], scale=1.0)
     assert float(bounds.get("yudin_sqrt_n")(att)) == pytest.approx(1.0, rel=1e-6)
     assert float(bounds.get("yudin_sqrt_n")(att)) >= 1
+
+
+@pytest.mark.parametrize(("m", "n"), [(2, 1), (10, 3), (41, 40), (300, 24)])
+@pytest.mark.parametrize("size", [1e-100, 1.0, 1e60])
+def test_small_factors_are_above_by_next_to_nothing(m: int, n: int, size: float) -> None:
+    draw, falling = normal(), 10.0 ** -torch.linspace(0, 40, n).double()
+    w, low = draw(m, n), draw(m, 1) @ draw(1, n)
+    equal, zero = torch.ones_like(w), torch.zeros_like(w)
+    w = torch.stack([w, low, w * falling, w * falling[0], equal, equal * falling, zero]) * size
+    f, excess = upper_factor(w)
+    squares = w.square().sum((-1, -2))
+    assert bool((excess <= 1e-10 * squares).all())  # each of them proved
+    above = f.mT @ f - w.mT @ w
+    least = torch.linalg.eigvalsh(above / squares.clamp_min(1e-300)[:, None, None])
+    assert bool((least[:-1] > 0).all())
+    assert bool((least <= (excess / squares.clamp_min(1e-300))[:, None]).all())
+    assert not bool(f[-1].any())

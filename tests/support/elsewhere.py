@@ -287,7 +287,7 @@ def _numbers(result: Any) -> list[Any]:
     return [x for part in several for x in _numbers(part)]
 
 
-def counts(what: str) -> dict[str, float]:
+def counts(what: str, samples: int = 1, tokens: int = 197) -> dict[str, float]:
     """Operations, reads and memory of one call on a layer of ViT-B's shape, and of one step of
     Lanczos."""
     draw = torch.Generator().manual_seed(0)
@@ -295,7 +295,8 @@ def counts(what: str) -> dict[str, float]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw)
 
-    x = torch.nn.functional.layer_norm(normal(1, 197, 768) + 2 * normal(1, 1, 768), (768,))
+    x = normal(samples, tokens, 768) + 2 * normal(samples, 1, 768)
+    x = torch.nn.functional.layer_norm(x, (768,))
     parts = [x, *(normal(12, 768, 64) * size for size in (0.06, 0.06, 0.04))]
     tensors = [t.to(far_device.NAME) for t in parts]
     calls = {
@@ -310,4 +311,7 @@ def counts(what: str) -> dict[str, float]:
         before = held["bytes"]
         held.update(operations=0, reads=0, most=before)
         call(att)
-    return held | {"most": held["most"] - before, "planned": Memory.of(att, [what]).at(1)}
+    return held | {
+        "most": held["most"] - before,
+        "planned": Memory.of(att.of_samples(slice(0, 1)), [what]).at(samples),
+    }

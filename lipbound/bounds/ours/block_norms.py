@@ -16,7 +16,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import ordinary
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.factors import norm_v, weight_grams
-from lipbound.devices import Room, Routine, finished, require, together
+from lipbound.devices import Room, Routine, available, finished, require, together
 from lipbound.jacobians.rounding import Mixing, distance, tensor_error
 from lipbound.linalg.matrix_norms import block_norm, gamma, times_power_up, upper_factor
 
@@ -25,7 +25,10 @@ CHUNK = 2**22
 ROW_BYTES = 2**20
 """Bytes of the matrices of as many rows as are taken at a time: what a core's own cache holds."""
 FAR = 256
-"""Factor on both on other devices than the CPU, which many small operations hold up."""
+"""Factor on it on other devices than the CPU, which many small operations hold up."""
+FAR_BYTES = 2.0**34
+"""Bytes of all that is worked on at a time there, where that is not more than half of what is
+free."""
 MATRICES = 17
 """Number of N x N matrices of one head in memory together, besides P of all heads."""
 STORED = 4e9
@@ -43,6 +46,18 @@ def at_once(size: int, device: torch.device) -> int:
     return size if device.type == "cpu" else FAR * size
 
 
+def head_bytes(att: Attention) -> float:
+    """Return about how many bytes a head takes where all its rows are worked on at a time."""
+    return max(att.rows, att.keys) * (500.0 * att.keys + 32 * att.d_v * max(att.d, att.d_v))
+
+
+def heads_at_once(att: Attention) -> int:
+    """Return how many heads are worked on at a time, on other devices those of several samples."""
+    if att.device.type != "cpu":
+        return max(1, int(min(FAR_BYTES, available(att.device) / 2) / head_bytes(att)))
+    return max(1, CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens)))
+
+
 def longest(heads: int) -> int:
     """Most tokens at which our bounds are computed on layers of so many heads.
 
@@ -51,13 +66,15 @@ def longest(heads: int) -> int:
     return int((STORED / (8 * (MATRICES + heads))) ** 0.5)
 
 
-# -- one sample at a time --------------------------------------------------------------------------
+# -- some heads at a time --------------------------------------------------------------------------
 
 
 def in_chunks(
     att: Attention,
     values: Callable[[Attention, slice], Tensor | Routine[Tensor]],
     reach: Sequence[float] = (1.0,),
+    *,
+    several: bool = False,
 ) -> Tensor:
     """Bounds on every head of every sample, (samples, heads, r), as many heads at a time as fit.
 
@@ -71,6 +88,8 @@ def in_chunks(
             the allowance of `Bound`.
         reach: how much larger the norm that each of the r bounds, or all of them, can be than the
             spectral norm of the same matrix.
+        several: whether ``values`` takes several samples, (samples x heads, r), as many at a time
+            as fit on other devices than the CPU.
 
     Raises:
         LipboundError: the memory that is needed is not free.
@@ -79,29 +98,30 @@ def in_chunks(
     kind = f" of heads with {', '.join(sorted(att.variants))}" if att.variants else ""
     what = f"our bounds{kind} at {att.tokens} tokens need matrices over all their pairs"
     require(most, att.device, what, "measure shorter inputs, or name other bounds")
-    each = 8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens)
-    step = max(1, at_once(CHUNK, att.device) // each)
+    step = heads_at_once(att)
     chunks = [slice(h, min(att.heads, h + step)) for h in range(0, att.heads, step)]
-    rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)[:, None]
+    rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)
+    many = max(1, step // att.heads) if several and att.device.type != "cpu" else 1
     with torch.set_grad_enabled(att.cache.recording):
-        for sample in samples_of(att):
+        for sample in samples_of(att, many):
 
             def of(heads: slice, one: Attention = sample.layer) -> Routine[Tensor]:
                 made = values(one, heads)
-                return (yield from made) if isinstance(made, Generator) else made
+                made = (yield from made) if isinstance(made, Generator) else made
+                return made.unflatten(0, (one.samples, -1))
 
             first, error = finished(together(of(chunks[0]), sample.error()))
-            found = torch.cat([first, *(finished(of(heads)) for heads in chunks[1:])])
-            total = found + (error.to(found.device) * factors).mT
+            found = torch.cat([first, *(finished(of(heads)) for heads in chunks[1:])], 1)
+            total = found + error.to(found.device)[..., None] * factors
             rows.append(times_power_up(total.mT, sample.exponents.to(found.device)).mT)
-    return torch.stack(rows)
+    return torch.cat(rows)
 
 
 class Sample(NamedTuple):
-    """One sample of a layer, as a float64 layer of ordinary size.
+    """One sample of a layer, or some, as a float64 layer of ordinary size.
 
     Attributes:
-        layer: of one sample. errors: of its tensors.
+        layer: of these samples. errors: of its tensors.
         exponents: of the powers of two that its J is to be multiplied with, (heads,).
     """
 
@@ -111,21 +131,21 @@ class Sample(NamedTuple):
 
     @torch.no_grad()
     def error(self) -> Routine[Tensor]:
-        """Upper values of what rounding and underflow may hide of the norms of J, (heads,)."""
+        """Upper values of what rounding and underflow may hide of norms of J, (samples, heads)."""
         one = self.layer
         real = None if one.valid_rows is None else one.valid_rows[:, None]
         columns, largest = one.p.sum(-2), one.p.amax(-1)
         e, mix, _ = yield from Mixing.of(self.errors, columns, largest, real)
         off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
         off = off + _TINY * (one.d_v**0.5 * e.v_slope + e.v)
-        return off[0] * (1 + 1e-6)
+        return off * (1 + 1e-6)
 
 
-def samples_of(att: Attention) -> Iterator[Sample]:
-    """Every sample of a layer; norms of weights are found once."""
+def samples_of(att: Attention, many: int = 1) -> Iterator[Sample]:
+    """Every sample of a layer, ``many`` at a time; norms of weights are found once."""
     whole, exponents = ordinary(att)
     errors = tensor_errors(whole)
-    for part in (slice(s, s + 1) for s in range(att.samples)):
+    for part in (slice(s, s + many) for s in range(0, att.samples, many)):
         one = whole.of_samples(part)
         keep_result(weights_of, one, weights_of(whole))
         yield Sample(one, errors.of_samples(part), exponents)
@@ -151,6 +171,15 @@ def root(x: Tensor) -> Tensor:
     return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())
 
 
+def distances(x: Tensor, y: Tensor) -> Tensor:
+    """Distances of rows, (heads, N, d) and (heads, M, d) -> (heads, N, M), without cancellation."""
+    if x.device.type == "cpu" or x.requires_grad or y.requires_grad:
+        return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+    # torch.cdist takes five times as long on a GPU
+    parts = x.split(max(1, at_once(ROW_BYTES, x.device) // (8 * y.numel())), -2)
+    return torch.cat([lengths(part[:, :, None] - y[:, None]) for part in parts], 1)
+
+
 def outer(x: Tensor, y: Tensor, room: Room | None = None) -> Tensor:
     """Rows of outer products, (heads, N, a) and (heads, N, b) -> (heads, N, a b).
 
@@ -169,7 +198,7 @@ def seen(t: Tensor, step: int, *, masked: bool = True) -> list[tuple[slice, slic
         t: entries that are zero where nothing is seen, (N, M), or bool. Of cross-attention the
             tokens are the keys, and see nothing that is known.
         step: how many tokens a range has.
-        masked: False where all tokens are seen: a GPU would wait for the answer.
+        masked: False where all tokens are seen, or on a GPU, which would wait for the answer.
     """
     count, square = t.shape[1], t.shape[0] == t.shape[1]
     parts = [slice(i, min(i + step, count)) for i in range(0, count, step)]
@@ -211,17 +240,22 @@ class WeightNorms(NamedTuple):
 @memoised
 def weights_of(att: Attention) -> WeightNorms:
     """`WeightNorms`, once for a layer."""
-    gram_q, gram_k, _ = weight_grams(att)
-    f_q, (f_k, excess) = upper_factor(att.w_q, gram_q)[0], upper_factor(att.w_k, gram_k)
+    both = torch.stack([att.w_q, att.w_k]), torch.stack(weight_grams(att)[:2])
+    (f_q, f_k), (_, excess) = upper_factor(*both)
     sizes = (torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v))
     return WeightNorms(f_q, f_k, excess, norm_v(att), *sizes)
 
 
-class BlockNorms:
-    r"""Norms of the parts of the blocks of J, for some heads of a float64 layer of one sample.
+def repeated(t: Tensor, att: Attention) -> Tensor:
+    """Return what belongs to some heads, (heads, ...), for all samples, (samples x heads, ...)."""
+    return t if att.samples == 1 else t.repeat(att.samples, *[1] * (t.ndim - 1))
 
-    Upper values but for the allowance of `Bound`. Second moments of all rows come from one product
-    each:
+
+class BlockNorms:
+    r"""Norms of the parts of the blocks of J, for some heads of a float64 layer.
+
+    All samples together: "heads" below are those of every sample, one after the other. Upper values
+    but for the allowance of `Bound`. Second moments of all rows come from one product each:
     Lemma 52 (docs/theory/numerics.md).
 
     Attributes:
@@ -238,11 +272,12 @@ class BlockNorms:
     """
 
     def __init__(self, att: Attention, heads: slice = slice(None), *, gram: bool = False):
-        q, k, v = (t[0, heads] for t in (att.q, att.centred_k, att.centred_v))
-        w, scaled = WeightNorms(*(t[heads] for t in weights_of(att))), att.scale * q
-        p = att.p[0, heads]
+        tensors = (att.q, att.centred_k, att.centred_v, att.p)
+        q, k, v, p = (t[:, heads].flatten(0, 1) for t in tensors)
+        w = WeightNorms(*(repeated(t[heads], att) for t in weights_of(att)))
+        scaled = att.scale * q
         self.p, self.v, self.o = p, v, (o := p @ v)
-        self.distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
+        self.distance = distances(o, v)
         self.norm_v, self.excess = w.norm_v[:, None, None], w.excess
         self.size = size = abs(att.scale) * lengths(q)
         self.qt, self.off_qt = scaled @ w.factor_k.mT, gamma(att.d + 2) * size * w.size_k[:, None]
@@ -253,8 +288,11 @@ class BlockNorms:
         w_q, w_k, w_v = (t[heads] for t in (att.w_q, att.w_k, att.w_v))
         inputs, round_v = att.x.shape[2], gamma(att.x.shape[2] + att.d + 4)
         both = (w.size_k * w.size_v)[:, None]
-        self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + round_v * size * both
-        value, images = w_q.mT @ w_v, scaled @ (w_q.mT @ w_k).mT
+        turned, value, inner = (
+            repeated(t, att) for t in (w_k.mT @ w_v, w_q.mT @ w_v, w_q.mT @ w_k)
+        )
+        self.z = (scaled @ turned).norm(dim=-1) + round_v * size * both
+        images = scaled @ inner.mT
         reach, sizes = size * (w.size_q * w.size_k)[:, None], (w.size_q * w.size_v)[:, None]
         b, b_v, self.b_q = [], [], torch.zeros_like(p)
         for rows, queries, c, off in self._covariances(att, k):
@@ -282,7 +320,7 @@ class BlockNorms:
         length = lengths(k)
         lost = mean(p, lengths(v) * length) + lengths(o) * mean(p, length)
         lost = gamma(att.tokens + 6) * lost
-        masked = att.mask is not None or att.valid is not None
+        masked = p.device.type == "cpu" and (att.mask is not None or att.valid is not None)
         for rows, queries, keys in seen((p != 0).any(0), step, masked=masked):
             sums = (p[:, rows, keys] @ pairs[:, keys]).unflatten(-1, (d_v, d))
             c = torch.addcmul(sums, o[:, rows, :, None], average[:, rows, None, :], value=-1)

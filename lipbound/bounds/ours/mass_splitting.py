@@ -4,11 +4,11 @@ r"""Our bound by how softmax rows split their mass, where every token moves.
 and quotations were read, its text was not). Symbols: docs/theory/notation.md.
 """
 
-from torch import Tensor, cdist
+from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import splitting_bound
-from lipbound.bounds.ours.block_norms import WeightNorms, in_chunks, lengths, weights_of
+from lipbound.bounds.ours.block_norms import WeightNorms, distances, in_chunks, lengths, weights_of
 from lipbound.bounds.ours.entry import our_bound
 from lipbound.linalg.matrix_norms import gamma
 
@@ -60,7 +60,7 @@ def _values(att: Attention, heads: slice) -> Tensor:
 
     slopes = reach(att.q, w.factor_k, w.size_k)
     slopes = slopes + reach(att.centred_k, w.factor_q, w.size_q).amax(-1, keepdim=True)
-    apart = cdist(v, v, compute_mode="donot_use_mm_for_euclid_dist").amax((-1, -2))
+    apart = distances(v, v).amax((-1, -2))
     rounding = gamma(att.tokens + 20)  # of the sums of rows
     steepest = ((splitting_bound(p) + 4 * rounding) * slopes).amax(-1)
     return (w.norm_v * (1 + rounding) + apart / 2 * steepest)[:, None]

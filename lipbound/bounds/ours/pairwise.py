@@ -15,14 +15,13 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.ours.block_norms import MATRICES, RTOL, BlockNorms, in_chunks, root, samples_of
 from lipbound.bounds.ours.entry import our_bound
 from lipbound.bounds.statement import Bound
-from lipbound.devices import Routine, require, together
+from lipbound.devices import Routine, require
 from lipbound.linalg.matrix_norms import (
     gamma,
-    grams,
     matrix_norm,
     nonnegative_norm,
     nonnegative_routine,
-    symmetric_routine,
+    symmetric_norm,
 )
 
 
@@ -109,7 +108,7 @@ def lipbound(att: Attention) -> Tensor:
     cheaper there. With rotary position embeddings, normalised queries and keys, capped scores or
     sinks: `lipbound.bounds.ours.pairwise_variants`.
     """
-    values = in_chunks(att, _lipbound)
+    values = in_chunks(att, _lipbound, several=True)
     keep_result(_compressed, att, values[..., 1])  # the same numbers, whichever bound comes first
     return values[..., 0]
 
@@ -141,11 +140,11 @@ def lipbound_block(att: Attention) -> Tensor:
 @memoised
 def _compressed(att: Attention) -> Tensor:
     """`lipbound_block`, (samples, heads)."""
-    return in_chunks(att, _block)[..., 1]
+    return in_chunks(att, _block, several=True)[..., 1]
 
 
 def _block(att: Attention, heads: slice) -> Tensor:
-    """`lipbound_block` for some heads of one sample, twice, (heads, 2).
+    """`lipbound_block` for some heads, twice, (samples x heads, 2).
 
     Laid out as by `_lipbound`, so that norms over heads round alike.
     """
@@ -154,14 +153,13 @@ def _block(att: Attention, heads: slice) -> Tensor:
 
 
 def _lipbound(att: Attention, heads: slice) -> Routine[Tensor]:
-    """Both bounds for some heads of one sample, (heads, 2)."""
+    """Both bounds for some heads, (samples x heads, 2)."""
     parts = BlockNorms(att, heads, gram=True)
     v, o, a = parts.v, parts.o, parts.a
     e0, moved = parts.values() + parts.queries() + parts.mixed(), a[..., None] * parts.qt
     sizes = (e0 + parts.keys(), e0, parts.block())
-    norms = together(*(nonnegative_routine(t, rtol=RTOL) for t in sizes))
-    (whole, without, block), (gram,) = yield from together(norms, grams(moved.detach()))
-    key = (matrix_norm(moved, gram) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
+    whole, without, block = yield from nonnegative_routine(torch.stack(sizes), rtol=RTOL)
+    key = (matrix_norm(moved) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
 
     rows = parts.p * parts.qt_norm
     far = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
@@ -191,8 +189,7 @@ def _second(
     (known,) = yield [_decided(key, _quotient(second.detach()) + off, without, whole)]
     value, i = torch.full_like(key, torch.inf).detach(), (~known).nonzero()[:, 0].to(key.device)
     if len(i):
-        norm = yield from symmetric_routine(second[i])
-        value = value.index_put((i,), norm + off[i])
+        value = value.index_put((i,), symmetric_norm(second[i]) + off[i])
     return value
 
 

@@ -12,7 +12,15 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import LINEAR_VALUES
-from lipbound.bounds.ours.block_norms import CHUNK, BlockNorms, in_chunks, lengths, root, weights_of
+from lipbound.bounds.ours.block_norms import (
+    CHUNK,
+    BlockNorms,
+    in_chunks,
+    lengths,
+    repeated,
+    root,
+    weights_of,
+)
 from lipbound.bounds.ours.entry import PARTS, our_bound
 from lipbound.bounds.ours.pairwise_variants import ROWS, together
 from lipbound.bounds.ours.token_block_norms import VariantHead
@@ -134,7 +142,7 @@ def _sums(att: Attention) -> Tensor:
         sizes = TokenBlocks(one, heads).sizes
         return torch.stack([sizes.sum(-1).amax(-1), root(sizes.square().sum(-2)).amax(-1)], -1)
 
-    return in_chunks(att, values, [_root_count(att), 1.0])
+    return in_chunks(att, values, [_root_count(att), 1.0], several=True)
 
 
 def _refined(att: Attention, heads: slice) -> Tensor:
@@ -193,7 +201,7 @@ def _largest_row(parts: LayerTensors, d: Tensor) -> Tensor:
 
 
 class TokenBlocks:
-    r"""Upper values of the norms of the blocks of J, for some heads of a layer of one sample.
+    r"""Upper values of the norms of the blocks of J, for some heads of a layer, as `BlockNorms`.
 
     But for the allowance of `Bound`: Lemma 96 (docs/theory/token_bounds.md).
 
@@ -203,10 +211,11 @@ class TokenBlocks:
 
     def __init__(self, att: Attention, heads: slice):
         parts = BlockNorms(att, heads)
-        w, inputs = weights_of(att), att.x.shape[2]
-        w_k, w_v, distance = att.w_k[heads], att.w_v[heads], parts.distance
-        z = att.scale * att.q[0, heads] @ (w_k.mT @ w_v)
-        off = gamma(inputs + att.d + 4) * parts.size * (w.size_k * w.size_v)[heads, None]
+        w, inputs, distance = weights_of(att), att.x.shape[2], parts.distance
+        turned = repeated(att.w_k[heads].mT @ att.w_v[heads], att)
+        z = att.scale * att.q[:, heads].flatten(0, 1) @ turned
+        sizes = repeated((w.size_k * w.size_v)[heads], att)
+        off = gamma(inputs + att.d + 4) * parts.size * sizes[:, None]
         length = z.norm(dim=-1) + off
 
         along = z @ parts.v.mT - (parts.o * z).sum(-1, keepdim=True)  # (v_j - o_i) . z_i

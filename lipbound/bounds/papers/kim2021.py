@@ -7,11 +7,9 @@ import torch
 from scipy.special import lambertw
 from torch import Tensor
 
-from lipbound.attention.cache import found_together, memoised_routine
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.registry import bound
-from lipbound.devices import Routine
 from lipbound.linalg.matrix_norms import UNIT
 
 BIBTEX = """@inproceedings{kim2021lipschitz,
@@ -25,23 +23,18 @@ BIBTEX = """@inproceedings{kim2021lipschitz,
 def inverse_phi(y: Tensor) -> Tensor:
     r"""Upper value of the inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0, float64, any shape.
 
-    On the CPU. The Lambert function :math:`W_0(y / e)`. It is enlarged until :math:`\phi`, which
-    increases, exceeds y by more than its own rounding.
+    The Lambert function :math:`W_0(y / e)`. It is enlarged until :math:`\phi`, which increases,
+    exceeds y by more than its own rounding.
     """
+    there, y = y.device, y.cpu()
     x = torch.from_numpy(np.asarray(np.real(lambertw(y.numpy() / math.e)), dtype=np.float64))
     x = torch.where(y > 0, x.clamp_min(0), 0.0)
     for step in range(-50, 0):
         short = x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y
         if not bool(short.any()):
-            return x
+            return x.to(there)
         x = torch.where(short, x * (1 + 2.0**step), x)
-    return torch.where(x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y, torch.inf, x)
-
-
-@memoised_routine
-def _slope(att: Attention) -> Routine[Tensor]:
-    (y,) = yield [factors.count(att) - 1]
-    return (4 * inverse_phi(y) + 1).to(att.device)
+    return torch.where(x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y, torch.inf, x).to(there)
 
 
 @bound(
@@ -81,6 +74,6 @@ def kim(att: Attention) -> Tensor:
     Proved in Lemma 40 (docs/theory/published.md), where each token's zero distance to itself must
     take part: so a mask that only forbids, but never a token to itself, leaves it valid.
     """
-    found_together((factors.weight_grams, att), (_slope, att))
-    factor = factors.root_count(att) * abs(att.scale) * _slope(att)
+    slope = 4 * inverse_phi(factors.count(att) - 1) + 1
+    factor = factors.root_count(att) * abs(att.scale) * slope
     return factor * factors.norm_q(att) ** 2 * factors.norm_v(att)

@@ -63,16 +63,9 @@ def _scores(att: Attention, extended: Attention) -> Tensor:
     return 2 * factors.norm_x(extended) * factors.norm_a(extended)
 
 
-def _find(
-    att: Attention, extended: Attention, *others: Callable[[Attention], Tensor], x: bool = True
-) -> None:
-    """Find what the bounds are made of, ||X|| or not, waiting for the device once for all of it."""
-    grams = [(factors.every_gram if x else factors.weight_grams, extended)]
-    if extended is not att:
-        grams.append((factors.weight_grams, att))
-    if att.variants:
-        grams.append((factors.entering_grams, att))
-    found_together(*grams, *((f, att) for f in (factors.norm_p, *others)))
+def _find(att: Attention, *others: Callable[[Attention], Tensor]) -> None:
+    """Find what the bounds are made of, waiting for the device once for all of it."""
+    found_together(*((f, att) for f in (factors.norm_p, *others)))
 
 
 def _theorem3(att: Attention, extended: Attention, largest_m: Tensor) -> Tensor:
@@ -155,7 +148,7 @@ def yudin(att: Attention) -> Tensor:
     (docs/theory/published.md).
     """
     extended = with_ones(att)
-    _find(att, extended, factors.norm_m)
+    _find(att, factors.norm_m)
     return _theorem3(att, extended, factors.norm_m(att))
 
 
@@ -173,7 +166,7 @@ def yudin(att: Attention) -> Tensor:
 def yudin_g1(att: Attention) -> Tensor:
     """`yudin` with g_1 (Corollary 1) in place of the softmax Jacobian's norm; at most twice it."""
     extended = with_ones(att)
-    _find(att, extended)
+    _find(att)
     return _theorem3(att, extended, factors.largest_g1(att))
 
 
@@ -197,7 +190,7 @@ def yudin_nobias(att: Attention) -> Tensor:
 
     0.07 of the exact norm has been seen.
     """
-    _find(att, att, factors.norm_m)
+    _find(att, factors.norm_m)
     return _theorem3(att, att, factors.norm_m(att))
 
 
@@ -222,7 +215,7 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     in ``yudin``.
     """
     extended = with_ones(att)
-    _find(att, extended, factors.deviation, x=not att.variants)
+    _find(att, factors.deviation)
     slope = factors.deviation(att) * _scores(att, extended)
     return factors.norm_v(att) * (factors.norm_p(att) + slope)
 
