@@ -487,12 +487,13 @@ class Attention:
 
     def _scores_fit(self) -> bool:
         """Return whether scores cannot overflow, by a bound from the layer's largest entries."""
-        if self.variants or (self.mask is not None and not self._levelled):
+        if self.variants - {"rotation", "cap"} or (self.mask is not None and not self._levelled):
             return False
         sizes = {name: max(found) for name, found in largest_entries(self).items()}
         each = self.x.shape[2] * sizes["x"]
         q, k = (each * sizes[f"w_{side}"] + sizes.get(f"b_{side}", 0.0) for side in "qk")
-        return abs(self.scale) * self.d * q * k < 1e300
+        turn = 1.0 if self.rotation is None else self.rotation.norm
+        return abs(self.scale) * self.d * q * k * turn**2 < 1e300
 
     @derived
     def p(self) -> Tensor:
@@ -579,13 +580,15 @@ class Attention:
     def double(self) -> Self:
         """Return the same layer in float64 (itself when it already is), made once.
 
-        The mask is the layer's own: it is added to float64 scores anyway.
+        The mask is the layer's own: it is added to float64 scores anyway; and so is the rotation,
+        which turns float64 vectors.
         """
         return self if self.dtype == torch.float64 else self._in_float64()
 
     @memoised
     def _in_float64(self) -> Self:
-        wide = self._map(lambda t: t.double() if t.is_floating_point() else t, mask=self.mask)
+        own = {"mask": self.mask, "rotation": self.rotation}
+        wide = self._map(lambda t: t.double() if t.is_floating_point() else t, **own)
         keep_result(largest_entries, wide, largest_entries(self))
         return wide
 

@@ -5,7 +5,6 @@ one: Nair 2025, "Softmax is 1/2-Lipschitz: A tight bound across all l_p norms" (
 Emadi 2026 (arXiv 2602.18849, abstract and quotations).
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -17,9 +16,14 @@ from lipbound.errors import LipboundError
 
 _ROWS = 2**21
 """Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
+STEPS = 40
+"""Steps of Newton's iteration at most."""
 FAR_LOOK = 6
-"""Steps of Newton's iteration between two looks at rows on a GPU, which waits for every look: as
-many as nearly all rows take."""
+"""Steps between two looks at rows on a GPU, which waits for every look: as many as nearly all rows
+take."""
+FIRST, FAR_FIRST = 8, 32
+"""Rows of each matrix that are solved for first, those with the largest g_1: on a CPU and on a GPU,
+for which more rows are little more work."""
 LARGEST_LP_NORM = 0.5
 r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every
 l_p (Nair 2025): Lemma 100 (docs/theory/token_bounds.md)."""
@@ -32,7 +36,7 @@ class Enclosure(NamedTuple):
     upper: Tensor
 
 
-def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
+def jacobian_norm(p: Tensor, *, max_iterations: int = STEPS) -> Enclosure:
     r"""Return the spectral norm of M(p) for every row, enclosed to rounding: O(N) a row.
 
     Newton's iteration for the secular equation in a form whose terms are all positive; the residual
@@ -55,7 +59,7 @@ def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
     return Enclosure(*(end.view(p.shape[:-1]) for end in found))
 
 
-def _enclosed(rows: Tensor, max_iterations: int = 40) -> Routine[Enclosure]:
+def _enclosed(rows: Tensor, max_iterations: int = STEPS) -> Routine[Enclosure]:
     """`jacobian_norm` of rows (n, N), some at a time."""
     found = []
     for part in rows.split(max(1, _ROWS // rows.shape[-1])):
@@ -99,18 +103,19 @@ def _enclose(p: Tensor, max_iterations: int) -> Routine[Enclosure]:
     x = (square / (1 + (w * w).sum(-1, keepdim=True)) - p2) / safe
     top = s_hat * delta
     x = torch.where(simple, 1.0, torch.minimum(x.clamp_min(0), top).maximum(1e-6 * top))
-    look = 1 if p.device.type == "cpu" else FAR_LOOK
+    look, least = 1 if p.device.type == "cpu" else FAR_LOOK, 1e-9 * top
     for count in range(1, max_iterations + 1):
-        q = r / (x + gap)
+        y = x + gap
+        q = r / y
         t = 1 / q.sum(-1, keepdim=True)
-        f = p2 * x + p1 * t
-        miss = (delta - f) * slope
-        if count % look == 0:
-            (settled,) = yield [(simple | (miss.abs() <= gamma * (1 + x))).all()]
+        share = p1 * t
+        miss = delta - torch.addcmul(share, p2, x)
+        if count % look == 0 and count < max_iterations:
+            (settled,) = yield [(simple | ((miss * slope).abs() <= gamma * (1 + x))).all()]
             if bool(settled):
                 break
-        step = (delta - f) / (p2 + p1 * t * t * (q / (x + gap)).sum(-1, keepdim=True))
-        x = torch.where(simple, x, (x + step).minimum(top).maximum(1e-9 * top))
+        x = x + miss / torch.addcmul(p2, share * t, (q / y).sum(-1, keepdim=True))
+        x = x.clamp(least, top)
     f = p2 * x + p1 / (r / (x + gap)).sum(-1, keepdim=True)
     up = x + ((delta * (1 + 4 * UNIT) - f * (1 - gamma)) * slope).clamp_min(0)
     low = x - ((f * (1 + gamma) - delta * (1 - 4 * UNIT)) * slope).clamp_min(0)
@@ -153,9 +158,9 @@ def g(p: Tensor, k: int = 1) -> Tensor:
 def largest_jacobian_norm(p: Tensor) -> Tensor:
     """Return max_i ||M(p_i)|| over the rows of each matrix, (...), rounded upwards, float64.
 
-    Rows whose g_1 lies below the largest known lower bound, the second order statistic of a row,
-    are not solved for: Lemma 13 (docs/theory/softmax.md). The derivative is that of
-    :math:`y^T M(p_i) y` at a top eigenvector y of the row that attains the maximum.
+    Rows are solved for in the order of their g_1, until that of no other is larger but for
+    rounding: Lemma 13 (docs/theory/softmax.md). The derivative is that of :math:`y^T M(p_i) y` at a
+    top eigenvector y of the row that attains the maximum.
 
     Args:
         p: matrices, (..., N, N).
@@ -165,15 +170,19 @@ def largest_jacobian_norm(p: Tensor) -> Tensor:
 
 def largest_jacobian_routine(p: Tensor) -> Routine[Tensor]:
     """Return `largest_jacobian_norm`."""
-    double = normalised(p.detach())
-    upper = g(double) * (1 + 1e-13)
-    lower = torch.zeros_like(upper)
-    if p.shape[-1] > 1:
-        lower = double.topk(2, -1).values[..., -1]
-    (candidates,) = yield [upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)]
-    places = tuple(t.to(p.device) for t in candidates.nonzero(as_tuple=True))
-    norms = torch.full_like(upper, -math.inf)
-    norms[places] = (yield from _enclosed(double[places])).upper
+    double, n = normalised(p.detach()), p.shape[-1]
+    norms = g(double) * (1 + 2 * (n + 8) * UNIT)
+    count, steps = (FIRST, STEPS) if p.device.type == "cpu" else (FAR_FIRST, FAR_LOOK)
+    first = norms.topk(min(count, p.shape[-2]), -1).indices
+    rows = double.take_along_dim(first[..., None], -2).flatten(0, -2)
+    found = yield from _enclosed(rows, steps)
+    lower, upper = (end.view(first.shape) for end in found)
+    norms.scatter_(-1, first, upper)
+    most = lower.amax(-1, keepdim=True) * (1 + 16 * (n + 20) * UNIT)
+    (larger,) = yield [norms > most]  # or not settled yet
+    if bool(larger.any()):
+        places = tuple(t.to(p.device) for t in larger.nonzero(as_tuple=True))
+        norms[places] = (yield from _enclosed(double[places])).upper
     norm, where = norms.max(-1)
     if not (p.requires_grad and torch.is_grad_enabled()):
         return norm

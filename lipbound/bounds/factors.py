@@ -19,6 +19,7 @@ from lipbound.bounds.statement import Bound
 from lipbound.devices import Routine, require
 from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import (
+    LARGEST_DENSE_EIG,
     factor_of_gram,
     gamma,
     gram_of,
@@ -186,15 +187,19 @@ def norm_x(att: Attention) -> Tensor:
 
 @memoised
 def diameter(att: Attention) -> Tensor:
-    """Largest distance |x_i - x_j| of tokens that are not padding, (samples, 1)."""
-    x = wide(att).x
-    fixed = x.detach()
-    distances = torch.cdist(fixed, fixed, compute_mode="donot_use_mm_for_euclid_dist")
+    """Largest distance |x_i - x_j| of tokens that are not padding, (samples, 1).
+
+    The pair is found by inner products: Lemma 86 (docs/theory/upper_values.md).
+    """
+    x, row = wide(att).x, torch.arange(att.samples, device=att.device)
+    y = x.detach() - x.detach()[row, 0 if att.valid is None else att.valid.int().argmax(-1), None]
+    lengths = y.square().sum(-1)
+    squares = torch.baddbmm(lengths[:, None] + lengths[..., None], y, y.mT, alpha=-2)
     if att.valid is not None:
-        distances = distances * (att.valid[:, None, :] & att.valid[:, :, None])
-    pair, row = distances.flatten(1).argmax(-1), torch.arange(len(x), device=x.device)
+        squares.masked_fill_(~(att.valid[:, None] & att.valid[..., None]), -torch.inf)
+    pair = squares.flatten(1).argmax(-1)
     apart = (x[row, pair // x.shape[1]] - x[row, pair % x.shape[1]]).norm(dim=-1)
-    return apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + _FAINT * radius(att)
+    return apart[:, None] * (1 + gamma(9 * x.shape[-1] + 80)) + _FAINT * radius(att)
 
 
 def total_radius(att: Attention, radius: float, ball: str) -> Tensor:
@@ -234,7 +239,9 @@ def probabilities(att: Attention) -> Tensor:
 def norm_p(att: Attention) -> Routine[Tensor]:
     """Spectral norm ||P||, (samples, heads)."""
     factor, unknown = stretched(att)
-    found = yield from nonnegative_routine(probabilities(att), rtol=TIGHT, max_steps=_STEPS)
+    near = att.device.type == "cpu" or att.tokens > LARGEST_DENSE_EIG
+    steps = _STEPS if near else 1  # a GPU need not wait for more where there is another way
+    found = yield from nonnegative_routine(probabilities(att), rtol=TIGHT, max_steps=steps)
     norm = found * factor + TINY
     return torch.minimum(norm.masked_fill(unknown, torch.inf), root_count(att))
 

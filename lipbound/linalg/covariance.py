@@ -1,19 +1,21 @@
 r"""Upper values of the largest :math:`\|X^T M(P_i)\|` over the rows of attention matrices."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from lipbound.devices import Routine
-from lipbound.linalg.matrix_norms import gamma, top_eigenvalue, with_derivative
+from lipbound.linalg.matrix_norms import gamma, top_eigenpair, top_eigenvalue, with_derivative
 
-_ROWS = 4
-"""Rows of each head solved for at a time, after the first, which is nearly always the largest."""
-ROUNDS = 9
-"""Rounds after which the remaining rows keep their cheap upper values."""
-BYTES = 2**26
-"""Size in bytes of the largest temporary over rows of several heads."""
+ROUNDS, FAR_ROUNDS = tuple(range(1, 34, 4)), (1, 9, 33)
+"""How many rows of a head are solved for after each round at most, by falling cheap upper values,
+on a CPU and on a GPU, which waits between rounds: the first is nearly always the largest. Those
+left over after the last round keep their cheap upper values."""
+BYTES, FAR_BYTES = 2**26, 2**28
+"""Sizes in bytes of the largest temporary over rows of several heads, on a CPU and on a GPU."""
 FLUSHED = 2.0**-120
 """Entries of a matrix that count as zero, relative to its largest."""
 _VANISHED = 2.0**-1000
@@ -24,98 +26,100 @@ much is added to all of them."""
 
 
 class Largest(NamedTuple):
-    """Upper values of the largest norm of each head, and the rows that they come from.
+    """Upper values of the norms of the rows of each head that may be the largest.
 
     Attributes:
-        value: the upper values, (heads,).
-        rows: of each head, by falling cheap upper values, (heads, r).
-        exact: norms of these rows, minus infinity where they were not solved for, (heads, r).
-        left: the largest cheap upper value of the other rows, (heads,).
+        rows: by falling cheap upper values, (samples, heads, r).
+        cheap: these values.
+        exact: the norms of those that were solved for, minus infinity for the others.
     """
 
-    value: Tensor
     rows: Tensor
+    cheap: Tensor
     exact: Tensor
-    left: Tensor
 
 
 def weighted_deviation_norm(x: Tensor, p: Tensor) -> Routine[Tensor]:
     r"""Return upper values of :math:`\max_i \|X^T M(P_i)\|`, (samples, heads), float64.
 
     Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly,
-    in the order of those values, until no other row can be larger. Rows left over after `ROUNDS`
-    rounds count with their upper values: the result is always an upper value, and the exact maximum
-    when the rounds suffice: Lemma 51 (docs/theory/numerics.md); rounding is included: Lemma 85
-    (docs/theory/upper_values.md). The derivative is that of one row at a top singular pair. Cost
-    O(N^3 + N^2 D), and a few eigenvalue problems per head.
+    in the order of those values, until no other row can be larger. Rows left over after the last of
+    `ROUNDS` count with their upper values: the result is always an upper value, and the exact
+    maximum when the rounds suffice: Lemma 51 (docs/theory/numerics.md); rounding is included:
+    Lemma 85 (docs/theory/upper_values.md). The derivative is that of one row at a top singular
+    pair. Cost O(N^3 + N^2 D), and a few eigenvalue problems per head.
 
     Args:
         x: inputs, (samples, N, D), whose largest entry is 0 or from 1e-60 to 1e60.
         p: probabilities, (samples, heads, N, N).
     """
+    x, p = x.double(), p.double()
+    step = 1 if x.device.type == "cpu" else len(x)  # a GPU waits for all samples at once
     values = []
-    for one, rows in zip(x.double(), p, strict=True):
-        found = yield from _one_sample(one.detach(), rows.detach().double())
-        derived = one.requires_grad or rows.requires_grad
-        values.append(_derived(found, one, rows.double()) if derived else found.value)
-    return torch.stack(values)
+    for some, rows in zip(x.split(step), p.split(step), strict=True):
+        found = yield from _largest(some.detach(), rows.detach())
+        value, place = torch.where(found.exact.isneginf(), found.cheap, found.exact).max(-1)
+        if some.requires_grad or rows.requires_grad:
+            value = with_derivative(value, _form(found, place, some, rows))
+        values.append(value)
+    return torch.cat(values)
 
 
 def _inner_products(x: Tensor) -> Tensor:
-    centred = x - x.mean(0)
-    return centred @ centred.T
+    centred = x - x.mean(-2, keepdim=True)
+    return centred @ centred.mT
 
 
-def _one_sample(x: Tensor, p: Tensor) -> Routine[Largest]:
-    heads, n, _ = p.shape
-    k, step = _inner_products(x), max(1, int(BYTES // (8 * heads * n)))
-    parts = [_upper_values(k, x.shape[1], p[:, i : i + step]) for i in range(0, n, step)]
-    upper = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+def _largest(x: Tensor, p: Tensor) -> Routine[Largest]:
+    samples, heads, n, _ = p.shape
+    near = x.device.type == "cpu"
+    rounds, size = (ROUNDS, BYTES) if near else (FAR_ROUNDS, FAR_BYTES)
+    k, step = _inner_products(x), max(1, size // (8 * samples * n))
+    every = [_upper_values(k, x.shape[2], part) for part in p.flatten(1, 2).split(step, 1)]
+    upper = (torch.cat(every, -1) if len(every) > 1 else every[0]).view(samples, heads, n)
     upper = upper.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    most = min(n, 2 + _ROWS * (ROUNDS - 1))
-    upper, rows = upper.topk(most, -1)  # the last is left over, unless these are all
-    distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    exact = torch.full_like(upper, -torch.inf)
-    active = torch.arange(heads, device=x.device)
-    for turn in range(ROUNDS):
-        start, end = max(0, 1 + _ROWS * (turn - 1)), 1 + _ROWS * turn
-        places = active[:, None], rows[active, start:end]
-        exact[active, start:end] = _exact(x, distances, p[places])
-        best = exact.amax(-1)
-        left = upper[:, end] if end < most else torch.full_like(best, -torch.inf)
-        (open_,) = yield [left > best]
-        active = open_.nonzero()[:, 0].to(x.device)
-        if not len(active):
+    cheap, rows = upper.topk(min(n, rounds[-1] + 1), -1)  # the last is left over, but for short x
+    exact, step = torch.full_like(cheap, -torch.inf), max(1, size // (8 * x[0].numel()))
+    open_ = torch.ones(samples, heads, 1, dtype=torch.bool)
+    for start, end in pairwise((0, *rounds)):
+        if start:
+            (open_,) = yield [cheap[..., start:end] > exact.amax(-1, keepdim=True)]
+        places = open_.nonzero().to(x.device)
+        if not len(places):
             break
-    return Largest(torch.maximum(best, left), rows, exact, left)
+        for part in places.split(step):
+            s, h, i = part.unbind(-1)
+            i = i + start
+            exact[s, h, i] = _exact(x, s, p[s, h, rows[s, h, i]])
+    return Largest(rows, cheap, exact)
 
 
-def _derived(found: Largest, x: Tensor, p: Tensor) -> Tensor:
-    """Return the values with the derivative of the row each comes from.
+def _form(found: Largest, place: Tensor, x: Tensor, p: Tensor) -> Tensor:
+    """Return values with the derivative of the rows in these places, (samples, heads).
 
-    At a top singular pair of X^T M, or that of the cheap upper value.
+    At a top singular pair of X^T M, or that of the cheap upper value where it was not solved for.
     """
-    best, where = found.exact.max(-1)
-    solved = best >= found.left
-    where = torch.where(solved, where, (found.exact > -torch.inf).sum(-1))  # or the one left over
-    row = found.rows.gather(-1, where[:, None])[:, 0]
-    rows = p[torch.arange(len(p), device=p.device), row]
-    y = x - x[rows.detach().argmax(-1)][:, None]  # (heads, N, D)
-    z = rows[..., None] * (y - rows[:, None] @ y)
-    u, _, vh = torch.linalg.svd(z.detach(), full_matrices=False)
-    form = (u[:, None, :, 0] @ z @ vh[:, 0, :, None])[:, 0, 0]
-    if not bool(solved.all()):
-        cheap = _upper_values(_inner_products(x), x.shape[1], rows[:, None])[:, 0]
-        form = torch.where(solved, form, cheap)
-    return with_derivative(found.value, form)
+    row, solved = (t.gather(-1, place[..., None]) for t in (found.rows, ~found.exact.isneginf()))
+    rows = p.take_along_dim(row[..., None], 2)  # (samples, heads, 1, N)
+    heaviest = rows.detach().argmax(-1)
+    y = x[:, None] - x[:, None].take_along_dim(heaviest[..., None], 2)
+    z = rows.mT * (y - rows @ y)
+    z = z if z.shape[-2] <= z.shape[-1] else z.mT
+    unit = z.detach() / z.detach().abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
+    u = top_eigenpair(unit @ unit.mT)[1]
+    image = z.mT @ u
+    form = (normalize(image.detach(), dim=-2, eps=1e-300) * image).sum((-1, -2))
+    cheap = _upper_values(_inner_products(x), x.shape[-1], rows[:, :, 0])
+    return torch.where(solved[..., 0], form, cheap)
 
 
 def _upper_values(k: Tensor, width: int, p: Tensor) -> Tensor:
-    """Return Wolkowicz and Styan's upper values of ||X^T M(P_i)||, (heads, rows).
+    """Return Wolkowicz and Styan's upper values of ||X^T M(P_i)||, (samples, rows).
 
-    Of rows p (heads, rows, N); k = X X^T for centred x of this width.
+    Of rows p (samples, rows, N); k = X X^T for centred x of this width, (samples, N, N).
     """
-    (n, m), (w, c) = (len(k), min(len(k), width)), (p * p, p @ k)  # c_ij = mean_i . x_j
+    n, diagonal = k.shape[-1], k.diagonal(dim1=-2, dim2=-1)[..., None]
+    m, w, c = min(n, width), p * p, p @ k  # c_ij = mean_i . x_j
     # so that k_jl - a_j - a_l is an inner product
     a = torch.sub(c, (c * p).sum(-1, keepdim=True), alpha=0.5)
     # sums over j of w_j times 1, a_j and a_j^2, and over j, l of w_j w_l times k_jl a_l, k_jl^2
@@ -123,8 +127,9 @@ def _upper_values(k: Tensor, width: int, p: Tensor) -> Tensor:
     mass, first, second = w.sum(-1), wa.sum(-1), (wa * a).sum(-1)
     squares = torch.addcmul((w @ (k * k)) * w, w @ k, wa, value=-4).sum(-1)
     f = torch.addcmul(torch.addcmul(squares, second, mass, value=2), first, first, value=2)
-    t, per = torch.sub(w @ k.diagonal(), first, alpha=2), 5 * gamma(4 * n + 2 * width + 60)
-    size = k.diagonal().detach().amax() * mass.detach()  # per times which t may be off by
+    t = torch.sub((w @ diagonal)[..., 0], first, alpha=2)
+    per, size = 5 * gamma(4 * n + 2 * width + 60), diagonal.detach().amax(-2) * mass.detach()
+    # t may be off by their product
     low = torch.sub(t, size, alpha=per).clamp_min(0)
     high, f = torch.add(t, size, alpha=per), torch.addcmul(f, size, size, value=4 * per)
     room = torch.addcmul(f, low, low, value=-1 / m).clamp_min(_VANISHED).sqrt()
@@ -132,18 +137,19 @@ def _upper_values(k: Tensor, width: int, p: Tensor) -> Tensor:
     return square.clamp_min(_VANISHED**0.5).sqrt() * (1 + gamma(40))
 
 
-def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
-    """Return upper values of ||X^T M(p)|| of rows p (heads, rows, N), by dense decompositions.
+def _exact(x: Tensor, samples: Tensor, p: Tensor) -> Tensor:
+    """Return upper values of ||X^T M(p)|| of rows p (rows, N) of some samples, (rows,).
 
-    (heads, rows). Centred at each row's heaviest token, which avoids cancellation.
+    By dense decompositions. Centred at each row's heaviest token, which avoids cancellation.
     """
-    n, width = x.shape
-    heaviest = p.argmax(-1)
-    lengths = p * distances[heaviest]  # at most N times as small as the columns of X^T M
+    n, width = x.shape[1:]
+    z = x[samples]
+    z.sub_(x[samples, p.argmax(-1), None])
+    distances = torch.linalg.vector_norm(z, dim=-1)
+    lengths = p * distances  # at most N times as small as the columns of X^T M
     scale = lengths.amax(-1, keepdim=True).clamp_min(_FAINT)
     weights = p / scale  # subnormal products take a hundred times as long
-    weights.masked_fill_(weights * distances.amax() < FLUSHED, 0.0)
-    z = x - x[heaviest][..., None, :]
+    weights.masked_fill_(weights * distances.amax(-1, keepdim=True) < FLUSHED, 0.0)
     z.sub_(p[..., None, :] @ z).mul_(weights[..., None])
     z = z if n <= width else z.mT
     g = z @ z.mT

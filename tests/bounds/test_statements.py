@@ -192,6 +192,24 @@ def test_deviation_norm_never_falls_short(spread: float, monkeypatch: pytest.Mon
     close(finished(weighted_deviation_norm(x, p)), value, 1e-12)
 
 
+@pytest.mark.parametrize(("rounds", "spread"), [((1, 5), 2.0), ((1,), 0.02)])
+def test_derivative_of_the_deviation_norm(
+    rounds: tuple[int, ...], spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a row that was solved for, or, where rows are alike and one round does not suffice, of a
+    cheap upper value."""
+    monkeypatch.setattr(covariance, "ROUNDS", rounds)
+    draw = normal()
+    given = draw(2, 12, 30).requires_grad_(), (spread * draw(2, 3, 12, 12)).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x, scores: finished(weighted_deviation_norm(x, torch.softmax(scores, -1))),
+        given,
+        eps=1e-7,
+        atol=1e-6,
+        rtol=1e-4,
+    )
+
+
 @pytest.mark.parametrize("name", ["lipbound", "lipbound_block"])
 def test_memory_that_is_not_free_is_refused_before_it_is_taken(
     name: str, monkeypatch: pytest.MonkeyPatch

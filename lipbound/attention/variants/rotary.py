@@ -1,5 +1,6 @@
 """Rotary position embeddings of queries and keys."""
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -23,12 +24,16 @@ class Rotation(TokenStep):
     Args:
         cos, sin: (N, r). Not necessarily of length one: scaled variants multiply both by a factor.
 
+    Attributes:
+        norm: upper value of the norms of the tokens' maps, at least 1.
+
     Raises:
         AttentionError: shapes that differ, or NaN or infinite entries.
     """
 
     cos: Tensor
     sin: Tensor
+    norm: float = field(init=False, compare=False, repr=False)
     _cast: dict[torch.dtype, tuple[Tensor, Tensor]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -41,8 +46,10 @@ class Rotation(TokenStep):
                 f"cos and sin have shapes {tuple(self.cos.shape)} and {tuple(self.sin.shape)}; "
                 "both must be (N, r)"
             )
-        if not bool(torch.isfinite(self.cos).all() and torch.isfinite(self.sin).all()):
+        largest = float(torch.hypot(self.cos.double(), self.sin.double()).detach().amax())
+        if not math.isfinite(largest):
             raise AttentionError("cos or sin contains NaN or infinite numbers")
+        object.__setattr__(self, "norm", max(1.0, largest) * (1 + 1e-14))
 
     @staticmethod
     def of_angles(angles: Tensor) -> "Rotation":
@@ -58,12 +65,6 @@ class Rotation(TokenStep):
     def width(self) -> int:
         """Number 2 r of coordinates that are turned."""
         return 2 * self.cos.shape[1]
-
-    @property
-    def norm(self) -> float:
-        """Upper value of the norms of the tokens' maps, at least 1."""
-        squares = self.cos.double() ** 2 + self.sin.double() ** 2
-        return max(1.0, float(squares.amax().sqrt())) * (1 + 1e-14)
 
     def turn(self, x: Tensor, sign: float = 1.0) -> Tensor:
         """Return vectors (..., N, d) turned by their tokens' maps, by transposes for sign -1."""

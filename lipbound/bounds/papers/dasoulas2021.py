@@ -10,16 +10,17 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.rounding import TensorErrors
+from lipbound.attention.rescaling import ordinary
+from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.attention.variants.base import Side
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import values_and_softmax
-from lipbound.bounds.ours.block_norms import root, samples_of
+from lipbound.bounds.ours.block_norms import root
 from lipbound.bounds.papers.castin2024 import longest, sides
 from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
-from lipbound.linalg.matrix_norms import gamma, matrix_norm, times_power_up
+from lipbound.linalg.matrix_norms import gamma, times_power_up
 
 _BIBTEX = """@inproceedings{dasoulas2021lipschitz,
   title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph
@@ -108,30 +109,29 @@ def _with_variants(att: Attention) -> Tensor:
             "bound 'dasoulas' has no derivatives for normalised queries and keys, or sinks; call "
             "it under torch.no_grad(), or take 'lipbound'"
         )
-    found = []
-    for sample in samples_of(att):
-        one, e = sample.layer, sample.errors
-        through_q = _slope(one, e, "q") * (e.k[0] + e.k_error[0])
-        q = one.wide_q if one.valid is None else one.wide_q * one.valid[:, None, :, None]
-        queries = factors.size(q[0], (-2, -1)) + one.tokens**0.5 * e.q_error[0]
-        through_k = _slope(one, e, "k") * queries
-        slope = abs(one.scale) * (through_q + through_k)
-        reach = factors.norm_v(one) * factors.radius(one)[0]
-        if one.sinks is not None:
-            reach = reach + factors.length_of_bias(one.b_v, one)
-        value = factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope
-        found.append(times_power_up(value, sample.exponents.to(value.device)))
-    return torch.stack(found)
+    one, exponents = ordinary(att)
+    e = tensor_errors(one)
+    through_q = _slope(one, e, "q") * (e.k + e.k_error)
+    q = one.wide_q if one.valid is None else one.wide_q * one.valid[:, None, :, None]
+    queries = factors.size(q, (-2, -1)) + one.tokens**0.5 * e.q_error
+    through_k = _slope(one, e, "k") * queries
+    slope = abs(one.scale) * (through_q + through_k)
+    reach = factors.norm_v(one) * factors.radius(one)
+    if one.sinks is not None:
+        reach = reach + factors.length_of_bias(one.b_v, one)
+    value = factors.norm_v(one) * _frobenius_p(one) + ROOT2 * reach * slope
+    return times_power_up(value, exponents.to(value.device))
 
 
 def _slope(one: Attention, e: TensorErrors, side: Side) -> Tensor:
-    """Return upper values of the slopes of queries or keys of one sample, (heads,).
+    """Return upper values of the slopes of queries or keys, (samples, heads).
 
     By spectral norms of the projections in place of the Frobenius norms in which slopes are linear;
     not where all heads are normalised together.
     """
-    slope, norm = getattr(e, f"{side}_slope")[0], getattr(one, f"norm_{side}")
+    slope, norm = getattr(e, f"{side}_slope"), getattr(one, f"norm_{side}")
     if norm is None or norm.over is None:
-        w = one.projection(side)[0]
-        slope = slope * (matrix_norm(w) / torch.linalg.matrix_norm(w).clamp_min(1e-300))
-    return slope + getattr(e, f"{side}_slope_error")[0]
+        spectral = factors.norm_q(one) if side == "q" else factors.norm_k(one)
+        frobenius = torch.linalg.matrix_norm(one.projection(side)[0])
+        slope = slope * (spectral / frobenius.clamp_min(1e-300))
+    return slope + getattr(e, f"{side}_slope_error")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import found_together, memoised
 from lipbound.attention.layer import Attention
+from lipbound.attention.validation import largest_entries
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.ball import reachable_rows
 from lipbound.bounds.factors import values_and_softmax
@@ -40,15 +41,16 @@ def with_ones(att: Attention) -> Attention:
     which makes the bounds a little sharper than with them. Layers without query bias, and with
     rotation or cap, are returned as they are.
     """
-    if att.variants or att.b_q is None or not bool(conditions.has_query_bias(att).any()):
+    if att.variants or not any(largest_entries(att).get("b_q", ())):
         return att
 
     def row(w: Tensor, b: Tensor | None = None) -> Tensor:
         return torch.cat([w, torch.zeros_like(w[:, :1]) if b is None else b[:, None]], 1)
 
-    x = torch.cat([att.x, torch.ones_like(att.x[..., :1])], -1)
-    weights = row(att.w_q, att.b_q), row(att.w_k), row(att.w_v)
-    return Attention(x, *weights, scale=att.scale, mask=att.mask, valid=att.valid)
+    wide = factors.wide(att)
+    x = torch.cat([wide.x, torch.ones_like(wide.x[..., :1])], -1)
+    parts = {"w_q": row(wide.w_q, wide.b_q), "w_k": row(wide.w_k), "w_v": row(wide.w_v)}
+    return wide.with_parts(x=x, **parts, b_q=None, b_k=None, b_v=None, check=False)
 
 
 _terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
