@@ -105,10 +105,15 @@ def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     found = dict.fromkeys(names, "not installed")
     for name in found:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            found[name] = _installed(name)
     if "torch" in found:
         found["torch"] = str(torch.__version__)  # with what it was built for
     return found
+
+
+@cache  # what was imported stays, whatever is installed later
+def _installed(name: str) -> str:
+    return importlib.metadata.version(name)
 
 
 LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
@@ -163,24 +168,29 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
-            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-                stack.enter_context(torch.autocast(device, enabled=False))
-            if torch.empty(0).device.type != "cpu":
-                stack.enter_context(torch.device("cpu"))
-            try:
-                return function(*map(_certifiable, args), **kwargs)
-            except torch.cuda.OutOfMemoryError as error:
-                wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
-            torch.cuda.empty_cache()  # once the traceback no longer holds tensors
-            what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
-            instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
-            raise MemoryFullError(f"{what}; {instead}")
+        return made_in_own_modes(lambda: function(*map(_certifiable, args), **kwargs))
 
     return run
+
+
+def made_in_own_modes(make: Callable[[], T]) -> T:
+    """Return what a function makes independent of the modes of its caller, as `in_own_modes`."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.empty(0).device.type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        try:
+            return make()
+        except torch.cuda.OutOfMemoryError as error:
+            wanted = str(error).split(". ")[1:2]  # "Tried to allocate 2.00 GiB"
+        torch.cuda.empty_cache()  # once the traceback no longer holds tensors
+        what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
+        instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
+        raise MemoryFullError(f"{what}; {instead}")
 
 
 def _certifiable(value: Any) -> Any:
@@ -210,7 +220,7 @@ def finished(routine: Routine[T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
-        answer = _on_cpu(asked)
+        answer = on_cpu(asked)
 
 
 def together(*routines: Routine[T]) -> Routine[list[T]]:
@@ -229,13 +239,15 @@ def together(*routines: Routine[T]) -> Routine[list[T]]:
     return [found[i] for i in range(len(routines))]
 
 
-def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Return float64 or bool tensors on the CPU, in one read."""
-    if all(t.device.type == "cpu" for t in tensors):
+def on_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors, of numbers that float64 holds, on the CPU, in one read."""
+    far = [t for t in tensors if t.device.type != "cpu"]
+    if not far:
         return tensors
-    whole = torch.cat([t.flatten().double() for t in tensors]).cpu()
-    parts = zip(tensors, whole.split([t.numel() for t in tensors]), strict=True)
-    return [part.view(t.shape).to(t.dtype) for t, part in parts]
+    whole = torch.cat([t.flatten().double() for t in far]).cpu()
+    read = zip(far, whole.split([t.numel() for t in far]), strict=True)
+    near = iter([part.view(t.shape).to(t.dtype) for t, part in read])
+    return [t if t.device.type == "cpu" else next(near) for t in tensors]
 
 
 class Room:

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 
-from lipbound.devices import Routine, finished, in_own_modes, together
+from lipbound.devices import Routine, finished, made_in_own_modes, together
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,7 +38,7 @@ class Cache:
         """Return the value kept under ``key``, or else ``make()``, which is then kept."""
         place = key, self.recording
         if place not in self._values:
-            self._values[place] = in_own_modes(make)()  # kept for callers in other modes
+            self._values[place] = made_in_own_modes(make)  # kept for callers in other modes
         return self._values[place]
 
     def has(self, key: Hashable) -> bool:
@@ -128,7 +128,9 @@ def memoised_routine(routine: Callable[[Any], Routine[T]]) -> Callable[[Any], T]
 def found_together(*parts: tuple[Callable[[Any], Any], Any]) -> None:
     """Have results of `memoised_routine` for layers, waiting for their device together."""
     missing = [(f, layer) for f, layer in parts if not layer.cache.has(_key(f))]
-    values = in_own_modes(finished)(together(*(unwrap(f)(layer) for f, layer in missing)))
+    values = made_in_own_modes(
+        lambda: finished(together(*(unwrap(f)(layer) for f, layer in missing)))
+    )
     for (f, layer), value in zip(missing, values, strict=True):
         keep_result(f, layer, value)
 

@@ -268,11 +268,15 @@ def check_finite(model: nn.Module, name: str) -> None:
         CheckpointError: one of them is not finite; the message names it. Or a file is gone.
     """
     stored, buffers = offload.on_disk(model), {key for key, _ in model.named_buffers()}
+    found = {"": torch.tensor(True)}  # of a model without any
     for key, tensor in model.state_dict().items():
         tensor = stored[key].read() if key in stored else tensor
-        plain = isinstance(tensor, Tensor) and not tensor.is_meta
-        if plain and not finite(tensor, masks=key in buffers):
-            raise CheckpointError(f"the weights of {name} have NaN or infinite numbers, in {key}")
+        if isinstance(tensor, Tensor) and not tensor.is_meta:
+            found[key] = finite(tensor, masks=key in buffers)
+    *_, last = found.values()
+    holding = torch.stack([holds.to(last.device) for holds in found.values()]).tolist()
+    if wrong := [key for key, holds in zip(found, holding, strict=True) if not holds]:
+        raise CheckpointError(f"the weights of {name} have NaN or infinite numbers, in {wrong[0]}")
 
 
 def check_floating(model: nn.Module, name: str) -> None:

@@ -102,19 +102,19 @@ class GgufRef(TensorRef):
         return torch.from_numpy(np.array(made)).view(self.shape)
 
 
-def finite(tensor: Tensor, *, masks: bool = False) -> bool:
-    """Return whether all numbers of a tensor are finite in float32.
+def finite(tensor: Tensor, *, masks: bool = False) -> Tensor:
+    """Return whether all numbers of a tensor are finite in float32, as a bool on its device.
 
     Args:
         tensor: of any shape and dtype.
         masks: whether -inf is allowed, as in masks.
     """
     if not tensor.is_floating_point() or not tensor.numel():
-        return True
+        return torch.tensor(True, device=tensor.device)
     tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor
     # extremes are NaN where one number is: a tenth of the time of a look at each
-    low, high = (float(end) for end in torch.stack(tensor.aminmax()).float())
-    return high < torch.inf and (low > -torch.inf or (masks and low == -torch.inf))
+    low, high = torch.stack(tensor.aminmax()).float()
+    return (high < torch.inf) & (low >= -torch.inf if masks else low > -torch.inf)
 
 
 def matters(key: str) -> bool:
