@@ -68,6 +68,14 @@ def test_operations_and_reads_of_a_call(there: Call, what: str) -> None:
         assert 1 / 1.5 < found["most"] / found["planned"] < 1.5, found
 
 
+def test_a_capture_reads_little(there: Call) -> None:
+    """A pass more verifies the first; what was probed and verified then is not looked at again."""
+    passes, reads = zip(*there(elsewhere.captures), strict=True)
+    assert passes == (2, 1)
+    assert reads[0] <= 2 * 18, reads
+    assert reads[1] <= 2 * 4, reads
+
+
 def test_a_step_of_lanczos_reads_nothing_between_looks(there: Call) -> None:
     """Twelve more steps, four looks more, and maybe a smaller batch."""
     longer, shorter = (there(elsewhere.counts, what) for what in ("longer", "shorter"))
