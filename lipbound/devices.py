@@ -106,10 +106,15 @@ def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     found = dict.fromkeys(names, "not installed")
     for name in found:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            found[name] = _installed(name)
     if "torch" in found:
         found["torch"] = str(torch.__version__)  # with what it was built for
     return found
+
+
+@cache  # what was imported stays, whatever is installed later
+def _installed(name: str) -> str:
+    return importlib.metadata.version(name)
 
 
 LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
@@ -218,7 +223,7 @@ def finished(routine: Routine[T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
-        answer = _on_cpu(asked)
+        answer = on_cpu(asked)
 
 
 def together(*routines: Routine[T]) -> Routine[list[T]]:
@@ -237,13 +242,15 @@ def together(*routines: Routine[T]) -> Routine[list[T]]:
     return [found[i] for i in range(len(routines))]
 
 
-def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Return float64 or bool tensors on the CPU, in one read."""
-    if all(t.device.type == "cpu" for t in tensors):
+def on_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors, of numbers that float64 holds, on the CPU, in one read."""
+    far = [t for t in tensors if t.device.type != "cpu"]
+    if not far:
         return tensors
-    whole = torch.cat([t.flatten().double() for t in tensors]).cpu()
-    parts = zip(tensors, whole.split([t.numel() for t in tensors]), strict=True)
-    return [part.view(t.shape).to(t.dtype) for t, part in parts]
+    whole = torch.cat([t.flatten().double() for t in far]).cpu()
+    read = zip(far, whole.split([t.numel() for t in far]), strict=True)
+    near = iter([part.view(t.shape).to(t.dtype) for t, part in read])
+    return [t if t.device.type == "cpu" else next(near) for t in tensors]
 
 
 class Room:

@@ -12,8 +12,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
 from os import PathLike
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -413,14 +413,17 @@ def file_path(given: object, example: str) -> Path:
 
 def knows_options(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function say which of its options is nearest to one that it does not take."""
-    known = inspect.signature(function).parameters
-    every = any(one.kind is one.VAR_KEYWORD for one in known.values())
+
+    @cache
+    def known() -> Mapping[str, inspect.Parameter]:  # once options are given
+        return inspect.signature(function).parameters
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if unknown := [name for name in kwargs if name not in known and not every]:
+        unknown = [name for name in kwargs if name not in known()]
+        if unknown and not any(one.kind is one.VAR_KEYWORD for one in known().values()):
             name = function.__qualname__.removesuffix(".__init__")
-            near = nearest(unknown[0], known)
+            near = nearest(unknown[0], known())
             raise UnknownNameError(f"{name} has no option {unknown[0]!r}; {near}")
         return function(*args, **kwargs)
 

@@ -24,7 +24,7 @@ from transformers import Pipeline, PretrainedConfig, PreTrainedModel
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
-from lipbound.models.weight_files import finite
+from lipbound.models.weight_files import extremes
 
 DEPTH = 8
 """Wrappers around wrappers that are taken off."""
@@ -268,10 +268,15 @@ def check_finite(model: nn.Module, name: str) -> None:
         CheckpointError: one of them is not finite; the message names it. Or a file is gone.
     """
     stored, buffers = offload.on_disk(model), {key for key, _ in model.named_buffers()}
+    found = {"": torch.zeros(2)}  # of a model without any
     for key, tensor in model.state_dict().items():
         tensor = stored[key].read() if key in stored else tensor
-        plain = isinstance(tensor, Tensor) and not tensor.is_meta
-        if plain and not finite(tensor, masks=key in buffers):
+        if isinstance(tensor, Tensor) and not tensor.is_meta:
+            found[key] = extremes(tensor)
+    *_, last = found.values()
+    ends = torch.stack([both.to(last.device) for both in found.values()]).tolist()
+    for key, (low, high) in zip(found, ends, strict=True):
+        if not (high < torch.inf and (low > -torch.inf or (key in buffers and low == -torch.inf))):
             raise CheckpointError(f"the weights of {name} have NaN or infinite numbers, in {key}")
 
 

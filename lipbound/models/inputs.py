@@ -28,7 +28,7 @@ from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.other_libraries import explained
 from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sentence, there
-from lipbound.models.weight_files import finite
+from lipbound.models.weight_files import extremes
 
 DEFAULT_SAMPLES = 8
 FINITE = {"pixel_values", "inputs_embeds", "input_features", "input_values"}
@@ -205,7 +205,8 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")
     for name in FINITE & tensors.keys():
         pixels = tensors[name] if name == "pixel_values" else None
-        if not finite(tensors[name]) or (pixels is not None and not pixels.is_floating_point()):
+        known = bool(extremes(tensors[name]).isfinite().all())
+        if not known or (pixels is not None and not pixels.is_floating_point()):
             raise InputsError(f"{name} ({tensors[name].dtype}) must be floating-point and finite")
     left_out = [name for name in given if name not in tensors]
     notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]

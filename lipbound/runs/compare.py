@@ -314,14 +314,15 @@ def dataset(
     """
     order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(sound, spec.names))
     ds = xr.Dataset({name: (schema.AXES, tables[name]) for name in order if name in tables})
-    ds = ds.assign_coords(
-        sample=np.arange(len(lengths)),
-        layer=[layer.index for layer in layers],
-        head=np.arange(ds.sizes["head"]),
-        length=("sample", lengths),
-    )
+    coords: dict[str, Any] = {
+        "sample": np.arange(len(lengths)),
+        "layer": [layer.index for layer in layers],
+        "head": np.arange(ds.sizes["head"]),
+        "length": ("sample", lengths),
+    }
     for word in schema.LAYER_WORDS:
-        ds.coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
+        coords[word] = "layer", np.array([getattr(one, word) for one in layers], dtype=object)
+    ds = ds.assign_coords(coords)
     kind = "spectral" if spec.norm == "frobenius" else spec.norm
     for name, (label, long_name) in LABELS.items():
         if name in ds:

@@ -25,7 +25,7 @@ from lipbound.attention.variants import WITH_TOKEN_NORMS, titles
 from lipbound.bounds.ours.block_norms import ROW_BYTES, head_bytes, heads_at_once
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
-from lipbound.devices import resolve_device, side_by_side
+from lipbound.devices import on_cpu, resolve_device, side_by_side
 from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
@@ -367,7 +367,8 @@ class Measurer:
             if any(get(name).exact == "exact_l2" for name in said):
                 l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
                 values["exact_l2"] = l2.lower
-        return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
+        known = zip(values, on_cpu([*values.values()]), strict=True)
+        return {name: value.reshape(len(value), -1).numpy() for name, value in known}
 
 
 def _alone(att: Any) -> bool:

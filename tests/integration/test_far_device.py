@@ -92,6 +92,15 @@ def test_published_bounds_read_twice_at_most(there: Call, what: str) -> None:
 
 
 @made_of_numbers
+def test_a_capture_reads_little(there: Call) -> None:
+    """A pass more verifies the first; what was probed and verified then is not looked at again."""
+    passes, reads = zip(*there(elsewhere.captures), strict=True)
+    assert passes == (2, 1)
+    assert reads[0] <= 2 * 18, reads
+    assert reads[1] <= 2 * 4, reads
+
+
+@made_of_numbers
 def test_a_step_of_lanczos_reads_nothing_between_looks(there: Call) -> None:
     """Twelve more steps, four looks more, and maybe a smaller batch."""
     longer, shorter = (there(elsewhere.counts, what) for what in ("longer", "shorter"))

@@ -38,6 +38,7 @@ from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.solution import Norm
+from lipbound.models.capture.capture import Capturer
 from lipbound.models.training import attention_layers
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
 from lipbound.runs.measure import Memory
@@ -285,6 +286,18 @@ def _numbers(result: Any) -> list[Any]:
         return _numbers([getattr(result, field.name) for field in fields(result)])
     several = result if isinstance(result, list | tuple) else ()
     return [x for part in several for x in _numbers(part)]
+
+
+def captures() -> list[tuple[int, int]]:
+    """Passes of the model and reads of a first capture of a small ViT, and of one after it."""
+    (_, (model, inputs)), found = _sides("vit"), []
+    capturer, passes = Capturer(model), [0]
+    model.register_forward_hook(lambda *_: passes.append(passes.pop() + 1))
+    for _ in range(2):
+        before = passes[0], far_device.COUNTED["reads"]
+        capturer.run(inputs)
+        found.append((passes[0] - before[0], far_device.COUNTED["reads"] - before[1]))
+    return found
 
 
 def counts(what: str, samples: int = 1, tokens: int = 197) -> dict[str, float]:

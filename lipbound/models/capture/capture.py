@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
@@ -134,21 +135,28 @@ class Capturer:
                 there = partial(moved, device=home, copies={})
                 calls, around = tree_map(there, (calls, around))
             rows = [(call, stream) for call in calls for stream in stream_names(call)]
-        self.count = len(rows)
-        chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
-        padding = Padding([call for call, stream in rows if stream == INPUT], inputs)
-        of_chosen = [call for call in calls if any(rows[i][0] is call for i in chosen)]
-        with threads_for(self._work):
+            self.count = len(rows)
+            every = enumerate(self._chosen(self.count))
+            chosen = [i for position, i in every if position not in skip]
+            padding = Padding([call for call, stream in rows if stream == INPUT], inputs)
+            of_chosen = [call for call in calls if any(rows[i][0] is call for i in chosen)]
             self._check_pass(inputs, of_chosen)
-        with self._recording():
             closed = {i: self._closed(*rows[i], padding) for i in chosen}
-        plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
-        notes += verification.about_positions(inputs)
-        self._note(*notes, *verification.about_padding(plain))
+            plain = [call for call in closed.values() if call.sides == "qkv" and not call.reason]
+            notes += verification.about_positions(inputs)
+            self._note(*notes, *verification.about_padding(plain))
+            ahead = [] if is_offloaded(self.model) else chosen
+            weights = {i: self._read(i, closed[i]) for i in ahead}
         for i in chosen:
-            with self._recording():
-                layer = self._in_closed_form(i, closed[i], around)
-                layer = layer or self._automatic(i, *rows[i], closed[i].reason, padding)
+            if i not in ahead:
+                with self._recording():
+                    weights = {i: self._read(i, closed[i])}
+                self.release()  # weights of such models are many
+            with threads_for(self._work), torch.no_grad():
+                layer = self._in_closed_form(i, closed[i], weights[i], around)
+            if layer is None:
+                with self._recording():
+                    layer = self._automatic(i, *rows[i], closed[i].reason, padding)
             yield layer
 
     @contextmanager
@@ -174,20 +182,22 @@ class Capturer:
         verification.check_defined(call)
         return replace(call, reason=verification.forbidden(call))
 
-    def _in_closed_form(
-        self, i: int, call: Call, around: Sequence[ModuleRun]
-    ) -> LayerCapture | None:
-        """Return layer i; None, and the call's reason, where it has no closed form.
-
-        Raises:
-            DifferentPositionsError: samples must be captured one by one.
-        """
-        if call.reason:
-            return None
-        try:
-            weights = self._probed(i, call)
-            if weights.sums:
+    def _read(self, i: int, call: Call) -> ProbedWeights | None:
+        """Return the weights of layer i; None, and the call's reason, where it has none."""
+        weights = None
+        with _reasoned(call):
+            weights = None if call.reason else self._probed(i, call)
+            if weights is not None and weights.sums:
                 read_scores(call)
+        return None if call.reason else weights
+
+    def _in_closed_form(
+        self, i: int, call: Call, weights: ProbedWeights | None, around: Sequence[ModuleRun]
+    ) -> LayerCapture | None:
+        """Return layer i; None, and the call's reason, where it has no closed form."""
+        if weights is None:
+            return None
+        with _reasoned(call):
             attention = assemble(call, weights)
             try:
                 error = verification.check_rebuilt(call, attention, weights)
@@ -196,10 +206,7 @@ class Capturer:
                     raise
                 attention = assemble(call, weights, late=True)
                 error = verification.check_rebuilt(call, attention, weights)
-        except CaptureError as why:
-            if isinstance(why, DifferentPositionsError) and call.samples > 1:
-                raise
-            call.reason = str(why)
+        if call.reason:
             return None
         if self.around and call.sides == "qkv":
             attention.surroundings = verification.surroundings(attention, around)
@@ -274,8 +281,7 @@ class Capturer:
             found = weights.turns
             if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]
-            if not is_offloaded(self.model):  # its weights are many
-                self._weights[i] = weights
+            self._weights[i] = weights
         return weights
 
     def _chosen(self, count: int) -> list[int]:
@@ -289,6 +295,21 @@ class Capturer:
         if not layers:
             raise CaptureError(f"layers is empty; name some of the {count} layers, or None for all")
         return list(dict.fromkeys(i % count for i in layers))
+
+
+@contextmanager
+def _reasoned(call: Call) -> Iterator[None]:
+    """Keep why a call has no closed form as its reason.
+
+    Raises:
+        DifferentPositionsError: samples must be captured one by one.
+    """
+    try:
+        yield
+    except CaptureError as why:
+        if isinstance(why, DifferentPositionsError) and call.samples > 1:
+            raise
+        call.reason = str(why)
 
 
 def forward_work(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:

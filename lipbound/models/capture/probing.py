@@ -208,15 +208,15 @@ class ProbedLayer(rerun.ModuleCopy):
             while sum(len(after) for _, after in pairs) < d + 4:
                 x = self.random(generator)
                 x = x[:, :1].expand(x.shape).contiguous() if given is None else x
-                after = [t.flatten(0, 1) for t in self.seen(x)[0][:2]]
-                before = [t[:, :1].expand(t.shape) for t in after]
+                after = torch.cat([t.flatten(0, 1) for t in self.seen(x)[0][:2]])
+                before = after[:, :1].expand(after.shape)
                 if given is not None:
-                    before = [t.flatten(0, 1) for t in self.seen(x, turned=False)[0][:2]]
-                pairs += zip(before, after, strict=True)
+                    before = torch.cat([t.flatten(0, 1) for t in self.seen(x, turned=False)[0][:2]])
+                # what turns tokens turns random ones
+                elif not (pairs or rerun.relative_error(before, after) > ROTATION_TOLERANCE):
+                    return None
+                pairs.append((before, after))
         y, z = (torch.cat(some) for some in zip(*pairs, strict=True))
-        moved = (z - y).abs().amax() > ROTATION_TOLERANCE * z.abs().amax()
-        if given is None and not bool(moved):
-            return None
         for turns in reversed([*known]):
             fits = rerun.same_values(turns.positions, given) and len(turns.order) == d
             fits = fits and (turns.rotation is None or turns.rotation.tokens == n)

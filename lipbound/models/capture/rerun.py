@@ -390,7 +390,7 @@ def _returns_all(call: Call, own: ModuleRun) -> bool:
 def _close(own: Tensor, mine: Tensor, size: Tensor | None = None) -> bool:
     """Tell whether rebuilt outputs are a module's own, relative to the numbers they are sums of."""
     least = own if size is None else 1e-3 * size
-    limit = CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), least.abs().amax()))
+    limit = CAPTURE_TOLERANCE * torch.maximum(own.abs().amax(), least.abs().amax())
     return own.shape == mine.shape and bool((own - mine).abs().amax() <= limit)
 
 

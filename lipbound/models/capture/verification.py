@@ -205,7 +205,7 @@ def about_padding(calls: Collection[Call]) -> list[str]:
         hidden, given = hidden_keys(call), call.given_mask
         if hidden is None:
             hidden = torch.zeros(call.x.shape[:2], dtype=torch.bool, device=call.x.device)
-        if call.valid_keys is None and bool(hidden.any()):
+        elif call.valid_keys is None and bool(hidden.any()):
             unseen.append(call.name)
         if given is not None and given.shape == hidden.shape:
             attended += [call.name] if bool(((given == 0) & ~hidden).any()) else []
@@ -254,8 +254,8 @@ SAME = 1e-3
 another order."""
 
 
-def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> float:
-    """Return the largest difference of two tensors, relative to each head's largest entry.
+def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the largest difference of two tensors, relative to each head's largest entry, ().
 
     Args:
         mine: (samples, heads, N, d).
@@ -270,7 +270,7 @@ def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | N
         difference, size = difference.masked_fill(padded, 0), size.masked_fill(padded, 0)
     scale = torch.maximum(size.amax((-1, -2)), 1e-3 * floor.to(size.dtype))
     scale = scale.clamp_min(torch.finfo(size.dtype).tiny)
-    return float((difference.amax((-1, -2)) / scale).amax())
+    return (difference.amax((-1, -2)) / scale).amax()
 
 
 def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> float:
@@ -283,14 +283,16 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
     reach = torch.linalg.vector_norm(att.x, dim=-1).amax(-1, keepdim=True)
     order = slice(None) if weights.turns is None else weights.turns.order
     k, v = (t.repeat_interleave(groups, 1) for t in (call.k[..., order], call.v))
-    error = 0.0
+    made = {}
     for name, mine, own, w, norm, valid in (
         ("queries", att.q, call.q[..., order], att.w_q, weights.norms[0], att.valid_rows),
         ("keys", att.k, k, att.w_k, weights.norms[1], att.valid_keys),
         ("values", att.v, v, att.w_v, weights.norms[2], att.valid_keys),
     ):
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
-        difference = head_error(mine, own, size, valid)
+        made[name] = head_error(mine, own, size, valid)
+    errors = torch.stack([*made.values()]).tolist()
+    for name, difference in zip(made, errors, strict=True):
         if not difference <= CAPTURE_TOLERANCE:
             raise CaptureError(
                 f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map "
@@ -298,16 +300,15 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
                 "normalisation and a rotation: they are made of several tokens, of other input, or "
                 "otherwise of the same token at other positions (as where these are added to it)"
             )
-        error = max(error, difference)
     size = att.v.abs().amax((-1, -2))
-    difference = head_error(att.ungated, call.out.transpose(1, 2), size, att.valid_rows)
+    difference = float(head_error(att.ungated, call.out.transpose(1, 2), size, att.valid_rows))
     if not difference <= CAPTURE_TOLERANCE:
         raise CaptureError(
             f"layer {call.name}: rebuilt head outputs differ from the model's own eager attention "
             f"by {difference:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e}); its attention is not "
             "softmax(scale q k^T + mask) v, nor a variant of it known here"
         )
-    return max(error, difference)
+    return max(*errors, difference)
 
 
 def check_pass(
@@ -398,7 +399,8 @@ def _apart(
         return 0.0
     shape = (1, -1, 1, 1) if floor is None else (1, -1, *call.out.shape[2:])
     mine, own = (t.to(recorded).nan_to_num().reshape(shape).transpose(1, 2) for t in (mine, own))
-    return head_error(mine, own, recorded.new_zeros(1) if floor is None else floor, None)
+    floor = recorded.new_zeros(1) if floor is None else floor
+    return float(head_error(mine, own, floor, None))
 
 
 def one_sample(inputs: Mapping[str, Any], sample: int, samples: int = 0) -> dict[str, Any]:

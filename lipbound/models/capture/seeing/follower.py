@@ -441,8 +441,8 @@ def _together(kinds: Sequence[Kind], out: Tensor, at_least: int = 2) -> Heads:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    given = [a if isinstance(a, list | tuple) else [a] for a in (*args, *kwargs.values())]
-    return [t for t in chain(*given) if isinstance(t, Tensor) and t.is_floating_point()]
+    given = (a if isinstance(a, (list, tuple)) else (a,) for a in (*args, *kwargs.values()))
+    return [t for some in given for t in some if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def outputs_of(heads: Heads, form: Form) -> Tensor | None:

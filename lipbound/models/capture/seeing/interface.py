@@ -182,7 +182,8 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
         afterwards.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         for owner, name, new in swapped:
-            afterwards.enter_context(changed(name, new, owner))
+            afterwards.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, new)
         yield
 
 
@@ -254,7 +255,8 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
     configs = {id(c): c for config in given for c in attention_configs(config)}.values()
     with ExitStack() as afterwards, torch.no_grad():
         for module in model.modules():
-            afterwards.callback(setattr, module, "training", module.training)
+            if module.training:
+                afterwards.callback(setattr, module, "training", True)
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
                 afterwards.enter_context(changed("forward", own, module))
@@ -352,20 +354,22 @@ def unmoved(module: nn.Module) -> Iterator[None]:
     """Yield while a module runs with copies of what it keeps, which are thrown away then."""
     # stand-ins of ours keep what they are given, to be read afterwards
     parts = [m for m in module.modules() if not type(m).__module__.startswith("lipbound.")]
-    owns = [{k: v for k, v in vars(m).items() if not _is_torchs(k)} for m in parts]
-    for part, copied in zip(parts, copied_state(owns), strict=True):
+    owns = [_state(part) for part in parts]
+    held = [{k: v for k, v in own.items() if not isinstance(v, SHARED)} for own in owns]
+    for part, copied in zip(parts, copied_state(held), strict=True):
         vars(part).update(copied)
     try:
         yield
     finally:
         for part, own in zip(parts, owns, strict=True):
-            for name in [n for n in vars(part) if n not in own and not _is_torchs(n)]:
+            for name in _state(part).keys() - own.keys():
                 del vars(part)[name]
             vars(part).update(own)
 
 
-def _is_torchs(name: str) -> bool:
-    return name in TORCHS or name.startswith("_hf_")  # Accelerate keeps all weights there
+def _state(module: nn.Module) -> dict[str, Any]:
+    own = vars(module)  # Accelerate keeps all weights under _hf_
+    return {name: own[name] for name in own.keys() - TORCHS if not name.startswith("_hf_")}
 
 
 def copied_state(value: Any, memo: dict[int, Any] | None = None, depth: int = DEEP) -> Any:
@@ -391,5 +395,6 @@ def copied_state(value: Any, memo: dict[int, Any] | None = None, depth: int = DE
         held = new if isinstance(value, list | deque | dict) else getattr(new, "__dict__", {})
         if new is not value and not isinstance(value, Tensor):
             for key, one in [*(held.items() if isinstance(held, dict) else enumerate(held))]:
-                held[key] = copied_state(one, memo, depth - 1)
+                if not isinstance(one, SHARED):
+                    held[key] = copied_state(one, memo, depth - 1)
     return new
