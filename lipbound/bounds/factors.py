@@ -103,11 +103,10 @@ def norm_a(att: Attention) -> Tensor:
 
 def _norm_of_product(att: Attention) -> Tensor:
     """Norm ||scale W_Q W_K^T||, without forming it: Lemma 86 (docs/theory/upper_values.md)."""
-    a, b, tall = wide(att).w_q, wide(att).w_k, att.x.shape[2] > att.d
-    f_a, f_b = (
-        factor_of_gram(gram, len(w[0]))[0] if tall else w.detach()
-        for w, gram in zip((a, b), weight_grams(att)[:2], strict=True)
-    )
+    a, b, width = wide(att).w_q, wide(att).w_k, att.x.shape[2]
+    f_a, f_b = a.detach(), b.detach()
+    if width > att.d:
+        f_a, f_b = factor_of_gram(torch.stack(weight_grams(att)[:2]), width)[0]
     inner, sizes = f_a @ f_b.mT, torch.linalg.matrix_norm(f_a) * torch.linalg.matrix_norm(f_b)
     norm = abs(att.scale) * (matrix_norm(inner) + gamma(att.d + 2) * sizes)
     if a.requires_grad or b.requires_grad:
