@@ -122,10 +122,9 @@ LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
 
 
 def available(device: torch.device) -> float:
-    """Return the bytes that can be allocated, on a CPU as the system estimates without swapping."""
-    if device.type == "cuda":  # torch keeps what it has been given
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + kept)
+    """Return the bytes that the system estimates can be allocated without swapping."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
     free = float(psutil.virtual_memory().available)
     for limit, use in LIMITS:
         if Path(limit).exists() and (most := Path(limit).read_text().strip()).isdigit():
@@ -146,6 +145,9 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
         LipboundError: it is more than there is.
     """
     free = available(device)
+    if needed > 0.9 * free and device.type == "cuda":  # torch keeps what it no longer needs
+        torch.cuda.empty_cache()
+        free = available(device)
     if needed > 0.9 * free:
         sizes = f"{needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
         raise LipboundError(f"{what}, about {sizes}; {instead}")

@@ -32,7 +32,7 @@ class L2HeadJacobian(InParts):
     v: PerEntry[Tensor]
     o: PerEntry[Tensor]
     r: PerEntry[Tensor]
-    """Projections in coordinates of their own row space, (batch, m', d + d_v)."""
+    """Projections in coordinates of the row space of w_q, (batch, m', d + d_v)."""
     square: PerEntry[Tensor]
     """Their products with each other, (batch, d + d_v, d + d_v)."""
 
@@ -41,17 +41,17 @@ class L2HeadJacobian(InParts):
         self.batch = att.samples * att.heads
         self.dtype, self.device = att.dtype, att.device
         self.out_shape = (att.tokens, att.d_v)
-        w_v = att.scale * att.w_q @ (att.w_q.mT @ att.w_v)
+        inner = att.scale * (att.w_q.mT @ att.w_v)
         q = torch.einsum("snd,hde->shne", att.x, att.w_q)
         q = q - q.mean(-2, keepdim=True)  # only differences matter
         scores = att.scale * (2 * q @ q.mT - (q * q).sum(-1)[..., None, :])
         p = att.probabilities(att.forbid(scores)).to(self.dtype)  # a mask may be in float64
-        rows = RowSpace(torch.cat([2 * att.scale * att.w_q, w_v], -1), [], self.dtype)
-        self.in_shape = (att.tokens, rows.coordinates.shape[1])
-        self.sizes = [att.d, att.d_v]
-        heads = torch.arange(att.heads, device=att.device).repeat(att.samples)
-        self.r, self.square = rows.coordinates[heads], rows.square[heads]
-        v = torch.einsum("snd,hde->shne", att.x, w_v)
+        w = RowSpace(att.w_q, [], torch.float64).coordinates
+        r = torch.cat([2 * att.scale * w, w @ inner.double()], -1).to(self.dtype)
+        self.in_shape, self.sizes = (att.tokens, r.shape[1]), [att.d, att.d_v]
+        self.r = r[torch.arange(att.heads, device=att.device).repeat(att.samples)]
+        self.square = self.r.mT @ self.r
+        v = torch.einsum("snd,hde->shne", att.x, att.w_q @ inner)
         self.p, self.q, self.v = (t.flatten(0, 1) for t in (p, q, v - v.mean(-2, keepdim=True)))
         self.o = self.p @ self.v
 

@@ -20,7 +20,7 @@ import xarray as xr
 import yudin2025  # noqa: F401
 from paper_figure import Setting, figure_named
 from support import far_device
-from support.far_device import LACKING, NAME
+from support.far_device import LACKING, NAME, REAL
 from support.layers import random_attention
 from support.models import AFFINE, MODERN
 from support.variants import layer
@@ -53,6 +53,8 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"method": "dense"},
 )
 TOL = {"float32": 1e-4, "float64": 1e-8}
+OTHER_STARTS = 1e-2 if REAL else 0.0
+"""How far iterations that have not converged may be apart, where a GPU starts them elsewhere."""
 TOKEN_NORMS = ("every-token", "one-token", "token-pair", "output-token")
 
 
@@ -82,7 +84,8 @@ def norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     att, found, tol = _layer(has, mask, dtype), {}, TOL[dtype]
     for map, options in product(MAPS, METHODS):
         measure = partial(spectral_norm, map=map, tol=tol, **options)
-        _both(found, f"{map} {options}", att, measure, tol)
+        unfinished = OTHER_STARTS if options.get("method") == "power" else 0.0
+        _both(found, f"{map} {options}", att, measure, tol + unfinished)
     _both(found, "L2", att, partial(l2_spectral_norm, tol=tol), tol)
     streaming.WHOLE_BYTES["cpu"], kept = 0, streaming.WHOLE_BYTES["cpu"]
     _both(found, "streamed", att, partial(spectral_norm, tol=tol, delta=1e-9), tol)
@@ -99,7 +102,7 @@ def all_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     for ball in ("token", "frobenius"):
         over_ball = partial(bounds.over_ball, radius=0.1, ball=ball)
         _both(found, f"ball, {ball}", att, over_ball, 4e-4)  # norms of P to 1e-4 enter it twice
-    _both(found, "attack", att, lambda one: lb.attack(one, 0.1, steps=1).norm)
+    _both(found, "attack", att, lambda one: lb.attack(one, 0.1, steps=1).norm, OTHER_STARTS)
     return found
 
 
