@@ -198,12 +198,14 @@ def seen(t: Tensor, step: int, *, masked: bool = True) -> list[tuple[slice, slic
         t: entries that are zero where nothing is seen, (N, M), or bool. Of cross-attention the
             tokens are the keys, and see nothing that is known.
         step: how many tokens a range has.
-        masked: False where all tokens are seen, or on a GPU, which would wait for the answer.
+        masked: False where all tokens are seen, as it is taken to be on other devices than the CPU,
+            which would wait for the answer.
     """
     count, square = t.shape[1], t.shape[0] == t.shape[1]
     parts = [slice(i, min(i + step, count)) for i in range(0, count, step)]
-    if not masked:
-        return [(part, slice(None), slice(None)) for part in parts]
+    if t.device.type != "cpu" or not masked:
+        every = slice(0, t.shape[0]), slice(0, count) if square else slice(None)
+        return [(part, *every) for part in parts]
     pairs = []
     for m in (t.detach().mT, t.detach())[: 1 + square]:
         n, order = m.shape[1], (m != 0).to(torch.uint8)
@@ -320,7 +322,7 @@ class BlockNorms:
         length = lengths(k)
         lost = mean(p, lengths(v) * length) + lengths(o) * mean(p, length)
         lost = gamma(att.tokens + 6) * lost
-        masked = p.device.type == "cpu" and (att.mask is not None or att.valid is not None)
+        masked = att.mask is not None or att.valid is not None
         for rows, queries, keys in seen((p != 0).any(0), step, masked=masked):
             sums = (p[:, rows, keys] @ pairs[:, keys]).unflatten(-1, (d_v, d))
             c = torch.addcmul(sums, o[:, rows, :, None], average[:, rows, None, :], value=-1)
