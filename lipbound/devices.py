@@ -116,9 +116,13 @@ LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
 
 
 def available(device: torch.device) -> float:
-    """Return the bytes that the system estimates can be allocated without swapping."""
+    """Return the bytes that the system estimates can be allocated without swapping.
+
+    Of a GPU what torch has kept of freed tensors counts.
+    """
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + kept)
     free = float(psutil.virtual_memory().available)
     for limit, use in LIMITS:
         if Path(limit).exists() and (most := Path(limit).read_text().strip()).isdigit():

@@ -11,7 +11,7 @@ import torch
 from support.layers import random_attention
 
 import lipbound as lb
-from lipbound.devices import SERIAL, side_by_side, threads_for
+from lipbound.devices import SERIAL, available, side_by_side, threads_for
 from lipbound.errors import LipboundError, MemoryFullError
 from lipbound.jacobians import streaming
 
@@ -45,6 +45,13 @@ def test_results_are_in_order_threads_shared_out_and_errors_raised_once_all_have
     assert torch.get_num_threads() == 4
     alone = side_by_side([lambda: (torch.get_num_threads(), threading.current_thread())])
     assert alone == [(4, threading.current_thread())]
+
+
+def test_what_torch_keeps_of_a_gpu_is_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    assert available(torch.device("cuda")) == 100 + 40
 
 
 def test_little_work_is_left_to_one_thread(threads):

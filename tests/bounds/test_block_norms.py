@@ -9,9 +9,16 @@ from torch import Tensor
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ours import block_norms, pairwise_variants, token_block_norms
+from lipbound.bounds.ours import (
+    block_norms,
+    pairwise,
+    pairwise_variants,
+    single_token,
+    token_block_norms,
+)
 from lipbound.bounds.ours.block_norms import BlockNorms
 from lipbound.bounds.ours.token_block_norms import VariantHead
+from lipbound.devices import finished
 from lipbound.jacobians.token_tangents import Tangents
 
 LEAST = 1 - 1e-13
@@ -54,6 +61,20 @@ def test_norms_are_those_of_the_matrices(
     real = p.mT > 0
     assert between(torch.where(real, found.b_q, 0.0), torch.where(real, seen, 0.0), 1e-3, 1e-4)
     assert mask != "causal" or at_once == 9 or bool((found.b_q[:, 4, :3] == 0).all())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_samples_together_are_samples_one_by_one(mask: str) -> None:
+    """As other devices than the CPU take them."""
+    att = variant("", 2, mask=mask, n=9, samples=3)
+    with torch.no_grad():
+        (whole,) = block_norms.samples_of(att, 3)
+        together = finished(pairwise._lipbound(whole.layer, slice(None))).view(3, -1, 2)
+        for found, one in zip(together, block_norms.samples_of(att), strict=True):
+            close(found, finished(pairwise._lipbound(one.layer, slice(None))), 1e-6)
+        sizes = single_token.TokenBlocks(whole.layer, slice(1, 3)).sizes.unflatten(0, (3, 2))
+        for each, one in zip(sizes, block_norms.samples_of(att), strict=True):
+            close(each, single_token.TokenBlocks(one.layer, slice(1, 3)).sizes, 1e-6, 1e-9)
 
 
 def test_values_wider_than_queries() -> None:

@@ -198,12 +198,14 @@ def seen(t: Tensor, step: int, *, masked: bool = True) -> list[tuple[slice, slic
         t: entries that are zero where nothing is seen, (N, M), or bool. Of cross-attention the
             tokens are the keys, and see nothing that is known.
         step: how many tokens a range has.
-        masked: False where all tokens are seen, or on a GPU, which would wait for the answer.
+        masked: False where all tokens are seen, as it is taken to be on other devices than the CPU,
+            which would wait for the answer.
     """
     count, square = t.shape[1], t.shape[0] == t.shape[1]
     parts = [slice(i, min(i + step, count)) for i in range(0, count, step)]
-    if not masked:
-        return [(part, slice(None), slice(None)) for part in parts]
+    if t.device.type != "cpu" or not masked:
+        every = slice(0, t.shape[0]), slice(0, count) if square else slice(None)
+        return [(part, *every) for part in parts]
     pairs = []
     for m in (t.detach().mT, t.detach())[: 1 + square]:
         n, order = m.shape[1], (m != 0).to(torch.uint8)
@@ -246,7 +248,7 @@ def weights_of(att: Attention) -> WeightNorms:
     return WeightNorms(f_q, f_k, excess, norm_v(att), *sizes)
 
 
-def repeated(t: Tensor, att: Attention) -> Tensor:
+def for_samples(t: Tensor, att: Attention) -> Tensor:
     """Return what belongs to some heads, (heads, ...), for all samples, (samples x heads, ...)."""
     return t if att.samples == 1 else t.repeat(att.samples, *[1] * (t.ndim - 1))
 
@@ -274,7 +276,7 @@ class BlockNorms:
     def __init__(self, att: Attention, heads: slice = slice(None), *, gram: bool = False):
         tensors = (att.q, att.centred_k, att.centred_v, att.p)
         q, k, v, p = (t[:, heads].flatten(0, 1) for t in tensors)
-        w = WeightNorms(*(repeated(t[heads], att) for t in weights_of(att)))
+        w = WeightNorms(*(for_samples(t[heads], att) for t in weights_of(att)))
         scaled = att.scale * q
         self.p, self.v, self.o = p, v, (o := p @ v)
         self.distance = distances(o, v)
@@ -289,7 +291,7 @@ class BlockNorms:
         inputs, round_v = att.x.shape[2], gamma(att.x.shape[2] + att.d + 4)
         both = (w.size_k * w.size_v)[:, None]
         turned, value, inner = (
-            repeated(t, att) for t in (w_k.mT @ w_v, w_q.mT @ w_v, w_q.mT @ w_k)
+            for_samples(t, att) for t in (w_k.mT @ w_v, w_q.mT @ w_v, w_q.mT @ w_k)
         )
         self.z = (scaled @ turned).norm(dim=-1) + round_v * size * both
         images = scaled @ inner.mT
@@ -320,7 +322,7 @@ class BlockNorms:
         length = lengths(k)
         lost = mean(p, lengths(v) * length) + lengths(o) * mean(p, length)
         lost = gamma(att.tokens + 6) * lost
-        masked = p.device.type == "cpu" and (att.mask is not None or att.valid is not None)
+        masked = att.mask is not None or att.valid is not None
         for rows, queries, keys in seen((p != 0).any(0), step, masked=masked):
             sums = (p[:, rows, keys] @ pairs[:, keys]).unflatten(-1, (d_v, d))
             c = torch.addcmul(sums, o[:, rows, :, None], average[:, rows, None, :], value=-1)

@@ -14,14 +14,16 @@ and less.
 import torch
 from torch import Tensor
 
+from lipbound import devices
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.ours import pairwise
-from lipbound.bounds.ours.block_norms import CHUNK, RTOL, in_chunks, longest, root, seen
+from lipbound.bounds.ours.block_norms import CHUNK, RTOL, at_once, in_chunks, longest, root, seen
 from lipbound.bounds.ours.entry import PARTS
 from lipbound.bounds.ours.token_block_norms import VariantHead
-from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, nonnegative_norm
+from lipbound.devices import Routine
+from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, nonnegative_routine
 
 LONGEST = 1024
 """Tokens up to which inner products of q~_ij and q~_kj are formed, and with them `lipbound`; they
@@ -54,13 +56,15 @@ def together(att: Attention) -> Tensor:
     return in_chunks(att, _of_heads, reach)
 
 
-def _of_heads(att: Attention, heads: slice) -> Tensor:
+def _of_heads(att: Attention, heads: slice) -> Routine[Tensor]:
     """All four bounds for some heads of one sample, (heads, 4)."""
-    of = _of_head if att.values_move else _of_queries
-    return torch.stack([of(VariantHead(att, h)) for h in range(*heads.indices(att.heads))])
+    every = (VariantHead(att, h) for h in range(*heads.indices(att.heads)))
+    if not att.values_move:
+        return torch.stack([_of_queries(head) for head in every])
+    return torch.stack((yield from devices.together(*map(_of_head, every))))
 
 
-def _of_head(head: VariantHead) -> Tensor:
+def _of_head(head: VariantHead) -> Routine[Tensor]:
     """The bounds; for the memory of cross-attention without what tokens do as queries."""
     p, e, values = head.gate_factor * head.p, head.e, head.values()
     found = head.token_vectors(inner=len(head.kept) <= LONGEST)
@@ -68,23 +72,24 @@ def _of_head(head: VariantHead) -> Tensor:
     own = torch.diag_embed(found.b) if head.own_queries else torch.zeros_like(e)
     tokens = root(values**2 + 2 * p * e * found.image + reach**2) + own
     single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
-    block = nonnegative_norm((values + reach + own)[None], rtol=RTOL)[0]
-    squared = block.new_tensor(torch.inf)
+    compressed = [values + reach + own]
     if found.inner is not None:
         kappa = _key_norms(head, found.length)
         x = (e * found.image) @ p.mT
         if head.own_queries:
             x = x + p * found.b_v[None, :] + e.mT * found.b_q + own.square() / 2
         keys = torch.minimum(kappa[:, None] * kappa[None, :], found.inner)
-        whole = values @ values.mT + x + x.mT + keys
-        squared = nonnegative_norm(whole[None], rtol=RTOL)[0]
+        compressed.append(values @ values.mT + x + x.mT + keys)
+    norms = yield from nonnegative_routine(torch.stack(compressed), rtol=RTOL)
+    squared = norms[1] if len(norms) == 2 else torch.full_like(norms[0], torch.inf)
     slack = gamma(10 * head.width + 200)
-    return torch.stack([root(squared), block, *single]) * (head.unit * head.after * (1 + slack))
+    return torch.stack([root(squared), norms[0], *single]) * (head.unit * head.after * (1 + slack))
 
 
 def _of_queries(head: VariantHead) -> Tensor:
     """The norm for the queries of cross-attention, four times: the largest of B_i."""
-    n, step = len(head.kept), max(1, CHUNK // (8 * max(head.p.shape) * head.width))
+    n, size = len(head.kept), 8 * max(head.p.shape) * head.width
+    step = max(1, at_once(CHUNK, head.p.device) // size)
     parts = [slice(i, min(i + step, n)) for i in range(0, n, step)]
     own = torch.cat([head.own(part, slice(None), squarings=4)[1] for part in parts])
     return own.amax().expand(4) * (head.unit * (1 + gamma(10 * head.width + 200)))
@@ -94,7 +99,8 @@ def _key_norms(head: VariantHead, length: Tensor) -> Tensor:
     r""":math:`\kappa_i`, the norms of :math:`\|[T_{ij} (v_j - o_i) |\tilde q_{ij}|]_j\|`, (N,)."""
     weights, n = head.t * length, max(length.shape)
     found = weights.new_zeros(len(weights))
-    for part, keys, _ in seen(head.t.mT, max(1, CHUNK // (8 * n * max(n, head.width)))):
+    step = max(1, at_once(CHUNK, weights.device) // (8 * n * max(n, head.width)))
+    for part, keys, _ in seen(head.t.mT, step):
         if keys.start < keys.stop:
             moved = weights[part, keys, None] * head.moved(part, keys)
             found[part] = block_norm(moved.mT)

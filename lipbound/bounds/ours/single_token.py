@@ -15,9 +15,9 @@ from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.bounds.ours.block_norms import (
     CHUNK,
     BlockNorms,
+    for_samples,
     in_chunks,
     lengths,
-    repeated,
     root,
     weights_of,
 )
@@ -212,9 +212,9 @@ class TokenBlocks:
     def __init__(self, att: Attention, heads: slice):
         parts = BlockNorms(att, heads)
         w, inputs, distance = weights_of(att), att.x.shape[2], parts.distance
-        turned = repeated(att.w_k[heads].mT @ att.w_v[heads], att)
+        turned = for_samples(att.w_k[heads].mT @ att.w_v[heads], att)
         z = att.scale * att.q[:, heads].flatten(0, 1) @ turned
-        sizes = repeated((w.size_k * w.size_v)[heads], att)
+        sizes = for_samples((w.size_k * w.size_v)[heads], att)
         off = gamma(inputs + att.d + 4) * parts.size * sizes[:, None]
         length = z.norm(dim=-1) + off
 

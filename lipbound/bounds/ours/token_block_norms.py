@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.gate import GateStep
-from lipbound.bounds.ours.block_norms import CHUNK, root, seen
+from lipbound.bounds.ours.block_norms import CHUNK, at_once, distances, root, seen
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import (
     UNIT,
@@ -89,7 +89,7 @@ class VariantHead:
         self.q, self.o = att.scale * att.q[0, h][rows], p @ self.v
         self.unit = power_of_two(p.detach().amax())
         self.p, self.t = p / self.unit, t / self.unit
-        self.distance = torch.cdist(self.o, self.v, compute_mode="donot_use_mm_for_euclid_dist")
+        self.distance = distances(self.o[None], self.v[None])[0]
         self.gate, self.after = self._gate(att, h, rows), torch.ones_like(self.q[0, 0])
         self.gate_factor, self.e = torch.ones_like(self.q[:, :1]), self.t * self.distance
         if self.gate is not None:
@@ -240,7 +240,8 @@ class VariantHead:
         sums = t.new_zeros(queries, queries) if inner else None
         length, image, b_q = torch.zeros_like(t), torch.zeros_like(t), torch.zeros_like(t.mT)
         b, b_v, own = t.new_zeros(n), t.new_zeros(n), None
-        step = max(1, CHUNK // (8 * max(t.shape) * max(queries if inner else 1, self.width)))
+        size = 8 * max(t.shape) * max(queries if inner else 1, self.width)
+        step = max(1, at_once(CHUNK, t.device) // size)
         for part, rows, keys in seen(t, step):
             if self.own_queries:
                 own = self.queries(part, keys, squarings=squarings)
