@@ -102,7 +102,8 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
     p = att.double().p
     if name == "kappa_val":
         v = att.wide_v if keys is None else att.wide_v * keys[:, None, :, None]
-        found = size(p) * largest(torch.linalg.svdvals(v)[..., 0]) / size(p @ v)
+        squares = torch.linalg.eigvalsh((v.mT @ v).cpu())[..., -1].clamp_min(0).to(att.device)
+        found = size(p) * largest(squares.sqrt()) / size(p @ v)
     elif att.sinks is not None:
         return nothing
     else:

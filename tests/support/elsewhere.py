@@ -321,7 +321,7 @@ def counts(what: str, samples: int = 1, tokens: int = 197) -> dict[str, float]:
         "longer": lambda att: operator_norm(HeadJacobian(att), tol=0, max_steps=24),
         "shorter": lambda att: operator_norm(HeadJacobian(att), tol=0, max_steps=12),
     }
-    call = calls.get(what, bounds.get(what) if what in bounds.names(None) else None)
+    call = calls.get(what) or bounds.get(what)
     for _ in range(2):  # what is found once a process is not counted
         att, held = Attention(*tensors), far_device.COUNTED
         before = held["bytes"]

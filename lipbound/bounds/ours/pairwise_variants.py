@@ -80,10 +80,12 @@ def _of_head(head: VariantHead) -> Routine[Tensor]:
             x = x + p * found.b_v[None, :] + e.mT * found.b_q + own.square() / 2
         keys = torch.minimum(kappa[:, None] * kappa[None, :], found.inner)
         compressed.append(values @ values.mT + x + x.mT + keys)
-    norms = yield from nonnegative_routine(torch.stack(compressed), rtol=RTOL)
-    squared = norms[1] if len(norms) == 2 else torch.full_like(norms[0], torch.inf)
+    # of which the first is not square for the memory of cross-attention
+    routines = (nonnegative_routine(t[None], rtol=RTOL) for t in compressed)
+    norms = yield from devices.together(*routines)
+    block, squared = torch.cat([*norms, torch.full_like(norms[0], torch.inf)])[:2]
     slack = gamma(10 * head.width + 200)
-    return torch.stack([root(squared), norms[0], *single]) * (head.unit * head.after * (1 + slack))
+    return torch.stack([root(squared), block, *single]) * (head.unit * head.after * (1 + slack))
 
 
 def _of_queries(head: VariantHead) -> Tensor:
