@@ -108,8 +108,8 @@ def gpu() -> str:
     lines += [
         "",
         f"{sum(row.get('checked', 0) for row in layers.values())} heads were computed again on the "
-        f"CPU in float64: lower ends are off by {_most(layers, 'error')} at most. TF32 and "
-        f"autocast change norms by {_most(layers, 'settings_change')} at most.",
+        f"CPU in float64: lower ends are off {_most(layers, 'error')}. TF32 and autocast change "
+        f"them {_most(layers, 'settings_change')}.",
     ]
     for name, row in crowded.items():
         seconds, gb = _cells(row, ("seconds", "peak_gb"))
@@ -121,7 +121,8 @@ def gpu() -> str:
 
 def _cells(row: dict[str, Any], names: Iterable[str]) -> list[str]:
     """Numbers of a row; nothing for those that are not there."""
-    return ["" if row.get(name) is None else f"{row[name]:.3g}" for name in names]
+    found = (row.get(name) for name in names)
+    return ["" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in found]
 
 
 def _ms(row: dict[str, Any], names: Iterable[str]) -> list[str]:
@@ -129,7 +130,8 @@ def _ms(row: dict[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def _most(rows: dict[str, Any], name: str) -> str:
-    return f"{max((row.get(name, 0.0) for row in rows.values()), default=0.0):.0e}"
+    most = max((row.get(name, 0.0) for row in rows.values()), default=0.0)
+    return f"by {most:.0e} at most" if most else "by nothing"
 
 
 def gemm() -> str:
