@@ -21,8 +21,9 @@ on the CPU, and on other devices, which wait for every look."""
 FIRST_LOOK, GRAPH_LOOK = 18, 6
 """Steps before the first look, and between two, where these are started as a graph and take less
 time than a look."""
-LARGE = 2**14
-"""Entries of a vector from which the CPU looks at every step, as it does in float64."""
+LARGE, FAR_LARGE = 2**14, 2**21
+"""Entries of a vector from which every step is looked at, on the CPU, which also does in float64,
+and on other devices."""
 
 
 @dataclass
@@ -214,8 +215,10 @@ class Steps:
 
     def looks(self, k: int) -> bool:
         """Return whether recurrences are looked at after k steps."""
-        near = 1 if self.basis.shape[2] >= LARGE or self.basis.dtype == torch.float64 else LOOK
-        return k % (near if self._op.device.type == "cpu" else FAR_LOOK) == 0
+        n, double = self.basis.shape[2], self.basis.dtype == torch.float64
+        if self._op.device.type == "cpu":
+            return k % (1 if n >= LARGE or double else LOOK) == 0
+        return k % (1 if n >= FAR_LARGE else FAR_LOOK) == 0
 
     def take(self) -> None:
         """Multiply the last vector, and put what is new in its image behind it."""
