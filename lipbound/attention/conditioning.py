@@ -102,6 +102,8 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
     p = att.double().p
     if name == "kappa_val":
         v = att.wide_v if keys is None else att.wide_v * keys[:, None, :, None]
+        entries = (-3, -2, -1) if whole else (-2, -1)
+        v = v / v.abs().amax(entries, keepdim=True).clamp_min(1e-300)  # squares stay in range
         squares = torch.linalg.eigvalsh((v.mT @ v).cpu())[..., -1].clamp_min(0).to(att.device)
         found = size(p) * largest(squares.sqrt()) / size(p @ v)
     elif att.sinks is not None:

@@ -114,6 +114,15 @@ def test_what_rounding_of_the_averages_does() -> None:
     assert bool((moved <= allowed * (1 + 1e-12)).all())
 
 
+@pytest.mark.parametrize("unit", [1e-300, 1e-161, 1e155, 1e250])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_unit_of_values_does_not_matter(unit: float, whole: bool) -> None:
+    """Whose squares would leave the range of float64."""
+    att = random_attention("plain")
+    kappa = conditioning(changed(att, w_v=unit * att.w_v), "kappa_val", whole=whole)
+    close(kappa, conditioning(att, "kappa_val", whole=whole), 1e-12)
+
+
 def test_what_errors_of_scores_do() -> None:
     """To first order, relative errors of S reach P as kappa_softmax says at most."""
     att, draw, step = random_attention("plain"), normal(), 1e-6
