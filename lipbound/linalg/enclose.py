@@ -15,13 +15,12 @@ from torch import Tensor
 
 from lipbound.errors import RangeError
 from lipbound.linalg.certificates import STARTS, Certificate
-from lipbound.linalg.krylov import Recurrence, Runs
+from lipbound.linalg.krylov import Array, Recurrence, Runs
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, power_of_two
 from lipbound.linalg.operator_norm import lanczos
 from lipbound.linalg.operators import InUnits, JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, seeds_each, start_vectors, width, with_vectors
 
-Array = np.ndarray
 _ADDED = 4
 """Rounding of one product where it is not measured, in units of the last digit of a bound on the
 norm."""

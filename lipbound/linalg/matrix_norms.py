@@ -95,11 +95,8 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
         known: their `gram_of`, where it is at hand.
     """
     whole, size, bad = w.detach().double(), None, None
-    gram, near, (m, n) = (
-        gram_of(whole) if known is None else known,
-        w.device.type == "cpu",
-        w.shape[-2:],
-    )
+    gram = gram_of(whole) if known is None else known
+    near, (m, n) = w.device.type == "cpu", w.shape[-2:]
     traces = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     if near and not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
         fixed, _, size, bad = ordinary(whole)

@@ -21,7 +21,7 @@ from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture import rerun
-from lipbound.models.capture.seeing.follower import BY_HAND, in_heads
+from lipbound.models.capture.seeing.follower import BY_HAND
 from lipbound.models.capture.seeing.recording import HIDDEN, Call
 from lipbound.models.other_libraries import changed
 
@@ -140,7 +140,7 @@ class ProbedLayer(rerun.ModuleCopy):
         if form is None:
             others = {"mask": one.mask, "scale": one.scale, **one.extras}
             return (one.left[0], one.right[0], one.v), others | {"scores": one.scores}
-        forms = in_heads(parts, form)
+        forms = form.in_heads(parts)
         if not forms:
             raise self.call.unsupported("computes other attention when it is run by itself")
         name = "scores" if self.call.way == BY_HAND else "mask"
