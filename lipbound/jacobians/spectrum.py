@@ -19,7 +19,7 @@ from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS, beside, chunks, pieces, tensors_of
 from lipbound.linalg.matrix_norms import UNIT, times_power
-from lipbound.linalg.operators import JacobianOperator, Product
+from lipbound.linalg.operators import JacobianOperator, Product, Transposed
 from lipbound.linalg.solution import normal_numbers, seeds_each
 
 Measure = Callable[[JacobianOperator, PreparedMap | None], Tensor]
@@ -163,10 +163,7 @@ def _rows(op: JacobianOperator, what: str) -> Iterator[Tensor]:
             f"{what} of a Jacobian with {count:,} outputs (tokens times their width) is asked for, "
             f"and all its rows are formed up to {most:,}; give shorter inputs, or leave it out"
         )
-    for k in range(count):
-        e = torch.zeros(op.batch, count, dtype=op.dtype, device=op.device)
-        e[:, k] = 1
-        yield op.vjp(e.view(op.batch, *op.out_shape)).flatten(1)
+    return Transposed(op).columns()
 
 
 class SingularValues(NamedTuple):

@@ -284,8 +284,7 @@ def top_eigenpair(g: Tensor) -> tuple[Tensor, Tensor]:
         return values[..., -1], vectors[..., -1:]
     value, power = powers(g)
     column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
-    x = power.gather(-1, column.expand(*power.shape[:-1], 1))
-    x = _unit_columns(x)
+    x = _unit_columns(power.gather(-1, column.expand(*power.shape[:-1], 1)))
     return value, _unit_columns(torch.where((x == 0).all(-2, keepdim=True), 1.0, x))
 
 

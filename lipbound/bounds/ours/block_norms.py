@@ -120,9 +120,7 @@ def in_chunks(
 @torch.no_grad()
 def _error(one: Attention, errors: TensorErrors) -> Routine[Tensor]:
     """Upper values of what rounding and underflow may hide of norms of J, (samples, heads)."""
-    real = None if one.valid_rows is None else one.valid_rows[:, None]
-    columns, largest = one.p.sum(-2), one.p.amax(-1)
-    e, mix, _ = yield from Mixing.of(errors, columns, largest, real)
+    e, mix, _ = yield from Mixing.of(errors, one.p.sum(-2), one.p.amax(-1), one.valid_rows)
     off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
     off = off + _TINY * (one.d_v**0.5 * e.v_slope + e.v)
     return off * (1 + 1e-6)

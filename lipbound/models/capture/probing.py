@@ -430,10 +430,7 @@ def stub_norms(owner: nn.Module) -> list[NormStub]:
 
 
 def read_normalisations(
-    call: Call,
-    stubs: Sequence[NormStub],
-    project: Project,
-    sides: Collection[int],
+    call: Call, stubs: Sequence[NormStub], project: Project, sides: Collection[int]
 ) -> list[TokenNorm | None]:
     """Return those of queries, keys and values; None where there is none.
 
