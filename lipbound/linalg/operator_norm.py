@@ -244,5 +244,5 @@ def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e
             sigma = torch.linalg.svdvals(matrix)
         sizes.append(sigma[0].cpu())
     value, top = torch.stack(sizes), torch.stack(left) if vectors else None
-    ends = value * (1 - rounding), value * (1 + rounding)
-    return solved(op, *ends, error=rounding, left=top)
+    low, high = value * (1 - rounding), value * (1 + rounding)
+    return solved(op, low, upper=high, error=rounding, left=top)

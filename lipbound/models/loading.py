@@ -253,7 +253,7 @@ def load_named(model: object, options: LoadOptions) -> Checkpoint:
         checkpoint = load_folder(PREFIX + builtin, found.place(builtin), None, wanted)
         found.check(checkpoint.revision.partition("+")[0])
         return checkpoint
-    packed = weight_files.is_gguf(name)
+    packed = name.lower().endswith(weight_files.GGUF)
     if not path.exists() and (is_path(name) or name.count("/") > 1 or packed):
         instead = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
         raise CheckpointError(f"there is no directory or file {name}; {suggestion(name, instead)}")

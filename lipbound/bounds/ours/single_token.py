@@ -111,14 +111,8 @@ def _every(att: Attention) -> Tensor:
     return in_chunks(att, _refined_variants, [_root_count(att)])[..., 0]
 
 
-@lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)
-def _every_block(att: Attention) -> Tensor:
-    return together(att)[..., ROWS]
-
-
-@lipbound_one.extends(*LINEAR_VALUES, **PARTS)
-def _one(att: Attention) -> Tensor:
-    return together(att)[..., ROWS + 1]
+lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)(lambda att: together(att)[..., ROWS])
+lipbound_one.extends(*LINEAR_VALUES, **PARTS)(lambda att: together(att)[..., ROWS + 1])
 
 
 def _root_count(att: Attention) -> float:
