@@ -410,8 +410,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
                 tensors = weight_files.gguf_tensors(file, config)
             else:
                 tensors = weight_files.stored_tensors(folder)
-            place = torch.device(options.device)
-            model, report = offload.load_offloaded(folder, tensors, config, options.dtype, place)
+            model, report = offload.load_offloaded(folder, tensors, config, options)
         if file and any(map(weight_files.matters, report["missing_keys"])):
             raise CheckpointError(f"{name} could not be loaded: {offload.OTHER_FORM}")
         check_filled(report, name)
