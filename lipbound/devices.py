@@ -300,26 +300,23 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
             nothing is made that is kept for later.
         device: the GPU.
     """
-    graph, known = torch.cuda.CUDAGraph(), _CAPTURES.known
+    known = _CAPTURES.known
     try:
         if device not in known:
             stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
             with torch.cuda.stream(stream):
                 for dtype in DTYPES.values():  # libraries' own memory, which they keep
                     torch.bmm(*torch.ones(2, 2, 2, 2, dtype=dtype, device=device))
-            first = torch.cuda.CUDAGraph()
-            _capture(first, stream, pool, lambda: torch.zeros(1, device=device).add_(1))
+            first = _capture(stream, pool, lambda: torch.zeros(1, device=device).add_(1))
             known[device] = stream, pool, first
         stream, pool, _ = known[device]
-        _capture(graph, stream, pool, work)
+        return _capture(stream, pool, work).replay
     except RuntimeError:
         return work
-    return graph.replay
 
 
-def _capture(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any, work: Callable[[], object]
-) -> None:
+def _capture(stream: torch.cuda.Stream, pool: Any, work: Callable[[], object]) -> Any:
+    graph = torch.cuda.CUDAGraph()
     # torch.cuda.graph gives all memory that is free back to the system first
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
@@ -329,6 +326,7 @@ def _capture(
         finally:
             graph.capture_end()
     torch.cuda.current_stream(stream.device).wait_stream(stream)
+    return graph
 
 
 SERIAL = 2e10

@@ -185,13 +185,7 @@ def whole(
 
 
 def real(
-    name: str,
-    value: Any,
-    must: str,
-    *,
-    above: float = -math.inf,
-    below: float = math.inf,
-    error: type[LipboundError] = LipboundError,
+    name: str, value: Any, must: str, *, above: float = -math.inf, below: float = math.inf
 ) -> float:
     """Check an argument that is a finite number strictly between two others.
 
@@ -201,17 +195,19 @@ def real(
         must: what it must be, in words.
         above: a number that is too small.
         below: a number that is too large.
-        error: the type that is raised for anything else, such as True and False.
 
     Returns:
         The number.
+
+    Raises:
+        LipboundError: anything else, such as True and False.
 
     >>> real("tol", 0.001, "between 0 and 1", above=0, below=1)
     0.001
     """
     number = not isinstance(value, bool) and not _is_array(value) and is_number(value)
     if not number or not above < float(value) < below:
-        raise error(f"{name} is {shown(value)}; it must be {must}")
+        raise LipboundError(f"{name} is {shown(value)}; it must be {must}")
     return float(value)
 
 

@@ -117,19 +117,14 @@ def memoised(function: F) -> F:
 
 def memoised_routine(routine: Callable[[Any], Routine[T]]) -> Callable[[Any], T]:
     """Return a `memoised` function of a layer that runs a routine."""
-
-    @wraps(routine)
-    def whole(layer: Any) -> T:
-        return finished(routine(layer))
-
-    return memoised(whole)
+    return memoised(wraps(routine)(lambda layer: finished(routine(layer))))
 
 
-def found_together(*parts: tuple[Callable[[Any], Any], Any]) -> None:
-    """Have results of `memoised_routine` for layers, waiting for their device together."""
-    missing = [(f, layer) for f, layer in parts if not layer.cache.has(_key(f))]
-    values = undisturbed(finished, together(*(unwrap(f)(layer) for f, layer in missing)))
-    for (f, layer), value in zip(missing, values, strict=True):
+def found_together(layer: Any, *functions: Callable[[Any], Any]) -> None:
+    """Have results of `memoised_routine` for a layer, waiting for its device together."""
+    missing = [f for f in functions if not layer.cache.has(_key(f))]
+    values = undisturbed(finished, together(*(unwrap(f)(layer) for f in missing)))
+    for f, value in zip(missing, values, strict=True):
         keep_result(f, layer, value)
 
 

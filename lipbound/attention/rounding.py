@@ -14,7 +14,6 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import BLOCKED, four_axes
 from lipbound.attention.variants.base import SIDES, UNIT, Passing, Side
-from lipbound.devices import Routine
 
 MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that
@@ -59,12 +58,6 @@ class TensorErrors(NamedTuple):
     score: Tensor
     p: Tensor
     weights: Tensor
-
-    def read(self, *others: Tensor) -> Routine[tuple["TensorErrors", list[Tensor]]]:
-        """Return these and other numbers of their shape on the CPU."""
-        (whole,) = yield [torch.stack([*self, *others])]
-        found = list(whole)
-        return TensorErrors(*found[: len(self)]), found[len(self) :]
 
     def of_samples(self, index: slice) -> "TensorErrors":
         """Return those of some samples."""

@@ -94,15 +94,11 @@ def turn(att: Attention) -> float:
 def norm_a(att: Attention) -> Tensor:
     """Norm ||A||, A = scale W_Q W_K^T (D x D), (heads,).
 
-    With a rotation |scale| max ||R_i||^2 ||W_Q|| ||W_K||, which bounds those of all A_ij.
+    A is not formed: Lemma 86 (docs/theory/upper_values.md). With a rotation |scale| max ||R_i||^2
+    ||W_Q|| ||W_K||, which bounds those of all A_ij.
     """
     if att.rotation is not None:
         return abs(att.scale) * turn(att) ** 2 * norm_q(att) * norm_k(att)
-    return _norm_of_product(att)
-
-
-def _norm_of_product(att: Attention) -> Tensor:
-    """Norm ||scale W_Q W_K^T||, without forming it: Lemma 86 (docs/theory/upper_values.md)."""
     a, b, width = wide(att).w_q, wide(att).w_k, att.x.shape[2]
     f_a, f_b = a.detach(), b.detach()
     if width > att.d:

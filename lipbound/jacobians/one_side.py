@@ -123,5 +123,6 @@ def own_block_norms(op: HeadOperator, roundoff: Roundoff, *, tol: float, vectors
         left = torch.zeros(op.batch, n, d_v, dtype=op.dtype, device=op.device)
         left[at] = torch.linalg.svd(blocks[at], full_matrices=False).U[..., 0]
     value, rounding = top.cpu(), 8 * (d_v + blocks.shape[-1]) * torch.finfo(op.dtype).eps
-    norm = solved(op, value * (1 - rounding), value * (1 + rounding), steps=d_v, left=left)
+    low, high = value * (1 - rounding), value * (1 + rounding)
+    norm = solved(op, low, upper=high, steps=d_v, left=left)
     return widened(norm, roundoff.tensors + d_v**0.5 * roundoff.products, tol)

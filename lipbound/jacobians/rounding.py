@@ -54,18 +54,19 @@ class Mixing(NamedTuple):
 
     @staticmethod
     def of(
-        e: TensorErrors, columns: Tensor, largest: Tensor, real: Tensor | None, *others: Tensor
+        e: TensorErrors, columns: Tensor, largest: Tensor, valid: Tensor | None, *others: Tensor
     ) -> Routine[tuple[TensorErrors, "Mixing", list[Tensor]]]:
         """From computed column sums (..., heads, keys) and largest entries (..., heads, rows).
 
-        Rows that are padding, where ``real`` (..., 1, rows) is False, do not count.
+        Rows that are padding, where ``valid`` (..., rows) is False, do not count.
 
         Returns:
             The errors, these values, and other numbers of their shape, all on the CPU.
         """
         n = max(columns.shape[-1], largest.shape[-1])
-        largest = largest if real is None else largest.masked_fill(~real, 1.0)
-        e, (column, least, *rest) = yield from e.read(columns.amax(-1), largest.amin(-1), *others)
+        largest = largest if valid is None else largest.masked_fill(~valid[..., None, :], 1.0)
+        (whole,) = yield [torch.stack([*e, columns.amax(-1), largest.amin(-1), *others])]
+        e, (column, least, *rest) = TensorErrors(*whole[: len(e)]), whole[len(e) :]
         left = (1 - least).clamp_min(0) + (n + 8) * UNIT
         return e, Mixing((column * MARGIN).sqrt(), (left * MARGIN).sqrt(), n**0.5), rest
 
@@ -167,9 +168,8 @@ def roundoff(
     e, n = tensor_errors(att) if alone is None else alone.errors(att), max(att.rows, att.keys)
     e, shape = e if values is None else e._replace(v=values), (att.samples, att.heads)
     columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(*shape, -1)
-    real = None if att.valid_rows is None else att.valid_rows[:, None]
     largest, loss = op.largest().view(*shape, -1), op.rows.loss.expand(shape)
-    e, mix, (loss,) = finished(Mixing.of(e, columns, largest, real, loss))
+    e, mix, (loss,) = finished(Mixing.of(e, columns, largest, att.valid_rows, loss))
     # products take v_j and o_i one by one, whose difference may be small
     apart = mix._replace(spread=torch.ones_like(mix.spread))
     size = sum(Sizes.of(e, apart).through(mix, att.scale), start=torch.zeros_like(mix.norm))

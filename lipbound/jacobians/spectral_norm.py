@@ -11,7 +11,6 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.rescaling import unit_values
-from lipbound.attention.variants.base import Side
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.automatic import AutomaticJacobian
@@ -130,44 +129,32 @@ def spectral_norm(
         plain = PreparedMap(att, map, as_given=True, side=side)
         return shaped(att, search(plain.op, vectors=vectors, max_steps=max_steps), plain)
     steps = DEFAULT_STEPS["lanczos"] if max_steps is None else max_steps
-    measure = partial(_measured, att, map, side, method, tol, delta, vectors, seeds, steps)
-    return by_rows_if_full(att, measure)
+    narrow = delta is None and method != "dense" and att.dtype == torch.float32 and tol >= SEEN
+    prepared = partial(PreparedMap, map=map, estimate=narrow, side=side)
 
-
-def _measured(
-    att: Attention,
-    map: str,
-    side: Side | None,
-    method: str,
-    tol: float,
-    delta: float | None,
-    vectors: bool,
-    seeds: list[int],
-    max_steps: int,
-) -> Norm:
-    """`spectral_norm` of a layer in closed form: in range, operator, allowance, search."""
-    checks = delta is None and method != "dense" and att.dtype == torch.float32 and tol >= SEEN
-    wide = PreparedMap(att.double(), map, estimate=checks, side=side)
-    if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
-        norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
-    elif method == "dense":
-        norm = dense_svd(wide.op, vectors=vectors)
-        norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
-    else:
+    def solved(wide: PreparedMap) -> Norm:
+        """The norms of a prepared map, in its units."""
+        noise = wide.roundoff.tensors + wide.roundoff.products
+        if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
+            return own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
+        if method == "dense":
+            return widened(dense_svd(wide.op, vectors=vectors), noise, tol)
         op = wide.op
-        if checks:
-            # products in float32, where heads of float64 have them
-            narrow = wide.op.single() if isinstance(wide.op, HeadOperator) else None
-            op = narrow or PreparedMap(att, map, estimate=checks, side=side).op
+        if narrow:  # products in float32, where heads of float64 have them
+            op = (isinstance(op, HeadOperator) and op.single()) or prepared(att).op
         each = seeds_each(wide.op.batch, seeds)
-        problem = Problem(wide.op, wide.roundoff, op, tol, max_steps, each)
+        problem = Problem(wide.op, wide.roundoff, op, tol, steps, each)
         with torch.no_grad():
             if delta is None:
-                norm = estimate(problem, vectors=vectors)
-            else:
-                norm = enclose(problem, delta / wide.op.batch, vectors=vectors)
-    noise = wide.roundoff.tensors + wide.roundoff.products
-    return shaped(att, replace(norm, limited=~(4 * noise <= tol * norm.lower)), wide)
+                return estimate(problem, vectors=vectors)
+            return enclose(problem, delta / wide.op.batch, vectors=vectors)
+
+    def measure() -> Norm:
+        norm = solved(wide := prepared(att.double()))
+        noise = wide.roundoff.tensors + wide.roundoff.products
+        return shaped(att, replace(norm, limited=~(4 * noise <= tol * norm.lower)), wide)
+
+    return by_rows_if_full(att, measure)
 
 
 def _own_blocks(wide: PreparedMap) -> bool:

@@ -17,16 +17,9 @@ from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
-from lipbound.jacobians.token_norms.token_norm import (
-    TOKEN_MAPS,
-    beside,
-    chunks,
-    matrices,
-    pieces,
-    tensors_of,
-)
+from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS, beside, chunks, pieces, tensors_of
 from lipbound.linalg.matrix_norms import UNIT, times_power
-from lipbound.linalg.operators import JacobianOperator, Product
+from lipbound.linalg.operators import JacobianOperator, Product, Transposed
 from lipbound.linalg.solution import normal_numbers, seeds_each
 
 Measure = Callable[[JacobianOperator, PreparedMap | None], Tensor]
@@ -125,7 +118,7 @@ def _frobenius(op: JacobianOperator, measured: PreparedMap | None) -> Tensor:
     if measured.attention.variants <= set(WITH_TOKEN_NORMS):
         parts, squares, off = tensors_of(measured), [], []
         for maps, rows in chunks(parts):
-            found = [matrices(parts.of_maps(maps), r, columns=False) for r in rows]
+            found = [parts.of_maps(maps).squares(r, columns=False) for r in rows]
             traces = [g.diagonal(dim1=-2, dim2=-1).sum((1, 2)) for g, _ in found]
             squares.append(torch.stack(traces).sum(0))
             off.append(torch.stack([slack.sum(1) for _, slack in found]).sum(0))
@@ -170,10 +163,7 @@ def _rows(op: JacobianOperator, what: str) -> Iterator[Tensor]:
             f"{what} of a Jacobian with {count:,} outputs (tokens times their width) is asked for, "
             f"and all its rows are formed up to {most:,}; give shorter inputs, or leave it out"
         )
-    for k in range(count):
-        e = torch.zeros(op.batch, count, dtype=op.dtype, device=op.device)
-        e[:, k] = 1
-        yield op.vjp(e.view(op.batch, *op.out_shape)).flatten(1)
+    return Transposed(op).columns()
 
 
 class SingularValues(NamedTuple):

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from scipy.special import betaincinv, betaln
 
-from lipbound.linalg.krylov import Recurrence
+from lipbound.linalg.krylov import Array, Recurrence
 from lipbound.linalg.matrix_norms import UNIT
 
-Array = np.ndarray
 STARTS = (1, 2, 4, 8, 16)
 """Numbers of independent starts over which a probability is multiplied up, with an epsilon that is
 the larger the more they are: where rounding hides what one sees."""

@@ -1,7 +1,6 @@
 r"""Upper values of the largest :math:`\|X^T M(P_i)\|` over the rows of attention matrices."""
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,20 +24,6 @@ _FAINT = 2.0**-500
 much is added to all of them."""
 
 
-class Largest(NamedTuple):
-    """Upper values of the norms of the rows of each head that may be the largest.
-
-    Attributes:
-        rows: by falling cheap upper values, (samples, heads, r).
-        cheap: these values.
-        exact: the norms of those that were solved for, minus infinity for the others.
-    """
-
-    rows: Tensor
-    cheap: Tensor
-    exact: Tensor
-
-
 def weighted_deviation_norm(x: Tensor, p: Tensor) -> Routine[Tensor]:
     r"""Return upper values of :math:`\max_i \|X^T M(P_i)\|`, (samples, heads), float64.
 
@@ -57,10 +42,12 @@ def weighted_deviation_norm(x: Tensor, p: Tensor) -> Routine[Tensor]:
     step = 1 if x.device.type == "cpu" else len(x)  # a GPU waits for all samples at once
     values = []
     for some, rows in zip(x.split(step), p.split(step), strict=True):
-        found = yield from _largest(some.detach(), rows.detach())
-        value, place = torch.where(found.exact.isneginf(), found.cheap, found.exact).max(-1)
+        order, cheap, exact = yield from _largest(some.detach(), rows.detach())
+        left_over = exact.isneginf()
+        value, place = torch.where(left_over, cheap, exact).max(-1)
         if some.requires_grad or rows.requires_grad:
-            value = with_derivative(value, _form(found, place, some, rows))
+            row, open_ = (t.gather(-1, place[..., None]) for t in (order, left_over))
+            value = with_derivative(value, _form(row, open_, some, rows))
         values.append(value)
     return torch.cat(values)
 
@@ -70,7 +57,13 @@ def _inner_products(x: Tensor) -> Tensor:
     return centred @ centred.mT
 
 
-def _largest(x: Tensor, p: Tensor) -> Routine[Largest]:
+def _largest(x: Tensor, p: Tensor) -> Routine[tuple[Tensor, Tensor, Tensor]]:
+    """Upper values of the norms of the rows of each head that may be the largest.
+
+    Returns:
+        The rows by falling cheap upper values, (samples, heads, r); these values; and the norms of
+        those that were solved for, minus infinity for the others.
+    """
     samples, heads, n, _ = p.shape
     near = x.device.type == "cpu"
     rounds, size = (ROUNDS, BYTES) if near else (FAR_ROUNDS, FAR_BYTES)
@@ -91,15 +84,14 @@ def _largest(x: Tensor, p: Tensor) -> Routine[Largest]:
             s, h, i = part.unbind(-1)
             i = i + start
             exact[s, h, i] = _exact(x, s, p[s, h, rows[s, h, i]])
-    return Largest(rows, cheap, exact)
+    return rows, cheap, exact
 
 
-def _form(found: Largest, place: Tensor, x: Tensor, p: Tensor) -> Tensor:
-    """Return values with the derivative of the rows in these places, (samples, heads).
+def _form(row: Tensor, open_: Tensor, x: Tensor, p: Tensor) -> Tensor:
+    """Return values with the derivative of one row (samples, heads, 1) of each head.
 
-    At a top singular pair of X^T M, or that of the cheap upper value where it was not solved for.
+    At a top singular pair of X^T M, or that of the cheap upper value where it is still ``open_``.
     """
-    row, solved = (t.gather(-1, place[..., None]) for t in (found.rows, ~found.exact.isneginf()))
     rows = p.take_along_dim(row[..., None], 2)  # (samples, heads, 1, N)
     heaviest = rows.detach().argmax(-1)
     y = x[:, None] - x[:, None].take_along_dim(heaviest[..., None], 2)
@@ -110,7 +102,7 @@ def _form(found: Largest, place: Tensor, x: Tensor, p: Tensor) -> Tensor:
     image = z.mT @ u
     form = (normalize(image.detach(), dim=-2, eps=1e-300) * image).sum((-1, -2))
     cheap = _upper_values(_inner_products(x), x.shape[-1], rows[:, :, 0])
-    return torch.where(solved[..., 0], form, cheap)
+    return torch.where(open_[..., 0], cheap, form)
 
 
 def _upper_values(k: Tensor, width: int, p: Tensor) -> Tensor:

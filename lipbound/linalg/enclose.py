@@ -15,13 +15,12 @@ from torch import Tensor
 
 from lipbound.errors import RangeError
 from lipbound.linalg.certificates import STARTS, Certificate
-from lipbound.linalg.krylov import Recurrence, Runs
+from lipbound.linalg.krylov import Array, Recurrence, Runs
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, power_of_two
 from lipbound.linalg.operator_norm import lanczos
 from lipbound.linalg.operators import InUnits, JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, seeds_each, start_vectors, width, with_vectors
 
-Array = np.ndarray
 _ADDED = 4
 """Rounding of one product where it is not measured, in units of the last digit of a bound on the
 norm."""
@@ -199,7 +198,9 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
         if search is not op:
             return _estimated(replace(problem, search=op))
         if op.batch == 1:
-            return _nothing(op)
+            zero = torch.zeros(1, dtype=torch.float64)
+            norm = Norm(zero, zero + math.inf, zero.long(), zero > 0, zero + math.inf)
+            return norm, zero.new_zeros(1, math.prod(op.out_shape), device=op.device)
         parts = [_estimated(problem.select(i)) for i in torch.arange(op.batch)[:, None]]
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
     low, size, top, image = _quotients(op, roundoff, left.double(), tol)
@@ -250,13 +251,6 @@ def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor) -> Tensor:
         seen = _HIDDEN * y.shape[1] ** 0.5 * apart(part.search, y, exact)
         blur[unsure] = torch.maximum(blur[unsure], seen)
     return torch.where(low < _FAINT, math.inf, blur)
-
-
-def _nothing(op: JacobianOperator) -> tuple[Norm, Tensor]:
-    """Return trivial bounds on one norm, and no vector."""
-    zero, no = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bool)
-    vector = torch.zeros(1, math.prod(op.out_shape), dtype=torch.float64, device=op.device)
-    return Norm(zero, zero + math.inf, zero.long(), no, zero + math.inf), vector
 
 
 def _quotients(

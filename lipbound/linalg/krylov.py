@@ -1,7 +1,7 @@
 """Lanczos runs of a batch of operators on their device, looked at every few steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
@@ -62,8 +62,7 @@ class Recurrence:
 
     def repeated(self, times: int) -> "Recurrence":
         """Return the same, each entry so many times in a row."""
-        parts = (self.alpha, self.beta, self.lost, self.steps, self.top, self.whole)
-        return Recurrence(*(np.repeat(part, times, 0) for part in parts))
+        return Recurrence(*(np.repeat(getattr(self, f.name), times, 0) for f in fields(self)))
 
 
 Rule = Callable[[Array, Recurrence], Array]

@@ -95,11 +95,8 @@ def matrix_norm(w: Tensor, known: Tensor | None = None) -> Tensor:
         known: their `gram_of`, where it is at hand.
     """
     whole, size, bad = w.detach().double(), None, None
-    gram, near, (m, n) = (
-        gram_of(whole) if known is None else known,
-        w.device.type == "cpu",
-        w.shape[-2:],
-    )
+    gram = gram_of(whole) if known is None else known
+    near, (m, n) = w.device.type == "cpu", w.shape[-2:]
     traces = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     if near and not bool(((traces > 1 / GRAM_RANGE) & (traces < GRAM_RANGE)).all()):
         fixed, _, size, bad = ordinary(whole)
@@ -287,8 +284,7 @@ def top_eigenpair(g: Tensor) -> tuple[Tensor, Tensor]:
         return values[..., -1], vectors[..., -1:]
     value, power = powers(g)
     column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
-    x = power.gather(-1, column.expand(*power.shape[:-1], 1))
-    x = _unit_columns(x)
+    x = _unit_columns(power.gather(-1, column.expand(*power.shape[:-1], 1)))
     return value, _unit_columns(torch.where((x == 0).all(-2, keepdim=True), 1.0, x))
 
 

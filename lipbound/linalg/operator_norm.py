@@ -16,7 +16,7 @@ from torch import Tensor
 from lipbound.devices import has_float64, in_own_modes
 from lipbound.errors import LipboundError, RangeError, choice, real, whole
 from lipbound.linalg.certificates import ESTIMATE_DELTA, ROUNDING, Certificate
-from lipbound.linalg.krylov import Recurrence, Runs
+from lipbound.linalg.krylov import Array, Recurrence, Runs
 from lipbound.linalg.matrix_norms import power_of_two
 from lipbound.linalg.operators import FromCPU, InUnits, JacobianOperator
 from lipbound.linalg.solution import (
@@ -30,7 +30,6 @@ from lipbound.linalg.solution import (
     with_vectors,
 )
 
-Array = np.ndarray
 METHODS = ("lanczos", "power", "dense")
 DEFAULT_STEPS = {"lanczos": 500, "power": 100}
 LARGEST_DENSE_SVD = 512
@@ -245,5 +244,5 @@ def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e
             sigma = torch.linalg.svdvals(matrix)
         sizes.append(sigma[0].cpu())
     value, top = torch.stack(sizes), torch.stack(left) if vectors else None
-    ends = value * (1 - rounding), value * (1 + rounding)
-    return solved(op, *ends, error=rounding, left=top)
+    low, high = value * (1 - rounding), value * (1 + rounding)
+    return solved(op, low, upper=high, error=rounding, left=top)

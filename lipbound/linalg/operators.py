@@ -15,7 +15,7 @@ so that the solvers of this folder work on any of them.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
@@ -103,13 +103,15 @@ class JacobianOperator(ABC):
 
     def dense(self) -> Tensor:
         """Return the matrices, (batch, out, in), by one product a column: for small cases."""
+        return torch.stack(list(self.columns()), -1)
+
+    def columns(self) -> Iterator[Tensor]:
+        """Yield the columns of the matrices, (batch, out) each, by one product each."""
         size = math.prod(self.in_shape)
-        columns = []
         for k in range(size):
             e = torch.zeros(self.batch, size, dtype=self.dtype, device=self.device)
             e[:, k] = 1
-            columns.append(self.jvp(e.view(self.batch, *self.in_shape)).reshape(self.batch, -1))
-        return torch.stack(columns, -1)
+            yield self.jvp(e.view(self.batch, *self.in_shape)).reshape(self.batch, -1)
 
     def to_scipy(self, i: int = 0) -> LinearOperator:
         """Return entry ``i`` as a scipy operator (out, in) on flattened vectors, in its dtype."""

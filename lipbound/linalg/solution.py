@@ -200,29 +200,26 @@ def check_seed(seed: Any) -> list[int]:
 
 
 def solved(
-    op: JacobianOperator,
-    lower: Tensor,
-    upper: Tensor | float = math.inf,
-    *,
-    steps: Tensor | int = 0,
-    converged: Tensor | bool = True,
-    error: Tensor | float = 0.0,
-    left: Tensor | None = None,
+    op: JacobianOperator, lower: Tensor, *, left: Tensor | None = None, **known: Tensor | float
 ) -> Norm:
     """Return what a solver has found, (batch,) on the CPU or one for all, as a `Norm`.
 
-    With the singular vectors that ``left`` leads to, if there are any.
+    Args:
+        op: the Jacobians.
+        lower: attained values.
+        left: what singular vectors are found from, if they are wanted.
+        known: other fields of the norm; by default infinite upper ends, no steps, converged, and
+            no error.
 
     Raises:
         RangeError: a value is not finite.
     """
     check_finite(op, lower)
-
-    def every(value: Tensor | float, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(value, dtype=dtype).expand(op.batch).clone()
-
-    ends = lower, every(upper, torch.float64), every(steps, torch.int64)
-    norm = Norm(*ends, every(converged, torch.bool), every(error, torch.float64))
+    values = {"upper": math.inf, "steps": 0, "converged": True, "error": 0.0} | known
+    dtypes = (torch.float64, torch.int64, torch.bool, torch.float64)
+    pairs = zip(values.values(), dtypes, strict=True)
+    each = (torch.as_tensor(value, dtype=dtype) for value, dtype in pairs)
+    norm = Norm(lower, *(t.expand(op.batch).clone() for t in each))
     return norm if left is None else with_vectors(norm, op, left)
 
 

@@ -16,14 +16,7 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import (
-    MASK,
-    POSITION_IDS,
-    Checkpoint,
-    Inputs,
-    text_part,
-    unmarked_padding,
-)
+from lipbound.models.checkpoint import POSITION_IDS, Checkpoint, Inputs, text_part, unmarked_padding
 from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.other_libraries import explained
@@ -199,7 +192,9 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     if wrong or not given or len({len(t) for t in given.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
         raise InputsError(f"ready inputs must be named {SAMPLES}; given are {shapes or 'none'}")
-    names = names if known or not names else {*names, MASK}  # others may make it of their tokens
+    names = (
+        names if known or not names else {*names, "attention_mask"}
+    )  # others may make it of their tokens
     tensors = {name: t for name, t in given.items() if not names or name in names}
     if not tensors:
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")

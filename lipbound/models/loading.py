@@ -253,7 +253,7 @@ def load_named(model: object, options: LoadOptions) -> Checkpoint:
         checkpoint = load_folder(PREFIX + builtin, found.place(builtin), None, wanted)
         found.check(checkpoint.revision.partition("+")[0])
         return checkpoint
-    packed = weight_files.is_gguf(name)
+    packed = name.lower().endswith(weight_files.GGUF)
     if not path.exists() and (is_path(name) or name.count("/") > 1 or packed):
         instead = "give a checkpoint directory, a GGUF file, a hub id (owner/name) or a builtin"
         raise CheckpointError(f"there is no directory or file {name}; {suggestion(name, instead)}")
@@ -410,8 +410,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
                 tensors = weight_files.gguf_tensors(file, config)
             else:
                 tensors = weight_files.stored_tensors(folder)
-            place = torch.device(options.device)
-            model, report = offload.load_offloaded(folder, tensors, config, options.dtype, place)
+            model, report = offload.load_offloaded(folder, tensors, config, options)
         if file and any(map(weight_files.matters, report["missing_keys"])):
             raise CheckpointError(f"{name} could not be loaded: {offload.OTHER_FORM}")
         check_filled(report, name)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError
+from lipbound.models.checkpoint import LoadOptions
 from lipbound.models.other_libraries import explained
 from lipbound.models.weight_files import TensorRef
 
@@ -164,11 +165,7 @@ def _read_by(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
 
 
 def load_offloaded(
-    folder: Path,
-    tensors: dict[str, TensorRef],
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    folder: Path, tensors: dict[str, TensorRef], config: PretrainedConfig, options: LoadOptions
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Build a model whose weights stay in their files.
 
@@ -179,8 +176,8 @@ def load_offloaded(
         folder: of the checkpoint.
         tensors: where the model's are, by name.
         config: of the model.
-        dtype: torch.float32 or torch.float64, in which the model computes.
-        device: where it computes.
+        options: with the dtype, torch.float32 or torch.float64, in which the model computes, and
+            the device.
 
     Returns:
         The model, in evaluation mode with eager attention, and transformers' report of missing and
@@ -193,6 +190,7 @@ def load_offloaded(
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("its weights are quantized; give the checkpoint that was quantized")
+    dtype, device = options.dtype, torch.device(options.device)
     placeholders = _Placeholders(tensors)
     model, report = _built(config, placeholders)
     model.name_or_path = model.config.name_or_path = str(folder)  # as transformers sets them

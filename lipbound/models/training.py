@@ -38,11 +38,7 @@ float64."""
 HALF_ROUNDINGS = 4
 """The same in half precision, in roundings: of input, of weights, of their product, and of what is
 added to it."""
-SEPARATE = (
-    ("query", "key", "value"),
-    ("q_proj", "k_proj", "v_proj"),
-    ("q_lin", "k_lin", "v_lin"),
-)
+SEPARATE = (("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"))
 """Names of three linear maps in one module."""
 ONE_MAP = ("c_attn", "qkv")
 """Names of one linear map onto queries, keys and values, in this order."""

@@ -237,11 +237,6 @@ def _stamp(file: Path) -> tuple[int, int]:
     return (status := os.stat(file)).st_size, status.st_mtime_ns
 
 
-def is_gguf(name: str) -> bool:
-    """Return whether a name ends as that of a GGUF file does."""
-    return name.lower().endswith(GGUF)
-
-
 def choose_gguf(there: Iterable[str], wanted: str | None, name: str) -> str:
     """Choose a GGUF file.
 

@@ -417,9 +417,7 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     if not devices.has_float64(device):
         what = "has no float64: the model runs there, and its heads are measured on the CPU"
         note(inputs, f"the device {device!r} {what}")
-    layers = config.chosen_layers
-    capturer = measure.capturer_of(checkpoint.model, layers, config.map, config.extras)
-    return Sources(checkpoint, inputs, device, capturer)
+    return Sources(checkpoint, inputs, device, measure.capturer_of(checkpoint.model, config))
 
 
 def note(inputs: Inputs, text: str) -> None:

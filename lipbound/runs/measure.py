@@ -140,31 +140,23 @@ class LayerInfo:
     measured: str = schema.CLOSED_FORM
 
 
-def capturer_of(
-    model: nn.Module,
-    layers: Sequence[int] | None,
-    map: str,
-    extras: Collection[str] | None = None,
-    *,
-    closed: bool = True,
-) -> Capturer:
-    """Prepare the capture of some layers of a model (all for None) as a map and extras need them.
+def capturer_of(model: nn.Module, spec: RunConfig, *, closed: bool = True) -> Capturer:
+    """Prepare the capture of the layers of a model that are measured, as map and extras need them.
 
     Args:
         model: loaded.
-        layers: their numbers.
-        map: that is measured. extras: beside it.
+        spec: what is measured.
         closed: False for automatic differentiation of every layer.
 
     Raises:
         LipboundError: layers that are given themselves have no module to differentiate.
     """
     if not isinstance(model, GivenLayers):
-        around = map in BLOCKS or "rho_ln" in (extras or ())
-        return Capturer(model, layers, around=around, closed=closed)
+        around = spec.map in BLOCKS or "rho_ln" in (spec.extras or ())
+        return Capturer(model, spec.chosen_layers, around=around, closed=closed)
     if not closed:
         raise LipboundError("the run is of layers without a model, and there is no module to run")
-    return GivenCapturer(model, layers)
+    return GivenCapturer(model, spec.chosen_layers)
 
 
 def layers_at(
@@ -425,7 +417,7 @@ def work(
             if checkpoint.revision != revision:
                 found = f"{spec.model} is {checkpoint.revision} on a worker"
                 raise errors.CheckpointError(f"{found} but {revision} here; give all the same")
-            capturer = capturer_of(checkpoint.model, spec.chosen_layers, spec.map, spec.extras)
+            capturer = capturer_of(checkpoint.model, spec)
             _MEASURERS[worker] = Measurer(capturer, spec)
         here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
         return list(_MEASURERS[worker].block(here, start, skip))

@@ -165,7 +165,7 @@ class Monitor:
         measured, notes = in_dtype(self._model)
         checkpoint.notes += notes
         tell(*notes)
-        capturer = capturer_of(measured, config.chosen_layers, config.map, config.extras)
+        capturer = capturer_of(measured, config)
         device = str(next(self._model.parameters()).device)
         self._sources = Sources(checkpoint, inputs, device, capturer)
         memory = compare.memory_bytes(config.memory, device)

@@ -4,7 +4,7 @@ Model and inputs are found by the provenance that the run recorded.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,8 +112,8 @@ def measure_again(
     shape = (len(made.layers), made.heads or 1)
     spec = rerun.config.of_places(names, made.exact_samples, shape)
     statistics = closed and schema.STATISTICS[0] in ds.variables
-    layers = [int(ds["layer"][i])]
-    capturer = capturer_of(rerun.checkpoint.model, layers, spec.map, spec.extras, closed=closed)
+    one = replace(spec, layers=[int(ds["layer"][i])])
+    capturer = capturer_of(rerun.checkpoint.model, one, closed=closed)
     number = int(ds["sample"][s])
     block = rerun.inputs.block(number, number + 1, rerun.device)
     with torch.no_grad():

@@ -70,7 +70,7 @@ def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Datase
         found.append(store.LayerResult(0, len(layers), values, np.zeros(1, dtype=int), 0.0))
         layers.append(measure.LayerInfo(len(layers), name, len(w_q), 0, frozenset()))
     inputs = Inputs({"no_tokens": torch.zeros(1, 0)}, "no data", "none")
-    capturer = measure.capturer_of(checkpoint.model, None, config.map)
+    capturer = measure.capturer_of(checkpoint.model, config)
     sources = measure.Sources(checkpoint, inputs, str(w_q.device), capturer)
     plan = compare.Plan(config, layers, 1, 1, 1, {}, len(layers))
     tables, lengths, _ = compare.filled(plan, found)

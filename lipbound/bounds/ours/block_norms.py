@@ -103,52 +103,41 @@ def in_chunks(
     rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)
     many = max(1, step // att.heads) if several and att.device.type != "cpu" else 1
     with torch.set_grad_enabled(att.cache.recording):
-        for sample in samples_of(att, many):
+        for sample, errors, exponents in samples_of(att, many):
 
-            def of(heads: slice, one: Attention = sample.layer) -> Routine[Tensor]:
+            def of(heads: slice, one: Attention = sample) -> Routine[Tensor]:
                 made = values(one, heads)
                 made = (yield from made) if isinstance(made, Generator) else made
                 return made.unflatten(0, (one.samples, -1))
 
-            first, error = finished(together(of(chunks[0]), sample.error()))
+            first, error = finished(together(of(chunks[0]), _error(sample, errors)))
             found = torch.cat([first, *(finished(of(heads)) for heads in chunks[1:])], 1)
             total = found + error.to(found.device)[..., None] * factors
-            rows.append(times_power_up(total.mT, sample.exponents.to(found.device)).mT)
+            rows.append(times_power_up(total.mT, exponents.to(found.device)).mT)
     return torch.cat(rows)
 
 
-class Sample(NamedTuple):
-    """One sample of a layer, or some, as a float64 layer of ordinary size.
+@torch.no_grad()
+def _error(one: Attention, errors: TensorErrors) -> Routine[Tensor]:
+    """Upper values of what rounding and underflow may hide of norms of J, (samples, heads)."""
+    e, mix, _ = yield from Mixing.of(errors, one.p.sum(-2), one.p.amax(-1), one.valid_rows)
+    off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
+    off = off + _TINY * (one.d_v**0.5 * e.v_slope + e.v)
+    return off * (1 + 1e-6)
 
-    Attributes:
-        layer: of these samples. errors: of its tensors.
-        exponents: of the powers of two that its J is to be multiplied with, (heads,).
+
+def samples_of(att: Attention, many: int = 1) -> Iterator[tuple[Attention, TensorErrors, Tensor]]:
+    """Every sample of a layer, ``many`` at a time; norms of weights are found once.
+
+    Each is a float64 layer of ordinary size, with the errors of its tensors and the exponents of
+    the powers of two that its J is to be multiplied with, (heads,).
     """
-
-    layer: Attention
-    errors: TensorErrors
-    exponents: Tensor
-
-    @torch.no_grad()
-    def error(self) -> Routine[Tensor]:
-        """Upper values of what rounding and underflow may hide of norms of J, (samples, heads)."""
-        one = self.layer
-        real = None if one.valid_rows is None else one.valid_rows[:, None]
-        columns, largest = one.p.sum(-2), one.p.amax(-1)
-        e, mix, _ = yield from Mixing.of(self.errors, columns, largest, real)
-        off = tensor_error(one) if "gate" in one.variants else distance(e, mix, one.scale)
-        off = off + _TINY * (one.d_v**0.5 * e.v_slope + e.v)
-        return off * (1 + 1e-6)
-
-
-def samples_of(att: Attention, many: int = 1) -> Iterator[Sample]:
-    """Every sample of a layer, ``many`` at a time; norms of weights are found once."""
     whole, exponents = ordinary(att)
     errors = tensor_errors(whole)
     for part in (slice(s, s + many) for s in range(0, att.samples, many)):
         one = whole.of_samples(part)
         keep_result(weights_of, one, weights_of(whole))
-        yield Sample(one, errors.of_samples(part), exponents)
+        yield one, errors.of_samples(part), exponents
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -368,6 +357,34 @@ class BlockNorms:
         left = torch.stack([own, length, self.excess[:, None] * self.size], -1)
         right = torch.stack([length, 2 * off, self.size], -1)
         return (self.qt @ self.qt.mT).abs() + left @ right.mT
+
+
+def sharp_block_norms(att: Attention, heads: slice) -> Tensor:
+    r"""Upper values of the norms of the blocks of J, for some heads of a layer, as `BlockNorms`.
+
+    But for the allowance of `Bound`: Lemma 96 (docs/theory/token_bounds.md). Of
+    :math:`\|J_{ij}\|`, (heads, N, N).
+    """
+    parts = BlockNorms(att, heads)
+    w, inputs, distance = weights_of(att), att.x.shape[2], parts.distance
+    turned = for_samples(att.w_k[heads].mT @ att.w_v[heads], att)
+    z = att.scale * att.q[:, heads].flatten(0, 1) @ turned
+    sizes = for_samples((w.size_k * w.size_v)[heads], att)
+    off = gamma(inputs + att.d + 4) * parts.size * sizes[:, None]
+    length = z.norm(dim=-1) + off
+
+    along = z @ parts.v.mT - (parts.o * z).sum(-1, keepdim=True)  # (v_j - o_i) . z_i
+    across = lengths(parts.v)[:, None] + lengths(parts.o)[..., None]
+    along = along + off[..., None] * distance.detach()
+    along = along + gamma(att.d_v + 6) * across * length.detach()[..., None]
+    reach = distance * length[..., None]
+    along = torch.minimum(torch.maximum(along, -reach), reach)
+    squares = (parts.qt_norm * distance) ** 2
+    most = (squares + 2 * reach).detach()
+    slack, total = gamma(inputs + 2 * att.d + 2 * att.d_v + 64), squares + 2 * along
+    under = total**2 + 4 * (reach - along) * (reach + along) + 64 * slack * most**2
+    top = ((total + root(under)) / 2 + 16 * slack * most).clamp_min(0)
+    return parts.p * root(parts.norm_v**2 + top) + torch.diag_embed(parts.b)
 
 
 def _each(c: Tensor, m: Tensor) -> Tensor:

@@ -16,13 +16,7 @@ from lipbound.bounds.ours.block_norms import MATRICES, RTOL, BlockNorms, in_chun
 from lipbound.bounds.ours.entry import our_bound
 from lipbound.bounds.statement import Bound
 from lipbound.devices import Routine, require
-from lipbound.linalg.matrix_norms import (
-    gamma,
-    matrix_norm,
-    nonnegative_norm,
-    nonnegative_routine,
-    symmetric_norm,
-)
+from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_routine, symmetric_norm
 
 
 def gram_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
@@ -54,8 +48,8 @@ def _shares(att: Attention, terms: Callable[[Attention], dict[str, Tensor]]) -> 
     what = f"terms of our bounds at {att.tokens} tokens need matrices over all their pairs"
     require(most, att.device, what, "measure shorter inputs or fewer heads")
     found: dict[str, list[Tensor]] = {}
-    for sample in samples_of(att):
-        parts = terms(sample.layer)
+    for sample, *_ in samples_of(att):
+        parts = terms(sample)
         u, _, vh = torch.linalg.svd(torch.stack(list(parts.values())).sum(0))
         left, right = u[..., None, :, 0], vh[..., 0, :, None]
         forms = {name: (left @ term @ right)[..., 0, 0] for name, term in parts.items()}
@@ -143,12 +137,12 @@ def _compressed(att: Attention) -> Tensor:
     return in_chunks(att, _block, several=True)[..., 1]
 
 
-def _block(att: Attention, heads: slice) -> Tensor:
+def _block(att: Attention, heads: slice) -> Routine[Tensor]:
     """`lipbound_block` for some heads, twice, (samples x heads, 2).
 
     Laid out as by `_lipbound`, so that norms over heads round alike.
     """
-    norm = nonnegative_norm(BlockNorms(att, heads).block(), rtol=RTOL)
+    norm = yield from nonnegative_routine(BlockNorms(att, heads).block(), rtol=RTOL)
     return norm[:, None].expand(-1, 2)
 
 
@@ -169,28 +163,22 @@ def _lipbound(att: Attention, heads: slice) -> Routine[Tensor]:
     open_, near = ~_decided(key, least, without, whole), key.device.type == "cpu"
     # a GPU would wait for which these are for longer than it multiplies
     i = open_.nonzero()[:, 0] if near else torch.arange(len(key), device=key.device)
-    if len(i):
-        other = yield from _second(rows[i], v[i], o[i], off[i], key[i], without[i], whole[i])
-        key = key.index_put((i,), torch.minimum(key[i], other))
+    if len(i):  # the second number of L, where it may be what decides
+        rows, v, o = rows[i], v[i], o[i]
+        mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
+        second = (v @ v.mT) * (rows.mT @ rows) - mixed - mixed.mT
+        least = _quotient(second.detach()) + off[i]
+        (known,) = yield [_decided(key[i], least, without[i], whole[i])]
+        left = (~known).nonzero()[:, 0].to(key.device)
+        if len(left):
+            i, other = i[left], symmetric_norm(second[left])
+            key = key.index_put((i,), torch.minimum(key[i], other + off[i]))
     return torch.stack([root(torch.minimum(whole, without + key)), block], -1)
 
 
 def _decided(key: Tensor, least: Tensor, without: Tensor, whole: Tensor) -> Tensor:
     """Return which bounds a second number of L of at least ``least`` cannot lower, (heads,)."""
     return (key <= least) | (without + least >= whole)
-
-
-def _second(
-    rows: Tensor, v: Tensor, o: Tensor, off: Tensor, key: Tensor, without: Tensor, whole: Tensor
-) -> Routine[Tensor]:
-    """The second number of L, (heads,), where it may be what decides; infinity where not."""
-    mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
-    second = (v @ v.mT) * (rows.mT @ rows) - mixed - mixed.mT
-    (known,) = yield [_decided(key, _quotient(second.detach()) + off, without, whole)]
-    value, i = torch.full_like(key, torch.inf).detach(), (~known).nonzero()[:, 0].to(key.device)
-    if len(i):
-        value = value.index_put((i,), symmetric_norm(second[i]) + off[i])
-    return value
 
 
 def _quotient(g: Tensor) -> Tensor:

@@ -33,18 +33,6 @@ ROWS = 2
 rows, then by columns."""
 
 
-@pairwise.lipbound.extends(
-    *VARIANTS, **PARTS | {"longest": lambda heads: min(LONGEST, longest(heads))}
-)
-def _gram(att: Attention) -> Tensor:
-    return together(att)[..., 0]
-
-
-@pairwise.lipbound_block.extends(*VARIANTS, **PARTS)
-def _block(att: Attention) -> Tensor:
-    return together(att)[..., 1]
-
-
 @memoised
 def together(att: Attention) -> Tensor:
     """Both bounds, and from `ROWS` on those where single tokens move, (samples, heads, 4).
@@ -54,6 +42,11 @@ def together(att: Attention) -> Tensor:
     """
     reach = [1.0, 1.0, att.tokens**0.5 * (1 + 4 * UNIT), 1.0]
     return in_chunks(att, _of_heads, reach)
+
+
+_FEWER = PARTS | {"longest": lambda heads: min(LONGEST, longest(heads))}
+pairwise.lipbound.extends(*VARIANTS, **_FEWER)(lambda att: together(att)[..., 0])
+pairwise.lipbound_block.extends(*VARIANTS, **PARTS)(lambda att: together(att)[..., 1])
 
 
 def _of_heads(att: Attention, heads: slice) -> Routine[Tensor]:

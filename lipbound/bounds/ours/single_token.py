@@ -12,15 +12,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import LINEAR_VALUES
-from lipbound.bounds.ours.block_norms import (
-    CHUNK,
-    BlockNorms,
-    for_samples,
-    in_chunks,
-    lengths,
-    root,
-    weights_of,
-)
+from lipbound.bounds.ours.block_norms import CHUNK, in_chunks, root, sharp_block_norms
 from lipbound.bounds.ours.entry import PARTS, our_bound
 from lipbound.bounds.ours.pairwise_variants import ROWS, together
 from lipbound.bounds.ours.token_block_norms import VariantHead
@@ -119,14 +111,8 @@ def _every(att: Attention) -> Tensor:
     return in_chunks(att, _refined_variants, [_root_count(att)])[..., 0]
 
 
-@lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)
-def _every_block(att: Attention) -> Tensor:
-    return together(att)[..., ROWS]
-
-
-@lipbound_one.extends(*LINEAR_VALUES, **PARTS)
-def _one(att: Attention) -> Tensor:
-    return together(att)[..., ROWS + 1]
+lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)(lambda att: together(att)[..., ROWS])
+lipbound_one.extends(*LINEAR_VALUES, **PARTS)(lambda att: together(att)[..., ROWS + 1])
 
 
 def _root_count(att: Attention) -> float:
@@ -139,7 +125,7 @@ def _sums(att: Attention) -> Tensor:
     """Largest sum of a row, and length of a column, of the norms of blocks, (samples, heads, 2)."""
 
     def values(one: Attention, heads: slice) -> Tensor:
-        sizes = TokenBlocks(one, heads).sizes
+        sizes = sharp_block_norms(one, heads)
         return torch.stack([sizes.sum(-1).amax(-1), root(sizes.square().sum(-2)).amax(-1)], -1)
 
     return in_chunks(att, values, [_root_count(att), 1.0], several=True)
@@ -147,7 +133,7 @@ def _sums(att: Attention) -> Tensor:
 
 def _refined(att: Attention, heads: slice) -> Tensor:
     """`lipbound_every` of some heads of one sample, (heads, 1)."""
-    return _largest_rows(att, heads, TokenBlocks(att, heads).sizes)
+    return _largest_rows(att, heads, sharp_block_norms(att, heads))
 
 
 def _refined_variants(att: Attention, heads: slice) -> Tensor:
@@ -198,35 +184,3 @@ def _largest_row(parts: LayerTensors, d: Tensor) -> Tensor:
         each = torch.fmin(bounded(parts.rows(rows), d[None, rows], _FLOOR)[0], totals[i : i + step])
         found = torch.maximum(found, each.amax())
     return found
-
-
-class TokenBlocks:
-    r"""Upper values of the norms of the blocks of J, for some heads of a layer, as `BlockNorms`.
-
-    But for the allowance of `Bound`: Lemma 96 (docs/theory/token_bounds.md).
-
-    Attributes:
-        sizes: of :math:`\|J_{ij}\|`, (heads, N, N).
-    """
-
-    def __init__(self, att: Attention, heads: slice):
-        parts = BlockNorms(att, heads)
-        w, inputs, distance = weights_of(att), att.x.shape[2], parts.distance
-        turned = for_samples(att.w_k[heads].mT @ att.w_v[heads], att)
-        z = att.scale * att.q[:, heads].flatten(0, 1) @ turned
-        sizes = for_samples((w.size_k * w.size_v)[heads], att)
-        off = gamma(inputs + att.d + 4) * parts.size * sizes[:, None]
-        length = z.norm(dim=-1) + off
-
-        along = z @ parts.v.mT - (parts.o * z).sum(-1, keepdim=True)  # (v_j - o_i) . z_i
-        across = lengths(parts.v)[:, None] + lengths(parts.o)[..., None]
-        along = along + off[..., None] * distance.detach()
-        along = along + gamma(att.d_v + 6) * across * length.detach()[..., None]
-        reach = distance * length[..., None]
-        along = torch.minimum(torch.maximum(along, -reach), reach)
-        squares = (parts.qt_norm * distance) ** 2
-        most = (squares + 2 * reach).detach()
-        slack, total = gamma(inputs + 2 * att.d + 2 * att.d_v + 64), squares + 2 * along
-        under = total**2 + 4 * (reach - along) * (reach + along) + 64 * slack * most**2
-        top = ((total + root(under)) / 2 + 16 * slack * most).clamp_min(0)
-        self.sizes = parts.p * root(parts.norm_v**2 + top) + torch.diag_embed(parts.b)

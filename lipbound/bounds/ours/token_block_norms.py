@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.base import UNIT
 from lipbound.attention.variants.gate import GateStep
 from lipbound.bounds.ours.block_norms import CHUNK, at_once, distances, root, seen
 from lipbound.jacobians.token_tangents import Tangents
-from lipbound.linalg.matrix_norms import (
-    UNIT,
-    block_norm,
-    gamma,
-    matrix_norm,
-    power_of_two,
-    upper_factor,
-)
+from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, power_of_two, upper_factor
 
 
 class TokenVectors(NamedTuple):

@@ -1,6 +1,5 @@
 """Yudin, Gaponov, Kudriashov, Rakhuba 2025, "Pay Attention to Attention Distribution"."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -61,11 +60,6 @@ def _scores(att: Attention, extended: Attention) -> Tensor:
     if att.variants:
         return factors.slope_of_scores(att)
     return 2 * factors.norm_x(extended) * factors.norm_a(extended)
-
-
-def _find(att: Attention, *others: Callable[[Attention], Tensor]) -> None:
-    """Find what the bounds are made of, waiting for the device once for all of it."""
-    found_together(*((f, att) for f in (factors.norm_p, *others)))
 
 
 def _theorem3(att: Attention, extended: Attention, largest_m: Tensor) -> Tensor:
@@ -148,7 +142,7 @@ def yudin(att: Attention) -> Tensor:
     (docs/theory/published.md).
     """
     extended = with_ones(att)
-    _find(att, factors.norm_m)
+    found_together(att, factors.norm_p, factors.norm_m)
     return _theorem3(att, extended, factors.norm_m(att))
 
 
@@ -166,7 +160,7 @@ def yudin(att: Attention) -> Tensor:
 def yudin_g1(att: Attention) -> Tensor:
     """`yudin` with g_1 (Corollary 1) in place of the softmax Jacobian's norm; at most twice it."""
     extended = with_ones(att)
-    _find(att)
+    found_together(att, factors.norm_p)
     return _theorem3(att, extended, factors.largest_g1(att))
 
 
@@ -190,7 +184,7 @@ def yudin_nobias(att: Attention) -> Tensor:
 
     0.07 of the exact norm has been seen.
     """
-    _find(att, factors.norm_m)
+    found_together(att, factors.norm_p, factors.norm_m)
     return _theorem3(att, att, factors.norm_m(att))
 
 
@@ -215,7 +209,7 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     in ``yudin``.
     """
     extended = with_ones(att)
-    _find(att, factors.deviation)
+    found_together(att, factors.norm_p, factors.deviation)
     slope = factors.deviation(att) * _scores(att, extended)
     return factors.norm_v(att) * (factors.norm_p(att) + slope)
 

@@ -373,6 +373,13 @@ class LayerTensors:
         size = self.size[:, rows]
         return Blocks(p, t, self.v, o, self.to_v, qt, own, token, self.w_o, size, self.roundings)
 
+    def squares(self, tokens: slice, *, columns: bool) -> tuple[Tensor, Tensor]:
+        """`columns` of some tokens, or the same of rows, with bounds on their rounding."""
+        if columns:
+            return self.columns(tokens)
+        blocks = self.rows(tokens)
+        return blocks.matrix(torch.ones_like(blocks.size))
+
     def columns(self, tokens: slice) -> tuple[Tensor, Tensor]:
         r""":math:`\sum_i J_{ij}^T J_{ij}` of some tokens j, (b, j, m, m), and its rounding, (b, j).
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lipbound.jacobians.token_norms.blocks import Blocks
+from lipbound.jacobians.token_norms.blocks import Blocks, LayerTensors
 from lipbound.linalg.matrix_norms import (
     at_most,
     block_norm,
@@ -73,6 +73,25 @@ def roots(g: Tensor, slack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lower, upper, vectors = largest_eigenvalue(g)
     lower = (lower - slack).clamp_min(0).sqrt() * (1 - 1e-15)
     return lower, (upper + slack).sqrt() * (1 + 1e-15), vectors
+
+
+def best_rows(parts: LayerTensors, chunks: list[slice], norm: str, tol: float) -> BestRows:
+    """The best of all tokens of some maps, some at a time, in a norm that tells tokens apart.
+
+    What is known of those before spares work on those after.
+    """
+    best: BestRows | None = None
+    for rows in chunks:
+        if norm == "every-token":
+            one = steepest(parts.rows(rows), tol, None if best is None else best.value)
+        elif norm == "token-pair":
+            one = largest_block(parts.rows(rows), tol)
+        else:
+            one = largest(*parts.squares(rows, columns=norm == "one-token"))
+            one = one._replace(token=one.token + rows.start)
+        best = one if best is None else best.joined(one)
+    assert best is not None
+    return best
 
 
 def largest(g: Tensor, slack: Tensor) -> BestRows:

@@ -20,13 +20,7 @@ from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap, heads_of
 from lipbound.jacobians.spectral_norm import shaped
 from lipbound.jacobians.token_norms.blocks import LayerTensors
-from lipbound.jacobians.token_norms.row_search import (
-    BestRows,
-    largest,
-    largest_block,
-    roots,
-    steepest,
-)
+from lipbound.jacobians.token_norms.row_search import BestRows, best_rows, roots
 from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
 from lipbound.linalg.solution import Norm
 
@@ -151,36 +145,9 @@ def _norms(att: Attention, norm: str, map: str, tol: float, vectors: bool) -> No
     """Norms of one of the `pieces` of a layer."""
     measured = PreparedMap(att.double(), map)
     parts = tensors_of(measured)
-    every = BestRows.cat([_found(parts.of_maps(m), rows, norm, tol) for m, rows in chunks(parts)])
+    every = BestRows.cat([best_rows(parts.of_maps(m), r, norm, tol) for m, r in chunks(parts)])
     every = every._replace(upper=every.upper + parts.vanished)
     return shaped(att, _ends(measured, every, norm, tol, vectors), measured)
-
-
-def _found(parts: LayerTensors, chunks: list[slice], norm: str, tol: float) -> BestRows:
-    """The best of all tokens of some maps, some at a time.
-
-    What is known of those before spares work on those after.
-    """
-    best: BestRows | None = None
-    for rows in chunks:
-        if norm == "every-token":
-            one = steepest(parts.rows(rows), tol, None if best is None else best.value)
-        elif norm == "token-pair":
-            one = largest_block(parts.rows(rows), tol)
-        else:
-            one = largest(*matrices(parts, rows, columns=norm == "one-token"))
-            one = one._replace(token=one.token + rows.start)
-        best = one if best is None else best.joined(one)
-    assert best is not None
-    return best
-
-
-def matrices(parts: LayerTensors, rows: slice, *, columns: bool) -> tuple[Tensor, Tensor]:
-    """Squares of columns of blocks, or of rows, of some tokens, with bounds on their rounding."""
-    if columns:
-        return parts.columns(rows)
-    blocks = parts.rows(rows)
-    return blocks.matrix(torch.ones_like(blocks.size))
 
 
 def _ends(measured: PreparedMap, found: BestRows, norm: str, tol: float, vectors: bool) -> Norm:
@@ -297,7 +264,7 @@ def _profile(att: Attention, map: str) -> Tensor:
     for columns in (True, False):
         found = []
         for maps, rows in chunks(parts):
-            some = [roots(*matrices(parts.of_maps(maps), r, columns=columns))[:2] for r in rows]
+            some = [roots(*parts.of_maps(maps).squares(r, columns=columns))[:2] for r in rows]
             found.append(torch.cat([torch.stack(both) for both in some], -1))
         lower, upper = torch.cat(found, 1).cpu()
         lower = torch.nan_to_num(lower - error, nan=0.0, posinf=0.0).clamp_min(0)

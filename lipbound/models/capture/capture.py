@@ -184,10 +184,17 @@ class Capturer:
 
     def _read(self, i: int, call: Call) -> ProbedWeights | None:
         """Return the weights of layer i; None, and the call's reason, where it has none."""
-        weights = None
+        if call.reason:
+            return None
         with _reasoned(call):
-            weights = None if call.reason else self._probed(i, call)
-            if weights is not None and weights.sums:
+            weights = self._weights.get(i)
+            if weights is None or not weights.belongs_to(call):
+                weights = probe(call, self._turns)
+                found = weights.turns
+                if found and all(found.rotation is not turns.rotation for turns in self._turns):
+                    self._turns = [*self._turns, found][-ROTATIONS:]
+                self._weights[i] = weights
+            if weights.sums:
                 read_scores(call)
         return None if call.reason else weights
 
@@ -273,16 +280,6 @@ class Capturer:
             verification.check_pass(self.model, inputs, some, sample)
         compared = [call for call in calls if not call.reason]
         self._verified |= {(c.valid_keys is not None, c.name, c.turn) for c in compared}
-
-    def _probed(self, i: int, call: Call) -> ProbedWeights:
-        weights = self._weights.get(i)
-        if weights is None or not weights.belongs_to(call):
-            weights = probe(call, self._turns)
-            found = weights.turns
-            if found and all(found.rotation is not turns.rotation for turns in self._turns):
-                self._turns = [*self._turns, found][-ROTATIONS:]
-            self._weights[i] = weights
-        return weights
 
     def _chosen(self, count: int) -> list[int]:
         if self.layers is None:

@@ -21,7 +21,7 @@ from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture import rerun
-from lipbound.models.capture.seeing.follower import BY_HAND, in_heads
+from lipbound.models.capture.seeing.follower import BY_HAND
 from lipbound.models.capture.seeing.recording import HIDDEN, Call
 from lipbound.models.other_libraries import changed
 
@@ -140,7 +140,7 @@ class ProbedLayer(rerun.ModuleCopy):
         if form is None:
             others = {"mask": one.mask, "scale": one.scale, **one.extras}
             return (one.left[0], one.right[0], one.v), others | {"scores": one.scores}
-        forms = in_heads(parts, form)
+        forms = form.in_heads(parts)
         if not forms:
             raise self.call.unsupported("computes other attention when it is run by itself")
         name = "scores" if self.call.way == BY_HAND else "mask"
@@ -430,10 +430,7 @@ def stub_norms(owner: nn.Module) -> list[NormStub]:
 
 
 def read_normalisations(
-    call: Call,
-    stubs: Sequence[NormStub],
-    project: Project,
-    sides: Collection[int],
+    call: Call, stubs: Sequence[NormStub], project: Project, sides: Collection[int]
 ) -> list[TokenNorm | None]:
     """Return those of queries, keys and values; None where there is none.
 

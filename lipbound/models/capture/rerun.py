@@ -367,17 +367,14 @@ def from_heads(call: Call) -> Tensor | None:
         CaptureError: a module makes something of the outputs of its heads alone that is not affine.
     """
     if not call.w_o:
-        run, own = _end(call), call.consumer and call.projection
+        # the innermost run around it that returns other than the outputs of its heads
+        runs = (run for run, before in call.around if not before and run.inside == 1)
+        run = next((run for run in runs if not same_numbers(run.returned, call.out)), None)
+        own = call.consumer and call.projection
         single = own and not call.changed and _returns_all(call, own)
         whole = run is not None and not single and call.formed
         call.w_o.append(_through(call, run) if run and whole else None)
     return call.w_o[0]
-
-
-def _end(call: Call) -> ModuleRun | None:
-    """Return the innermost run around a call that returns other than the outputs of its heads."""
-    runs = (run for run, before in call.around if not before and run.inside == 1)
-    return next((run for run in runs if not same_numbers(run.returned, call.out)), None)
 
 
 def _returns_all(call: Call, own: ModuleRun) -> bool:

@@ -142,6 +142,44 @@ class Form(NamedTuple):
     axis: int | None = None
     turned: bool = False
 
+    def in_heads(self, parts: "Sequence[Heads]") -> tuple[Any, ...]:
+        """Return queries, keys, values, outputs, scores as (samples, heads, tokens, width) each.
+
+        Heads may share keys and values. Empty where the calls have no such form.
+
+        Args:
+            parts: calls of one layer.
+        """
+        if not all(one.known and one.scale == parts[0].scale for one in parts):
+            return ()
+        count = self.heads // (len(parts) if self.axis == 1 else 1)
+        found: list[Any] = []
+        for side, some in enumerate(zip(*(one.known for one in parts), strict=True)):
+            made = [t for t in some if t is not None]
+            if not made or (len(parts) == 1 and parts[0].way == BY_HAND and side == 4):
+                found += some[:1]
+                continue
+            try:
+                if side == 4:  # masks may be the same for all samples, heads or queries
+                    rows = zip(made, (one.known[0].shape[:-1] for one in parts), strict=True)
+                    made = [t.expand(*shape, -1) for t, shape in rows]
+                made = [torch.cat(made)] if self.axis == 0 else made
+                made = [t.unflatten(0, (-1, count)) if t.ndim == 3 else t for t in made]
+                made = [t.transpose(0, 1) if self.turned else t for t in made]
+                if self.axis == 2 and side in (1, 2):  # all queries have the same keys and values
+                    made = made[:1] if all(torch.equal(t, made[0]) for t in made) else []
+                whole = made[0] if len(made) == 1 else torch.cat(made, self.axis or 0)
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # shapes or keys that do not fit, or some without a mask
+                return ()
+            first = found[0] if found else whole
+            if whole.ndim != 4 or first.shape[1] % whole.shape[1] or len(whole) != len(first):
+                return ()
+            found.append(whole)
+        return tuple(found)
+
 
 @dataclass(eq=False)
 class Weights:
@@ -449,44 +487,7 @@ def outputs_of(heads: Heads, form: Form) -> Tensor | None:
     """Return a view of the outputs of a call as (samples, N, heads, d_v), where it is known."""
     if heads.way == INTERFACE:
         return heads.raw
-    made = in_heads([heads], form)
+    made = form.in_heads([heads])
     if made:
         return made[3].transpose(1, 2)
     return heads.raw.transpose(-3, -2) if heads.way == FUSED else None
-
-
-def in_heads(parts: Sequence[Heads], form: Form) -> tuple[Any, ...]:
-    """Return queries, keys, values, outputs and scores as (samples, heads, tokens, width) each.
-
-    Heads may share keys and values. Empty where the calls have no such form.
-
-    Args:
-        parts: calls of one layer.
-        form: of these.
-    """
-    if not all(one.known and one.scale == parts[0].scale for one in parts):
-        return ()
-    count = form.heads // (len(parts) if form.axis == 1 else 1)
-    found: list[Any] = []
-    for side, some in enumerate(zip(*(one.known for one in parts), strict=True)):
-        made = [t for t in some if t is not None]
-        if not made or (len(parts) == 1 and parts[0].way == BY_HAND and side == 4):
-            found += some[:1]
-            continue
-        try:
-            if side == 4:  # masks may be the same for all samples, heads or queries
-                rows = zip(made, (one.known[0].shape[:-1] for one in parts), strict=True)
-                made = [t.expand(*shape, -1) for t, shape in rows]
-            made = [torch.cat(made)] if form.axis == 0 else made
-            made = [t.unflatten(0, (-1, count)) if t.ndim == 3 else t for t in made]
-            made = [t.transpose(0, 1) if form.turned else t for t in made]
-            if form.axis == 2 and side in (1, 2):  # all queries have the same keys and values
-                made = made[:1] if all(torch.equal(t, made[0]) for t in made) else []
-            whole = made[0] if len(made) == 1 else torch.cat(made, form.axis or 0)
-        except (RuntimeError, ValueError):  # shapes or keys that do not fit, or some without a mask
-            return ()
-        first = found[0] if found else whole
-        if whole.ndim != 4 or first.shape[1] % whole.shape[1] or len(whole) != len(first):
-            return ()
-        found.append(whole)
-    return tuple(found)

@@ -20,12 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -111,7 +106,7 @@ def _attention(
     return (own or eager(module))(*given, **kw) if _handler is None else _handler(*given, own, **kw)
 
 
-AttentionInterface.register(RECORDING_ATTENTION, _attention)
+ALL_ATTENTION_FUNCTIONS.register(RECORDING_ATTENTION, _attention)
 # without this, causal and padding masks would silently be lost
 AttentionMaskInterface.register(RECORDING_ATTENTION, eager_mask)
 

@@ -16,15 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from lipbound.attention.scoring import four_axes
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing.follower import (
-    BY_HAND,
-    FUSED,
-    INTERFACE,
-    Follower,
-    Form,
-    Heads,
-    in_heads,
-)
+from lipbound.models.capture.seeing.follower import BY_HAND, FUSED, INTERFACE, Follower, Form, Heads
 from lipbound.models.capture.seeing.interface import copied_state, forward, takes_mask
 from lipbound.models.checkpoint import MASK
 
@@ -459,7 +451,7 @@ class Recorder(ModuleRuns, Follower):
         for form in (Form(count, axis, turned) for turned in (False, True) for axis in axes):
             if call.formed and _same(x, call.out):
                 return
-            made = in_heads(heads.calls, form)
+            made = form.in_heads(heads.calls)
             if made and (_same(x, made[3].transpose(1, 2)) or not (call.formed or heads.parts)):
                 (call.q, call.k, call.v), call.out = made[:3], made[3].transpose(1, 2)
                 call.form, call.formed = form, True
