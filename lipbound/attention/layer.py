@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -642,7 +642,13 @@ class Attention:
         other = None if other is None else other.unpadded()
         return one._changed(partial(cut, n=keep), mask=mask, other_stream=other, valid=None)
 
-    def at(self, x: Tensor, **parts: Any) -> Self:
+    def at(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | Literal["same"] | None = "same",
+        valid: Tensor | Literal["same"] | None = "same",
+    ) -> Self:
         """Return the same layer at other inputs; differentiable in them.
 
         ``surroundings``, which hold inputs themselves, are dropped. Raises AttentionError for
@@ -651,11 +657,13 @@ class Attention:
         Args:
             x: (samples, N, D), any number of samples, in the layer's dtype. A rotation fixes N, and
                 another stream of several samples their number.
-            parts: ``mask`` and ``valid`` of these inputs, as in the constructor; the layer's own by
-                default, which must then fit x.
+            mask, valid: of these inputs, as in the constructor; the layer's own by default, which
+                must then fit x.
         """
         other = None if self.other_stream is None else self.other_stream.repeated(len(x))
-        return self.with_parts(x=x, **parts, other_stream=other, surroundings=None)
+        parts = {"mask": mask, "valid": valid}
+        own: dict[str, Any] = {name: t for name, t in parts.items() if not isinstance(t, str)}
+        return self.with_parts(x=x, **own, other_stream=other, surroundings=None)
 
     def without_biases(self) -> Self:
         """Return the same layer without the biases of its projections.

@@ -207,12 +207,12 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     noise, missed = roundoff.tensors + roundoff.products, found.error
     if search is not op:
         noise, missed = noise + _blur(problem, top, image, low), missed.clamp_min(SEEN)
-    high = torch.maximum(found.lower * (1 + missed), size) + noise
+    # a search that finds another number at its vector than the quotient has seen the top as roughly
+    gap = (found.lower - size).abs()
+    high = torch.maximum(found.lower * (1 + missed), size + gap) + noise
     apart = torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf)
     error = torch.where(high > low, apart, found.error)
-    # a search that finds less than the quotient has not seen the top to that accuracy either
-    off = (found.lower - size).abs() + (size - low) + noise
-    converged = found.converged & (off <= tol * low)
+    converged = found.converged & (gap + (size - low) + noise <= tol * low)
     if search.squared and search is op:  # what its rounding may hide
         hidden = roundoff.products * roundoff.size / (low**2).clamp_min(1e-300)
         error = torch.where(converged, error, error + hidden)
