@@ -132,8 +132,8 @@ def spectral_norm(
     narrow = delta is None and method != "dense" and att.dtype == torch.float32 and tol >= SEEN
     prepared = partial(PreparedMap, map=map, estimate=narrow, side=side)
 
-    def solved(wide: PreparedMap) -> Norm:
-        """The norms of a prepared map, in its units."""
+    def norms_of(wide: PreparedMap) -> Norm:
+        """In the units of the prepared map."""
         noise = wide.roundoff.tensors + wide.roundoff.products
         if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
             return own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
@@ -150,7 +150,7 @@ def spectral_norm(
             return enclose(problem, delta / wide.op.batch, vectors=vectors)
 
     def measure() -> Norm:
-        norm = solved(wide := prepared(att.double()))
+        norm = norms_of(wide := prepared(att.double()))
         noise = wide.roundoff.tensors + wide.roundoff.products
         return shaped(att, replace(norm, limited=~(4 * noise <= tol * norm.lower)), wide)
 
