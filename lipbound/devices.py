@@ -276,10 +276,10 @@ class Room:
 
 
 class _Captures(threading.local):
-    """What a thread captures graphs with, by device.
+    """Streams and memory in which a thread captures CUDA graphs.
 
-    A stream, the memory that graphs share, of which one is in use at a time, and a first one, with
-    which that memory lives on.
+    Of each device a stream, the memory that graphs share, of which one is in use at a time, and a
+    first graph, with which that memory lives on.
     """
 
     def __init__(self) -> None:

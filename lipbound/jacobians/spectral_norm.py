@@ -132,26 +132,24 @@ def spectral_norm(
     narrow = delta is None and method != "dense" and att.dtype == torch.float32 and tol >= SEEN
     prepared = partial(PreparedMap, map=map, estimate=narrow, side=side)
 
-    def norms_of(wide: PreparedMap) -> Norm:
-        """In the units of the prepared map."""
+    def measure() -> Norm:
+        wide = prepared(att.double())
         noise = wide.roundoff.tensors + wide.roundoff.products
         if isinstance(wide.op, HeadOperator) and _own_blocks(wide):
-            return own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
-        if method == "dense":
-            return widened(dense_svd(wide.op, vectors=vectors), noise, tol)
-        op = wide.op
-        if narrow:  # products in float32, where heads of float64 have them
-            op = (isinstance(op, HeadOperator) and op.single()) or prepared(att).op
-        each = seeds_each(wide.op.batch, seeds)
-        problem = Problem(wide.op, wide.roundoff, op, tol, steps, each)
-        with torch.no_grad():
-            if delta is None:
-                return estimate(problem, vectors=vectors)
-            return enclose(problem, delta / wide.op.batch, vectors=vectors)
-
-    def measure() -> Norm:
-        norm = norms_of(wide := prepared(att.double()))
-        noise = wide.roundoff.tensors + wide.roundoff.products
+            norm = own_block_norms(wide.op, wide.roundoff, tol=tol, vectors=vectors)
+        elif method == "dense":
+            norm = widened(dense_svd(wide.op, vectors=vectors), noise, tol)
+        else:
+            op = wide.op
+            if narrow:  # products in float32, where heads of float64 have them
+                op = (isinstance(op, HeadOperator) and op.single()) or prepared(att).op
+            each = seeds_each(wide.op.batch, seeds)
+            problem = Problem(wide.op, wide.roundoff, op, tol, steps, each)
+            with torch.no_grad():
+                if delta is None:
+                    norm = estimate(problem, vectors=vectors)
+                else:
+                    norm = enclose(problem, delta / wide.op.batch, vectors=vectors)
         return shaped(att, replace(norm, limited=~(4 * noise <= tol * norm.lower)), wide)
 
     return by_rows_if_full(att, measure)

@@ -10,9 +10,9 @@ from lipbound.devices import Routine
 from lipbound.linalg.matrix_norms import gamma, top_eigenpair, top_eigenvalue, with_derivative
 
 ROUNDS, FAR_ROUNDS = tuple(range(1, 34, 4)), (1, 9, 33)
-"""How many rows of a head are solved for after each round at most, by falling cheap upper values,
-on a CPU and on a GPU, which waits between rounds: the first is nearly always the largest. Those
-left over after the last round keep their cheap upper values."""
+"""Numbers of rows of a head that are solved for by the end of each round at most, on a CPU and on a
+GPU, which waits between rounds. They come by falling cheap upper values, so that the first is
+nearly always the largest; those left over after the last round keep these values."""
 BYTES, FAR_BYTES = 2**26, 2**28
 """Sizes in bytes of the largest temporary over rows of several heads, on a CPU and on a GPU."""
 FLUSHED = 2.0**-120

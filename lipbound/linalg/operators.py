@@ -64,7 +64,7 @@ class JacobianOperator(ABC):
 
     @property
     def graphs(self) -> bool:
-        """Whether a GPU takes longer to start products than to form them, and waits for nothing."""
+        """Whether Lanczos' steps are captured as a CUDA graph: small products that read nothing."""
         return False
 
     @abstractmethod

@@ -125,7 +125,7 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: Seed) -> T
     count, seeds = math.prod(shape), seeds_each(op.batch, seed)
     if op.device.type == "cuda":
         x = torch.empty(len(seeds), count, dtype=torch.float64, device=op.device)
-        generator = torch.Generator(op.device)  # noqa: TID251
+        generator = torch.Generator(op.device)  # noqa: TID251 - seeded by the same hash
         for row, one in zip(x, seeds, strict=True):
             row.normal_(generator=generator.manual_seed(_hash(count, one) >> 65))
     else:

@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models.checkpoint import POSITION_IDS, Checkpoint, Inputs, text_part, unmarked_padding
+from lipbound.models.checkpoint import (
+    MASK,
+    POSITION_IDS,
+    Checkpoint,
+    Inputs,
+    text_part,
+    unmarked_padding,
+)
 from lipbound.models.in_memory import named_inputs
 from lipbound.models.loading import GivenLayers, inputs_of
 from lipbound.models.other_libraries import explained
@@ -192,16 +199,14 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     if wrong or not given or len({len(t) for t in given.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
         raise InputsError(f"ready inputs must be named {SAMPLES}; given are {shapes or 'none'}")
-    names = (
-        names if known or not names else {*names, "attention_mask"}
-    )  # others may make it of their tokens
+    names = names if known or not names else {*names, MASK}  # others may make it of their tokens
     tensors = {name: t for name, t in given.items() if not names or name in names}
     if not tensors:
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")
     for name in FINITE & tensors.keys():
         pixels = tensors[name] if name == "pixel_values" else None
-        known = bool(extremes(tensors[name]).isfinite().all())
-        if not known or (pixels is not None and not pixels.is_floating_point()):
+        finite = bool(extremes(tensors[name]).isfinite().all())
+        if not finite or (pixels is not None and not pixels.is_floating_point()):
             raise InputsError(f"{name} ({tensors[name].dtype}) must be floating-point and finite")
     left_out = [name for name in given if name not in tensors]
     notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]

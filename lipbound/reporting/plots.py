@@ -412,13 +412,16 @@ def _number_axes(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
 # -- figures of a run, of several runs, of a diff --------------------------------------------------
 
 
-Drawn = tuple[How, str, str | None, Limits, Any]
-"""How panels are drawn: reduce, scale, over, limits and labels, as in `heatmaps`."""
-
-
-def _panels(given: Any, bounds: Bounds, drawn: Drawn) -> Panels:
+def _panels(
+    given: Any,
+    bounds: Bounds,
+    reduce: How,
+    scale: str = "rows",
+    over: str | None = None,
+    limits: Limits = None,
+    labels: Any = None,
+) -> Panels:
     """Return the panels of a figure of a run, of several runs, or of a diff."""
-    reduce, scale, over, limits, labels = drawn
     given = opened(given, bounds=bounds, over=over, scale=scale != "rows" and scale, limits=limits)
     if is_diff(given):
         return _of_diff(given, reduce, labels)
@@ -558,14 +561,14 @@ def heatmaps(
             paper; a file that cannot be written.
     """
     paper, how = (width, columns, font_size, style, caption), (reduce, scale, over, limits, labels)
-    panels = _panels(ds, bounds, how)
+    panels = _panels(ds, bounds, *how)
     own = [name for name in EXTRAS if EXTRAS[name] in panels.grids]
     try:
         return figure_of(panels, path, paper)
     except PaperError:
         if bounds is not None or not own or "exact" not in panels.runs:
             raise
-    figure = figure_of(_panels(ds, bounds_there(panels.runs["exact"]), how), path, paper)
+    figure = figure_of(_panels(ds, bounds_there(panels.runs["exact"]), *how), path, paper)
     draws = f"bounds='{','.join(own)}' draws one of them"
     errors.tell(f"the extras of the run do not fit on this figure; {draws}")
     return figure
@@ -682,7 +685,7 @@ def caption(
     labels: Mapping[str, str] | None = None,
 ) -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
-    return _panels(ds, bounds, (reduce, scale, over, None, labels)).caption
+    return _panels(ds, bounds, reduce, scale, over, labels=labels).caption
 
 
 def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str) -> str:

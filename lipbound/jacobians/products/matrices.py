@@ -14,7 +14,8 @@ GRAM_BYTES, FAR_BYTES = 2**20, 2**30
 """Bytes of the attention matrices that one product works on at a time: what a core's own cache
 holds, and what keeps another device busy."""
 LAUNCHED = 2**23
-"""Entries of the attention matrices up to which a GPU takes longer to start a product."""
+"""Entries of all attention matrices up to which a GPU takes longer to start a product than to form
+it."""
 
 
 def narrow(a: Tensor, b: Tensor) -> Tensor:

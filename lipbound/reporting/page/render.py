@@ -84,9 +84,7 @@ def report(
         LipboundError: no run, an unknown reduction, no such sample or device, a file that cannot be
             written.
     """
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        them = " and ".join(missing)
-        raise LipboundError(f"a report needs {them}; pip install 'lipbound[report]'")
+    _check_needed()
     given: Any = runs
     single = isinstance(runs, xr.Dataset | str | Path) or not isinstance(runs, Iterable)
     if not (several := [given] if single else list(given)):
@@ -126,6 +124,12 @@ def report(
         page.write_text(text, encoding="utf-8")
     bare = [one for one in pages if details and one["details"] is None]
     return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in bare]
+
+
+def _check_needed() -> None:
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        them = " and ".join(missing)
+        raise LipboundError(f"a report needs {them}; pip install 'lipbound[report]'")
 
 
 def _diff(ds: xr.Dataset) -> dict[str, str]:
