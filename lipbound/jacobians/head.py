@@ -346,9 +346,16 @@ class HeadOperator(TensorOperator):
 
         return {name: push(way) for name, way in ways.items()}
 
+    @property
+    def _by_factors(self) -> bool:
+        """Whether J J^T has two products with the triangular factor.
+
+        These round less than one with its square.
+        """
+        return self.dtype == torch.float64 and not self.squared
+
     def gram(self, y: Tensor) -> Tensor:
-        # two products with the triangular factor round less than one with its square
-        if self.dtype == torch.float64 and not self.squared:
+        if self._by_factors:
             return self.jvp(self.vjp(y))
         pulled = self.pull(y)
         if self.cross is None or self.own is None:
@@ -455,6 +462,14 @@ class HeadJacobian(InParts, HeadOperator):
 
     def product(self, y: Tensor) -> Tensor:
         return HeadOperator.gram(self, y)
+
+    def graphable(self) -> bool:
+        if not super().graphable():
+            return False
+        _ = self.triangle if self._by_factors else self._square
+        if self._by_factors and self.extra is not None:
+            _ = self._along
+        return True
 
     def as_linear_operator(self, sample: int = 0, head: int = 0) -> LinearOperator:
         """The Jacobian of one head at one input, for scipy's solvers.

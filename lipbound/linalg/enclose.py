@@ -7,7 +7,9 @@ probabilities of failure are multiplied.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -48,7 +50,7 @@ class Problem:
 
     Attributes:
         op: the operators in float64.
-        roundoff: their rounding.
+        rounding: gives their `roundoff`, which is asked for while a GPU is busy.
         search: the same operators in the dtype in which estimates are searched.
         tol: relative width to reach, or relative error of an estimate.
         max_steps: products of one run at most.
@@ -56,20 +58,25 @@ class Problem:
     """
 
     op: JacobianOperator
-    roundoff: Roundoff
+    rounding: Callable[[], Roundoff]
     search: JacobianOperator
     tol: float
     max_steps: int
     seeds: list[int]
+
+    @cached_property
+    def roundoff(self) -> Roundoff:
+        """Rounding of the operators."""
+        return self.rounding()
 
     def select(self, index: Tensor) -> "Problem":
         """Return the problem of some entries, ascending."""
         if len(index) == self.op.batch:
             return self
         there, seeds = index.to(self.op.device), [self.seeds[i] for i in index.tolist()]
-        op, roundoff = self.op.select(there), self.roundoff.select(index)
+        op, rounding = self.op.select(there), partial(self.roundoff.select, index)
         search = op if self.search is self.op else self.search.select(there)
-        return replace(self, op=op, roundoff=roundoff, search=search, seeds=seeds)
+        return replace(self, op=op, rounding=rounding, search=search, seeds=seeds)
 
     def seeds_for(self, *purpose: int | str) -> list[int]:
         """Return other seeds, one for each entry."""
@@ -89,17 +96,18 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         same. Of a norm whose square leaves the range of float64 nothing is said, or only that it
         is at most a crude bound.
     """
-    op, roundoff, tol = problem.op, problem.roundoff, problem.tol
+    op, tol = problem.op, problem.tol
+    start = start_vectors(op, op.out_shape, problem.seeds)
+    found, high, starts, goal = _beyond(problem, delta, start, np.ones(op.batch, dtype=int))
+    roundoff = problem.roundoff
     faint = (roundoff.size > 0) & (roundoff.size < SMALLEST)
     small = (roundoff.size < SMALL) & (roundoff.size > 0) & ~faint
     if bool(small.any()):
         unit = torch.where(small, 1 / power_of_two(roundoff.size), 1.0)
         scaled = InUnits(op, unit)
-        part = replace(problem, op=scaled, search=scaled, roundoff=roundoff.scaled(unit))
+        part = replace(problem, op=scaled, search=scaled, rounding=partial(roundoff.scaled, unit))
         norm = enclose(part, delta, vectors=vectors)
         return replace(norm, lower=norm.lower / unit, upper=norm.upper / unit)
-    start = start_vectors(op, op.out_shape, problem.seeds)
-    found, high, starts, goal = _beyond(problem, delta, start, np.ones(op.batch, dtype=int))
     top, largest, steps = found.vectors, found.recurrence.top, found.recurrence.steps
     for count in range(1, STARTS[-1]):  # the bound fails only if every start does
         more = (starts > count).nonzero()[0]
@@ -139,9 +147,10 @@ def _beyond(
     Returns:
         The runs; the numbers, starts as rounding allows them, and goals, (batch,) each.
     """
-    roundoff, n = problem.roundoff, start.shape[1]
+    n, known = start.shape[1], goal
+    runs = Runs(problem.op, start, limit=min(problem.max_steps, n))
+    roundoff = problem.roundoff
     noise, tensors = (roundoff.tensors + roundoff.products).numpy(), roundoff.tensors.numpy()
-    known = goal
     certificate = Certificate(n, delta, roundoff.products.numpy())
 
     def enough(index: Array, top: Array, tol: float) -> Array:
@@ -163,8 +172,7 @@ def _beyond(
             shown &= finer | (more > some)
         return shown | hopeless
 
-    runs = Runs(problem.op, start, rule, limit=min(problem.max_steps, n))
-    found, everyone = runs.recurrence, np.arange(len(start))
+    found, everyone = runs.until(rule).recurrence, np.arange(len(start))
     goal = enough(everyone, found.top, problem.tol)
     starts = certificate.shows(everyone, found, goal, starts)[1]
     return runs, certificate.bound(found, starts, goal), starts, goal
@@ -191,9 +199,10 @@ def estimate(problem: Problem, *, vectors: bool = False) -> Norm:
 
 def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     """Return the result of `estimate`, and the vectors (batch, n) whose quotients it has."""
-    op, roundoff, search, tol = problem.op, problem.roundoff, problem.search, problem.tol
+    op, search, tol, steps = problem.op, problem.search, problem.tol, problem.max_steps
+    seeds, meanwhile = problem.seeds, partial(getattr, problem, "roundoff")
     try:
-        found, left = lanczos(search, tol=tol, max_steps=problem.max_steps, seed=problem.seeds)
+        found, left = lanczos(search, tol=tol, max_steps=steps, seed=seeds, meanwhile=meanwhile)
     except RangeError:
         if search is not op:
             return _estimated(replace(problem, search=op))
@@ -203,6 +212,7 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
             return norm, zero.new_zeros(1, math.prod(op.out_shape), device=op.device)
         parts = [_estimated(problem.select(i)) for i in torch.arange(op.batch)[:, None]]
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
+    roundoff = problem.roundoff
     low, size, top, image = _quotients(op, roundoff, left.double(), tol)
     noise, missed = roundoff.tensors + roundoff.products, found.error
     if search is not op:

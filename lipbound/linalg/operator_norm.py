@@ -6,7 +6,7 @@ Power iteration, as papers use it, and the dense decomposition are what it is me
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -93,7 +93,13 @@ def operator_norm(
 
 
 def lanczos(
-    op: JacobianOperator, *, tol: float, max_steps: int, seed: Seed, delta: float | None = None
+    op: JacobianOperator,
+    *,
+    tol: float,
+    max_steps: int,
+    seed: Seed,
+    delta: float | None = None,
+    meanwhile: Callable[[], object] = bool,
 ) -> tuple[Norm, Tensor]:
     """Compute norms of J by the Lanczos method on J J^T with full reorthogonalisation.
 
@@ -107,6 +113,7 @@ def lanczos(
         seed: of the start vectors, one for all entries or one for each part of the batch.
         delta: failure probability of the upper bounds of the whole batch; None for estimates,
             which stop by bounds that fail with probability 1e-3 each.
+        meanwhile: what else the host may do while a GPU takes the first steps.
 
     Returns:
         The norms, float64, (batch,), and the Ritz vectors on the left, (batch, n).
@@ -135,7 +142,9 @@ def lanczos(
         return certificate.shows(index, part, goal(part.top), one[index])[0]
 
     start = start_vectors(op, op.out_shape, seed)
-    runs = Runs(op, start, rule, limit=min(max_steps, n))
+    runs = Runs(op, start, limit=min(max_steps, n))
+    meanwhile()
+    runs.until(rule)
     found, everyone = runs.recurrence, np.arange(op.batch)
     bound = certificate.bound(found, one, goal(found.top))
     upper, lower = np.sqrt(bound) * (1 + rounding), np.sqrt(found.top)

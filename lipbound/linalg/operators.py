@@ -62,9 +62,11 @@ class JacobianOperator(ABC):
     squared: bool = False
     """True if `gram` multiplies by squares of factors, and rounds as these do."""
 
-    @property
-    def graphs(self) -> bool:
-        """Whether Lanczos' steps are captured as a CUDA graph: small products that read nothing."""
+    def graphable(self) -> bool:
+        """Return whether Lanczos' steps are launched as a graph: small products that only read.
+
+        Makes what `gram` keeps for its next call.
+        """
         return False
 
     @abstractmethod
