@@ -3,7 +3,7 @@
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-KEPT = 2
-"""Graphs that a thread keeps, with their buffers."""
+KEPT, KEPT_BYTES = 8, 2**29
+"""Graphs that a thread keeps, and bytes of their buffers."""
 
 
 class _Outline(pickle.Pickler):
@@ -52,19 +51,24 @@ class _Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for known, value in ((True, (args, kwargs)), (False, made)):
-            places = {_place(t) for t in tree_leaves(value) if isinstance(t, Tensor)}
-            self.found |= places - self._made if known else set()
-            self._made |= set() if known else places
+        self.found |= _places([*args, *(kwargs or {}).values()]) - self._made
+        self._made |= _places([made])
         return made
+
+
+def _places(values: Iterable[object]) -> set[int]:
+    """Return the addresses of tensors that are among values, or in lists of these."""
+    found = set[int]()
+    for value in values:
+        if isinstance(value, Tensor):
+            found.add(value.untyped_storage().data_ptr())
+        elif isinstance(value, list | tuple):
+            found |= _places(value)
+    return found
 
 
 def _on_gpu(t: Tensor) -> bool:
     return t.device.type == "cuda"
-
-
-def _place(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
 
 
 @dataclass
@@ -75,6 +79,11 @@ class _Kept:
     args: Any
     places: list[int]
     tensors: list[Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Of these tensors."""
+        return sum(t.nbytes for t in self.tensors)
 
 
 class _Graphs(threading.local):
@@ -119,9 +128,10 @@ def graphed(work: Callable[..., None], *args: Any) -> tuple[Callable[[], None], 
             torch._foreach_copy_(kept.tensors, [outline.tensors[i] for i in kept.places])
     except (RuntimeError, TypeError, AttributeError, pickle.PicklingError):
         return partial(work, *args), args
-    while len(_GRAPHS.known) >= KEPT:
-        del _GRAPHS.known[next(iter(_GRAPHS.known))]
-    _GRAPHS.known[outline.key] = kept
+    known = _GRAPHS.known
+    known[outline.key] = kept
+    while len(known) > KEPT or sum(one.bytes for one in known.values()) > KEPT_BYTES:
+        del known[next(iter(known))]
     return kept.launch, kept.args
 
 
@@ -135,10 +145,9 @@ def _new(work: Callable[..., None], outline: _Outline) -> _Kept:
     args = outline.filled(buffers)
     with _Reads() as reads:
         work(*args)
-    known = {_place(t) for t in buffers}
-    if _Outline(work, args).text != outline.text or not reads.found <= known:
+    if _Outline(work, args).text != outline.text or not reads.found <= _places(buffers):
         raise RuntimeError("the work reads or keeps what is no part of its arguments")
-    places = [i for i, t in enumerate(buffers) if _place(t) in reads.found]
+    places = [i for i, t in enumerate(buffers) if _places([t]) <= reads.found]
     args = outline.filled([t if i in places else t.to("meta") for i, t in enumerate(buffers)])
     kept = _Kept(lambda: None, args, places, [buffers[i] for i in places])
     torch._foreach_copy_(kept.tensors, [outline.tensors[i] for i in places])

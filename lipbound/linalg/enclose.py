@@ -7,15 +7,17 @@ probabilities of failure are multiplied.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lipbound.errors import RangeError
+from lipbound.graphs import graphed
 from lipbound.linalg.certificates import STARTS, Certificate
 from lipbound.linalg.krylov import Array, Recurrence, Runs
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, power_of_two
@@ -122,7 +124,7 @@ def enclose(problem: Problem, delta: float, *, vectors: bool = False) -> Norm:
         better = again.recurrence.top > largest[more]
         largest[more[better]] = again.recurrence.top[better]
         top[there[better].to(op.device)] = again.vectors[torch.from_numpy(better).to(op.device)]
-    low, _, top, _ = _quotients(op, roundoff, top, tol)
+    low, _, top, _ = _quotients(op, op, roundoff, top, tol)
     crude = (roundoff.size + roundoff.products) * (1 + 2 * UNIT)
     upper = torch.minimum(torch.from_numpy(high).sqrt() * (1 + 4 * UNIT), crude)
     upper = torch.where(faint, roundoff.size, upper) + roundoff.tensors
@@ -213,10 +215,10 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
         parts = [_estimated(problem.select(i)) for i in torch.arange(op.batch)[:, None]]
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
     roundoff = problem.roundoff
-    low, size, top, image = _quotients(op, roundoff, left.double(), tol)
+    low, size, top, off = _quotients(op, search, roundoff, left.double(), tol)
     noise, missed = roundoff.tensors + roundoff.products, found.error
     if search is not op:
-        noise, missed = noise + _blur(problem, top, image, low), missed.clamp_min(SEEN)
+        noise, missed = noise + _blur(problem, off, low), missed.clamp_min(SEEN)
     # a search that finds another number at its vector than the quotient has seen the top as roughly
     gap = (found.lower - size).abs()
     high = torch.maximum(found.lower * (1 + missed), size + gap) + noise
@@ -237,57 +239,82 @@ def _estimated(problem: Problem) -> tuple[Norm, Tensor]:
     return norm, top
 
 
-def _blur(problem: Problem, top: Tensor, image: Tensor, low: Tensor) -> Tensor:
+def _blur(problem: Problem, off: Tensor, low: Tensor) -> Tensor:
     r"""Return how far products of the search are from those of the operators, (batch,).
 
-    As seen at the vectors ``top``, whose images are ``image``. Where the norm is so much smaller
-    than what is added up in its products that their rounding may hide other vectors, a random
-    direction is looked at, too, in which a difference of one direction alone shows as one part of
+    At the vectors that it has found by ``off``. Where the norm is so much smaller than what is
+    added up in its products that their rounding may hide other vectors, a random direction is
+    looked at, too, in which a difference of one direction alone shows as one part of
     :math:`n^{1/2}`.
     """
-
-    def apart(search: JacobianOperator, y: Tensor, exact: Tensor) -> Tensor:
-        seen = search.image(y.to(search.dtype).view(-1, *search.out_shape))
-        off = search.length((exact - seen.double()).to(search.dtype))[0]
-        return torch.nan_to_num(off, nan=math.inf)
-
-    blur, size = apart(problem.search, top, image), problem.roundoff.size
-    unit = torch.finfo(problem.search.dtype).eps
+    size, unit = problem.roundoff.size, torch.finfo(problem.search.dtype).eps
     unsure = (~(_ADDED * unit * size <= problem.tol * low) | (size == 0)).nonzero()[:, 0]
     if len(unsure):
         part = problem.select(unsure)
         y = start_vectors(part.op, part.op.out_shape, part.seeds_for("blur"))
-        exact = part.op.image(y.view(-1, *part.op.out_shape))
-        seen = _HIDDEN * y.shape[1] ** 0.5 * apart(part.search, y, exact)
-        blur[unsure] = torch.maximum(blur[unsure], seen)
-    return torch.where(low < _FAINT, math.inf, blur)
+        seen = _images(part.op, part.search, y)[1][:, 3:]
+        seen = torch.nan_to_num(part.search.length(seen.cpu())[0], nan=math.inf)
+        off[unsure] = torch.maximum(off[unsure], _HIDDEN * y.shape[1] ** 0.5 * seen)
+    return torch.where(low < _FAINT, math.inf, off)
+
+
+def _images(op: JacobianOperator, search: JacobianOperator, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``z`` (batch, n) of length one, and sums that lengths are found from, (batch, 6).
+
+    The first three of its images, the others of how far those of the search are from these.
+    """
+    z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
+    z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
+    image = op.image(z.view(-1, *op.out_shape))
+    parts = [op.sums(image)]
+    if search is not op:
+        seen = search.image(z.to(search.dtype).view(-1, *search.out_shape))
+        parts.append(search.sums((image - seen.double()).to(search.dtype)).double())
+    return z, torch.cat([pad(part, (0, 3 - part.shape[1])) for part in parts], 1)
+
+
+def _images_into(
+    op: JacobianOperator, search: JacobianOperator, z: Tensor, found: Sequence[Tensor]
+) -> None:
+    for t, new in zip(found, _images(op, search, z), strict=True):
+        t.copy_(new)
 
 
 def _quotients(
-    op: JacobianOperator, roundoff: Roundoff, vectors: Tensor, tol: float = 0.0
+    op: JacobianOperator,
+    search: JacobianOperator,
+    roundoff: Roundoff,
+    vectors: Tensor,
+    tol: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bound norms from below by one vector each, (batch, n).
+    """Bound norms from below by one vector each, (batch, n), of length one or zero.
 
     By the length of J^T z less what rounding may have added to it, over that of z, which is 1 but
     for its own rounding. Where an operator measures lengths too roughly for ``tol``, in the
     coordinates of its inputs.
 
     Returns:
-        The bounds and the lengths, (batch,) each, the vectors with length one, and what
-        `JacobianOperator.image` gives of these.
+        The bounds and the lengths, (batch,) each, the vectors with length one, and how far images
+        of the search are from those of these.
     """
-    z = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300)
-    z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
-    z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
-    image = op.image(z.view(-1, *op.out_shape))
-    size, more = op.length(image)
+    if op.graphable() and search.graphable():
+        found = torch.empty_like(vectors), vectors.new_empty(len(vectors), 6 - 3 * (search is op))
+        launch, (*_, found) = graphed(_images_into, op, search, vectors, found)
+        launch()
+        z, sums = (t.clone() for t in found)
+    else:
+        z, sums = _images(op, search, vectors)
+    sums = sums.cpu()
+    size, more = op.length(sums)
+    off = torch.nan_to_num(search.length(sums[:, -3:])[0], nan=math.inf)
     rough = (~(more <= ROUGH * tol * size)).nonzero()[:, 0]
     if len(rough):
         there = rough.to(op.device)
         part = op.select(there)
         inputs = part.vjp(z[there].view(-1, *op.out_shape))
-        size[rough], more[rough] = JacobianOperator.length(part, inputs)
+        sums = JacobianOperator.sums(part, inputs).cpu()
+        size[rough], more[rough] = JacobianOperator.length(part, sums)
     own = (2 * z.shape[1] + 16) * UNIT
     low = (size - more) * (1 - own) - roundoff.products * (1 + 1e-6) - roundoff.tensors
     low = torch.where(torch.isfinite(size), low, 0.0).nan_to_num(0.0).clamp_min(0)
-    return low, size, z, image
+    return low, size, z, off

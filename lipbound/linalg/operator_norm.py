@@ -145,11 +145,11 @@ def lanczos(
     runs = Runs(op, start, limit=min(max_steps, n))
     meanwhile()
     runs.until(rule)
-    found, everyone = runs.recurrence, np.arange(op.batch)
+    found = runs.recurrence
     bound = certificate.bound(found, one, goal(found.top))
     upper, lower = np.sqrt(bound) * (1 + rounding), np.sqrt(found.top)
     nothing = (found.top == 0) & (found.last == 0)
-    reached = certificate.shows(everyone, found, goal(found.top), one)[0] | nothing
+    reached = nothing | (found.top > 0) & (bound <= goal(found.top) * (1 + 2e-12))
     upper = np.where(reached & (found.top > 0), np.minimum(upper, lower * (1 + tol)), upper)
     # a top of 0 is a zero, or a Ritz value that rounding has made negative
     none = np.where(reached, 0.0, math.inf)
