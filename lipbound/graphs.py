@@ -5,15 +5,15 @@ import pickle
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-KEPT, KEPT_BYTES = 8, 2**29
-"""Graphs that a thread keeps, and bytes of their buffers."""
+KEPT, SHARE = 8, 1 / 64
+"""Graphs that a thread keeps, and share of a GPU's memory that their buffers take."""
 
 
 class _Outline(pickle.Pickler):
@@ -71,6 +71,11 @@ def _on_gpu(t: Tensor) -> bool:
     return t.device.type == "cuda"
 
 
+@cache
+def _memory(device: torch.device) -> float:
+    return float(torch.cuda.get_device_properties(device).total_memory)
+
+
 @dataclass
 class _Kept:
     """A graph, the arguments whose memory it works on, and those of their tensors that it reads."""
@@ -81,9 +86,9 @@ class _Kept:
     tensors: list[Tensor]
 
     @property
-    def bytes(self) -> int:
-        """Of these tensors."""
-        return sum(t.nbytes for t in self.tensors)
+    def share(self) -> float:
+        """Share of the GPU's memory that these take."""
+        return sum(t.nbytes for t in self.tensors) / _memory(self.tensors[0].device)
 
 
 class _Graphs(threading.local):
@@ -130,7 +135,7 @@ def graphed(work: Callable[..., None], *args: Any) -> tuple[Callable[[], None], 
         return partial(work, *args), args
     known = _GRAPHS.known
     known[outline.key] = kept
-    while len(known) > KEPT or sum(one.bytes for one in known.values()) > KEPT_BYTES:
+    while len(known) > KEPT or sum(one.share for one in known.values()) > SHARE:
         del known[next(iter(known))]
     return kept.launch, kept.args
 

@@ -1,6 +1,7 @@
 """Work that is launched as a graph, on buffers that are kept: where no GPU replays it, it is done
 again on these."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -24,7 +25,18 @@ def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CUDA:
         monkeypatch.setattr(graphs, "_on_gpu", lambda _: True)
         monkeypatch.setattr(graphs, "_captured", lambda work, _: work)
-        monkeypatch.setattr(InParts, "graphable", InParts.graphable)
+        monkeypatch.setattr(graphs, "_memory", lambda _: math.inf)
+
+
+def test_graphs_take_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_memory", lambda _: 64 * 24.0)
+    for n in (3, 2, 1, 7):  # of which two vectors of so many numbers are kept
+        out = torch.zeros(n, device=HERE)
+        launch, (changed, _) = graphed(double_into, out, {"read": out + 1})
+        launch()
+        assert changed.tolist() == [2] * n
+        sizes = [one.tensors[0].numel() for one in graphs._GRAPHS.known.values()]
+        assert sizes == {3: [3], 2: [2], 1: [2, 1], 7: []}[n]
 
 
 def double_into(out: torch.Tensor, of: dict[str, torch.Tensor]) -> None:

@@ -281,7 +281,7 @@ class GraphSteps(Steps):
 
     def __init__(self, op: JacobianOperator, start: Tensor, limit: int):
         super().__init__(op, start, limit)
-        self._last = torch.zeros(1, dtype=torch.long, device=start.device)
+        self._near = torch.arange(2, device=start.device)
         room, self._read = len(self._rows), 0
         self._found = start.new_zeros(room, len(start), 3 + room)
         self._begin()
@@ -292,8 +292,8 @@ class GraphSteps(Steps):
 
     def _begin(self) -> None:
         """Have steps from now on taken on buffers that a graph works on."""
-        args = self._op, self._rows, self._found, self._last
-        self._launch, (self._op, self._rows, self._found, self._last) = graphed(_step, *args)
+        args = self._op, self._rows, self._found, self._near
+        self._launch, (self._op, self._rows, self._found, self._near) = graphed(_step, *args)
         self.basis = self._rows[1:]
 
     def looks(self, k: int) -> bool:
@@ -318,13 +318,13 @@ class GraphSteps(Steps):
         return rows, lengths
 
 
-def _step(op: JacobianOperator, rows: Tensor, found: Tensor, last: Tensor) -> None:
-    """A step of `GraphSteps`: from vector ``last`` (1,), of tensors that stay where they are."""
-    near = rows.index_select(0, torch.cat([last, last + 1]))
-    w, first, second, length = _orthogonalised(op, near[1], near, rows)
-    found.index_copy_(0, last, torch.cat([first, length, second], 1)[None])
-    last.add_(1)
-    rows.index_copy_(0, last + 1, (w / length)[None])
+def _step(op: JacobianOperator, rows: Tensor, found: Tensor, near: Tensor) -> None:
+    """A step of `GraphSteps` from the last two vectors, in rows ``near`` (2,), which it moves on."""
+    vectors = rows.index_select(0, near)
+    w, first, second, length = _orthogonalised(op, vectors[1], vectors, rows)
+    found.index_copy_(0, near[:1], torch.cat([first, length, second], 1)[None])
+    near.add_(1)
+    rows.index_copy_(0, near[1:], (w / length)[None])
 
 
 def _orthogonalised(
