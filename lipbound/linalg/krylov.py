@@ -319,7 +319,7 @@ class GraphSteps(Steps):
 
 
 def _step(op: JacobianOperator, rows: Tensor, found: Tensor, near: Tensor) -> None:
-    """A step of `GraphSteps` from the last two vectors, in rows ``near`` (2,), which it moves on."""
+    """A step of `GraphSteps`, from the last vectors in rows ``near`` (2,), which it moves on."""
     vectors = rows.index_select(0, near)
     w, first, second, length = _orthogonalised(op, vectors[1], vectors, rows)
     found.index_copy_(0, near[:1], torch.cat([first, length, second], 1)[None])
