@@ -77,7 +77,7 @@ def _memory(device: torch.device) -> float:
 
 
 @dataclass
-class _Kept:
+class _Graph:
     """A graph, the arguments whose memory it works on, and those of their tensors that it reads."""
 
     launch: Callable[[], None]
@@ -99,7 +99,7 @@ class _Graphs(threading.local):
     """
 
     def __init__(self) -> None:
-        self.known: dict[Any, _Kept] = {}
+        self.known: dict[Any, _Graph] = {}
         self.streams: dict[torch.device, tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]] = {}
 
 
@@ -140,7 +140,7 @@ def graphed(work: Callable[..., None], *args: Any) -> tuple[Callable[[], None], 
     return kept.launch, kept.args
 
 
-def _new(work: Callable[..., None], outline: _Outline) -> _Kept:
+def _new(work: Callable[..., None], outline: _Outline) -> _Graph:
     """Capture a graph.
 
     Raises:
@@ -154,7 +154,7 @@ def _new(work: Callable[..., None], outline: _Outline) -> _Kept:
         raise RuntimeError("the work reads or keeps what is no part of its arguments")
     places = [i for i, t in enumerate(buffers) if _places([t]) <= reads.found]
     args = outline.filled([t if i in places else t.to("meta") for i, t in enumerate(buffers)])
-    kept = _Kept(lambda: None, args, places, [buffers[i] for i in places])
+    kept = _Graph(lambda: None, args, places, [buffers[i] for i in places])
     torch._foreach_copy_(kept.tensors, [outline.tensors[i] for i in places])
     kept.launch = _captured(partial(work, *args), kept.tensors[0].device)
     return kept
