@@ -17,7 +17,7 @@ KEPT, SHARE = 8, 1 / 64
 
 
 class _Outline(pickle.Pickler):
-    """What arguments are made of but for the numbers of a GPU's tensors, as ``key``."""
+    """What work does but for the numbers of a GPU's tensors, as ``key``: also modes of torch."""
 
     def __init__(self, work: Callable[..., object], args: tuple[Any, ...]):
         text, self._places, self.tensors = io.BytesIO(), dict[int, int](), list[Tensor]()
@@ -25,7 +25,8 @@ class _Outline(pickle.Pickler):
         self.dump(args)
         self.text = text.getvalue()
         laid_out = tuple((t.shape, t.stride(), t.dtype, t.device) for t in self.tensors)
-        self.key = work, self.text, laid_out
+        modes = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+        self.key = work, self.text, laid_out, torch.backends.cuda.matmul.allow_tf32, *modes
 
     def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, Tensor) or not _on_gpu(value):
@@ -121,7 +122,7 @@ def graphed(work: Callable[..., None], *args: Any) -> tuple[Callable[[], None], 
     returned as it is, with its arguments.
 
     Args:
-        work: reads and changes tensors on a GPU.
+        work: reads and changes tensors on a GPU; those that it changes share no memory.
         args: what it takes, with whatever it would keep for later calls.
     """
     try:

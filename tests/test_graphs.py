@@ -59,6 +59,12 @@ def test_arguments_that_differ_in_numbers_alone_have_one_graph() -> None:
         assert of["other"].device.type == "meta"  # what is not read takes no memory
         kept.append(changed)
     assert all(t is kept[0] for t in kept)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # products of other digits
+    try:
+        assert graphed(double_into, out, {"read": read, "other": other})[1][0] is not kept[0]
+    finally:
+        torch.set_float32_matmul_precision(precision)
     # other shapes, kinds, or more than one tensor in the same place are other work
     out, read = numbers(0, 1)
     for args in (
