@@ -63,8 +63,6 @@ def _shares(att: Attention, terms: Callable[[Attention], dict[str, Tensor]]) -> 
 @our_bound(
     "lipbound",
     label="lipbound",
-    statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J "
-    "J^T (see its docstring)",
     statement_latex=r"$\|J\|^2 \le \min(\|E + K\|, \|E\| + L)$, $N \times N$ matrices of norms "
     r"of the blocks of $J J^T$ (see its docstring)",
     source="Lemma 16 in the documentation of lipbound",
@@ -110,8 +108,6 @@ def lipbound(att: Attention) -> Tensor:
 @our_bound(
     "lipbound_block",
     label="lipbound, blocks of J",
-    statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N "
-    "x N matrix",
     statement_latex=r"$\|J\| \le \|\,[P_{ij} (\|W_V\| + |v_j - o_i| |\mathrm{scale}\,W_K "
     r"q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\|$, an $N \times N$ matrix",
     source="Lemma 15 in the documentation of lipbound",

@@ -30,8 +30,6 @@ AT_ONCE = 16
 @our_bound(
     "lipbound_every",
     label="lipbound, every token",
-    statement="||J||^2 <= max_i (sum_j d_ij) ||sum_j J_ij J_ij^T / d_ij||, d_ij upper values of "
-    "||J_ij||",
     statement_latex=r"$\|J\|^2 \le \max_i (\sum_j d_{ij}) \|\sum_j J_{ij} J_{ij}^T / d_{ij}\|$, "
     r"$d_{ij}$ upper values of $\|J_{ij}\|$",
     source="Lemma 95 in the documentation of lipbound",
@@ -60,7 +58,6 @@ def lipbound_every(att: Attention) -> Tensor:
 @our_bound(
     "lipbound_every_block",
     label="lipbound, rows of blocks",
-    statement="||J|| <= max_i sum_j ||J_ij||, with upper values of the norms of the blocks of J",
     statement_latex=r"$\|J\| \le \max_i \sum_j \|J_{ij}\|$, with upper values of the norms of "
     r"the blocks of J",
     source="Lemma 94 in the documentation of lipbound",
@@ -85,8 +82,6 @@ def lipbound_every_block(att: Attention) -> Tensor:
 @our_bound(
     "lipbound_one",
     label="lipbound, columns of blocks",
-    statement="||J|| <= max_j (sum_i ||J_ij||^2)^(1/2), with upper values of the norms of the "
-    "blocks of J",
     statement_latex=r"$\|J\| \le \max_j (\sum_i \|J_{ij}\|^2)^{1/2}$, with upper values of the "
     r"norms of the blocks of J",
     source="Lemma 94 in the documentation of lipbound",

@@ -61,8 +61,6 @@ def _queries(att: Attention) -> Tensor:
     "dasoulas",
     label="Dasoulas 2021, reconstructed",
     bibtex=_BIBTEX,
-    statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = "
-    "max_i |x_i|, a = scale W_K b_Q",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\|_F + \sqrt{2} R\,(\max_j |A x_j| + \|X A + 1 "
     r"a^T\|_F))$, $R = \max_i |x_i|$, $a = \mathrm{scale}\,W_K b_Q$",
     source="reconstructed: the theorem recalled, its code read; the slope of the scores, of this "

@@ -41,8 +41,6 @@ def inverse_phi(y: Tensor) -> Tensor:
     "kim",
     label="Kim 2021 (L2 map)",
     bibtex=BIBTEX,
-    statement="||J|| <= sqrt(N) scale (4 phi^-1(N-1) + 1) ||W_Q||^2 ||W_V||, phi(x) = x e^(x+1), "
-    "on L2 attention",
     statement_latex=r"$\|J\| \le \sqrt{N}\,\mathrm{scale}\,(4 \phi^{-1}(N-1) + 1) \|W_Q\|^2 "
     r"\|W_V\|$, $\phi(x) = x e^{x+1}$, on L2 attention",
     source="Theorem 3.2, in the degree-two form",
