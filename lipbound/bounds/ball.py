@@ -170,8 +170,8 @@ class Errors(NamedTuple):
         d = (p + 2 * own) * e.v + 2 * e.v_error
         f = c * e.q_slope * ((p + 2 * own) * e.k + 2 * e.k_error)
         found = 2 * e.score, 2 * p, d, f, c * e.k_slope * (e.q_error + own * e.q)
-        score, p, d, f, u = ((t[0] * (1 + 1e-6)).nan_to_num(math.inf) for t in found)
-        return cls(*(t[:, None, None] for t in (score, p, d, f, u)), own)
+        score, p, d, f, u = ((t[0] * (1 + 1e-6)).nan_to_num(math.inf)[:, None, None] for t in found)
+        return cls(score, p, d, f, u, own)
 
 
 class Centre:

@@ -420,7 +420,7 @@ def spread(
         far, side = lengths(centre), w @ x - total / 2 * centre
         size = size + 2 * far * mean(w, length) + far**2 * total.detach()[..., 0]
         ends = [(side, centre), (centre, side)]
-    lost = gamma(m + 2 * d + 18) * size  # the difference cancels
+    lost = gamma(m + (10 if maps is None else 2 * d + 18)) * size  # the difference cancels
     step = max(1, at_once(ROW_BYTES, w.device) // (8 * len(x) * d * d))
     for r in (slice(i, i + step) for i in range(0, n, step)):
         sums, more = (w[:, r] @ pairs).unflatten(-1, (d, d)), lost[:, r]
