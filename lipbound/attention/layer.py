@@ -577,16 +577,15 @@ class Attention:
         found._fit = self._fit
         return found
 
+    @memoised
     def double(self) -> Self:
         """Return the same layer in float64 (itself when it already is), made once.
 
         The mask is the layer's own: it is added to float64 scores anyway; and so is the rotation,
         which turns float64 vectors.
         """
-        return self if self.dtype == torch.float64 else self._in_float64()
-
-    @memoised
-    def _in_float64(self) -> Self:
+        if self.dtype == torch.float64:
+            return self
         own = {"mask": self.mask, "rotation": self.rotation}
         wide = self._map(lambda t: t.double() if t.is_floating_point() else t, **own)
         keep_result(largest_entries, wide, largest_entries(self))

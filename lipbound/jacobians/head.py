@@ -203,12 +203,8 @@ class HeadOperator(TensorOperator):
         return pushed(groups, arriving)
 
     @abstractmethod
-    def average(self, x: Tensor) -> Tensor:
-        """Products P x, (batch, N, r)."""
-
-    @abstractmethod
-    def transposed_average(self, x: Tensor) -> Tensor:
-        """Products P^T x, (batch, N, r)."""
+    def column_sums(self) -> Tensor:
+        """The sums of the columns of P, (batch, N)."""
 
     @abstractmethod
     def largest(self) -> Tensor:
@@ -444,11 +440,8 @@ class HeadJacobian(InParts, HeadOperator):
         other = super().single()
         return other._with(t=other.p) if other is not None and self.t is self.p else other
 
-    def average(self, x: Tensor) -> Tensor:
-        return self.p @ x
-
-    def transposed_average(self, x: Tensor) -> Tensor:
-        return self.p.mT @ x
+    def column_sums(self) -> Tensor:
+        return self.p.sum(1)
 
     def largest(self) -> Tensor:
         return self.p.amax(-1)

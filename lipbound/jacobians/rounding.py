@@ -167,7 +167,7 @@ def roundoff(
     """
     e, n = tensor_errors(att) if alone is None else alone.errors(att), max(att.rows, att.keys)
     e, shape = e if values is None else e._replace(v=values), (att.samples, att.heads)
-    columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(*shape, -1)
+    columns = op.column_sums().view(*shape, -1)
     largest, loss = op.largest().view(*shape, -1), op.rows.loss.expand(shape)
     e, mix, (loss,) = finished(Mixing.of(e, columns, largest, att.valid_rows, loss))
     # products take v_j and o_i one by one, whose difference may be small

@@ -237,18 +237,11 @@ class StreamedHeadJacobian(HeadOperator):
         kept = None if self.kept is None else self.kept.to(torch.float32)
         return other._with(**wide, kept=kept)  # scores stay in float64
 
-    def average(self, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
+    def column_sums(self) -> Tensor:
+        out = self.o.new_zeros(self.batch, self.layer.tokens)
         for b in range(self.batch):
-            for rows, keys, p, _ in self._read(b):
-                out[b, rows] = p @ x[b, keys]
-        return out
-
-    def transposed_average(self, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for b in range(self.batch):
-            for rows, keys, p, _ in self._read(b):
-                out[b, keys] += p.mT @ x[b, rows]
+            for _, keys, p, _ in self._read(b):
+                out[b, keys] += p.sum(0)
         return out
 
     def largest(self) -> Tensor:
