@@ -190,7 +190,7 @@ class VariantHead:
             slope = self.gate.slope[0, part, :, None]
             through = through + slope * self.tangents.metric("gate", "k", tokens)
             values = values + slope * self.tangents.metric("gate", "v", tokens)
-        values = self.tangents.returned("v", values, tokens)
+        values = self.tangents.turned("v", values, tokens, back=True)
         b_v = block_norm(values, squarings=squarings) + off * self.sizes_v(part)[:, 0]
         return QueryVectors(b, b_v, through, off)
 
@@ -210,7 +210,7 @@ class VariantHead:
         u = self.tangents.turned("k", q, tokens)
         y = _times(u, self.tangents.metric("k", "k", tokens))
         image = _times(u, self.tangents.metric("k", "v", tokens))
-        image = self.tangents.returned("v", image, tokens).norm(dim=-1)
+        image = self.tangents.turned("v", image, tokens, back=True).norm(dim=-1)
         image = image + self._small * self.sizes_v(part) * reach
         length = root((y * u).sum(-1).clamp_min(0) + self._small * reach**2)
         inner = None
