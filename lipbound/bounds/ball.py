@@ -19,7 +19,7 @@ from lipbound.attention.scoring import cap_slope
 from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import factors
 from lipbound.bounds.ours.block_norms import RowMaps, distances, spread
-from lipbound.bounds.registry import get
+from lipbound.bounds.registry import get, resolve
 from lipbound.bounds.statement import check_radii
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
@@ -489,16 +489,11 @@ def _centre(att: Attention, at: str) -> Tensor:
     """
     if isinstance(at, str) and at == "certified":
         return spectral_norm(att, tol=CERTIFIED_TOL, delta=CERTIFIED_DELTA).upper.to(att.device)
-    bound = get(at)
+    bound = get(*resolve([at], "frobenius"))
     if bound.map != "head":
         raise LipboundError(
             f"at={at!r} bounds another map, {bound.map} attention; use at='certified' or a bound "
             "on the head"
-        )
-    if bound.norm != "frobenius":
-        raise LipboundError(
-            f"at={at!r} is stated in the {bound.norm} norm, and this one in Frobenius's; use "
-            "at='certified' or 'lipbound'"
         )
     if not bool(bound.sound(att).all()):
         raise LipboundError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import splitting_bound
 from lipbound.bounds.ours.block_norms import WeightNorms, distances, in_chunks, lengths, weights_of
-from lipbound.bounds.ours.entry import our_bound
+from lipbound.bounds.ours.pairwise import our_bound
 from lipbound.linalg.matrix_norms import gamma
 
 

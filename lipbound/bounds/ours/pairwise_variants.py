@@ -20,7 +20,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.ours import pairwise
 from lipbound.bounds.ours.block_norms import CHUNK, RTOL, at_once, in_chunks, longest, root, seen
-from lipbound.bounds.ours.entry import PARTS
+from lipbound.bounds.ours.pairwise import PARTS
 from lipbound.bounds.ours.token_block_norms import VariantHead
 from lipbound.devices import Routine
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, nonnegative_routine

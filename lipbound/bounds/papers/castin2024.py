@@ -128,11 +128,6 @@ def sides(att: Attention) -> tuple[Tensor, Tensor]:
     return largest(w_q, w_k), largest(w_k, w_q)
 
 
-def longest(t: Tensor) -> Tensor:
-    """Largest length |t_i| of (..., N, d), (...)."""
-    return t.norm(dim=-1).max(-1).values
-
-
 @theorem(
     "castin_c3",
     label="Castin 2024, C.3",
@@ -160,7 +155,7 @@ def castin_c3(att: Attention, radius: float = 0.0, ball: str = "token") -> Tenso
     tokens by twice the radius, or :math:`\sqrt 2` times it when they share a Frobenius ball.
     """
     if att.variants:  # of the queries and keys that enter the scores
-        q, k = (longest(t) + error for t, error in factors.entering(att))
+        q, k = (t.norm(dim=-1).max(-1).values + error for t, error in factors.entering(att))
         side = torch.maximum(q * factors.norm_k(att), k * factors.norm_q(att))
         side = abs(att.scale) * factors.turn(att) * side
     else:

@@ -17,7 +17,7 @@ from lipbound.attention.variants.base import Side
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.ours.block_norms import root
-from lipbound.bounds.papers.castin2024 import longest, sides
+from lipbound.bounds.papers.castin2024 import sides
 from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import gamma, times_power_up
@@ -91,7 +91,7 @@ def dasoulas(att: Attention) -> Tensor:
     """
     if att.variants:
         (q, q_error), (k, k_error) = factors.entering(att)
-        through_q = factors.norm_q(att) * (longest(k) + k_error)
+        through_q = factors.norm_q(att) * (k.norm(dim=-1).max(-1).values + k_error)
         size = factors.size(q, (-2, -1)) + q_error * factors.root_count(att)
         through_k = factors.norm_k(att) * size
         slope = abs(att.scale) * factors.turn(att) * (through_q + through_k)
