@@ -13,7 +13,7 @@ from lipbound.attention.cache import Cache, derived, keep_result, memoised
 from lipbound.attention.layer_norm import ResidualContext
 from lipbound.attention.validation import check_values, largest_entries, validate
 from lipbound.attention.variants import VARIANTS, titles
-from lipbound.attention.variants.base import SIDES, Side, TokenMap, TokenStep, changed, cut, tensors
+from lipbound.attention.variants.base import SIDES, Side, TokenMap, TokenStep, cut, mapped, tensors
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import FixedStep, OtherStream
 from lipbound.attention.variants.qk_norm import NormStep, QKNorm
@@ -572,7 +572,7 @@ class Attention:
 
     def _changed(self, change: Callable[[Tensor, str], Tensor], **others: Any) -> Self:
         axes = (_AXES | {"surroundings": ""}).items()
-        own = {a: changed(getattr(self, a), at, change) for a, at in axes if a not in others}
+        own = {a: mapped(getattr(self, a), at, change) for a, at in axes if a not in others}
         found = self.with_parts(**own, **others, check=False)
         found._fit = self._fit
         return found

@@ -21,7 +21,7 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds.factors import root_count, size, wide
 from lipbound.bounds.registry import get, resolve
-from lipbound.bounds.statement import Bound, allowance
+from lipbound.bounds.statement import Bound, formula_rounding
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer, choice
 from lipbound.jacobians.maps import BLOCKS, block_bound
@@ -95,7 +95,7 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     if rule == "folded" and map == "layer":
         return folded(att, name)
     total, root_sum_square = _together(bound, att, map)
-    return (total if rule == "sum" else root_sum_square) * (1 + allowance(att))
+    return (total if rule == "sum" else root_sum_square) * (1 + formula_rounding(att))
 
 
 def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
 def published(bound: Bound, att: Attention, map: str) -> Tensor:
     """The smaller of the published rules, (samples,)."""
     total, root_sum_square = _together(bound, att, map)
-    return torch.minimum(total, root_sum_square) * (1 + allowance(att))
+    return torch.minimum(total, root_sum_square) * (1 + formula_rounding(att))
 
 
 def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
@@ -137,7 +137,7 @@ def folded(att: Attention, name: str) -> Tensor:
     omega = matrix_norm(e[:, None].mT @ e[None])
     pairs = torch.einsum("sh,hg,sg->s", values, omega, values).sqrt()
     together = torch.fmin(pairs, matrix_norm(torch.cat(list(e), 1)) * size(values, -1))
-    return (together + (lost * _reach(att, name)).sum(-1)) * (1 + allowance(att))
+    return (together + (lost * _reach(att, name)).sum(-1)) * (1 + formula_rounding(att))
 
 
 def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
     heads, e, lost = _folded(att)
     bound = get(name)
     value = bound(heads) * matrix_norm(e) + lost * _reach(att, name)
-    return value * (1 + allowance(att)), bound.sound(heads)
+    return value * (1 + formula_rounding(att)), bound.sound(heads)
 
 
 @memoised

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import check_sizes, ordinary, unit_values
+from lipbound.attention.rescaling import check_sizes, of_ordinary_size, unit_values
 from lipbound.attention.variants.base import Side
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, WHOLE, LayerJacobian
@@ -53,7 +53,7 @@ class PreparedMap:
         if not as_given and map not in BLOCKS:  # a residual's identity is seen in its own units
             together = map in WHOLE
             if att.dtype == torch.float64 and side is None:
-                att, self.exponents = ordinary(att, together=together)
+                att, self.exponents = of_ordinary_size(att, together=together)
             att, unit = unit_values(att, together=together)
             self.exponents = self.exponents + unit.log2().round().long()
         self.attention, self.alone = att, None

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
-from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, tensor_errors, upper
+from lipbound.attention.rounding import MARGIN, UNDERFLOWS, TensorErrors, tensor_errors, upper
 from lipbound.attention.variants.gate import Gate
 from lipbound.devices import Routine, finished
 from lipbound.jacobians.head import HeadOperator
@@ -174,7 +174,7 @@ def roundoff(
     apart = mix._replace(spread=torch.ones_like(mix.spread))
     size = sum(Sizes.of(e, apart).through(mix, att.scale), start=torch.zeros_like(mix.norm))
     most = Sizes.of(e, mix.anything).through(mix.anything, att.scale)
-    vanished = SMALLEST * (most[0] + most[1])
+    vanished = UNDERFLOWS * (most[0] + most[1])
     tensors = distance(e, mix, att.scale) + loss * size + vanished
     # roundings that a product of entries sees: over tokens, coordinates and widths
     steps = n + max(2 * att.d, att.d_v) + 2 * att.d + att.d_v + 40

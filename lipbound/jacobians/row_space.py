@@ -15,7 +15,7 @@ def distinct(spans: list[Tensor]) -> list[Tensor]:
     return found
 
 
-TOGETHER = 12
+IN_CACHE = 12
 """Entries whose lengths a CPU takes at a time, in its cache."""
 
 
@@ -32,7 +32,7 @@ def length_by_squares(
         heads: of each entry of the batch, (batch,).
         count: rows of w, of which each entry of the products is a sum.
     """
-    together = TOGETHER if c.device.type == "cpu" else len(c)
+    together = IN_CACHE if c.device.type == "cpu" else len(c)
     parts = zip(c.split(together), heads.split(together), strict=True)
     sums = torch.cat([(part * (part @ squares[head])).sum(-1).sum(-1) for part, head in parts])
     trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[heads]

@@ -21,7 +21,7 @@ from lipbound.linalg.operators import PerEntry
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
 """Bytes of attention matrices and their temporaries above which they are not kept."""
-ROW_BYTES = {"cpu": 2**23, "cuda": 2**29}
+STREAMED_BYTES = {"cpu": 2**23, "cuda": 2**29}
 """Bytes of the rows of float64 scores that are formed at a time."""
 SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
@@ -82,7 +82,7 @@ def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -
 
 def _blocks(att: Attention) -> RowBlocks:
     """Blocks of as many rows as memory allows, no more than products need where a mask forbids."""
-    most = _budget(ROW_BYTES, att.device) // 8
+    most = _budget(STREAMED_BYTES, att.device) // 8
     if att.device.type == "cpu" and not (att.mask is None and att.valid is None):
         blocks = RowBlocks.of_mask(att, ROWS)
         most = min(most, ROWS * max(1, blocks.widest))

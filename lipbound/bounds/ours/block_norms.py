@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import ordinary
+from lipbound.attention.rescaling import of_ordinary_size
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.factors import norm_v, weight_grams
 from lipbound.devices import Room, Routine, available, finished, require, together
@@ -86,8 +86,8 @@ def in_chunks(
     Args:
         att: the layer.
         values: (heads, r) from one sample of a float64 layer of ordinary size
-            (`lipbound.attention.rescaling.ordinary`) and some of its heads: upper values but for
-            the allowance of `Bound`.
+            (`lipbound.attention.rescaling.of_ordinary_size`) and some of its heads: upper values
+            but for the allowance of `Bound`.
         reach: how much larger the norm that each of the r bounds, or all of them, can be than the
             spectral norm of the same matrix.
         several: whether ``values`` takes several samples, (samples x heads, r), as many at a time
@@ -134,7 +134,7 @@ def samples_of(att: Attention, many: int = 1) -> Iterator[tuple[Attention, Tenso
     Each is a float64 layer of ordinary size, with the errors of its tensors and the exponents of
     the powers of two that its J is to be multiplied with, (heads,).
     """
-    whole, exponents = ordinary(att)
+    whole, exponents = of_ordinary_size(att)
     errors = tensor_errors(whole)
     for part in (slice(s, s + many) for s in range(0, att.samples, many)):
         one = whole.of_samples(part)

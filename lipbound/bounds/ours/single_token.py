@@ -14,7 +14,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.bounds.ours.block_norms import CHUNK, in_chunks, root, sharp_block_norms
 from lipbound.bounds.ours.pairwise import PARTS, our_bound
-from lipbound.bounds.ours.pairwise_variants import ROWS, together
+from lipbound.bounds.ours.pairwise_variants import BY_TOKENS, variant_bounds
 from lipbound.bounds.ours.token_block_norms import VariantHead
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.token_norms.blocks import LayerTensors
@@ -101,8 +101,10 @@ def lipbound_one(att: Attention) -> Tensor:
     return _sums(att)[..., 1]
 
 
-lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)(lambda att: together(att)[..., ROWS])
-lipbound_one.extends(*LINEAR_VALUES, **PARTS)(lambda att: together(att)[..., ROWS + 1])
+lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)(
+    lambda att: variant_bounds(att)[..., BY_TOKENS]
+)
+lipbound_one.extends(*LINEAR_VALUES, **PARTS)(lambda att: variant_bounds(att)[..., BY_TOKENS + 1])
 
 
 def _root_count(att: Attention) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import ordinary
+from lipbound.attention.rescaling import of_ordinary_size
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.attention.variants.base import Side
@@ -107,7 +107,7 @@ def _with_variants(att: Attention) -> Tensor:
             "bound 'dasoulas' has no derivatives for normalised queries and keys, or sinks; call "
             "it under torch.no_grad(), or take 'lipbound'"
         )
-    one, exponents = ordinary(att)
+    one, exponents = of_ordinary_size(att)
     e = tensor_errors(one)
     through_q = _slope(one, e, "q") * (e.k + e.k_error)
     q = one.wide_q if one.valid is None else one.wide_q * one.valid[:, None, :, None]
