@@ -677,14 +677,6 @@ class Attention:
         gate = None if self.gate is None else replace(self.gate, b=None)
         return self.with_parts(**own, gate=gate, check=False)
 
-    def with_values(self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None) -> Self:
-        """Return the same attention pattern over other values and output projection.
-
-        Queries, keys and probabilities already computed are shared.
-        """
-        parts = {"w_v": w_v, "b_v": b_v, "w_o": w_o}
-        return self.over_values(parts, look_at=parts)
-
     def over_values(self, parts: dict[str, Any], *, look_at: Collection[str] = ()) -> Self:
         """Return the same attention pattern with other parts, by name, of what makes values.
 
@@ -695,6 +687,19 @@ class Attention:
         check_values(other, look_at)
         other.cache.share(self.cache, *PATTERN, "level_mask")
         return other
+
+    def output_projection(self, map: str, instead: str) -> Tensor:
+        """Return ``w_o``, which a map needs.
+
+        Raises:
+            AttentionError: it is not known; ``instead`` is a map that needs none.
+        """
+        if self.w_o is None:
+            raise AttentionError(
+                f"map {map!r} needs the output projection w_o, which this layer does not have; use "
+                f"map={instead!r}"
+            )
+        return self.w_o
 
     def fold_output(self) -> tuple[Self, Tensor]:
         """Return heads that have absorbed their output slice, of the same Jacobian norm.
@@ -710,21 +715,18 @@ class Attention:
             AttentionError: when ``w_o`` is not known, or narrower than values that are not
                 projections, or gated.
         """
-        if self.w_o is None:
-            raise AttentionError(
-                "map 'head_out' needs the output projection w_o, which this layer does not have; "
-                "use map='head'"
-            )
-        e = torch.linalg.qr(self.w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
-        inner = self.w_o @ e
+        w_o = self.output_projection("head_out", "head")
+        e = torch.linalg.qr(w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
+        inner = w_o @ e
         if self.gate is None and self.plain("v"):
             b_v = None if self.b_v is None else (self.b_v[:, None] @ inner)[:, 0]
-            return self.with_values(self.w_v @ inner, b_v), e
+            own = {"w_v": self.w_v @ inner, "b_v": b_v, "w_o": None}
+            return self.over_values(own, look_at=own), e
         if inner.shape[2] < self.d_v:
             named = self.variants & {"gate", "value_norm", "cross"}
             raise AttentionError(
                 f"map 'head_out' of a layer with {titles(named)} needs an output at least "
-                f"{self.d_v} wide; it is {self.w_o.shape[2]} wide; use map='head'"
+                f"{self.d_v} wide; it is {w_o.shape[2]} wide; use map='head'"
             )
         parts: dict[str, Any] = {"w_o": None}
         if self.other_stream is not None and (v := self.other_stream.v) is not None:

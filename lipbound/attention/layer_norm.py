@@ -108,10 +108,6 @@ class Normaliser(NamedAxes):
         unit = torch.linalg.vector_norm(self.unit.double(), dim=-1)
         return off, deviation * (1 + off) + unit * (off + 4 * UNIT)
 
-    def radius(self) -> float:
-        """Return the radius of the smallest centred ball around all outputs."""
-        return ellipsoid_radius(self.weight, self.bias, centred=self.centred)
-
 
 def _around_mean(x: Tensor) -> Tensor:
     """Return vectors (..., D) less their means.

@@ -23,7 +23,7 @@ from lipbound.bounds.factors import root_count, size, wide
 from lipbound.bounds.registry import get, resolve
 from lipbound.bounds.statement import Bound, formula_rounding
 from lipbound.devices import in_own_modes
-from lipbound.errors import AttentionError, LipboundError, check_layer, choice
+from lipbound.errors import LipboundError, check_layer, choice
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.jacobians.rounding import folding_loss
 from lipbound.jacobians.streaming import head_jacobian
@@ -84,11 +84,8 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     if map in BLOCKS:
         return block_bound(att, whole_layer(att, name, rule=rule), map)
     (name,) = names_for([name], map, get(name).norm)
-    if map == "layer" and att.w_o is None:
-        raise AttentionError(
-            "map 'layer' needs the output projection w_o, which this layer does not have; use "
-            "map='heads'"
-        )
+    if map == "layer":
+        att.output_projection(map, "heads")
     bound = get(name)
     if rule == "best":
         return (bound.formula(att).layer or published)(bound, att, map)
@@ -103,9 +100,9 @@ def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
     heads = bound(att)
     if map == "heads":
         return heads.sum(-1), size(heads, -1)
-    assert att.w_o is not None
-    together = matrix_norm(att.w_o.flatten(0, 1)) * size(heads, -1)
-    return (heads * matrix_norm(att.w_o)).sum(-1), together
+    w_o = att.output_projection(map, "heads")
+    together = matrix_norm(w_o.flatten(0, 1)) * size(heads, -1)
+    return (heads * matrix_norm(w_o)).sum(-1), together
 
 
 def published(bound: Bound, att: Attention, map: str) -> Tensor:

@@ -137,17 +137,12 @@ class LayerJacobian(TensorOperator):
         self.residual = map in BLOCKS
         if self.residual:
             check_block(att, map)
-        if map != "heads" and att.w_o is None:
-            raise AttentionError(
-                "map 'layer' needs the output projection w_o, which this layer does not have; "
-                "use map='heads'"
-            )
         norm = normaliser_of(att, map)
         self.before, self.after = (norm, None) if map == "pre_norm" else (None, norm)
         valid = att.valid if self.residual else None
         self.real = None if valid is None else valid[..., None].to(att.dtype)
         self.heads, self.count = head_jacobian(att), att.heads
-        self.w_o = None if map == "heads" else att.w_o
+        self.w_o = None if map == "heads" else att.output_projection("layer", "heads")
         self.batch, self.dtype, self.device = att.samples, att.dtype, att.device
         self.in_shape = (att.tokens, att.x.shape[2])
         width = att.heads * att.d_v if self.w_o is None else self.w_o.shape[2]
