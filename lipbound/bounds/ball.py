@@ -18,7 +18,7 @@ from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.scoring import cap_slope
 from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import factors
-from lipbound.bounds.ours.block_norms import RowMaps, distances, spread
+from lipbound.bounds.ours.block_norms import SUM_BYTES, RowMaps, distances, spread
 from lipbound.bounds.registry import get, resolve
 from lipbound.bounds.statement import check_radii
 from lipbound.devices import in_own_modes
@@ -39,8 +39,6 @@ COVERS = frozenset({"rotation", "cap", "sinks"})
 UNEVEN = 1.5
 """Exponent of the ratio of two lengths in the weights between which their sum is shared: 1 is best
 where both are along one direction, 2 where they are orthogonal."""
-_CHUNK = 2**24
-"""Bytes of the largest temporary."""
 _HIDDEN = 2.0**-100
 """At least what underflow can take from a norm, relative to what sizes of tensors let it be."""
 # -- softmax rows that can be reached --------------------------------------------------------------
@@ -231,7 +229,7 @@ class Centre:
         r"""Lengths :math:`|F_i^T (x_j - c_i)|`, as of `spread`, (heads, N or 1, M)."""
         if maps is None:
             return x.norm(dim=-1)[:, None] if centre is None else distances(centre, x)
-        step, found = max(1, _CHUNK // (8 * x.numel())), []
+        step, found = max(1, SUM_BYTES // (8 * x.numel())), []
         for rows in (slice(i, i + step) for i in range(0, self.p.shape[1], step)):
             apart = x[:, None] if centre is None else x[:, None] - centre[:, rows, None]
             found.append((apart @ maps(rows)).norm(dim=-1))

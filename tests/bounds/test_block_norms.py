@@ -44,7 +44,8 @@ def between(
 def test_norms_are_those_of_the_matrices(
     mask: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_norms, "ROW_BYTES", 8 * 3 * 3 * 4 * at_once)
+    for name in ("ROW_BYTES", "SUM_BYTES"):
+        monkeypatch.setattr(block_norms, name, 8 * 3 * 3 * 4 * at_once)
     att = variant("", 1, mask=mask, n=9, samples=1).unpadded(0)
     with torch.no_grad():
         found = BlockNorms(att, gram=True)

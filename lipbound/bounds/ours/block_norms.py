@@ -22,6 +22,8 @@ from lipbound.linalg.matrix_norms import block_norm, gamma, times_power_up, uppe
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
+SUM_BYTES = 2**24
+"""Bytes of the d x d sums over pairs of tokens that are formed at a time."""
 ROW_BYTES = 2**20
 """Bytes of the matrices of as many rows as are taken at a time: what a core's own cache holds."""
 FAR = 256
@@ -421,7 +423,7 @@ def spread(
         size = size + 2 * far * mean(w, length) + far**2 * total.detach()[..., 0]
         ends = [(side, centre), (centre, side)]
     lost = gamma(m + (10 if maps is None else 2 * d + 18)) * size  # the difference cancels
-    step = max(1, at_once(ROW_BYTES, w.device) // (8 * len(x) * d * d))
+    step = max(1, max(SUM_BYTES, at_once(ROW_BYTES, w.device)) // (8 * len(x) * d * d))
     for r in (slice(i, i + step) for i in range(0, n, step)):
         sums, more = (w[:, r] @ pairs).unflatten(-1, (d, d)), lost[:, r]
         for a, b in ends:
