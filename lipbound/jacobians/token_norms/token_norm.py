@@ -23,7 +23,7 @@ from lipbound.jacobians.token_norms.row_search import BestRows, best_rows, roots
 from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
 from lipbound.linalg.solution import Norm
 
-TOKEN_NORMS = ("every-token", "one-token", "token-pair", "output-token")
+BLOCK_NORMS = ("every-token", "one-token", "token-pair", "output-token")
 """Norms that tell tokens apart."""
 TOKEN_MAPS = tuple(name for name in MAPS if name not in BLOCKS)
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
@@ -90,7 +90,7 @@ def token_norm(
     >>> bool((norm.upper <= norm.lower * 1.001).all())
     True
     """
-    choice("norm", norm, TOKEN_NORMS)
+    choice("norm", norm, BLOCK_NORMS)
     check(att, "token_norm", map)
     real("tol", tol, "a number > 0", above=0)
     vectors, tol = flag("vectors", vectors), float(tol)
