@@ -362,10 +362,11 @@ def _diracs(plain: Attention, count: int) -> tuple[int, np.ndarray, list[float],
     image = plain.scale * plain.w_k[h] @ (plain.w_q[h].mT @ u)
     radii = np.sqrt(np.linspace(0.25, 16, count) / gamma)
     identity = torch.eye(len(u), dtype=torch.float64, device=plain.device)[None]
+    head = plain.select(heads=slice(h, h + 1)).with_parts(w_v=identity, b_v=None, w_o=None)
     measured, predicted = [], []
     for r in radii.tolist():
         x, weights = castin_inputs.two_diracs(u, eigenvalue, r)
-        pair = plain.select(heads=slice(h, h + 1)).at(x[None]).with_values(identity, None)
+        pair = head.at(x[None])
         predicted.append(castin_inputs.two_dirac_growth(eigenvalue, r, u, image))
         measured.append(float(mean_field.weighted_norm(pair, weights[None], tol=1e-8).lower))
     return h, gamma * radii**2, measured, predicted
