@@ -16,6 +16,7 @@ from torch import Tensor
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
 from lipbound.attention.layer import Attention
+from lipbound.attention.layer_norm import ellipsoid_radius
 from lipbound.attention.rescaling import unit_values
 from lipbound.formatting import counted
 from lipbound.jacobians.head import HeadJacobian
@@ -245,7 +246,9 @@ class Scaling(PaperFigure):
 
 def _scaling(att: Attention) -> dict[str, Tensor]:
     length = att.x.norm(dim=-1)
-    around = att.surroundings.fed_by if att.surroundings else None
+    norm, around = att.surroundings and att.surroundings.fed_by, math.nan
+    if norm is not None:
+        around = ellipsoid_radius(norm.weight, norm.bias, centred=norm.centred)
     gamma = adversarial_inputs.steepness(att).gamma
     radius = (length if att.valid is None else length[att.valid]).mean().double()
     return {
@@ -253,7 +256,7 @@ def _scaling(att: Attention) -> dict[str, Tensor]:
         "radius": radius,
         "scaling": gamma * radius**2,
         "log10_crossover": adversarial_inputs.crossover_length(att).amin(0),
-        "ellipsoid_radius": radius.new_tensor(math.nan if around is None else around.radius()),
+        "ellipsoid_radius": radius.new_tensor(around),
         "largest_token": length.amax().double(),
     }
 
@@ -359,10 +362,11 @@ def _diracs(plain: Attention, count: int) -> tuple[int, np.ndarray, list[float],
     image = plain.scale * plain.w_k[h] @ (plain.w_q[h].mT @ u)
     radii = np.sqrt(np.linspace(0.25, 16, count) / gamma)
     identity = torch.eye(len(u), dtype=torch.float64, device=plain.device)[None]
+    head = plain.select(heads=slice(h, h + 1)).with_parts(w_v=identity, b_v=None, w_o=None)
     measured, predicted = [], []
     for r in radii.tolist():
         x, weights = castin_inputs.two_diracs(u, eigenvalue, r)
-        pair = plain.select(heads=slice(h, h + 1)).at(x[None]).with_values(identity, None)
+        pair = head.at(x[None])
         predicted.append(castin_inputs.two_dirac_growth(eigenvalue, r, u, image))
         measured.append(float(mean_field.weighted_norm(pair, weights[None], tol=1e-8).lower))
     return h, gamma * radii**2, measured, predicted

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, real, shown, whole
+from lipbound.jacobians.automatic import AutomaticJacobian
 from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
@@ -25,7 +27,7 @@ _FEW = 16
 computed: the norm is then that of a dense matrix, and ``upper`` needs no probability."""
 
 
-class NetworkJacobian(JacobianOperator):
+class NetworkJacobian(AutomaticJacobian):
     """Jacobians of a function that treats samples one by one.
 
     At a batch of inputs: one batch entry per sample.
@@ -42,47 +44,21 @@ class NetworkJacobian(JacobianOperator):
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None = None):
-        self._f, self._real = f, real
-        with torch.enable_grad():
-            self._x = x.detach().clone().requires_grad_()
-            self._value = f(self._x)
-        self.in_shape, self.out_shape = tuple(x.shape[1:]), tuple(self._value.shape[1:])
-        self.dtype, self.device = x.dtype, x.device
-        self.batch, self._chosen = len(x), torch.arange(len(x), device=x.device)
+        every = ModuleAttention(x, 0, f, (len(x), 1, 1, 1), valid=real)
+        self._differentiate(every, lambda x: f(x)[:, None])
         self._forward = True
 
-    def _whole(self, x: Tensor) -> Tensor:
-        return x.new_zeros(len(self._x), *x.shape[1:]).index_copy(0, self._chosen, x)
-
-    def jvp(self, x: Tensor) -> Tensor:
-        x = self._whole(x)
-        return self._pushed(x if self._real is None else x * self._real)[self._chosen]
-
-    def _pushed(self, x: Tensor) -> Tensor:
+    def _push(self, streams: Tensor) -> Tensor:
         if self._forward:
             try:
-                with torch.no_grad():
-                    return torch.func.jvp(self._f, (self._x.detach(),), (x,))[1]
+                return self._in_forward_mode()(streams)
             except RuntimeError:
                 self._forward = False
-        with torch.enable_grad():
-            y = torch.zeros_like(self._value).requires_grad_()
-            (back,) = torch.autograd.grad(self._value, self._x, y, create_graph=True)
-            (product,) = torch.autograd.grad(back, y, x, retain_graph=True)
-        return product.detach()
-
-    def vjp(self, y: Tensor) -> Tensor:
-        (product,) = torch.autograd.grad(self._value, self._x, self._whole(y), retain_graph=True)
-        return (product if self._real is None else product * self._real)[self._chosen]
+        return self._twice()(streams)
 
     def dense(self) -> Tensor:
         few = math.prod(self.out_shape) < math.prod(self.in_shape)
         return Transposed(self).dense().mT if few else super().dense()
-
-    def select(self, index: Tensor) -> "NetworkJacobian":
-        other = copy.copy(self)
-        other._chosen, other.batch = self._chosen[index.to(self.device)], len(index)
-        return other
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Hashable
 from functools import wraps
 from inspect import unwrap
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from lipbound.devices import Routine, finished, together, undisturbed
+from lipbound.devices import Routine, T, finished, together, undisturbed
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _ITSELF = object()
 
@@ -69,28 +68,15 @@ class Cache:
         self._values = {place: value for place, value in known if place[0] not in keys}
 
 
-class derived(Generic[T]):
-    """Decorator of a property that the ``cache`` of its object keeps, under its own name."""
+if TYPE_CHECKING:
+    derived = property
+else:
 
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make, self.__doc__ = make, make.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> "derived[T]": ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-
-    def __get__(self, instance: Any, owner: type) -> "T | derived[T]":
-        if instance is None:
-            return self
-        return instance.cache.get(self._name, lambda: self._make(instance))
-
-    def __set__(self, instance: object, value: object) -> None:
-        raise AttributeError(f"{self._name} is derived from the layer and cannot be set")
+    def derived(make):
+        """Decorator of a property that the ``cache`` of its object keeps, under its own name."""
+        return property(
+            lambda layer: layer.cache.get(make.__name__, lambda: make(layer)), doc=make.__doc__
+        )
 
 
 def memoised(function: F) -> F:

@@ -78,12 +78,15 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
     if isinstance(att, ModuleAttention):
         return nothing
     rows, keys = att.valid_rows, att.valid_keys
+    entries = (-3, -2, -1) if whole else (-2, -1)
 
-    def size(t: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Frobenius norms over tokens that are not padding."""
-        t = t if valid is None else t * valid[:, None, :, None]
-        squares = t.double().square().sum((-1, -2))
-        return (squares.sum(-1, keepdim=True) if whole else squares).sqrt()
+    def unit(t: Tensor) -> Tensor:
+        """The largest entries, of which squares of quotients stay in range."""
+        return t.abs().amax(entries, keepdim=True).clamp_min(1e-300)
+
+    def size(t: Tensor) -> Tensor:
+        """Frobenius norms."""
+        return ((t / unit(t)).square().sum(entries, keepdim=True).sqrt() * unit(t))[..., 0, 0]
 
     def largest(t: Tensor) -> Tensor:
         return t.amax(-1, keepdim=True) if whole else t
@@ -101,19 +104,23 @@ def conditioning(att: Attention | ModuleAttention, name: str, *, whole: bool = F
     require(needed, att.device, what, "measure shorter inputs or fewer samples, or leave it out")
     p = att.double().p
     if name == "kappa_val":
-        v = att.wide_v if keys is None else att.wide_v * keys[:, None, :, None]
-        entries = (-3, -2, -1) if whole else (-2, -1)
-        v = v / v.abs().amax(entries, keepdim=True).clamp_min(1e-300)  # squares stay in range
+        v = _counted(att.wide_v, keys)
+        v = v / unit(v)
         squares = torch.linalg.eigvalsh((v.mT @ v).cpu())[..., -1].clamp_min(0).to(att.device)
         found = size(p) * largest(squares.sqrt()) / size(p @ v)
     elif att.sinks is not None:
         return nothing
+    elif name == "kappa_softmax":
+        logits, hidden = att.logits()
+        scores = logits if att.mask is None else logits + att.mask
+        found = size(scores.masked_fill(hidden, 0.0)) * largest(row_norm(att)) / size(p)
     else:
-        entering = abs(att.scale) * size(att.wide_q, rows) * size(att.wide_k, keys)
-        if name == "kappa_softmax":
-            logits, hidden = att.logits()
-            scores = logits if att.mask is None else logits + att.mask
-            entering = size(scores.masked_fill(hidden, 0.0))
-        found = entering * largest(row_norm(att)) / size(p)
+        q, k = size(_counted(att.wide_q, rows)), size(_counted(att.wide_k, keys))
+        found = abs(att.scale) * q * k * largest(row_norm(att)) / size(p)
     known = largest(probability_error(att)) * found.clamp_min(1) <= _ERROR
     return torch.where(known, found, torch.nan)
+
+
+def _counted(t: Tensor, valid: Tensor | None) -> Tensor:
+    """Return vectors of tokens, zero for padding."""
+    return t if valid is None else t * valid[:, None, :, None]

@@ -13,7 +13,7 @@ from lipbound.attention.cache import Cache, derived, keep_result, memoised
 from lipbound.attention.layer_norm import ResidualContext
 from lipbound.attention.validation import check_values, largest_entries, validate
 from lipbound.attention.variants import VARIANTS, titles
-from lipbound.attention.variants.base import SIDES, Side, TokenMap, TokenStep, changed, cut, tensors
+from lipbound.attention.variants.base import SIDES, Side, TokenMap, TokenStep, cut, mapped, tensors
 from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.other_stream import FixedStep, OtherStream
 from lipbound.attention.variants.qk_norm import NormStep, QKNorm
@@ -572,21 +572,20 @@ class Attention:
 
     def _changed(self, change: Callable[[Tensor, str], Tensor], **others: Any) -> Self:
         axes = (_AXES | {"surroundings": ""}).items()
-        own = {a: changed(getattr(self, a), at, change) for a, at in axes if a not in others}
+        own = {a: mapped(getattr(self, a), at, change) for a, at in axes if a not in others}
         found = self.with_parts(**own, **others, check=False)
         found._fit = self._fit
         return found
 
+    @memoised
     def double(self) -> Self:
         """Return the same layer in float64 (itself when it already is), made once.
 
         The mask is the layer's own: it is added to float64 scores anyway; and so is the rotation,
         which turns float64 vectors.
         """
-        return self if self.dtype == torch.float64 else self._in_float64()
-
-    @memoised
-    def _in_float64(self) -> Self:
+        if self.dtype == torch.float64:
+            return self
         own = {"mask": self.mask, "rotation": self.rotation}
         wide = self._map(lambda t: t.double() if t.is_floating_point() else t, **own)
         keep_result(largest_entries, wide, largest_entries(self))
@@ -678,14 +677,6 @@ class Attention:
         gate = None if self.gate is None else replace(self.gate, b=None)
         return self.with_parts(**own, gate=gate, check=False)
 
-    def with_values(self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None) -> Self:
-        """Return the same attention pattern over other values and output projection.
-
-        Queries, keys and probabilities already computed are shared.
-        """
-        parts = {"w_v": w_v, "b_v": b_v, "w_o": w_o}
-        return self.over_values(parts, look_at=parts)
-
     def over_values(self, parts: dict[str, Any], *, look_at: Collection[str] = ()) -> Self:
         """Return the same attention pattern with other parts, by name, of what makes values.
 
@@ -696,6 +687,19 @@ class Attention:
         check_values(other, look_at)
         other.cache.share(self.cache, *PATTERN, "level_mask")
         return other
+
+    def output_projection(self, map: str, instead: str) -> Tensor:
+        """Return ``w_o``, which a map needs.
+
+        Raises:
+            AttentionError: it is not known; ``instead`` is a map that needs none.
+        """
+        if self.w_o is None:
+            raise AttentionError(
+                f"map {map!r} needs the output projection w_o, which this layer does not have; use "
+                f"map={instead!r}"
+            )
+        return self.w_o
 
     def fold_output(self) -> tuple[Self, Tensor]:
         """Return heads that have absorbed their output slice, of the same Jacobian norm.
@@ -711,21 +715,18 @@ class Attention:
             AttentionError: when ``w_o`` is not known, or narrower than values that are not
                 projections, or gated.
         """
-        if self.w_o is None:
-            raise AttentionError(
-                "map 'head_out' needs the output projection w_o, which this layer does not have; "
-                "use map='head'"
-            )
-        e = torch.linalg.qr(self.w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
-        inner = self.w_o @ e
+        w_o = self.output_projection("head_out", "head")
+        e = torch.linalg.qr(w_o.detach().mT).Q  # a basis, which derivatives may take as fixed
+        inner = w_o @ e
         if self.gate is None and self.plain("v"):
             b_v = None if self.b_v is None else (self.b_v[:, None] @ inner)[:, 0]
-            return self.with_values(self.w_v @ inner, b_v), e
+            own = {"w_v": self.w_v @ inner, "b_v": b_v, "w_o": None}
+            return self.over_values(own, look_at=own), e
         if inner.shape[2] < self.d_v:
             named = self.variants & {"gate", "value_norm", "cross"}
             raise AttentionError(
                 f"map 'head_out' of a layer with {titles(named)} needs an output at least "
-                f"{self.d_v} wide; it is {self.w_o.shape[2]} wide; use map='head'"
+                f"{self.d_v} wide; it is {w_o.shape[2]} wide; use map='head'"
             )
         parts: dict[str, Any] = {"w_o": None}
         if self.other_stream is not None and (v := self.other_stream.v) is not None:

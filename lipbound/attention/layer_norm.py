@@ -85,15 +85,11 @@ class Normaliser(NamedAxes):
     def norms(self) -> Tensor:
         r"""Upper values :math:`\max_k |w_k| / s` of the norms of each token's Jacobian.
 
-        (samples, N), float64.
+        (samples, N), float64; infinite where 1/s leaves its range.
         """
-        return self.weight.double().abs().amax() * self.slopes
-
-    @property
-    def slopes(self) -> Tensor:
-        """Upper values of 1/s, (samples, N), float64; infinite where they leave its range."""
         slopes = 1 / self.size[..., 0] * (1 + self.rounding[0]) * (1 + 1e-12)
-        return slopes.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        slopes = slopes.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return self.weight.double().abs().amax() * slopes
 
     @cached_property
     def rounding(self) -> tuple[Tensor, Tensor]:
@@ -111,10 +107,6 @@ class Normaliser(NamedAxes):
         off = torch.where(off < 0.25, off / (1 - off), torch.inf)
         unit = torch.linalg.vector_norm(self.unit.double(), dim=-1)
         return off, deviation * (1 + off) + unit * (off + 4 * UNIT)
-
-    def radius(self) -> float:
-        """Return the radius of the smallest centred ball around all outputs."""
-        return ellipsoid_radius(self.weight, self.bias, centred=self.centred)
 
 
 def _around_mean(x: Tensor) -> Tensor:

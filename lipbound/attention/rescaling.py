@@ -78,7 +78,7 @@ def unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, T
     return other, unit
 
 
-def ordinary(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
+def of_ordinary_size(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
     r"""Return the layer in float64 with tensors of ordinary size, and what J is multiplied with.
 
     :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)` have one J, which is linear

@@ -20,7 +20,7 @@ MARGIN = 1 + 1e-6
 moves them by less than this factor."""
 _VANISHED = 690.0
 """Scores so far below the largest have probabilities below 1e-299."""
-SMALLEST = 1e-290
+UNDERFLOWS = 1e-290
 """Bound on all that underflows, far above what any sum of such numbers can be."""
 
 
@@ -39,7 +39,7 @@ class TensorErrors(NamedTuple):
             exact ones.
         score: absolute error of the scores that a query's softmax sees, and of their differences
             from the largest.
-        p: relative error of the probabilities of a query (on top of `SMALLEST`).
+        p: relative error of the probabilities of a query (on top of `UNDERFLOWS`).
         weights: the same of `Attention.weights`.
     """
 

@@ -51,10 +51,9 @@ def validate(att: "Attention", scale: float | None) -> None:
         if part is not None and not isinstance(part, kind):
             what = f"{kind.__name__} of {kind.__module__}"
             raise AttentionError(f"{name} is {shown(part)}; it must be a {what}")
-    for name in (*_NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks"):
-        _check_tensor(name, getattr(att, name), needed=name in _NEEDED)
-    for name, tensor in att.tensors().items():
-        _check_tensor(name, tensor, needed=False)  # also those of its parts
+    own = (*_NEEDED, "b_q", "b_k", "b_v", "w_o", "mask", "valid", "sinks")
+    for name, tensor in ({name: getattr(att, name) for name in own} | att.tensors()).items():
+        _check_tensor(name, tensor, needed=name in _NEEDED)  # also those of its parts
     for name in _NEEDED:
         axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
         shape = tuple(getattr(att, name).shape)

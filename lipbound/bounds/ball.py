@@ -6,7 +6,7 @@ matrices are added up, with weights from the softmax rows that scores can reach 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import check_sizes
+from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.scoring import cap_slope
-from lipbound.attention.variants.base import Side
 from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import factors
-from lipbound.bounds.registry import get
+from lipbound.bounds.ours.block_norms import SUM_BYTES, RowMaps, distances, spread
+from lipbound.bounds.registry import get, resolve
 from lipbound.bounds.statement import check_radii
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
@@ -38,14 +39,8 @@ COVERS = frozenset({"rotation", "cap", "sinks"})
 UNEVEN = 1.5
 """Exponent of the ratio of two lengths in the weights between which their sum is shared: 1 is best
 where both are along one direction, 2 where they are orthogonal."""
-_CHUNK = 2**24
-"""Bytes of the largest temporary."""
 _HIDDEN = 2.0**-100
 """At least what underflow can take from a norm, relative to what sizes of tensors let it be."""
-RowMaps = Callable[[slice], Tensor]
-"""Maps of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
-
-
 # -- softmax rows that can be reached --------------------------------------------------------------
 
 
@@ -113,47 +108,6 @@ def reachable_rows(att: Attention, radius: float, ball: str) -> tuple[Tensor, Te
 # -- sums over pairs of tokens ---------------------------------------------------------------------
 
 
-def spread(
-    w: Tensor,
-    x: Tensor,
-    centre: Tensor | None = None,
-    off: Tensor | None = None,
-    maps: RowMaps | None = None,
-) -> Tensor:
-    """||sum_j w_ij y_ij y_ij^T||^(1/2) for y_ij = F_i^T (x_j - c_i): (heads, N, 1).
-
-    Upper values but for relative roundings: Lemmas 107 and 109 (docs/theory/ball_pairs.md).
-
-    Args:
-        w: weights >= 0, (heads, N, M).
-        x: (heads, M, d).
-        centre: c, (heads, N, d), or 0.
-        off: how far each y_ij may be from what is meant, broadcastable to (heads, N, 1).
-        maps: F of some rows; the identity without.
-    """
-    (n, m), d = w.shape[-2:], x.shape[-1]
-    total, length = w.sum(-1, keepdim=True), x.norm(dim=-1, keepdim=True)
-    size, side = w @ length.square(), torch.zeros_like(w[..., :1])
-    if centre is not None:
-        far = centre.norm(dim=-1, keepdim=True)
-        side = w @ x - total / 2 * centre
-        size = size + 2 * far * (w @ length) + far.square() * total
-    lost = gamma(m + 2 * d + 18) * size  # the difference cancels
-    pairs = (x[..., :, None] * x[..., None, :]).flatten(-2)
-    step, found = max(1, _CHUNK // (8 * len(x) * d * d)), []
-    for rows in (slice(i, i + step) for i in range(0, n, step)):
-        sums, more = (w[:, rows] @ pairs).unflatten(-1, (d, d)), lost[:, rows]
-        if centre is not None:
-            cross = side[:, rows, :, None] * centre[:, rows, None, :]
-            sums = sums - cross - cross.mT
-        if maps is not None:
-            factor = maps(rows)
-            sums, more = factor.mT @ sums @ factor, more * factor.square().sum((-1, -2))[..., None]
-        found.append((block_norm(sums)[..., None] + more).sqrt())
-    root = torch.cat(found, 1)
-    return root if off is None else root + off * total.sqrt()
-
-
 class MovingQueries(NamedTuple):
     r"""Vectors :math:`x_i` of queries, moved by :math:`G h_i` when token i moves by :math:`h_i`.
 
@@ -206,33 +160,16 @@ class Errors(NamedTuple):
     own: float
 
     @classmethod
-    def of(cls, att: Attention, scores: Tensor) -> "Errors":
-        """Errors of an unpadded float64 sample with these scores."""
-        c, turn = abs(att.scale), factors.turn(att)
+    def of(cls, att: Attention) -> "Errors":
+        """Errors of an unpadded float64 sample."""
+        e, c = tensor_errors(att), abs(att.scale)
         own = gamma(att.tokens + att.x.shape[2] + 8 * (att.d + att.d_v) + 100)
-        v, v_error, _ = cls._side(att, att.centred_v, "v", 1.0, own)
-        k, k_error, size_k = cls._side(att, att.centred_k, "k", turn, own)
-        q, q_error, size_q = cls._side(att, att.q, "q", turn, own)
-        finite = torch.where(scores > -math.inf, scores, 0.0).abs().amax((-1, -2))
-        score = c * (q_error * k + (q + q_error) * k_error + own * q * k) + 16 * UNIT * finite
-        p = (2 * score).expm1() + own
-        p = p.masked_fill(~(p <= 0.5), torch.inf)
-        d = (p + 2 * own) * v + 2 * v_error
-        f = c * size_q * ((p + 2 * own) * k + 2 * k_error)
-        found = 2 * score, 2 * p, d, f, c * size_k * (q_error + own * q)
-        score, p, d, f, u = ((t * (1 + 1e-6)).nan_to_num(math.inf)[:, None, None] for t in found)
+        p = e.p.masked_fill(~(e.p <= 0.5), torch.inf)
+        d = (p + 2 * own) * e.v + 2 * e.v_error
+        f = c * e.q_slope * ((p + 2 * own) * e.k + 2 * e.k_error)
+        found = 2 * e.score, 2 * p, d, f, c * e.k_slope * (e.q_error + own * e.q)
+        score, p, d, f, u = ((t[0] * (1 + 1e-6)).nan_to_num(math.inf)[:, None, None] for t in found)
         return cls(score, p, d, f, u, own)
-
-    @staticmethod
-    def _side(
-        att: Attention, x: Tensor, side: Side, turn: float, own: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Largest length of these vectors and of their errors, and the size of their map."""
-        w, b = att.projection(side)
-        size = turn * torch.linalg.matrix_norm(w)
-        reach = size * att.x.norm(dim=-1).amax()
-        reach = reach if b is None else reach + turn * b.norm(dim=-1)
-        return x[0].norm(dim=-1).amax(-1), 4 * own * reach, size
 
 
 class Centre:
@@ -272,38 +209,31 @@ class Centre:
             v = v - v.mean(1, keepdim=True)  # differences keep their digits
             k = k if self.cap is not None else k - k.mean(1, keepdim=True)
         self.scores, self.p, self.v, self.k = scores, torch.softmax(scores, -1), v, k
-        self.off, allowed = (off := Errors.of(att, scores)), scores > -math.inf
+        self.off, allowed = (off := Errors.of(att)), scores > -math.inf
         self.norm_a = largest_a(att)[:, None, None]
         self.norm_v = factors.norm_v(att)[:, None, None]
         self.o, self.mean_k = self.p @ v, None if self.cap is not None else self.p @ k
-        self.d = torch.where(allowed, _distances(self.o, v) + off.d, 0.0)
-        self.f = torch.where(allowed, self._key_lengths() + off.f, 0.0)
-        self.u = self._query_lengths() + off.u
+        self.d = torch.where(allowed, distances(self.o, v) + off.d, 0.0)
+        self.f = self._lengths(k, self.mean_k, self.map_k) + off.f
+        self.f = torch.where(allowed, self.f, 0.0)
+        self.u = self._lengths(self.q, None, self.map_q).amax(1)[..., None] + off.u
         self.half, self.half_k = (
-            _distances(x, x).amax((-1, -2), keepdim=True) / 2 + e
+            distances(x, x).amax((-1, -2), keepdim=True) / 2 + e
             for x, e in ((v, off.d), (k, off.f))
         )
         if self.map_k is not None or self.cap is not None:
             self.half_k = torch.full_like(self.half, math.inf)
         self.moving = None if self.map_q is not None else self._moving(att, f_q, f_k)
 
-    def _key_lengths(self) -> Tensor:
-        centre = torch.zeros_like(self.p @ self.k) if self.mean_k is None else self.mean_k
-        if self.map_k is None:
-            return _distances(centre, self.k)
-        step, found = max(1, _CHUNK // (8 * self.k.numel())), []
+    def _lengths(self, x: Tensor, centre: Tensor | None, maps: RowMaps | None) -> Tensor:
+        r"""Lengths :math:`|F_i^T (x_j - c_i)|`, as of `spread`, (heads, N or 1, M)."""
+        if maps is None:
+            return x.norm(dim=-1)[:, None] if centre is None else distances(centre, x)
+        step, found = max(1, SUM_BYTES // (8 * x.numel())), []
         for rows in (slice(i, i + step) for i in range(0, self.p.shape[1], step)):
-            apart = self.k[:, None] - centre[:, rows, None]
-            found.append((apart @ self.map_k(rows)).norm(dim=-1))
+            apart = x[:, None] if centre is None else x[:, None] - centre[:, rows, None]
+            found.append((apart @ maps(rows)).norm(dim=-1))
         return torch.cat(found, 1)
-
-    def _query_lengths(self) -> Tensor:
-        if self.map_q is None:
-            return self.q.norm(dim=-1, keepdim=True)
-        step, most = max(1, _CHUNK // (8 * self.q.numel())), torch.zeros_like(self.q[..., 0])
-        for rows in (slice(i, i + step) for i in range(0, self.q.shape[1], step)):
-            most = most.maximum((self.q[:, None] @ self.map_q(rows)).norm(dim=-1).amax(1))
-        return most[..., None]
 
     def _moving(self, att: Attention, f_q: Tensor, f_k: Tensor) -> list[MovingQueries]:
         c, through, own = abs(att.scale), att.w_k.mT @ att.w_v, self.off.own
@@ -457,10 +387,6 @@ class Centre:
         return whole.minimum(self.norm_v[:, 0, 0] * sums + own.amax((-1, -2)))
 
 
-def _distances(x: Tensor, y: Tensor) -> Tensor:
-    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
-
-
 def _row_maps(att: Attention, f: Tensor) -> RowMaps | None:
     """Maps R_i F^T of a rotation, from F (heads, r, d); None without."""
     if att.rotation is None:
@@ -561,16 +487,11 @@ def _centre(att: Attention, at: str) -> Tensor:
     """
     if isinstance(at, str) and at == "certified":
         return spectral_norm(att, tol=CERTIFIED_TOL, delta=CERTIFIED_DELTA).upper.to(att.device)
-    bound = get(at)
+    bound = get(*resolve([at], "frobenius"))
     if bound.map != "head":
         raise LipboundError(
             f"at={at!r} bounds another map, {bound.map} attention; use at='certified' or a bound "
             "on the head"
-        )
-    if bound.norm != "frobenius":
-        raise LipboundError(
-            f"at={at!r} is stated in the {bound.norm} norm, and this one in Frobenius's; use "
-            "at='certified' or 'lipbound'"
         )
     if not bool(bound.sound(att).all()):
         raise LipboundError(

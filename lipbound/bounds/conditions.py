@@ -21,32 +21,29 @@ def has_query_bias(att: Attention) -> Tensor:
     return (att.b_q != 0).any(-1)
 
 
-def hides_or_shows(att: Attention) -> Tensor:
-    """True where the mask has no finite offsets and lets every token attend to itself, (1, 1)."""
-    if att.mask is None:
-        return torch.ones(1, 1, dtype=torch.bool, device=att.device)
-    blocked = att.mask <= BLOCKED
-    n = att.tokens
-    diagonal = blocked.expand(*blocked.shape[:-2], n, n).diagonal(dim1=-2, dim2=-1)
-    if att.valid is not None:
-        diagonal = diagonal & att.valid[:, None]
-    return (((att.mask == 0) | blocked).all() & ~diagonal.any()).view(1, 1)
+def _mask_is(att: Attention, shown: Tensor, hidden: Tensor) -> Tensor:
+    """True where the mask leaves scores as they are, or forbids them, just where it may, (1, 1).
 
-
-def _forbids(att: Attention, later: Tensor) -> Tensor:
-    """True where the mask forbids just ``later`` among tokens that are not padding, (1, 1)."""
-    mask = torch.zeros_like(later, dtype=torch.float64) if att.mask is None else att.mask
-    right = torch.where(later, mask <= BLOCKED, mask == 0)
+    Pairs of tokens that are not padding, (N, N) or (1, 1) bool: ``shown`` where it may leave their
+    score as it is, ``hidden`` where it may forbid it.
+    """
+    mask = torch.zeros_like(hidden, dtype=torch.float64) if att.mask is None else att.mask
+    right = (shown & (mask == 0)) | (hidden & (mask <= BLOCKED))
     if att.valid is not None:
         both = att.valid[:, None, :, None] & att.valid[:, None, None, :]
         right = right | ~both
     return right.all().view(1, 1)
 
 
+def hides_or_shows(att: Attention) -> Tensor:
+    """True where the mask has no finite offsets and lets every token attend to itself, (1, 1)."""
+    others = ~torch.eye(att.tokens, dtype=torch.bool, device=att.device)
+    return _mask_is(att, always(att), others)
+
+
 def unmasked(att: Attention) -> Tensor:
     """True where every token may attend to all but padding and no score has an offset, (1, 1)."""
-    nothing = torch.zeros(1, 1, dtype=torch.bool, device=att.device)
-    return always(att) if att.mask is None else _forbids(att, nothing)
+    return _mask_is(att, always(att), never(att))
 
 
 def causal(att: Attention) -> Tensor:
@@ -54,8 +51,8 @@ def causal(att: Attention) -> Tensor:
 
     Padding does not count.
     """
-    n = att.tokens
-    return _forbids(att, torch.ones(n, n, dtype=torch.bool, device=att.device).triu(1))
+    later = torch.ones(att.tokens, att.tokens, dtype=torch.bool, device=att.device).triu(1)
+    return _mask_is(att, ~later, later)
 
 
 def always(att: Attention) -> Tensor:

@@ -57,7 +57,6 @@ def bound(
             "doe",
             label="Doe 2027",
             bibtex=BIBTEX,
-            statement="||J|| <= ||W_V|| (||P|| + ...)",
             statement_latex=r"$\|J\| \le \|W_V\| (\|P\| + \dots)$",
             source="Theorem 1",
             assumptions="no query bias; any mask",
@@ -73,7 +72,7 @@ def bound(
         name: registry name.
         covers: variants of attention for which the same function holds.
         bibtex: the source's entry; bounds of one source may share it.
-        facts: condition, terms, layer and longest as of `Formula`; label, statement,
+        facts: condition, terms, layer and longest as of `Formula`; label,
             statement_latex, source, assumptions, cost, map, ball, caveat, differentiable and norm
             as of `Bound`, and citation, which is read off ``bibtex`` where that is given.
 

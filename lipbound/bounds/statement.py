@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,19 @@ DIFFERENTIABLE = {
 BALLS = ("token", "frobenius")
 """Balls around an input: every token moves by at most the radius, or all of X does in the
 Frobenius norm."""
+_PLAIN = (
+    (r"\$", ""),
+    (r"\\\|", "||"),
+    (r"\\, *", " "),
+    (r"\\le\b", "<="),
+    (r"\\ge\b", ">="),
+    (r"\\times", "x"),
+    (r"(?:\\mathrm|(_))\{(.*?)\}", r"\1\2"),
+    (r"(\^|\\sqrt)\{(.*?)\}", r"\1(\2)"),
+    (r"\\", ""),
+)
+"""What stands for the commands and braces of a statement in LaTeX, one after the other, in plain
+text."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +82,7 @@ class Bound:
         name: registry name, the variable of a run.
         label: short label for figures and tables.
         citation: BibTeX key of the source (an entry of `lipbound.bounds.BIBTEX`).
-        statement: the inequality, in plain text.
-        statement_latex: the same, its formulas in LaTeX between dollar signs.
+        statement_latex: the inequality, its formulas in LaTeX between dollar signs.
         source: theorem or equation number.
         assumptions: when the statement is a bound, in words.
         map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for)
@@ -90,7 +103,6 @@ class Bound:
     name: str
     label: str
     citation: str
-    statement: str
     statement_latex: str
     source: str
     assumptions: str
@@ -144,6 +156,14 @@ class Bound:
         """The first formula that covers these variants, or the one that covers most."""
         fitting = (formula for formula in self.formulas if variants <= formula.covers)
         return next(fitting, self.formulas[-1])
+
+    @property
+    def statement(self) -> str:
+        """The inequality in plain text."""
+        text = self.statement_latex
+        for pattern, plain in _PLAIN:
+            text = re.sub(pattern, plain, text)
+        return text
 
     @property
     def function(self) -> Function:
@@ -285,11 +305,11 @@ class Bound:
 
 def _numbers(att: Attention, values: Tensor) -> Tensor:
     """Values in float64, rounded upwards; NaN, which bounds nothing, becomes infinite."""
-    upper = values.double() * (1 + allowance(att))
+    upper = values.double() * (1 + formula_rounding(att))
     return upper.nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
 
 
-def allowance(att: Attention) -> float:
+def formula_rounding(att: Attention) -> float:
     """Relative error of a formula's own operations on upper values: 1e-12 at 1,000 tokens.
 
     Formulas are sums, products, roots and minima of numbers >= 0, over tokens and coordinates:

@@ -21,9 +21,9 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds.factors import root_count, size, wide
 from lipbound.bounds.registry import get, resolve
-from lipbound.bounds.statement import Bound, allowance
+from lipbound.bounds.statement import Bound, formula_rounding
 from lipbound.devices import in_own_modes
-from lipbound.errors import AttentionError, LipboundError, check_layer, choice
+from lipbound.errors import LipboundError, check_layer, choice
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.jacobians.rounding import folding_loss
 from lipbound.jacobians.streaming import head_jacobian
@@ -84,18 +84,15 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     if map in BLOCKS:
         return block_bound(att, whole_layer(att, name, rule=rule), map)
     (name,) = names_for([name], map, get(name).norm)
-    if map == "layer" and att.w_o is None:
-        raise AttentionError(
-            "map 'layer' needs the output projection w_o, which this layer does not have; use "
-            "map='heads'"
-        )
+    if map == "layer":
+        att.output_projection(map, "heads")
     bound = get(name)
     if rule == "best":
         return (bound.formula(att).layer or published)(bound, att, map)
     if rule == "folded" and map == "layer":
         return folded(att, name)
     total, root_sum_square = _together(bound, att, map)
-    return (total if rule == "sum" else root_sum_square) * (1 + allowance(att))
+    return (total if rule == "sum" else root_sum_square) * (1 + formula_rounding(att))
 
 
 def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
@@ -103,15 +100,15 @@ def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
     heads = bound(att)
     if map == "heads":
         return heads.sum(-1), size(heads, -1)
-    assert att.w_o is not None
-    together = matrix_norm(att.w_o.flatten(0, 1)) * size(heads, -1)
-    return (heads * matrix_norm(att.w_o)).sum(-1), together
+    w_o = att.output_projection(map, "heads")
+    together = matrix_norm(w_o.flatten(0, 1)) * size(heads, -1)
+    return (heads * matrix_norm(w_o)).sum(-1), together
 
 
 def published(bound: Bound, att: Attention, map: str) -> Tensor:
     """The smaller of the published rules, (samples,)."""
     total, root_sum_square = _together(bound, att, map)
-    return torch.minimum(total, root_sum_square) * (1 + allowance(att))
+    return torch.minimum(total, root_sum_square) * (1 + formula_rounding(att))
 
 
 def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
@@ -137,7 +134,7 @@ def folded(att: Attention, name: str) -> Tensor:
     omega = matrix_norm(e[:, None].mT @ e[None])
     pairs = torch.einsum("sh,hg,sg->s", values, omega, values).sqrt()
     together = torch.fmin(pairs, matrix_norm(torch.cat(list(e), 1)) * size(values, -1))
-    return (together + (lost * _reach(att, name)).sum(-1)) * (1 + allowance(att))
+    return (together + (lost * _reach(att, name)).sum(-1)) * (1 + formula_rounding(att))
 
 
 def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
@@ -149,7 +146,7 @@ def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
     heads, e, lost = _folded(att)
     bound = get(name)
     value = bound(heads) * matrix_norm(e) + lost * _reach(att, name)
-    return value * (1 + allowance(att)), bound.sound(heads)
+    return value * (1 + formula_rounding(att)), bound.sound(heads)
 
 
 @memoised

@@ -4,7 +4,9 @@ Functions of others say themselves what their derivatives are, or have none of s
 Products are therefore compared with differences of outputs, and taken in the first way that agrees.
 """
 
+import copy
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -44,19 +46,24 @@ class AutomaticJacobian(JacobianOperator):
         AttentionError: no way gives the derivative of what the module computes.
     """
 
+    _push: Product
+
     def __init__(self, att: ModuleAttention, map: str):
-        self._function = partial(att.outputs, map=map)
+        self._differentiate(att, partial(att.outputs, map=map))
+        self._push = self._first_that_agrees()
+
+    def _differentiate(self, att: ModuleAttention, function: Product) -> None:
+        """Run a function of the layer's stream, (samples, groups, ...), at that stream."""
+        self._function, self._axis, self._valid = function, att.axis, att.valid
         with torch.enable_grad():
             self._x = att.stream.detach().clone().requires_grad_()
-            self._y = self._function(self._x)
-        self._axis, self._valid = att.axis, att.valid
+            self._y = function(self._x)
         samples, groups = (torch.arange(n, device=att.device) for n in self._y.shape[:2])
         chosen = samples[att.chosen[0]], groups[att.chosen[1]] if len(groups) > 1 else groups
         self._s, self._h = torch.cartesian_prod(*chosen).T
         self.in_shape = tuple(self._samples_first(self._x[None]).shape[2:])
         self.batch, self.out_shape = len(self._s), tuple(self._y.shape[2:])
-        self.dtype, self.device = self._x.dtype, self._x.device
-        self._push = self._first_that_agrees()
+        self.dtype, self.device, self._batched = self._x.dtype, self._x.device, True
 
     def _first_that_agrees(self) -> Product:
         """Return a function from several x to their J x, by the first way that is right."""
@@ -86,8 +93,8 @@ class AutomaticJacobian(JacobianOperator):
         def pushed(direction: Tensor) -> Tensor:
             with torch.no_grad(), forward_ad.dual_level():
                 out = self._function(forward_ad.make_dual(self._x.detach(), direction))
-                tangent: Tensor = forward_ad.unpack_dual(out).tangent
-                return tangent
+                tangent: Tensor | None = forward_ad.unpack_dual(out).tangent
+                return torch.zeros_like(out) if tangent is None else tangent
 
         return lambda streams: torch.stack([pushed(one) for one in streams])
 
@@ -167,8 +174,7 @@ class AutomaticJacobian(JacobianOperator):
         if self._valid is not None:
             x *= self._valid.view(len(self._valid), *self.in_shape[:-1], 1)
 
-    def select(self, index: Tensor) -> "AutomaticJacobian":
-        other = object.__new__(AutomaticJacobian)
-        vars(other).update(vars(self))
+    def select(self, index: Tensor) -> Self:
+        other = copy.copy(self)
         other._s, other._h, other.batch = self._s[index], self._h[index], len(index)
         return other

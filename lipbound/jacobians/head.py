@@ -179,13 +179,14 @@ class HeadOperator(TensorOperator):
                 changes[name] = t.to(torch.float32, memory_format=torch.contiguous_format)
         return self._with(**changes)
 
-    def estimating(self) -> Self:
-        """The same maps, for searches in float32 whose results few products in float64 check.
-
-        No QR decomposition is needed: inputs are in the coordinates of X.
-        """
+    def _unreduced(self) -> Self:
+        """The same maps with inputs in the coordinates of X, which needs no QR decomposition."""
         rows, shape = self.rows.whole(), (self.in_shape[0], self.w.shape[1])
-        return self._with(rows=rows, in_shape=shape, squared=True)
+        return self._with(rows=rows, in_shape=shape)
+
+    def estimating(self) -> Self:
+        """The same maps, for searches in float32 whose results few products in float64 check."""
+        return self._unreduced()._with(squared=True)
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
         """The output perturbation, (batch, N, d_v), under perturbations z of all coordinates.
@@ -203,12 +204,8 @@ class HeadOperator(TensorOperator):
         return pushed(groups, arriving)
 
     @abstractmethod
-    def average(self, x: Tensor) -> Tensor:
-        """Products P x, (batch, N, r)."""
-
-    @abstractmethod
-    def transposed_average(self, x: Tensor) -> Tensor:
-        """Products P^T x, (batch, N, r)."""
+    def column_sums(self) -> Tensor:
+        """The sums of the columns of P, (batch, N)."""
 
     @abstractmethod
     def largest(self) -> Tensor:
@@ -460,11 +457,8 @@ class HeadJacobian(InParts, HeadOperator):
         other = super().single()
         return other._with(t=other.p) if other is not None and self.t is self.p else other
 
-    def average(self, x: Tensor) -> Tensor:
-        return self.p @ x
-
-    def transposed_average(self, x: Tensor) -> Tensor:
-        return self.p.mT @ x
+    def column_sums(self) -> Tensor:
+        return self.p.sum(1)
 
     def largest(self) -> Tensor:
         return self.p.amax(-1)
@@ -500,15 +494,7 @@ class HeadJacobian(InParts, HeadOperator):
                 f"sample {sample} and head {head} are asked for; there are {self.batch // heads} "
                 f"samples and {heads} heads, counted from 0"
             )
-        basis = self.rows.basis[head].cpu().numpy()
-        (n, width), d = self.in_shape, len(basis)
-        reduced = LinearOperator(
-            (n * width, n * d),
-            matvec=lambda x: (x.reshape(n, d) @ basis).ravel(),
-            rmatvec=lambda y: (y.reshape(n, width) @ basis.T).ravel(),
-            dtype=basis.dtype,
-        )
-        return self.to_scipy(place) @ reduced
+        return self._unreduced().to_scipy(place)
 
     def dense(self) -> Tensor:
         """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""

@@ -33,8 +33,6 @@ class L2HeadJacobian(InParts):
     o: PerEntry[Tensor]
     r: PerEntry[Tensor]
     """Projections in coordinates of the row space of w_q, (batch, m', d + d_v)."""
-    square: PerEntry[Tensor]
-    """Their products with each other, (batch, d + d_v, d + d_v)."""
 
     def __init__(self, att: Attention):
         att.only("L2 attention")
@@ -50,7 +48,6 @@ class L2HeadJacobian(InParts):
         r = torch.cat([2 * att.scale * w, w @ inner.double()], -1).to(self.dtype)
         self.in_shape, self.sizes = (att.tokens, r.shape[1]), [att.d, att.d_v]
         self.r = r[torch.arange(att.heads, device=att.device).repeat(att.samples)]
-        self.square = self.r.mT @ self.r
         v = torch.einsum("snd,hde->shne", att.x, att.w_q @ inner)
         self.p, self.q, self.v = (t.flatten(0, 1) for t in (p, q, v - v.mean(-2, keepdim=True)))
         self.o = self.p @ self.v
@@ -62,7 +59,7 @@ class L2HeadJacobian(InParts):
         return self._pull(y) @ self.r.mT
 
     def product(self, y: Tensor) -> Tensor:
-        return self._push(self._pull(y) @ self.square)
+        return self.jvp(self.vjp(y))
 
     def _push(self, z: Tensor) -> Tensor:
         """The output perturbation under perturbations z of the projections."""

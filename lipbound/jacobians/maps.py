@@ -111,88 +111,69 @@ class LayerJacobian(TensorOperator):
 
     Without projection the heads' outputs stand side by side, (N, heads d_v), head by head; with it
     they are projected by their slices ``w_o`` and added, (N, D_out). Both come from the products of
-    `HeadOperator` on (dQ, dK, dV) of every head.
+    `HeadOperator` on (dQ, dK, dV) of every head. A residual connection and a normalisation stand
+    around them in `BLOCKS`, where padding takes no part.
 
     Args:
         att: the layer.
-        project: apply ``w_o``.
+        map: of `WHOLE`.
 
     Raises:
-        AttentionError: when ``w_o`` is asked for and not known.
+        AttentionError: the output projection is asked for and not known, or for one of `BLOCKS` not
+            of the layer's own width, or its model does not put the normalisation there.
     """
 
     heads: HeadOperator
     count: int
     """Number of heads, which are entries of ``heads`` one after the other for each sample."""
     w_o: Tensor | None
-
-    def __init__(self, att: Attention, *, project: bool):
-        if project and att.w_o is None:
-            raise AttentionError(
-                "map 'layer' needs the output projection w_o, which this layer does not have; "
-                "use map='heads'"
-            )
-        self.heads = head_jacobian(att)
-        self.count = att.heads
-        self.w_o = att.w_o if project else None
-        self.batch, self.dtype, self.device = att.samples, att.dtype, att.device
-        self.in_shape = (att.tokens, att.x.shape[2])
-        width = att.heads * att.d_v if self.w_o is None else self.w_o.shape[2]
-        self.out_shape = (att.rows, width)
-
-    def jvp(self, x: Tensor) -> Tensor:
-        y = self.heads.push(self.heads.spread(x)).unflatten(0, (-1, self.count))
-        if self.w_o is None:
-            return y.transpose(1, 2).flatten(2)
-        return torch.einsum("shnv,hvo->sno", y, self.w_o)
-
-    def vjp(self, y: Tensor) -> Tensor:
-        if self.w_o is None:
-            parts = y.unflatten(2, (self.count, -1)).transpose(1, 2)
-        else:
-            parts = torch.einsum("sno,hvo->shnv", y, self.w_o)
-        return self.heads.collect(self.heads.pull(parts.flatten(0, 1)))
-
-    def select(self, index: Tensor | slice) -> Self:
-        chosen = torch.arange(self.batch, device=self.device)[index]
-        every = torch.arange(self.count, device=self.device)
-        heads = self.heads.select((chosen[:, None] * self.count + every).flatten())
-        return self._with(batch=len(chosen), heads=heads)
-
-
-@dataclass(init=False, eq=False, repr=False)
-class BlockJacobian(TensorOperator):
-    """Closed-form Jacobian of one of `BLOCKS`, one batch entry per sample, (N, D) -> (N, D).
-
-    Raises:
-        AttentionError: the layer has no output projection of its own width, or its model does not
-            put the normalisation there.
-    """
-
-    layer: PerEntry[LayerJacobian]
+    residual: bool
     before: PerEntry[Normaliser | None]
     after: PerEntry[Normaliser | None]
     real: PerEntry[Tensor | None]
     """(samples, N, 1), 0 for padding, or None."""
 
     def __init__(self, att: Attention, map: str):
-        check_block(att, map)
-        self.layer = LayerJacobian(att, project=True)
+        self.residual = map in BLOCKS
+        if self.residual:
+            check_block(att, map)
         norm = normaliser_of(att, map)
         self.before, self.after = (norm, None) if map == "pre_norm" else (None, norm)
-        self.real = None if att.valid is None else att.valid[..., None].to(att.dtype)
+        valid = att.valid if self.residual else None
+        self.real = None if valid is None else valid[..., None].to(att.dtype)
+        self.heads, self.count = head_jacobian(att), att.heads
+        self.w_o = None if map == "heads" else att.output_projection("layer", "heads")
         self.batch, self.dtype, self.device = att.samples, att.dtype, att.device
-        self.in_shape = self.out_shape = self.layer.in_shape
+        self.in_shape = (att.tokens, att.x.shape[2])
+        width = att.heads * att.d_v if self.w_o is None else self.w_o.shape[2]
+        self.out_shape = (att.rows, width)
+
+    def _counted(self, t: Tensor) -> Tensor:
+        return t if self.real is None else t * self.real
 
     def jvp(self, x: Tensor) -> Tensor:
-        x = x if self.real is None else x * self.real  # padding takes no part
-        y = x + self.layer.jvp(x if self.before is None else self.before.jvp(x))
-        y = y if self.after is None else self.after.jvp(y)
-        return y if self.real is None else y * self.real
+        x = self._counted(x)
+        z = x if self.before is None else self.before.jvp(x)
+        heads = self.heads.push(self.heads.spread(z)).unflatten(0, (-1, self.count))
+        if self.w_o is None:
+            return heads.transpose(1, 2).flatten(2)
+        y = torch.einsum("shnv,hvo->sno", heads, self.w_o)
+        y = x + y if self.residual else y
+        return self._counted(y if self.after is None else self.after.jvp(y))
 
     def vjp(self, y: Tensor) -> Tensor:
-        y = y if self.real is None else y * self.real
+        y = self._counted(y)
         y = y if self.after is None else self.after.vjp(y)
-        x = self.layer.vjp(y)
-        x = y + (x if self.before is None else self.before.vjp(x))
-        return x if self.real is None else x * self.real
+        if self.w_o is None:
+            heads = y.unflatten(2, (self.count, -1)).transpose(1, 2)
+        else:
+            heads = torch.einsum("sno,hvo->shnv", y, self.w_o)
+        x = self.heads.collect(self.heads.pull(heads.flatten(0, 1)))
+        x = x if self.before is None else self.before.vjp(x)
+        return self._counted(y + x if self.residual else x)
+
+    def select(self, index: Tensor | slice) -> Self:
+        chosen = torch.arange(self.batch, device=self.device)[index]
+        every = torch.arange(self.count, device=self.device)
+        heads = self.heads.select((chosen[:, None] * self.count + every).flatten())
+        return super().select(index)._with(heads=heads)

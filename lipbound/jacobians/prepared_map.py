@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import check_sizes, ordinary, unit_values
+from lipbound.attention.rescaling import check_sizes, of_ordinary_size, unit_values
 from lipbound.attention.variants.base import Side
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.maps import BLOCKS, WHOLE, BlockJacobian, LayerJacobian
+from lipbound.jacobians.maps import BLOCKS, WHOLE, LayerJacobian
 from lipbound.jacobians.one_side import OneSide
 from lipbound.jacobians.rounding import folding_loss, layer_roundoff, roundoff
 from lipbound.jacobians.streaming import head_jacobian
@@ -53,10 +53,11 @@ class PreparedMap:
         if not as_given and map not in BLOCKS:  # a residual's identity is seen in its own units
             together = map in WHOLE
             if att.dtype == torch.float64 and side is None:
-                att, self.exponents = ordinary(att, together=together)
+                att, self.exponents = of_ordinary_size(att, together=together)
             att, unit = unit_values(att, together=together)
             self.exponents = self.exponents + unit.log2().round().long()
-        self.attention, self.op, self.alone = att, _operator(att, map), None
+        self.attention, self.alone = att, None
+        self.op = LayerJacobian(att, map) if map in WHOLE else head_jacobian(att)
         if side is not None and isinstance(self.op, HeadOperator):
             self.alone = self._one_side(side)
             self.op = self.alone.operator(self.op, att)
@@ -109,13 +110,5 @@ class PreparedMap:
 
 def heads_of(op: JacobianOperator) -> HeadOperator:
     """The heads that an operator of a layer is made of."""
-    while not isinstance(op, HeadOperator):
-        assert isinstance(op, (LayerJacobian, BlockJacobian))
-        op = op.layer if isinstance(op, BlockJacobian) else op.heads
-    return op
-
-
-def _operator(att: Attention, map: str) -> JacobianOperator:
-    if map in BLOCKS:
-        return BlockJacobian(att, map)
-    return LayerJacobian(att, project=map == "layer") if map in WHOLE else head_jacobian(att)
+    assert isinstance(op, HeadOperator | LayerJacobian)
+    return op if isinstance(op, HeadOperator) else op.heads

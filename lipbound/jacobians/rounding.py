@@ -12,7 +12,7 @@ from torch import Tensor
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
-from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, tensor_errors, upper
+from lipbound.attention.rounding import MARGIN, UNDERFLOWS, TensorErrors, tensor_errors, upper
 from lipbound.attention.variants.gate import Gate
 from lipbound.devices import Routine, finished
 from lipbound.jacobians.head import HeadOperator
@@ -167,14 +167,14 @@ def roundoff(
     """
     e, n = tensor_errors(att) if alone is None else alone.errors(att), max(att.rows, att.keys)
     e, shape = e if values is None else e._replace(v=values), (att.samples, att.heads)
-    columns = op.transposed_average(torch.ones_like(op.o[..., :1])).view(*shape, -1)
+    columns = op.column_sums().view(*shape, -1)
     largest, loss = op.largest().view(*shape, -1), op.rows.loss.expand(shape)
     e, mix, (loss,) = finished(Mixing.of(e, columns, largest, att.valid_rows, loss))
     # products take v_j and o_i one by one, whose difference may be small
     apart = mix._replace(spread=torch.ones_like(mix.spread))
     size = sum(Sizes.of(e, apart).through(mix, att.scale), start=torch.zeros_like(mix.norm))
     most = Sizes.of(e, mix.anything).through(mix.anything, att.scale)
-    vanished = SMALLEST * (most[0] + most[1])
+    vanished = UNDERFLOWS * (most[0] + most[1])
     tensors = distance(e, mix, att.scale) + loss * size + vanished
     # roundings that a product of entries sees: over tokens, coordinates and widths
     steps = n + max(2 * att.d, att.d_v) + 2 * att.d + att.d_v + 40

@@ -15,7 +15,7 @@ def distinct(spans: list[Tensor]) -> list[Tensor]:
     return found
 
 
-TOGETHER = 12
+IN_CACHE = 12
 """Entries whose lengths a CPU takes at a time, in its cache."""
 
 
@@ -26,7 +26,7 @@ def length_sums(c: Tensor, squares: Tensor) -> Tensor:
         c: coordinates, (batch, N, m).
         squares: products w^T w, (batch, m, m).
     """
-    together = TOGETHER if c.device.type == "cpu" else len(c)
+    together = IN_CACHE if c.device.type == "cpu" else len(c)
     parts = zip(c.split(together), squares.split(together), strict=True)
     sums = torch.cat([(part * (part @ square)).sum(-1).sum(-1) for part, square in parts])
     trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -27,9 +27,9 @@ ACCURACY = 1e-5
 """Relative error beyond which a Frobenius norm is not known."""
 RESOLVED = 0.01
 """Relative error of a smallest singular value beyond which it is not told from zero."""
-OUTPUTS = {"frobenius_norm": 8192, "condition_number": 1024}
+MOST_OUTPUTS = {"frobenius_norm": 8192, "condition_number": 1024}
 """Most outputs, N d_v of a head, for which matrices are formed row by row, or decomposed."""
-SPARE = 4
+SPARE_VECTORS = 4
 """Vectors of a block beyond the singular values that are asked for: they converge faster."""
 
 
@@ -157,7 +157,7 @@ def _rows(op: JacobianOperator, what: str) -> Iterator[Tensor]:
     Raises:
         TooLargeError: there are too many.
     """
-    count, most = math.prod(op.out_shape), OUTPUTS[what]
+    count, most = math.prod(op.out_shape), MOST_OUTPUTS[what]
     if count > most:
         raise TooLargeError(
             f"{what} of a Jacobian with {count:,} outputs (tokens times their width) is asked for, "
@@ -264,7 +264,7 @@ def _search(
 ) -> SingularValues:
     """Find the values of a batch, (batch, k), with the rounding (2, batch) of J and of products."""
     n, m = math.prod(op.out_shape), math.prod(op.in_shape)
-    width, count = min(k + SPARE, n), min(k, n, m)
+    width, count = min(k + SPARE_VECTORS, n), min(k, n, m)
     drawn = [normal_numbers(width * n, one) for one in seeds_each(op.batch, seed)]
     block = torch.stack(drawn).view(-1, width, n).to(op.device, op.dtype)
     basis, inner = block[:, :0], block.new_zeros(op.batch, 0, 0)  # and J J^T there

@@ -6,23 +6,22 @@ P is formed for some rows, and the keys they see, at a time.
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.scoring import add_mask
+from lipbound.devices import T
 from lipbound.errors import MemoryFullError
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products.row_blocks import ROWS, Group, RowBlock, RowBlocks
 from lipbound.linalg.operators import PerEntry
 
-T = TypeVar("T")
-
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
 """Bytes of attention matrices and their temporaries above which they are not kept."""
-ROW_BYTES = {"cpu": 2**23, "cuda": 2**29}
+STREAMED_BYTES = {"cpu": 2**23, "cuda": 2**29}
 """Bytes of the rows of float64 scores that are formed at a time."""
 SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
@@ -83,7 +82,7 @@ def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -
 
 def _blocks(att: Attention) -> RowBlocks:
     """Blocks of as many rows as memory allows, no more than products need where a mask forbids."""
-    most = _budget(ROW_BYTES, att.device) // 8
+    most = _budget(STREAMED_BYTES, att.device) // 8
     if att.device.type == "cpu" and not (att.mask is None and att.valid is None):
         blocks = RowBlocks.of_mask(att, ROWS)
         most = min(most, ROWS * max(1, blocks.widest))
@@ -125,11 +124,7 @@ class StreamedHeadJacobian(HeadOperator):
     differentiable.
     """
 
-    scale: float
     layer: Attention
-    valid: Tensor | None
-    heads: int
-    sloped: bool
     entry: PerEntry[Tensor]
     """Position in the whole batch: sample times heads plus head."""
     wide_q: PerEntry[Tensor]
@@ -146,13 +141,11 @@ class StreamedHeadJacobian(HeadOperator):
     def __init__(self, att: Attention):
         self._set(att)
         self.wide_q, self.wide_k = (t.flatten(0, 1) for t in (att.wide_q, att.centred_k))
-        self.layer, self.scale, self.valid, self.heads = att, att.scale, att.valid, att.heads
-        self.sloped = att.cap is not None
-        self.entry = torch.arange(self.batch, device=self.device)
+        self.layer, self.entry = att, torch.arange(self.batch, device=self.device)
         self.top = torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device)
         self.total = torch.ones_like(self.top)
         self.o, self.blocks, self.kept = torch.zeros_like(self.v), _blocks(att), None
-        needed = self.blocks.size * SCORE_BYTES * (2 if self.sloped else 1)
+        needed = self.blocks.size * SCORE_BYTES * (1 if att.cap is None else 2)
         fits = needed <= whole_bytes(self.device) and not BY_ROWS.get()
         found = [self._first_pass(b, fits) for b in range(self.batch)]
         if fits:
@@ -162,7 +155,7 @@ class StreamedHeadJacobian(HeadOperator):
     def _first_pass(self, b: int, keep: bool) -> list[RowBlock]:
         """Largest score, sum and output of each row of an entry; its blocks, if they are kept."""
         extra, found = self.layer.sinks, []
-        extra = None if extra is None else extra.double()[b % self.heads]
+        extra = None if extra is None else extra.double()[b % self.layer.heads]
         for rows, keys in self.blocks.of(b):
             scores = self._scores(b, rows, keys)
             top = scores.amax(-1, keepdim=True)
@@ -182,13 +175,13 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _place(self, b: int) -> tuple[int, int]:
         """Sample and head of an entry."""
-        return divmod(int(self.entry[b]), self.heads)
+        return divmod(int(self.entry[b]), self.layer.heads)
 
     def _scaled(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
         q, k = self.wide_q[b, rows], self.wide_k[b, keys]
         # nothing is added, and the scale takes no pass of its own
-        return torch.addmm(q.new_empty(1), q, k.mT, beta=0, alpha=self.scale)
+        return torch.addmm(q.new_empty(1), q, k.mT, beta=0, alpha=self.layer.scale)
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
@@ -197,8 +190,8 @@ class StreamedHeadJacobian(HeadOperator):
         mask = self.layer.mask_part(s, h, rows, keys)
         if mask is not None:
             scores = add_mask(scores, mask)
-        if self.valid is not None:
-            absent = ~(self.valid[s, keys] & self.valid[s, rows, None])
+        if (valid := self.layer.valid) is not None:
+            absent = ~(valid[s, keys] & valid[s, rows, None])
             scores = scores.masked_fill(absent, -torch.inf)
         return scores
 
@@ -208,7 +201,7 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _weights(self, b: int, rows: slice, keys: slice, p: Tensor) -> Tensor:
         """Weights of changes of q k^T in a block of P."""
-        if not self.sloped:
+        if self.layer.cap is None:
             return p
         slopes = self.layer.slopes(self._scaled(b, rows, keys))
         return p if slopes is None else p * slopes.to(self.dtype)
@@ -237,18 +230,11 @@ class StreamedHeadJacobian(HeadOperator):
         kept = None if self.kept is None else self.kept.to(torch.float32)
         return other._with(**wide, kept=kept)  # scores stay in float64
 
-    def average(self, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
+    def column_sums(self) -> Tensor:
+        out = self.o.new_zeros(self.batch, self.layer.tokens)
         for b in range(self.batch):
-            for rows, keys, p, _ in self._read(b):
-                out[b, rows] = p @ x[b, keys]
-        return out
-
-    def transposed_average(self, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for b in range(self.batch):
-            for rows, keys, p, _ in self._read(b):
-                out[b, keys] += p.mT @ x[b, rows]
+            for _, keys, p, _ in self._read(b):
+                out[b, keys] += p.sum(0)
         return out
 
     def largest(self) -> Tensor:

@@ -40,17 +40,14 @@ class Tangents:
 
     def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
-        return self.returned(b, self.returned(a, self.metric(a, b, tokens).mT, tokens).mT, tokens)
+        half = self.turned(a, self.metric(a, b, tokens).mT, tokens, back=True).mT
+        return self.turned(b, half, tokens, back=True)
 
-    def turned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
-        """L y for vectors y in rows, (n or 1, r, d_a) -> (n or 1, r, d_a + extra)."""
-        return self._through(a, y, tokens, back=False)
+    def turned(self, a: str, y: Tensor, tokens: slice | Tensor, *, back: bool = False) -> Tensor:
+        """L y for vectors y in rows, (n or 1, r, d_a) -> (n or 1, r, d_a + extra).
 
-    def returned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
-        """L^T y, (n or 1, r, d_a + extra) -> (n or 1, r, d_a)."""
-        return self._through(a, y, tokens, back=True)
-
-    def _through(self, a: str, y: Tensor, tokens: slice | Tensor, *, back: bool) -> Tensor:
+        ``back``: L^T y instead, (n or 1, r, d_a + extra) -> (n or 1, r, d_a).
+        """
         if (angles := self._turns(a, tokens)) is not None:
             cos, sin = angles
             return turned(y, cos[:, None], (sin if back else -sin)[:, None])

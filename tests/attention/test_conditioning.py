@@ -123,6 +123,17 @@ def test_the_unit_of_values_does_not_matter(unit: float, whole: bool) -> None:
     close(kappa, conditioning(att, "kappa_val", whole=whole), 1e-12)
 
 
+@pytest.mark.parametrize("name", OF_HEADS[:2])
+@pytest.mark.parametrize("whole", [False, True])
+def test_sizes_whose_squares_underflow(name: str, whole: bool) -> None:
+    """P is uniform, and both are linear in what next to vanishes."""
+    att = random_attention("plain")
+    small, tiny = (changed(att, w_q=unit * att.w_q) for unit in (1e-100, 1e-200))
+    found, expected = (conditioning(one, name, whole=whole) for one in (tiny, small))
+    close(found * 1e100, expected, 1e-12)
+    assert bool((found > 0).all())
+
+
 def test_what_errors_of_scores_do() -> None:
     """To first order, relative errors of S reach P as kappa_softmax says at most."""
     att, draw, step = random_attention("plain"), normal(), 1e-6

@@ -44,7 +44,8 @@ def between(
 def test_norms_are_those_of_the_matrices(
     mask: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_norms, "ROW_BYTES", 8 * 3 * 3 * 4 * at_once)
+    for name in ("ROW_BYTES", "SUM_BYTES"):
+        monkeypatch.setattr(block_norms, name, 8 * 3 * 3 * 4 * at_once)
     att = variant("", 1, mask=mask, n=9, samples=1).unpadded(0)
     with torch.no_grad():
         found = BlockNorms(att, gram=True)
@@ -97,7 +98,7 @@ def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
     p = torch.tensor([[[1 - 2 * small, small, small]]], dtype=torch.float64)
     v = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
     with torch.no_grad():
-        found = block_norms.own_norms(p, v, p @ v)
+        found = block_norms.spread(p * p, v, p @ v)
     true = float(torch.linalg.matrix_norm(p[0, 0][:, None] * (v[0] - p[0] @ v[0]), 2))
     assert true <= float(found) <= true * (1 + 2e-2) + 1e-18
 

@@ -111,7 +111,7 @@ def test_scipy_sees_the_dense_jacobian_of_one_head(kind: str) -> None:
 @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 150, 2**23])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that stream: one row at a time, three, all."""
-    monkeypatch.setitem(streaming.ROW_BYTES, "cpu", request.param)
+    monkeypatch.setitem(streaming.STREAMED_BYTES, "cpu", request.param)
     monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 0)
     return request.param
 

@@ -31,6 +31,20 @@ def test_every_statement_says_the_same_in_latex(name: str) -> None:
         ), letter  # nothing is lost
 
 
+def test_statements_in_plain_text() -> None:
+    said = {name: lb.bounds.get(name).statement for name in ("castin_c3", "yudin_g1", "kim")}
+    assert said == {
+        "castin_c3": "||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and "
+        "|A^T x_i|, r = max_ij |x_i - x_j|",
+        "yudin_g1": "||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 "
+        "- p_(1) + p_(2))",
+        "kim": "||J|| <= sqrt(N) scale (4 phi^(-1)(N-1) + 1) ||W_Q||^2 ||W_V||, phi(x) = x e^(x+1)"
+        ", on L2 attention",
+    }
+    for name in lb.bounds.names(None):
+        assert not set("\\${}") & set(lb.bounds.get(name).statement), name
+
+
 BROKEN = ["(a", "a)", "||x", "x_", "^2", "]", "(" * 5000, "a | b || c ] <script>"]
 FOREIGN = [
     "$<img src=x onerror=alert(1)>$",

@@ -29,7 +29,7 @@ class NamedAxes:
     axes: ClassVar[dict[str, str]] = {}
 
     def _changed(self, change: Callable[[Tensor, str], Tensor]) -> Self:
-        fields = {name: changed(getattr(self, name), at, change) for name, at in self.axes.items()}
+        fields = {name: mapped(getattr(self, name), at, change) for name, at in self.axes.items()}
         if all(value is getattr(self, name) for name, value in fields.items()):
             return self
         return replace(self, **fields)  # type: ignore[type-var]
@@ -59,12 +59,12 @@ class NamedAxes:
         return self.to(torch.float64)
 
 
-def changed(value: Any, letters: str, change: Callable[[Tensor, str], Tensor]) -> Any:
+def mapped(value: Any, letters: str, change: Callable[[Tensor, str], Tensor]) -> Any:
     """Return what a field holds with changed tensors, whose last axes have these letters."""
     if isinstance(value, NamedAxes):
         return value._changed(change)
     if isinstance(value, tuple):
-        return tuple(changed(one, letters, change) for one in value)
+        return tuple(mapped(one, letters, change) for one in value)
     return change(value, letters) if isinstance(value, Tensor) else value
 
 

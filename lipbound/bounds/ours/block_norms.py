@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import ordinary
+from lipbound.attention.rescaling import of_ordinary_size
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.factors import norm_v, weight_grams
 from lipbound.devices import Room, Routine, available, finished, require, together
@@ -22,6 +22,8 @@ from lipbound.linalg.matrix_norms import block_norm, gamma, times_power_up, uppe
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
+SUM_BYTES = 2**24
+"""Bytes of the d x d sums over pairs of tokens that are formed at a time."""
 ROW_BYTES = 2**20
 """Bytes of the matrices of as many rows as are taken at a time: what a core's own cache holds."""
 FAR = 256
@@ -39,6 +41,8 @@ _TINY = 2.0**-160
 of values and their weights."""
 RTOL = 1e-5
 """Relative excess that upper values of norms of N x N matrices may have."""
+RowMaps = Callable[[slice], Tensor]
+"""Maps of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
 
 
 def at_once(size: int, device: torch.device) -> int:
@@ -84,8 +88,8 @@ def in_chunks(
     Args:
         att: the layer.
         values: (heads, r) from one sample of a float64 layer of ordinary size
-            (`lipbound.attention.rescaling.ordinary`) and some of its heads: upper values but for
-            the allowance of `Bound`.
+            (`lipbound.attention.rescaling.of_ordinary_size`) and some of its heads: upper values
+            but for the allowance of `Bound`.
         reach: how much larger the norm that each of the r bounds, or all of them, can be than the
             spectral norm of the same matrix.
         several: whether ``values`` takes several samples, (samples x heads, r), as many at a time
@@ -132,7 +136,7 @@ def samples_of(att: Attention, many: int = 1) -> Iterator[tuple[Attention, Tenso
     Each is a float64 layer of ordinary size, with the errors of its tensors and the exponents of
     the powers of two that its J is to be multiplied with, (heads,).
     """
-    whole, exponents = ordinary(att)
+    whole, exponents = of_ordinary_size(att)
     errors = tensor_errors(whole)
     for part in (slice(s, s + many) for s in range(0, att.samples, many)):
         one = whole.of_samples(part)
@@ -295,7 +299,7 @@ class BlockNorms:
             self.b_q[:, rows, queries] = (torch.linalg.vector_norm(moved, dim=-1) + lost).mT
         self.b, self.b_v = torch.cat(b, 1), torch.cat(b_v, 1)
         # the second is exact to rounding where it is tiny
-        self.a = torch.minimum(own_norms(p, v, o), (p * self.distance).norm(dim=-1))
+        self.a = torch.minimum(spread(p * p, v, o)[..., 0], (p * self.distance).norm(dim=-1))
 
     def _covariances(
         self, att: Attention, k: Tensor
@@ -392,16 +396,41 @@ def _each(c: Tensor, m: Tensor) -> Tensor:
     return (c.flatten(1, 2) @ m).unflatten(1, c.shape[1:3])
 
 
-def own_norms(p: Tensor, v: Tensor, o: Tensor) -> Tensor:
-    """||A_i||, (heads, N), from P, values and outputs of some heads."""
-    (n, d_v), w, found = v.shape[-2:], p * p, []
-    far, length, total = lengths(o), lengths(v), w.sum(-1)
-    side = w @ v - total[..., None] / 2 * o
-    off = mean(w, length**2) + 2 * far * mean(w, length) + total.detach() * far**2
-    squares, step = outer(v, v), max(1, at_once(ROW_BYTES, p.device) // (8 * len(p) * d_v**2))
+def spread(
+    w: Tensor,
+    x: Tensor,
+    centre: Tensor | None = None,
+    off: Tensor | None = None,
+    maps: RowMaps | None = None,
+) -> Tensor:
+    """||sum_j w_ij y_ij y_ij^T||^(1/2) for y_ij = F_i^T (x_j - c_i): (heads, N, 1).
+
+    Upper values but for relative roundings: Lemmas 107 and 109 (docs/theory/ball_pairs.md). At the
+    squares of P, values and outputs they are the norms ||A_i||.
+
+    Args:
+        w: weights >= 0, (heads, N, M).
+        x: (heads, M, d).
+        centre: c, (heads, N, d), or 0.
+        off: how far each y_ij may be from what is meant, broadcastable to (heads, N, 1).
+        maps: F of some rows; the identity without.
+    """
+    (n, m), d, total, found = w.shape[-2:], x.shape[-1], w.sum(-1, keepdim=True), []
+    length, pairs, ends = lengths(x), outer(x, x), list[tuple[Tensor, Tensor]]()
+    size = mean(w, length**2)
+    if centre is not None:
+        far, side = lengths(centre), w @ x - total / 2 * centre
+        size = size + 2 * far * mean(w, length) + far**2 * total.detach()[..., 0]
+        ends = [(side, centre), (centre, side)]
+    lost = gamma(m + (10 if maps is None else 2 * d + 18)) * size  # the difference cancels
+    step = max(1, max(SUM_BYTES, at_once(ROW_BYTES, w.device)) // (8 * len(x) * d * d))
     for r in (slice(i, i + step) for i in range(0, n, step)):
-        squared = (w[:, r] @ squares).unflatten(-1, (d_v, d_v))  # A_i A_i^T, less the next two
-        for x, y in ((side, o), (o, side)):
-            squared = torch.addcmul(squared, x[:, r, :, None], y[:, r, None, :], value=-1)
-        found.append(block_norm(squared))
-    return root(torch.cat(found, 1) + gamma(n + 10) * off)
+        sums, more = (w[:, r] @ pairs).unflatten(-1, (d, d)), lost[:, r]
+        for a, b in ends:
+            sums = torch.addcmul(sums, a[:, r, :, None], b[:, r, None, :], value=-1)
+        if maps is not None:
+            factor = maps(r)
+            sums, more = factor.mT @ sums @ factor, more * factor.square().sum((-1, -2))
+        found.append(block_norm(sums) + more)
+    norms = root(torch.cat(found, 1))[..., None]
+    return norms if off is None else norms + off * total.sqrt()

@@ -9,15 +9,13 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import splitting_bound
 from lipbound.bounds.ours.block_norms import WeightNorms, distances, in_chunks, lengths, weights_of
-from lipbound.bounds.ours.entry import our_bound
+from lipbound.bounds.ours.pairwise import our_bound
 from lipbound.linalg.matrix_norms import gamma
 
 
 @our_bound(
     "mass_splitting",
     label="lipbound, theta and diam(V)",
-    statement="||J|| <= ||W_V|| + 1/2 diam(V) max_i theta_i (|A^T x_i + a| + max_j |A (x_j - m)|), "
-    "theta_i >= 4 max_S p_i(S) (1 - p_i(S)), m the mean token, a = scale W_K b_Q",
     statement_latex=r"$\|J\| \le \|W_V\| + 1/2\,\mathrm{diam}(V)\,\max_i \theta_i (|A^T x_i + a| "
     r"+ \max_j |A (x_j - m)|)$, $\theta_i \ge 4 \max_S p_i(S) (1 - p_i(S))$, $m$ the mean token, "
     r"$a = \mathrm{scale}\,W_K b_Q$",

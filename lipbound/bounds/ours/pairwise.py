@@ -6,17 +6,37 @@ Symbols: docs/theory/notation.md. In short :math:`A_i` (d_v x N) has columns
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ours.block_norms import MATRICES, RTOL, BlockNorms, in_chunks, root, samples_of
-from lipbound.bounds.ours.entry import our_bound
+from lipbound.bounds import conditions
+from lipbound.bounds.ours import BIBTEX
+from lipbound.bounds.ours.block_norms import (
+    MATRICES,
+    RTOL,
+    BlockNorms,
+    in_chunks,
+    longest,
+    root,
+    samples_of,
+)
+from lipbound.bounds.registry import bound
 from lipbound.bounds.statement import Bound
+from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.devices import Routine, require
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_routine, symmetric_norm
+
+PARTS: dict[str, Any] = {"condition": conditions.always, "layer": with_folded, "longest": longest}
+"""Facts that are the same for every formula of our bounds, whatever the heads have."""
+
+
+def our_bound(name: str, **facts: Any) -> Callable[[Callable[[Attention], Tensor]], Bound]:
+    """Decorator: `bound` with what our bounds share."""
+    return bound(name, bibtex=BIBTEX, assumptions="any biases, any mask", **PARTS, **facts)
 
 
 def gram_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
@@ -63,8 +83,6 @@ def _shares(att: Attention, terms: Callable[[Attention], dict[str, Tensor]]) -> 
 @our_bound(
     "lipbound",
     label="lipbound",
-    statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J "
-    "J^T (see its docstring)",
     statement_latex=r"$\|J\|^2 \le \min(\|E + K\|, \|E\| + L)$, $N \times N$ matrices of norms "
     r"of the blocks of $J J^T$ (see its docstring)",
     source="Lemma 16 in the documentation of lipbound",
@@ -110,8 +128,6 @@ def lipbound(att: Attention) -> Tensor:
 @our_bound(
     "lipbound_block",
     label="lipbound, blocks of J",
-    statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N "
-    "x N matrix",
     statement_latex=r"$\|J\| \le \|\,[P_{ij} (\|W_V\| + |v_j - o_i| |\mathrm{scale}\,W_K "
     r"q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\|$, an $N \times N$ matrix",
     source="Lemma 15 in the documentation of lipbound",

@@ -20,7 +20,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.ours import pairwise
 from lipbound.bounds.ours.block_norms import CHUNK, RTOL, at_once, in_chunks, longest, root, seen
-from lipbound.bounds.ours.entry import PARTS
+from lipbound.bounds.ours.pairwise import PARTS
 from lipbound.bounds.ours.token_block_norms import VariantHead
 from lipbound.devices import Routine
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, nonnegative_routine
@@ -28,14 +28,14 @@ from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, nonnegative_ro
 LONGEST = 1024
 """Tokens up to which inner products of q~_ij and q~_kj are formed, and with them `lipbound`; they
 would take minutes a head beyond."""
-ROWS = 2
+BY_TOKENS = 2
 """Where the bounds in the norms of single tokens stand among those that are computed together: by
 rows, then by columns."""
 
 
 @memoised
-def together(att: Attention) -> Tensor:
-    """Both bounds, and from `ROWS` on those where single tokens move, (samples, heads, 4).
+def variant_bounds(att: Attention) -> Tensor:
+    """Both bounds, and from `BY_TOKENS` on those where single tokens move, (samples, heads, 4).
 
     Lemma 97 (docs/theory/token_bounds.md). `lipbound` is infinite above `LONGEST` tokens, where its
     inner products are left out.
@@ -45,8 +45,8 @@ def together(att: Attention) -> Tensor:
 
 
 _FEWER = PARTS | {"longest": lambda heads: min(LONGEST, longest(heads))}
-pairwise.lipbound.extends(*VARIANTS, **_FEWER)(lambda att: together(att)[..., 0])
-pairwise.lipbound_block.extends(*VARIANTS, **PARTS)(lambda att: together(att)[..., 1])
+pairwise.lipbound.extends(*VARIANTS, **_FEWER)(lambda att: variant_bounds(att)[..., 0])
+pairwise.lipbound_block.extends(*VARIANTS, **PARTS)(lambda att: variant_bounds(att)[..., 1])
 
 
 def _of_heads(att: Attention, heads: slice) -> Routine[Tensor]:

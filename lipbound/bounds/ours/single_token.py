@@ -13,8 +13,8 @@ from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.bounds.ours.block_norms import CHUNK, in_chunks, root, sharp_block_norms
-from lipbound.bounds.ours.entry import PARTS, our_bound
-from lipbound.bounds.ours.pairwise_variants import ROWS, together
+from lipbound.bounds.ours.pairwise import PARTS, our_bound
+from lipbound.bounds.ours.pairwise_variants import BY_TOKENS, variant_bounds
 from lipbound.bounds.ours.token_block_norms import VariantHead
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.token_norms.blocks import LayerTensors
@@ -30,12 +30,11 @@ AT_ONCE = 16
 @our_bound(
     "lipbound_every",
     label="lipbound, every token",
-    statement="||J||^2 <= max_i (sum_j d_ij) ||sum_j J_ij J_ij^T / d_ij||, d_ij upper values of "
-    "||J_ij||",
     statement_latex=r"$\|J\|^2 \le \max_i (\sum_j d_{ij}) \|\sum_j J_{ij} J_{ij}^T / d_{ij}\|$, "
     r"$d_{ij}$ upper values of $\|J_{ij}\|$",
     source="Lemma 95 in the documentation of lipbound",
     cost="O(N^2 d_v (d + d_v)), fewer rows where some stand out",
+    covers=LINEAR_VALUES,
     differentiable=False,
     norm="every-token",
 )
@@ -60,7 +59,6 @@ def lipbound_every(att: Attention) -> Tensor:
 @our_bound(
     "lipbound_every_block",
     label="lipbound, rows of blocks",
-    statement="||J|| <= max_i sum_j ||J_ij||, with upper values of the norms of the blocks of J",
     statement_latex=r"$\|J\| \le \max_i \sum_j \|J_{ij}\|$, with upper values of the norms of "
     r"the blocks of J",
     source="Lemma 94 in the documentation of lipbound",
@@ -85,8 +83,6 @@ def lipbound_every_block(att: Attention) -> Tensor:
 @our_bound(
     "lipbound_one",
     label="lipbound, columns of blocks",
-    statement="||J|| <= max_j (sum_i ||J_ij||^2)^(1/2), with upper values of the norms of the "
-    "blocks of J",
     statement_latex=r"$\|J\| \le \max_j (\sum_i \|J_{ij}\|^2)^{1/2}$, with upper values of the "
     r"norms of the blocks of J",
     source="Lemma 94 in the documentation of lipbound",
@@ -105,14 +101,10 @@ def lipbound_one(att: Attention) -> Tensor:
     return _sums(att)[..., 1]
 
 
-@lipbound_every.extends(*LINEAR_VALUES, **PARTS)
-@memoised
-def _every(att: Attention) -> Tensor:
-    return in_chunks(att, _refined_variants, [_root_count(att)])[..., 0]
-
-
-lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)(lambda att: together(att)[..., ROWS])
-lipbound_one.extends(*LINEAR_VALUES, **PARTS)(lambda att: together(att)[..., ROWS + 1])
+lipbound_every_block.extends(*LINEAR_VALUES, **PARTS)(
+    lambda att: variant_bounds(att)[..., BY_TOKENS]
+)
+lipbound_one.extends(*LINEAR_VALUES, **PARTS)(lambda att: variant_bounds(att)[..., BY_TOKENS + 1])
 
 
 def _root_count(att: Attention) -> float:
@@ -131,17 +123,6 @@ def _sums(att: Attention) -> Tensor:
     return in_chunks(att, values, [_root_count(att), 1.0], several=True)
 
 
-def _refined(att: Attention, heads: slice) -> Tensor:
-    """`lipbound_every` of some heads of one sample, (heads, 1)."""
-    return _largest_rows(att, heads, sharp_block_norms(att, heads))
-
-
-def _refined_variants(att: Attention, heads: slice) -> Tensor:
-    """`lipbound_every` of some heads with variants of one sample, (heads, 1)."""
-    sizes = [_variant_sizes(VariantHead(att, h), att) for h in range(*heads.indices(att.heads))]
-    return _largest_rows(att, heads, torch.stack(sizes))
-
-
 def _variant_sizes(head: VariantHead, att: Attention) -> Tensor:
     """Upper values of the norms of blocks of a head with variants, (N, N), zero at padding.
 
@@ -155,13 +136,14 @@ def _variant_sizes(head: VariantHead, att: Attention) -> Tensor:
     return out
 
 
-def _largest_rows(att: Attention, heads: slice, sizes: Tensor) -> Tensor:
-    """`lipbound_every` from upper values of the norms of blocks, (heads, N, N) -> (heads, 1).
+def _refined(att: Attention, heads: slice) -> Tensor:
+    """`lipbound_every` of some heads of one sample, (heads, 1).
 
     Matrices and their rounding are those of the exact norm: Lemma 87 (docs/theory/token_norms.md).
     """
-    found = []
-    for h, d in zip(range(*heads.indices(att.heads)), sizes, strict=True):
+    every, found = range(*heads.indices(att.heads)), []
+    each = (_variant_sizes(VariantHead(att, h), att) for h in every)
+    for h, d in zip(every, each if att.variants else sharp_block_norms(att, heads), strict=True):
         one = att.select(heads=slice(h, h + 1))
         parts = LayerTensors.of(one, HeadJacobian(one), together=True, project=False)
         found.append(_largest_row(parts, d))

@@ -3,7 +3,6 @@
 Upper values: Lemma 79 (docs/theory/upper_values.md).
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -88,7 +87,8 @@ class VariantHead:
         self.gate_factor, self.e = torch.ones_like(self.q[:, :1]), self.t * self.distance
         if self.gate is not None:
             self.gate_factor = self.gate.factor[0].amax(-1, keepdim=True) * (1 + 64 * UNIT)
-            gated = [(f * (self.v - o)).norm(dim=-1) for f, o in self._factors()]
+            outputs = zip(self.gate.factor[0], self.o, strict=True)
+            gated = [(f * (self.v - o)).norm(dim=-1) for f, o in outputs]
             self.e = self.t * torch.stack(gated) * (1 + 64 * UNIT)
             if self.gate.after is not None:
                 self.after = matrix_norm(self.gate.after[0])
@@ -119,11 +119,6 @@ class VariantHead:
             return None
         o = (att.p[0, h] @ att.wide_v[0, h])[rows] / self.unit
         return gate.of_heads(slice(h, h + 1)).at(att.x[:, rows], o[None, None])
-
-    def _factors(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Factors of the gate, and outputs, output by output."""
-        assert self.gate is not None
-        return zip(self.gate.factor[0], self.o, strict=True)
 
     def moved(self, rows: slice, keys: slice) -> Tensor:
         """Differences of values and outputs, times the factors of a gate, (rows, keys, d_v)."""
@@ -190,7 +185,7 @@ class VariantHead:
             slope = self.gate.slope[0, part, :, None]
             through = through + slope * self.tangents.metric("gate", "k", tokens)
             values = values + slope * self.tangents.metric("gate", "v", tokens)
-        values = self.tangents.returned("v", values, tokens)
+        values = self.tangents.turned("v", values, tokens, back=True)
         b_v = block_norm(values, squarings=squarings) + off * self.sizes_v(part)[:, 0]
         return QueryVectors(b, b_v, through, off)
 
@@ -210,7 +205,7 @@ class VariantHead:
         u = self.tangents.turned("k", q, tokens)
         y = _times(u, self.tangents.metric("k", "k", tokens))
         image = _times(u, self.tangents.metric("k", "v", tokens))
-        image = self.tangents.returned("v", image, tokens).norm(dim=-1)
+        image = self.tangents.turned("v", image, tokens, back=True).norm(dim=-1)
         image = image + self._small * self.sizes_v(part) * reach
         length = root((y * u).sum(-1).clamp_min(0) + self._small * reach**2)
         inner = None

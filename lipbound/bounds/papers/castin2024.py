@@ -39,7 +39,6 @@ theorem = partial(
 @theorem(
     "castin",
     label="Castin 2024, 3.3",
-    statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 (4N+1) + N)^{1/2}$, $R = \max_i "
     r"|x_i|$",
     source="Theorem 3.3; Theorem 4.3 with a causal mask",
@@ -71,8 +70,6 @@ def castin(att: Attention, radius: float = 0.0, ball: str = "token") -> Tensor:
 @theorem(
     "castin_bias",
     label="Castin 2024 + biases",
-    statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = "
-    "scale W_K b_Q",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + "
     r"N)^{1/2}$, $a = \mathrm{scale}\,W_K b_Q$",
     source="after appendix E.3, derived anew, since the printed form could not be recovered",
@@ -131,16 +128,9 @@ def sides(att: Attention) -> tuple[Tensor, Tensor]:
     return largest(w_q, w_k), largest(w_k, w_q)
 
 
-def longest(t: Tensor) -> Tensor:
-    """Largest length |t_i| of (..., N, d), (...)."""
-    return t.norm(dim=-1).max(-1).values
-
-
 @theorem(
     "castin_c3",
     label="Castin 2024, C.3",
-    statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, "
-    "r = max_ij |x_i - x_j|",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' \ge |A "
     r"x_i|$ and $|A^T x_i|$, $r = \max_{ij} |x_i - x_j|$",
     source="Theorem C.3, with R' taken on both sides",
@@ -165,7 +155,7 @@ def castin_c3(att: Attention, radius: float = 0.0, ball: str = "token") -> Tenso
     tokens by twice the radius, or :math:`\sqrt 2` times it when they share a Frobenius ball.
     """
     if att.variants:  # of the queries and keys that enter the scores
-        q, k = (longest(t) + error for t, error in factors.entering(att))
+        q, k = (t.norm(dim=-1).max(-1).values + error for t, error in factors.entering(att))
         side = torch.maximum(q * factors.norm_k(att), k * factors.norm_q(att))
         side = abs(att.scale) * factors.turn(att) * side
     else:
@@ -180,7 +170,6 @@ def castin_c3(att: Attention, radius: float = 0.0, ball: str = "token") -> Tenso
     "castin_c3_as_coded",
     label="Castin C.3, as coded",
     bibtex=_BIBTEX,
-    statement="||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i |A x_i|",
     statement_latex=r"$\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' = \max_i |A x_i|$",
     source="Theorem C.3 as recalled from the authors' code: without sqrt(3), R' on one side",
     assumptions="none known under which it is a bound",
@@ -207,7 +196,6 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
     "castin_mean_field",
     label="Castin 3.5, mean field",
     bibtex=_BIBTEX,
-    statement="||J|| <= ||W_V|| (1 + 3 ||A|| R^2) exp(2 ||A|| R^2)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 3 \|A\| R^2) \exp(2 \|A\| R^2)$",
     source="Theorem 3.5 with Lemma 3.2",
     assumptions="no mask, no query bias",
@@ -237,8 +225,6 @@ def castin_mean_field(att: Attention, radius: float = 0.0, ball: str = "token") 
     label="Castin 4.4, masked",
     bibtex=_BIBTEX,
     covers=conditions.LINEAR,
-    statement="||J|| <= ||W_V|| (||A|| R^2 + 2 (1 + 2 u) exp(2 u)), u = ||A|| R^2 + |a| R, a = "
-    "scale W_K b_Q",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|A\| R^2 + 2 (1 + 2u)\,e^{2u})$, $u = \|A\| R^2 + |a| "
     r"R$, $a = \mathrm{scale}\,W_K b_Q$",
     source="Theorem 4.4 with biases, its constant derived anew, since the printed one could not be "

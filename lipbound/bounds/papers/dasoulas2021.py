@@ -10,14 +10,14 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import ordinary
+from lipbound.attention.rescaling import of_ordinary_size
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.attention.variants import LINEAR_VALUES
 from lipbound.attention.variants.base import Side
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import values_and_softmax
 from lipbound.bounds.ours.block_norms import root
-from lipbound.bounds.papers.castin2024 import longest, sides
+from lipbound.bounds.papers.castin2024 import sides
 from lipbound.bounds.registry import bound
 from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import gamma, times_power_up
@@ -61,8 +61,6 @@ def _queries(att: Attention) -> Tensor:
     "dasoulas",
     label="Dasoulas 2021, reconstructed",
     bibtex=_BIBTEX,
-    statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = "
-    "max_i |x_i|, a = scale W_K b_Q",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\|_F + \sqrt{2} R\,(\max_j |A x_j| + \|X A + 1 "
     r"a^T\|_F))$, $R = \max_i |x_i|$, $a = \mathrm{scale}\,W_K b_Q$",
     source="reconstructed: the theorem recalled, its code read; the slope of the scores, of this "
@@ -93,7 +91,7 @@ def dasoulas(att: Attention) -> Tensor:
     """
     if att.variants:
         (q, q_error), (k, k_error) = factors.entering(att)
-        through_q = factors.norm_q(att) * (longest(k) + k_error)
+        through_q = factors.norm_q(att) * (k.norm(dim=-1).max(-1).values + k_error)
         size = factors.size(q, (-2, -1)) + q_error * factors.root_count(att)
         through_k = factors.norm_k(att) * size
         slope = abs(att.scale) * factors.turn(att) * (through_q + through_k)
@@ -109,7 +107,7 @@ def _with_variants(att: Attention) -> Tensor:
             "bound 'dasoulas' has no derivatives for normalised queries and keys, or sinks; call "
             "it under torch.no_grad(), or take 'lipbound'"
         )
-    one, exponents = ordinary(att)
+    one, exponents = of_ordinary_size(att)
     e = tensor_errors(one)
     through_q = _slope(one, e, "q") * (e.k + e.k_error)
     q = one.wide_q if one.valid is None else one.wide_q * one.valid[:, None, :, None]

@@ -12,7 +12,7 @@ from lipbound.bounds import conditions, factors
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT
 
-BIBTEX = """@inproceedings{kim2021lipschitz,
+_BIBTEX = """@inproceedings{kim2021lipschitz,
   title     = {The {L}ipschitz Constant of Self-Attention},
   author    = {Kim, Hyunjik and Papamakarios, George and Mnih, Andriy},
   booktitle = {International Conference on Machine Learning},
@@ -23,26 +23,20 @@ BIBTEX = """@inproceedings{kim2021lipschitz,
 def inverse_phi(y: Tensor) -> Tensor:
     r"""Upper value of the inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0, float64, any shape.
 
-    The Lambert function :math:`W_0(y / e)`. It is enlarged until :math:`\phi`, which increases,
-    exceeds y by more than its own rounding.
+    The Lambert function :math:`W_0(y / e)`, enlarged by more than its own rounding; infinite unless
+    :math:`\phi`, which increases, then exceeds y by more than its own.
     """
-    there, y = y.device, y.cpu()
+    y, there = y.cpu(), y.device
     x = torch.from_numpy(np.asarray(np.real(lambertw(y.numpy() / math.e)), dtype=np.float64))
-    x = torch.where(y > 0, x.clamp_min(0), 0.0)
-    for step in range(-50, 0):
-        short = x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y
-        if not bool(short.any()):
-            return x.to(there)
-        x = torch.where(short, x * (1 + 2.0**step), x)
-    return torch.where(x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y, torch.inf, x).to(there)
+    x = torch.where(y > 0, x.clamp_min(0) * (1 + 2.0**-44), 0.0)
+    least = x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2))
+    return torch.where(least < y, torch.inf, x).to(there)
 
 
 @bound(
     "kim",
     label="Kim 2021 (L2 map)",
-    bibtex=BIBTEX,
-    statement="||J|| <= sqrt(N) scale (4 phi^-1(N-1) + 1) ||W_Q||^2 ||W_V||, phi(x) = x e^(x+1), "
-    "on L2 attention",
+    bibtex=_BIBTEX,
     statement_latex=r"$\|J\| \le \sqrt{N}\,\mathrm{scale}\,(4 \phi^{-1}(N-1) + 1) \|W_Q\|^2 "
     r"\|W_V\|$, $\phi(x) = x e^{x+1}$, on L2 attention",
     source="Theorem 3.2, in the degree-two form",

@@ -23,7 +23,6 @@ _BIBTEX = """@misc{newhouse2025enforced,
     "newhouse",
     label="Newhouse 2025",
     bibtex=_BIBTEX,
-    statement="||J|| <= ||W_V|| (1 + 2 scale ||W_Q|| ||W_K|| R^2), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 2 \mathrm{scale}\,\|W_Q\| \|W_K\| R^2)$, $R = "
     r"\max_i |x_i|$",
     source="the attention factor of the authors' code (utils.py), without its 1/3, with Remark 2 "

@@ -36,7 +36,6 @@ def _condition(att: Attention) -> Tensor:
     "specformer",
     label="Specformer 2024",
     bibtex=_BIBTEX,
-    statement="||J|| <= N (N+1) ||X||_F^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
     statement_latex=r"$\|J\| \le N (N+1) \|X\|_F^2\,(\|W_V\| \|W_Q\| \|W_K\| + \|W_V\|)$",
     source="as stated in Theorem 1 of Yudin et al. 2025, at radius 0",
     assumptions="no query bias; inputs not small: (N+1) sqrt(N) ||X||_F^2 >= 1",

@@ -117,7 +117,6 @@ def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
 @any_biases(
     "yudin",
     label="Yudin 2025, Thm 3",
-    statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$",
     source="Theorem 3 with Remark 2",
     cost="O(N^2 d) (attention itself), O(N^2) more",
@@ -149,8 +148,6 @@ def yudin(att: Attention) -> Tensor:
 @any_biases(
     "yudin_g1",
     label="Yudin Thm 3, g1",
-    statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - "
-    "p_(1) + p_(2))",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i g_1(P_i))$, $g_1(p) = "
     r"p_{(1)} (1 - p_{(1)} + p_{(2)})$",
     source="Theorem 3, Corollary 1 and Remark 2",
@@ -168,7 +165,6 @@ def yudin_g1(att: Attention) -> Tensor:
     "yudin_nobias",
     label="Yudin Thm 3, no bias",
     bibtex=_BIBTEX,
-    statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), whatever the biases",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$, whatever "
     r"the biases",
     source="Theorem 3 without Remark 2",
@@ -191,7 +187,6 @@ def yudin_nobias(att: Attention) -> Tensor:
 @any_biases(
     "yudin_sqrt_n",
     label="Yudin 2025, sqrt(N)",
-    statement="||J|| <= ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \max_i \|X^T M(P_i)\| \|X\| \|A\|)$",
     source="appendix C, data-dependent form, with Remark 2",
     cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
@@ -217,7 +212,6 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
 @any_biases(
     "yudin_closed",
     label="Yudin 2025, closed",
-    statement="||J|| <= ||W_V|| (sqrt(N) + 2 sqrt(N) R^2 ||A||), R = max_i |x_i|",
     statement_latex=r"$\|J\| \le \|W_V\|\,(\sqrt{N} + 2 \sqrt{N} R^2 \|A\|)$, $R = \max_i |x_i|$",
     source="appendix C, closed form, with Remark 2",
     cost="O(N D + D d^2)",

@@ -148,7 +148,7 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
     y, lengths, total = _climb(blocks, starts(blocks), FIRST_STEPS, tol / 500)
     best = total.amax(-1) if known is None else torch.maximum(total.amax(-1), known)
     target = (best * (1 + 0.9 * tol))[:, None].expand_as(total)
-    w, weight = weights_of(blocks, lengths, tol)
+    w, weight = block_weights(blocks, lengths, tol)
     g, slack = blocks.matrix(w)
     square = (target * (1 - 1e-14)) ** 2 / weight.clamp_min(1e-300)
     shown = at_most(g, square - slack) | (weight == 0)
@@ -229,7 +229,7 @@ def _climb(
     return y, lengths, total.gather(2, best)[..., 0]
 
 
-def weights_of(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+def block_weights(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
     """Weights 1 / d (b, i, n) and the sums of d, (b, i): Lemma 90 (docs/theory/token_norms.md)."""
     d = torch.maximum(lengths, min(_FLOOR, tol / 100) * blocks.size)
     w = torch.where(d > 1e-290, 1 / d.clamp_min(1e-290), 0.0)
@@ -242,6 +242,6 @@ def bounded(blocks: Blocks, lengths: Tensor, tol: float) -> Tensor:
 
     Lemma 90 (docs/theory/token_norms.md).
     """
-    w, weight = weights_of(blocks, lengths, tol)
+    w, weight = block_weights(blocks, lengths, tol)
     g, slack = blocks.matrix(w)
     return (weight * (symmetric_norm(g) + slack)).sqrt() * (1 + 1e-14)

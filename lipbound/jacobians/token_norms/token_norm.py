@@ -6,14 +6,13 @@ Every token moves a little, or one token a lot, and the worst output token count
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import WITH_TOKEN_NORMS
-from lipbound.devices import in_own_modes
+from lipbound.devices import T, in_own_modes
 from lipbound.errors import check_layer, choice, flag, real
 from lipbound.formatting import TABLE_ROWS, html_table, number
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
@@ -24,8 +23,7 @@ from lipbound.jacobians.token_norms.row_search import BestRows, best_rows, roots
 from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
 from lipbound.linalg.solution import Norm
 
-T = TypeVar("T")
-NORMS = ("every-token", "one-token", "token-pair", "output-token")
+BLOCK_NORMS = ("every-token", "one-token", "token-pair", "output-token")
 """Norms that tell tokens apart."""
 TOKEN_MAPS = tuple(name for name in MAPS if name not in BLOCKS)
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
@@ -92,7 +90,7 @@ def token_norm(
     >>> bool((norm.upper <= norm.lower * 1.001).all())
     True
     """
-    choice("norm", norm, NORMS)
+    choice("norm", norm, BLOCK_NORMS)
     check(att, "token_norm", map)
     real("tol", tol, "a number > 0", above=0)
     vectors, tol = flag("vectors", vectors), float(tol)
