@@ -35,6 +35,7 @@ from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
 from lipbound.models.in_memory import check_finite, check_floating, load_loaded, state_sha256
 from lipbound.models.other_libraries import answers, explained, first_line, quiet
 from lipbound.models.readers import is_path
+from lipbound.models.weight_files import TensorRef
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -68,10 +69,6 @@ class GivenLayers(nn.Module):
             for name, t in given.items():
                 key = f"{name.replace('.', '_')}_{i}"
                 self.register_parameter(key, nn.Parameter(t, requires_grad=False))
-
-    def forward(self, sample: Tensor) -> Tensor:
-        """Return nothing new: layers hold their inputs."""
-        return sample
 
     @property
     def samples(self) -> list[int]:
@@ -403,23 +400,24 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)
-    layers = _by_layer(name, folder, file, options)
+    stored = weight_files.stored_tensors(files)
+    layers = _by_layer(name, file, stored, options)
     if layers:
+        if not (file or stored):
+            what = "weights='layers' reads safetensors and GGUF files only; use weights='whole'"
+            raise CheckpointError(f"{name} has its weights in {files[0].name}, and {what}")
         with _loading(name, file):
-            if file:
-                tensors = weight_files.gguf_tensors(file, config)
-            else:
-                tensors = weight_files.stored_tensors(folder)
-            model, report = offload.load_offloaded(folder, tensors, config, options)
+            stored = weight_files.gguf_tensors(file, config) if file else stored
+            model, report = offload.load_offloaded(folder, stored, config, options)
         if file and any(map(weight_files.matters, report["missing_keys"])):
             raise CheckpointError(f"{name} could not be loaded: {offload.OTHER_FORM}")
         check_filled(report, name)
     else:
-        how = how or ask_for_floats(config, name, folder)
+        how = how or ask_for_floats(config, name, stored)
         model = _load_whole(name, folder, config, how, gguf)
         check_floating(model, name)
         if how is None:
-            check_stored(folder, model, name)
+            check_stored(stored, model, name)
         model = model.to(dtype=options.dtype)
         if merged is not None:
             merged.merge(model)
@@ -442,7 +440,9 @@ def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
         yield
 
 
-def _by_layer(name: str, folder: Path, gguf: Path | None, options: LoadOptions) -> bool:
+def _by_layer(
+    name: str, gguf: Path | None, stored: Mapping[str, TensorRef], options: LoadOptions
+) -> bool:
     """Return whether weights stay on disk: where it was asked for, or they fill half the memory.
 
     Raises:
@@ -452,17 +452,15 @@ def _by_layer(name: str, folder: Path, gguf: Path | None, options: LoadOptions) 
     merged = isinstance(options.adapter, LoraAdapter)
     if merged and options.weights == "layers":
         raise CheckpointError("adapters are merged in memory; use weights='whole', not 'layers'")
-    if gguf is not None and (merged or options.weights == "whole"):
-        needed, what = 4 * weight_files.gguf_size(gguf), f"the weights of {name} take memory"
-        devices.require(needed, torch.device("cpu"), f"{what} in float32", "use weights='layers'")
-    if merged or options.weights != "auto":
-        return options.weights == "layers"
-    if gguf is None:
-        count = sum(prod(t.shape) for t in _stored(folder).values())
-    else:
-        count = weight_files.gguf_size(gguf)
-    much = count * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
-    return count > 0 and (options.lazy or much)
+    if options.weights == "layers":
+        return True
+    size = weight_files.gguf_size(gguf) if gguf else sum(prod(t.shape) for t in stored.values())
+    whole = merged or options.weights == "whole"
+    if gguf and whole:
+        what = f"the weights of {name} take memory in float32"
+        devices.require(4 * size, torch.device("cpu"), what, "use weights='layers'")
+    much = size * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
+    return not whole and size > 0 and (options.lazy or much)
 
 
 def _load_whole(
@@ -523,13 +521,15 @@ def check_filled(report: dict[str, Any], name: str) -> None:
         raise CheckpointError(f"{start}: {what}, and would be random numbers{instead}")
 
 
-def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | None:
+def ask_for_floats(
+    config: PretrainedConfig, name: str, stored: Mapping[str, TensorRef]
+) -> str | None:
     """Have transformers turn weights back while it loads them, where it can.
 
     Args:
         config: of the checkpoint; what it says of quantisation is changed.
         name: what the user called the checkpoint, for messages.
-        folder: with its files of weights.
+        stored: tensors of its safetensors files.
 
     Returns:
         What quantised the weights, as the configuration calls it; None where nothing did.
@@ -550,7 +550,6 @@ def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | N
             raise CheckpointError(f"the weights of {name} {what}; {INSTEAD}")
         config.quantization_config = said | {"dequantize": True}
     block = said.get("weight_block_size")
-    stored = _stored(folder)
     for key, tensor in stored.items() if block else ():
         # of such blocks transformers would take the scales of others
         if f"{key}_scale_inv" in stored and any(
@@ -561,28 +560,20 @@ def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | N
     return how
 
 
-def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
+def check_stored(stored: Mapping[str, TensorRef], model: PreTrainedModel, name: str) -> None:
     """Refuse safetensors files that hold whole numbers in the place of weights.
 
     Args:
-        folder: of the checkpoint.
-        model: as it was loaded from there.
+        stored: their tensors.
+        model: as it was loaded from them.
         name: what the user called it.
 
     Raises:
         CheckpointError: there is such a tensor.
     """
     floating = {key for key, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    for key, tensor in _stored(folder).items():
+    for key, tensor in stored.items():
         bare = key.partition(".")[2]  # without the prefix of the task's model
         if not tensor.floating and (key in floating or bare in floating):
             what = f"are not all floating-point numbers, {key} for one"
             raise CheckpointError(f"weights of {name} {what}; {INSTEAD}")
-
-
-def _stored(folder: Path) -> dict[str, weight_files.TensorRef]:
-    """Return the tensors of a checkpoint; none where it has no safetensors files."""
-    try:
-        return weight_files.stored_tensors(folder)
-    except CheckpointError:
-        return {}

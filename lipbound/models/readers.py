@@ -11,11 +11,10 @@ text begins with the same sample.
 """
 
 import gzip
-import itertools
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +25,7 @@ from huggingface_hub import HfApi
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lipbound.errors import InputsError, one_line, shown
+from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.other_libraries import answers, cause, changed, explained, quiet
 
@@ -125,13 +124,9 @@ def read_text(path: Path) -> str:
         InputsError: the file cannot be read, or is not such a file.
     """
     opened = gzip.open if path.suffix.lower() == ".gz" else open
-    try:
-        with opened(path, "rt", encoding="utf-8") as file:
-            return str(file.read())
-    except UnicodeDecodeError as error:
-        raise InputsError(f"{path} is not a UTF-8 text file") from error
-    except (OSError, EOFError) as error:
-        raise InputsError(f"{path} cannot be read: {one_line(error)}") from error
+    unreadable = explained(InputsError, f"{path} is no UTF-8 text file that can be read: ")
+    with unreadable, opened(path, "rt", encoding="utf-8") as file:
+        return str(file.read())
 
 
 @dataclass(frozen=True)
@@ -188,25 +183,22 @@ class DataItems:
     """The items of some data.
 
     Attributes:
-        given: a sequence, or an iterator where their number is not known before the end.
+        given: a sequence, or what is iterated over where their number is not known before the end.
         description: of the data, for captions.
         made: from one of ``given``, the item; None for a row without one.
     """
 
-    given: Iterable[Any]
+    given: Any
     description: str
     made: Callable[[Any], Any] = lambda item: item
 
     def __iter__(self) -> Iterator[Any]:
-        rows, said = iter(self.given), self.description
-        for done in itertools.count():
-            # what a row holds is decoded now, by whatever its format needs
-            with explained(InputsError, f"{said} cannot be read after {done} rows: ", why=cause):
-                try:
-                    item = self.made(next(rows))
-                except StopIteration:
-                    return
-            yield item
+        done, before = 0, f"{self.description} cannot be read after "
+        # what a row holds is decoded now, by whatever its format needs
+        with explained(InputsError, before, why=lambda error: f"{done} rows: {cause(error)}"):
+            for row in self.given:
+                yield self.made(row)
+                done += 1
 
     def take(self, selection: Selection, many: str) -> tuple[list[Any], list[str]]:
         """Return the items that are wanted, and a note on blank ones.
@@ -220,10 +212,10 @@ class DataItems:
         """
         count, chosen = selection.samples, self
         if selection.shuffle is not None:
-            if not isinstance(self.given, Sequence):
+            if not hasattr(self.given, "__len__"):
                 raise InputsError(f"{self.description} is read as a stream; drop shuffle")
             drawn = order(len(self.given), selection.shuffle)
-            chosen = replace(self, given=[self.given[i] for i in drawn])
+            chosen = replace(self, given=map(self.given.__getitem__, drawn))
         taken: list[Any] = []
         blank = 0
         for item in chosen:
@@ -275,6 +267,7 @@ class Reader:
         """
         if getattr(getattr(data, "dtype", None), "kind", "none") in "UO" and data.ndim == 1:
             data = data.tolist()  # of strings, or of whatever objects: numpy's or pandas'
+        data = [data] if isinstance(data, Image.Image) else data
         path, takes = there(data), f"but {checkpoint.name} takes {self.takes}"
         found = None
         if data is None:
@@ -291,8 +284,6 @@ class Reader:
             if self.item(data) is None:
                 raise InputsError(f"data is {start}, {takes}")
             found = DataItems([data], start)
-        elif isinstance(data, Image.Image):
-            found = self._listed([data], takes)
         elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
             found = self._listed(data, takes)
         if found is None:
@@ -351,7 +342,6 @@ class Reader:
         rows = table.select_columns([usual])
 
         def item(row: Any) -> Any:
-            row = rows[row] if isinstance(row, int) else row
             if (value := row[usual]) is None:
                 return None
             if (made := self.item(value)) is None:
@@ -359,9 +349,7 @@ class Reader:
                 raise InputsError(f"{what}; name another with column=")
             return made
 
-        if not hasattr(table, "__len__"):
-            return DataItems(rows, said, item)
-        return DataItems(range(len(table)), said, item)
+        return DataItems(rows, said, item)
 
 
 def is_saved(folder: Path) -> bool:
@@ -460,7 +448,7 @@ class TextReader(Reader):
         special = int(tokenizer.num_special_tokens_to_add())
         if special >= most:
             raise InputsError(f"max_length {most} leaves no room beside {special} special tokens")
-        alone = isinstance(found.given, Sequence) and len(found.given) == 1
+        alone = hasattr(found.given, "__len__") and len(found.given) == 1
         alone = len(texts) == 1 and (selection.samples != 1 or alone)
         if alone and selection.samples is not None and selection.shuffle is None:
             texts = [texts[0][: selection.samples * most * LONGEST_TOKEN]]
@@ -510,11 +498,9 @@ def stream(
         takes = "images" if checkpoint.modality == "image" else checkpoint.modality
         raise InputsError(f"{checkpoint.name} takes {takes}, not text")
     found = TextReader().items(checkpoint, data, Selection(None, count, split, column))
-    tokenizer: Any = None
-    ids: list[int] = []
+    tokenizer, ids = checkpoint.tokenizer(), list[int]()
     for text in found:
         if text is not None:
-            tokenizer = tokenizer or checkpoint.tokenizer()
             ids += _encoded(tokenizer, text, checkpoint.name, add_special_tokens=False)["input_ids"]
         if len(ids) >= count:
             return torch.tensor(ids[:count]), found.description

@@ -206,24 +206,10 @@ def check_file(file: Path) -> None:
             safe_open(file, framework="pt")
 
 
-def stored_tensors(folder: Path) -> dict[str, TensorRef]:
-    """Locate every tensor of a checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-
-    Returns:
-        The tensors by their names in the files.
-
-    Raises:
-        CheckpointError: as `files` does, and for other formats than safetensors.
-    """
-    named, _ = files(folder)
-    if other := next((file.name for file in named if file.suffix != ".safetensors"), None):
-        what = "weights='layers' reads safetensors and GGUF files only; use weights='whole'"
-        raise CheckpointError(f"{folder} has its weights in {other}, and {what}")
+def stored_tensors(paths: Iterable[Path]) -> dict[str, TensorRef]:
+    """Return every tensor of a checkpoint's safetensors files by its name there; no others."""
     found = {}
-    for file in (one.absolute() for one in named):
+    for file in (path.absolute() for path in paths if path.suffix == ".safetensors"):
         stamp = _stamp(file)
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (not a dict)

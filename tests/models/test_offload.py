@@ -199,7 +199,9 @@ def test_capture(tmp_path: Path) -> None:
 @newer_torch("2.6", "pickled weights are not read")
 def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("gpt2", tmp_path)
-    size = sum(math.prod(one.shape) for one in weight_files.stored_tensors(tmp_path).values())
+    size = sum(
+        math.prod(one.shape) for one in weight_files.stored_tensors(tmp_path.iterdir()).values()
+    )
     for free, dtype, expected in ((8.5, "float32", 0), (7.5, "float32", 1), (8.5, "float64", 1)):
         monkeypatch.setattr(devices, "available", lambda device, free=free: free * size)
         assert load_checkpoint(tmp_path, dtype=dtype).by_layer == expected

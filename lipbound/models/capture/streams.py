@@ -269,9 +269,8 @@ def through_module(
     if stream not in streams.named:
         raise call.unsupported(f"depends on no stream of {stream}")
     tensors = streams.named[stream]
-    along = (
-        1 if len(tensors) > 1 and stream == INPUT else -1
-    )  # keys and values of two tensors have the same tokens
+    # keys and values of two tensors have the same tokens
+    along = 1 if len(tensors) > 1 and stream == INPUT else -1
     try:
         tokens = torch.cat([t.detach().double() for t in tensors], along)
     except RuntimeError as error:

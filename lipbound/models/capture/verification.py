@@ -6,7 +6,6 @@ attention makes. A sample also runs without its padding, and its head outputs ar
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.follower import INTERFACE
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, listed
-from lipbound.models.capture.streams import Padding, hidden_keys, stream_names
+from lipbound.models.capture.streams import Padding, hidden_keys
 from lipbound.models.offload import resident
-from lipbound.schema import INPUT
 
 RESIDUAL_TOLERANCE = 1e-4
 """Largest relative difference between what passes through the model and what is rebuilt."""
@@ -434,12 +432,19 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         model: of the capture.
         inputs: of this sample alone, with the padding that it has in its batch.
     """
-    inputs, off = interface.taken(model, inputs), 0.0
-    passes = (_calls(model, given) for given in (inputs, _without_padding(inputs)))
-    for pair in zip(*passes, strict=False):  # layers count that both have for the same tokens
-        a, b = (c.out if c.valid_rows is None else c.out[c.valid_rows] for c in pair)
-        if a.numel() and a.numel() == b.numel():
-            off = max(off, relative_error(b.flatten(), a.flatten()))
+    inputs, padding, off = interface.taken(model, inputs), Padding((), inputs), 0.0
+
+    def of_tokens(call: Call) -> Tensor:
+        if not call.formed or len(call.out) > 1:
+            return call.out[:0]
+        valid = padding.of_keys(call, 1, call.out.shape[1])
+        return call.out if valid is None else call.out[valid]
+
+    with interface.implementation(model, interface.RECORDING_ATTENTION):
+        passes = (recording.record(model, given)[0] for given in (inputs, _unpadded(inputs)))
+        for a, b in (map(of_tokens, pair) for pair in zip(*passes, strict=False)):
+            if a.numel() and a.numel() == b.numel():  # calls that both make of the same tokens
+                off = max(off, relative_error(b.flatten(), a.flatten()))
     said = (
         "numbers depend on what shares the batch: head outputs of the sample with most padding "
         f"are up to {off:.1%} off those alone, where padding moves positions (on the left), or the "
@@ -455,19 +460,7 @@ def _masks(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: t for name, t in named.items() if isinstance(t, Tensor) and t.ndim == 2}
 
 
-def _calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Call]:
-    """Return the calls of self-attention in a pass of one sample, with their padding."""
-    found = []
-    with interface.implementation(model, interface.RECORDING_ATTENTION):
-        for call in recording.record(model, inputs)[0]:
-            with suppress(CaptureError):  # of layers that are not chosen
-                if stream_names(call) == [INPUT] and len(call.x) == 1:
-                    found.append(call)
-    Padding(found, inputs)
-    return found
-
-
-def _without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _unpadded(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return one sample without its padding.
 
     A mask is about the inputs of its stream, those whose names begin as its own does, with as many
