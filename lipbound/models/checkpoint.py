@@ -203,12 +203,17 @@ class Checkpoint:
     @property
     def positions(self) -> int | None:
         """The longest input of a text model in tokens, or None where it sets no limit."""
-        limit = declared_positions(self.config)
+        config = text_part(self.config)
+        found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+        limit = next(filter(None, found), -1)
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
+            limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
         embeddings = getattr(getattr(self.model, "base_model", None), "embeddings", None)
-        padding = getattr(embeddings, "padding_idx", None)
-        if limit is not None and padding and hasattr(embeddings, "position_embeddings"):
-            limit -= int(padding) + 1  # RoBERTa's positions start behind the padding index
-        return limit
+        if hasattr(embeddings, "position_embeddings"):
+            padding = getattr(embeddings, "padding_idx", None)
+            limit -= padding + 1 if padding else 0  # RoBERTa's start behind the padding index
+        return int(limit) if limit >= 0 else None  # below zero is XLNet's word for none
 
     def check_length(self, count: int, said: str = "max_length {} exceeds") -> None:
         """Check that texts of so many tokens are no longer than the model allows.
@@ -294,19 +299,6 @@ def text_part(config: Any) -> Any:
         return config.get_text_config()
     except (AttributeError, ValueError):  # several are about text
         return config
-
-
-def declared_positions(config: Any) -> int | None:
-    """Return the longest text in tokens that a configuration declares, or None."""
-    config = text_part(config)
-    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-    limit = next((count for count in found if count), None)
-    if limit is None or limit < 0:  # below zero is XLNet's word for none
-        return None
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
-        limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
-    return int(limit)
 
 
 def unmarked_padding(model: Any, batch: Mapping[str, Tensor]) -> list[str]:

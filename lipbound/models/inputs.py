@@ -295,10 +295,8 @@ def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
     batch["decoder_input_ids"] = torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1)
     if "decoder_attention_mask" in _taken(checkpoint):
         batch["decoder_attention_mask"] = torch.cat([mask[:, :1], mask[:, :-1]], 1)
-    inputs.notes.append(
-        "the decoder reads the encoder's tokens, shifted by one as in training (give others as "
-        "ready inputs, decoder_input_ids)"
-    )
+    said = "the decoder reads the encoder's tokens, shifted by one as in training"
+    inputs.notes.append(f"{said}; give others as ready inputs, decoder_input_ids")
 
 
 def _repeated(batch: Mapping[str, Tensor]) -> list[str]:

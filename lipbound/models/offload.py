@@ -27,10 +27,7 @@ from lipbound.models.checkpoint import LoadOptions
 from lipbound.models.other_libraries import explained
 from lipbound.models.weight_files import TensorRef
 
-OTHER_FORM = (
-    "its weights are stored in another form than the model computes with (pieces to join or "
-    "split); use weights='whole'"
-)
+OTHER_FORM = "its weights are stored in another form, to be joined or split; use weights='whole'"
 
 
 @dataclass

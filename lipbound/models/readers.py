@@ -566,11 +566,8 @@ def _padded(tokenizer: Any, rows: list[Tokens]) -> dict[str, Tensor]:
 def _cut(lengths: Sequence[int], max_length: int) -> list[str]:
     """Return a note on texts that are longer than a sample."""
     longer = sum(length > max_length for length in lengths)
-    said = (
-        f"{longer} of {len(lengths)} texts: only the first {max_length} tokens were taken "
-        f"(max_length) of up to {max(lengths)}"
-    )
-    return [said] if longer else []
+    first = f"only the first {max_length} tokens were taken (max_length) of up to {max(lengths)}"
+    return [f"{longer} of {len(lengths)} texts: {first}"] if longer else []
 
 
 def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
@@ -582,10 +579,8 @@ def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
     special = torch.tensor([i for i in tokenizer.all_special_ids if i != unknown])
     words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown
     strange = int((lost.sum(-1) > MOSTLY_UNKNOWN * words.sum(-1)).sum())
-    said = (
-        f"most tokens of {strange} of {len(ids)} samples are {tokenizer.unk_token}, which stands "
-        "for what the tokenizer does not know; give data in the model's language"
-    )
+    most = f"most tokens of {strange} of {len(ids)} samples are {tokenizer.unk_token}"
+    said = f"{most}, unknown to the tokenizer; give data in the model's language"
     return [said] if strange else []
 
 

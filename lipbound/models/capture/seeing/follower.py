@@ -265,10 +265,7 @@ class Follower(TorchFunctionMode):
             if self._count > before:
                 self.returned(out)
                 return out, probabilities
-            heads.reason = (
-                "computes attention by a function that was registered with AttentionInterface, in "
-                "which no softmax of products of queries and keys is seen"
-            )
+            heads.reason = "computes attention by a function of yours in which no softmax is seen"
         else:
             with changed("is_paused", True, self):
                 out, probabilities = eager(module)(module, q, k, v, mask, **kw)

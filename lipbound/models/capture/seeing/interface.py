@@ -204,10 +204,8 @@ def _flexible(
         bias, made = (added(z, *places) for z in (torch.zeros_like(probe), probe))
         seen = flex._vmap_for_bhqkv(block_mask[-1], prefix=())(*places) & (bias > -torch.inf)
     if not torch.allclose((made - bias)[seen], probe[seen], rtol=1e-3, atol=1e-3):
-        raise CaptureError(
-            "flex_attention is measured where its score_mod adds to scores, and this one does more "
-            "to them; write it as products and a softmax"
-        )
+        what = "a score_mod of flex_attention does more to scores than add to them"
+        raise CaptureError(f"{what}; write it as products and a softmax")
     mask = bias.masked_fill(~seen, -torch.inf) if bool(bias[seen].any()) else seen
     given = {"query": q, "key": k, "value": v, "attn_mask": mask, "scale": scale}
     empty = q.new_empty(0)

@@ -295,10 +295,8 @@ def _layers_left_out(model: nn.Module, captured: Collection[str]) -> Iterator[st
         attending = {one.partition(".")[0] for one in inside}
         within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
         if attending and not within and len(attending) < len(module):
-            yield (
-                f"softmax attention was found in {len(attending)} of {len(module)} layers in "
-                f"{name}; what the others do to tokens is left out"
-            )
+            found = f"softmax attention was found in {len(attending)} of {len(module)} layers"
+            yield f"{found} in {name}; what the others do to tokens is left out"
 
 
 def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
@@ -306,8 +304,7 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
     said = []
     if unseen:
         said.append(
-            "attention of an unknown make cannot be captured and is left out, in "
-            f"{unseen} of {type(model).__name__}"
+            f"attention of an unknown make is left out, in {unseen} of {type(model).__name__}"
         )
     said += _layers_left_out(model, {call.name for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
