@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CheckpointError, InputsError
 from lipbound.models.other_libraries import explained, quiet
 from lipbound.models.weight_files import gguf_read_once
-
-if TYPE_CHECKING:
-    from lipbound.models.adapters import LoraAdapter
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
@@ -60,8 +57,8 @@ class LoadOptions:
         device: a torch device.
         weights: "auto", "whole" or "layers".
         gguf_file: which GGUF file of a directory or a hub model, or None.
-        adapter: what is merged into the weights; "none": not even one that lies beside them; None:
-            nothing was said.
+        adapter: the `lipbound.models.loading.LoraAdapter` that is merged into the weights; "none":
+            not even one that lies beside them; None: nothing was said.
         lazy: only a few weights will be looked at: they stay in the files, and whoever
             reads them sees whether they are finite.
     """
@@ -71,7 +68,7 @@ class LoadOptions:
     device: str | torch.device
     weights: str
     gguf_file: str | None = None
-    adapter: "LoraAdapter | str | None" = None
+    adapter: Any = None
     lazy: bool = False
 
     def refuse_given(self, what: str, *names: str) -> None:

@@ -15,9 +15,9 @@ FAMILIES = (
     *("opt", "phi", "phi3", "qwen2", "qwen3", "roberta", "vit"),
 )
 """Model types of transformers whose names and layouts are known here."""
-TOGETHER = ("c_attn", "qkv_proj")
+JOINT_MAPS = ("c_attn", "qkv_proj")
 """Names of one linear map onto all queries, then all keys, then all values."""
-OUTPUTS = ("o_proj", "out_proj", "c_proj", "out_lin", "dense")
+OUTPUT_MAPS = ("o_proj", "out_proj", "c_proj", "out_lin", "dense")
 """Names of the output projection, beside the others."""
 
 
@@ -56,7 +56,7 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
             raise CaptureError(f"{what}: a class, a forward or hooks of its own; {instead}")
         with offload.resident(part):
             maps, scale = _inputs(name, part)
-        out: Any = next((getattr(part, key) for key in OUTPUTS if hasattr(part, key)), None)
+        out: Any = next((getattr(part, key) for key in OUTPUT_MAPS if hasattr(part, key)), None)
         if out is None:  # as in BERT
             out = model.get_submodule(f"{name.rpartition('.')[0]}.output.dense")
         with offload.resident(out):
@@ -68,7 +68,7 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
 
 def _names(part: nn.Module) -> tuple[str, ...]:
     """Return the names of the maps onto queries, keys and values, or of one onto all; or none."""
-    known = (*SEPARATE, *((name,) for name in TOGETHER))
+    known = (*SEPARATE, *((name,) for name in JOINT_MAPS))
     return next((names for names in known if all(hasattr(part, name) for name in names)), ())
 
 

@@ -64,7 +64,7 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
     loaded = loaded.to(options.device)  # some modules take it by position only
-    check_finite(loaded, kind)
+    check_weights(loaded, kind)
     if isinstance(model, Checkpoint):
         return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
     commit = getattr(getattr(loaded, "config", None), "_commit_hash", None)
@@ -255,7 +255,7 @@ def measurable(model: nn.Module) -> Any:
     return model
 
 
-def check_finite(model: nn.Module, name: str) -> None:
+def check_weights(model: nn.Module, name: str) -> None:
     """Refuse weights and buffers, in memory or on disk, that are NaN or infinite.
 
     A buffer in memory may hold -inf, as masks do.

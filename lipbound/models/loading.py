@@ -5,10 +5,11 @@ back into floating-point numbers, or refused by name.
 """
 
 import inspect
+import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +19,11 @@ import torch
 import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, modeling_utils
+from transformers.integrations import peft as integration
+from transformers.models.auto import auto_factory
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lipbound import devices, errors
@@ -27,13 +31,12 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models import adapters, offload, weight_files
-from lipbound.models.adapters import LoraAdapter
+from lipbound.models import offload, weight_files
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
 from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
-from lipbound.models.in_memory import check_finite, check_floating, load_loaded, state_sha256
-from lipbound.models.other_libraries import answers, explained, first_line, quiet
+from lipbound.models.in_memory import check_floating, check_weights, load_loaded, state_sha256
+from lipbound.models.other_libraries import answers, explained, first_line, quiet, temporarily
 from lipbound.models.readers import is_path
 from lipbound.models.weight_files import TensorRef
 
@@ -54,6 +57,12 @@ REASONS = {
     hub_errors.LocalEntryNotFoundError: "is not in the local cache, and {}; give a directory",
 }
 """Why a hub model cannot be had, and what to do, by the first that an error is of."""
+PEFT_FILES = PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base model's weights as they are."""
+PATH = "base_model.model."
+"""Prefix that PEFT gives to names of tensors."""
+_FINDER = "find_adapter_config_file"
 
 
 class GivenLayers(nn.Module):
@@ -287,7 +296,7 @@ def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> 
     Raises:
         CheckpointError: the adapter does not say which model that is, or that is an adapter too.
     """
-    adapter = adapters.open_adapter(name, folder)
+    adapter = open_adapter(name, folder)
     if not adapter.base:
         raise CheckpointError(f"the adapter {name} names no model; give one, with adapter={name!r}")
     if options.adapter is not None:
@@ -298,7 +307,7 @@ def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> 
     return replace(found, commit=commit)
 
 
-def _adapter(given: object) -> LoraAdapter | str | None:
+def _adapter(given: object) -> "LoraAdapter | str | None":
     """Return the adapter that was asked for, fetched from the hub where it is no directory here.
 
     Args:
@@ -314,8 +323,8 @@ def _adapter(given: object) -> LoraAdapter | str | None:
     if not folder.exists() and is_path(name):
         raise CheckpointError(f"there is no directory {name}; give PEFT's, or a hub id")
     repo, _, revision = name.partition("@")
-    there = folder if folder.exists() else snapshot(repo, revision or None, *adapters.PEFT_FILES)
-    return adapters.open_adapter(name, there)
+    there = folder if folder.exists() else snapshot(repo, revision or None, *PEFT_FILES)
+    return open_adapter(name, there)
 
 
 def snapshot(repo: str, revision: str | None, *wanted: str) -> Path:
@@ -381,19 +390,19 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     """
     if sys.flags.optimize > 1:
         raise CheckpointError("transformers needs its docstrings; run python without -OO")
-    gguf, saved = options.gguf_file, (folder / "config.json").is_file()
-    if gguf is None and adapters.alone(folder):
+    saved, adapted = ((folder / one).is_file() for one in ("config.json", PEFT_CONFIG))
+    if options.gguf_file is None and adapted and not (saved and weight_files.candidates(folder)):
         return load_adapted(name, folder, commit, options)
-    packed = [file.name for file in folder.glob(f"*{weight_files.GGUF}")]
-    here = commit is None  # of a hub model, the cache need not have all files
-    if gguf is not None or (packed and here and not saved):
-        gguf = weight_files.choose_gguf(packed, gguf, name)
-    elif not saved:
+    # of a hub model, the cache need not have all files
+    gguf = weight_files.choose_gguf(folder, options.gguf_file, name, saved or commit is not None)
+    if gguf is None and not saved:
         what = "give what save_pretrained writes, or name a GGUF file with gguf_file="
         raise CheckpointError(f"{name} has no config.json; {what}")
     file = None if gguf is None else folder / gguf
     merged = options.adapter if isinstance(options.adapter, LoraAdapter) else None
-    adapters.check_beside(name, folder, options.adapter)
+    if adapted and options.adapter is None:
+        say = f"adapter={name!r} merges it, adapter='none' leaves it out"
+        raise CheckpointError(f"{name} holds an adapter beside its weights ({PEFT_CONFIG}); {say}")
     with _loading(name):
         how = weight_files.check_gguf(name, file) if file else None
     with _loading(name, file):
@@ -423,13 +432,13 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
             merged.merge(model)
         model = model.to(device=options.device)
     if not (layers and options.lazy):
-        check_finite(model, name)
+        check_weights(model, name)
     revision = weight_files.sha256(files) if commit is None or gguf else commit
     config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
     checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
     checkpoint.notes, checkpoint.configuration = unread, config_sha
     checkpoint.gguf_file, checkpoint.quantization = gguf, how
-    return checkpoint if merged is None else adapters.with_adapter(checkpoint, merged)
+    return checkpoint if merged is None else with_adapter(checkpoint, merged)
 
 
 @contextmanager
@@ -467,7 +476,7 @@ def _load_whole(
     name: str, folder: Path, config: PretrainedConfig, how: str | None, gguf: str | None
 ) -> PreTrainedModel:
     """Return the model with its weights in memory; ``how``: what quantised them."""
-    with _loading(name, folder / gguf if gguf else None), adapters.unseen():
+    with _loading(name, folder / gguf if gguf else None), adapters_unseen():
         wanted: dict[str, Any] = {"config": config, "gguf_file": gguf, "dtype": torch.float32}
         wanted |= {"attn_implementation": "eager", "trust_remote_code": False}
         model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **wanted)
@@ -577,3 +586,148 @@ def check_stored(stored: Mapping[str, TensorRef], model: PreTrainedModel, name: 
         if not tensor.floating and (key in floating or bare in floating):
             what = f"are not all floating-point numbers, {key} for one"
             raise CheckpointError(f"weights of {name} {what}; {INSTEAD}")
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """An adapter in a folder.
+
+    Attributes:
+        name: what the user called it.
+        folder: with its configuration and its weights.
+        config: what adapter_config.json says.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+    @property
+    def base(self) -> str:
+        """The model that it was trained on, as it calls it; may be empty."""
+        return str(self.config.get("base_model_name_or_path") or "")
+
+    def check(self) -> None:
+        """Refuse what PEFT must not be given.
+
+        That is no safetensors file, other kinds than LoRA, modules to be imported by name
+        (``megatron_config``), and initialisations that change the base model's weights.
+
+        Raises:
+            CheckpointError: the adapter has one of them.
+        """
+        if not (self.folder / PEFT_WEIGHTS).is_file():
+            what = f"has no {PEFT_WEIGHTS}, and pickles are not read"
+            raise CheckpointError(f"the adapter {self.name} {what}")
+        weight_files.check_file(self.folder / PEFT_WEIGHTS)
+        allowed = {"peft_type": ("LORA",), "init_lora_weights": _STARTS, "megatron_config": (None,)}
+        for key, values in allowed.items():
+            if (said := self.config.get(key)) not in values:
+                what = f"says {key}: {json.dumps(said)[:60]}, which is not merged here"
+                instead = "merge it with PEFT (merge_and_unload) and save the model"
+                raise CheckpointError(f"the adapter {self.name} {what}; {instead}")
+
+    def merge(self, model: PreTrainedModel) -> None:
+        """Have PEFT merge it into the weights of a model in memory, on the CPU.
+
+        Args:
+            model: that it was trained on. Parts that attention does not depend on, such as a head,
+                may be missing there.
+
+        Raises:
+            CheckpointError: PEFT is not installed, or refuses; the adapter has weights for parts
+                that the model lacks, or lacks weights for parts that it changes.
+        """
+        self.check()
+        try:
+            import peft
+        except ImportError as error:
+            how = "is merged by peft; pip install 'lipbound[adapters]'"
+            raise CheckpointError(f"the adapter {self.name} {how}") from error
+        with safe_open(self.folder / PEFT_WEIGHTS, framework="pt") as file:
+            whole = _as_trained(model, list(file.keys()))
+        refused = explained(CheckpointError, f"PEFT does not merge the adapter {self.name}: ")
+        # matrices begin with random numbers, which are not taken from the caller's
+        with refused, quiet(), torch.random.fork_rng(devices=[]):
+            config = peft.PeftConfig.from_pretrained(str(self.folder))
+            new = [key for key, said in self.config.items() if said and not hasattr(config, key)]
+            if new:
+                raise ValueError(f"version {peft.__version__} does not know {new[0]}")
+            config.task_type = None  # the head of the task is not here
+            where: dict[str, Any] = {"model_id": str(self.folder), "torch_device": "cpu"}
+            merged = peft.PeftModel.from_pretrained(whole, config=config, **where)
+            fitted = merged.load_adapter(adapter_name="default", **where)  # says what did not fit
+            strange = sorted(filter(weight_files.matters, fitted.unexpected_keys))
+            if unfit := [*strange, *fitted.missing_keys]:
+                what = f"{unfit[0]} is in the adapter {self.name} or in {type(model).__name__}"
+                instead = f"give the model that it was trained on {self.base}".rstrip()
+                raise CheckpointError(f"{what} alone; {instead}")
+            merged.merge_and_unload()
+        model.requires_grad_(True)  # as it was
+
+
+def _as_trained(model: PreTrainedModel, keys: list[str]) -> nn.Module:
+    """Return a model, within a module as a model with a head holds it if an adapter asks for that.
+
+    Behind `PATH`, names of such an adapter's tensors begin with the model's name in there.
+
+    Args:
+        model: without a head.
+        keys: names of the adapter's tensors.
+    """
+    for prefix in filter(None, (model.base_model_prefix, "model")):
+        if not hasattr(model, prefix) and any(key.startswith(f"{PATH}{prefix}.") for key in keys):
+            whole = nn.Module()
+            whole.config, whole.base_model_prefix = model.config, prefix
+            whole.add_module(prefix, model)
+            return whole
+    return model
+
+
+def open_adapter(name: str, folder: Path) -> LoraAdapter:
+    """Open the adapter of a folder.
+
+    Args:
+        name: what the user called it.
+        folder: as PEFT wrote it.
+
+    Returns:
+        The adapter, its weights not yet read.
+
+    Raises:
+        CheckpointError: there is none, or one that cannot be read.
+    """
+    file = folder / PEFT_CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"adapter is {name!r}, without {PEFT_CONFIG}; give what PEFT wrote")
+    with explained(CheckpointError, f"{file} is no configuration of an adapter: "):
+        return LoraAdapter(name, folder, dict(json.loads(file.read_text(encoding="utf-8"))))
+
+
+def adapters_unseen() -> AbstractContextManager[None]:
+    """Return a context in which transformers sees no adapter beside weights.
+
+    It would load that, or the model that it names. Its arguments say so in new versions only.
+    """
+    looking = [one for one in (auto_factory, integration, modeling_utils) if hasattr(one, _FINDER)]
+    return temporarily(_FINDER, lambda *place, **options: None, *looking)
+
+
+def with_adapter(checkpoint: Checkpoint, asked: LoraAdapter) -> Checkpoint:
+    """Name a checkpoint after the adapter, too, that was merged into it.
+
+    A notice tells where the adapter names another model, by the last part of their names.
+
+    Args:
+        checkpoint: as it was loaded.
+        asked: the adapter.
+
+    Returns:
+        The checkpoint with the names and revisions of both.
+    """
+    notes, name = list(checkpoint.notes), f"{checkpoint.name} with adapter {asked.name}"
+    base, mine = (Path(one.partition("@")[0]).name.lower() for one in (asked.base, checkpoint.name))
+    if base and base != mine:
+        notes.append(f"the adapter {asked.name}, of {asked.base}, is merged into {checkpoint.name}")
+    own = weight_files.sha256(asked.folder / name for name in PEFT_FILES)
+    return replace(checkpoint, name=name, revision=f"{checkpoint.revision}+{own}", notes=notes)

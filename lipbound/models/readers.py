@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint, Inputs
-from lipbound.models.other_libraries import answers, cause, changed, explained, quiet
+from lipbound.models.other_libraries import answers, cause, explained, quiet, temporarily
 
 BUILTIN = Path(__file__).parent / "builtin"
 DEFAULT_TEXT = BUILTIN / "text.txt"
@@ -395,7 +395,7 @@ def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
         return table, said.replace("a dataset", path.name, 1)
     repo, _, config = name.partition(":")
     offline = datasets.config.HF_HUB_OFFLINE or not (path or answers(HfApi().dataset_info, repo))
-    with changed("HF_HUB_OFFLINE", offline, datasets.config):
+    with temporarily("HF_HUB_OFFLINE", offline, datasets.config):
         chosen = selection.split or _usual(datasets.get_dataset_split_names(repo, config or None))
         found = datasets.load_dataset(repo, config or None, split=chosen)
     return found, f"{path.name if path else name}, {chosen} split"

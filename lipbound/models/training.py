@@ -26,7 +26,7 @@ from lipbound.models.capture.seeing.follower import INTERFACE, Heads
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, ModuleRuns
 from lipbound.models.checkpoint import MASK
 from lipbound.models.in_memory import bare_model
-from lipbound.models.other_libraries import changed
+from lipbound.models.other_libraries import temporarily
 
 TRAINING_ATTENTION = "lipbound-training"
 """Name in the transformers registry of the attention function that can keep its probabilities."""
@@ -301,7 +301,7 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
     if again and model.training:
         tell("gradient checkpointing is off while attention is watched, which takes memory")
-    with ExitStack() as stack, changed(CHECKPOINTING, False, *again):
+    with ExitStack() as stack, temporarily(CHECKPOINTING, False, *again):
         for config in configs:
             stack.callback(setattr, config, name, getattr(config, name))
         if any(getattr(config, name) != TRAINING_ATTENTION for config in configs):
@@ -494,12 +494,9 @@ def _check(att: Attention, call: Call, sample: int) -> None:
     first = att.select(slice(0, 1))
     real = slice(None) if first.valid is None else first.valid[0]
     limit = max(TRAINING_TOLERANCE, torch.finfo(call.q.dtype).eps * HALF_ROUNDINGS)
-    for name, mine, own in (
-        ("queries", first.q, call.q),
-        ("keys", first.k, call.k),
-        ("values", first.v, call.v),
-    ):
-        mine, own = mine[0][:, real], own[sample].to(mine)[:, real]
+    for side, name in {"q": "queries", "k": "keys", "v": "values"}.items():
+        mine = getattr(first, side)[0][:, real]
+        own = getattr(call, side)[sample].to(mine)[:, real]
         own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
         off = relative_error(mine, own) if mine.shape == own.shape else torch.inf
         if not off <= limit:

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
 from lipbound.errors import CheckpointError
-from lipbound.models.other_libraries import VERBOSE, changed, explained, first_line
+from lipbound.models.other_libraries import VERBOSE, explained, first_line, temporarily
 
 WEIGHT_FORMATS = ("model.safetensors", "pytorch_model.bin")
 ORDER = tuple(name + end for name in WEIGHT_FORMATS for end in ("", ".index.json"))
@@ -223,21 +223,24 @@ def _stamp(file: Path) -> tuple[int, int]:
     return (status := os.stat(file)).st_size, status.st_mtime_ns
 
 
-def choose_gguf(there: Iterable[str], wanted: str | None, name: str) -> str:
-    """Choose a GGUF file.
+def choose_gguf(folder: Path, wanted: str | None, name: str, otherwise: bool) -> str | None:
+    """Choose a GGUF file of a folder.
 
     Args:
-        there: the names of those that there are.
+        folder: where they are.
         wanted: one of them; None for the only one.
-        name: what the user called the place where they are, for messages.
+        name: what the user called the place, for messages.
+        otherwise: whether weights are elsewhere, or none of these may be taken, if none was named.
 
     Returns:
-        The name of the file.
+        The name of the file; None for none.
 
     Raises:
         CheckpointError: there is no such file, or there are several and none was named.
     """
-    there = sorted(there)
+    there = sorted(file.name for file in folder.glob(f"*{GGUF}"))
+    if wanted is None and (otherwise or not there):
+        return None
     chosen = there[0] if wanted is None and len(there) == 1 else wanted
     if chosen is None or chosen not in there:
         what = "holds several GGUF files" if wanted is None else f"has no GGUF file {wanted}"
@@ -323,10 +326,10 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
             from transformers import modeling_gguf_pytorch_utils as reader
 
             names, read = lru_cache(gguf.get_tensor_name_map), lambda path, mode="r": gguf_of(path)
-            stack.enter_context(changed("GGUFReader", read, gguf))
-            stack.enter_context(changed("get_tensor_name_map", names, gguf))
+            stack.enter_context(temporarily("GGUFReader", read, gguf))
+            stack.enter_context(temporarily("get_tensor_name_map", names, gguf))
             if not os.environ.get(VERBOSE):
-                stack.enter_context(changed("tqdm", lambda items, **options: items, reader))
+                stack.enter_context(temporarily("tqdm", lambda items, **options: items, reader))
         yield
 
 

@@ -72,7 +72,7 @@ def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(
     monkeypatch.setattr(
         weight_files, "gguf_tensors", lambda *given: dict([*every(*given).items()][1:])
     )
-    whole = "could not be loaded: its weights are stored in another form .* use weights='whole'"
+    whole = "could not be loaded: its weights are stored in another form, .* use weights='whole'"
     with pytest.raises(CheckpointError, match=whole):
         load_checkpoint(folder, weights="layers")
 

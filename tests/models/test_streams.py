@@ -248,7 +248,7 @@ def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None
 
 def test_nan_of_the_model_is_called_its_own() -> None:
     model = build(MODERN["Llama"]).double()
-    words = "NaN in the model's own eager pass: in float64, padding on the left .* take float32"
+    words = "NaN in the model's own eager pass: in float64 left padding .* take float32"
     with pytest.raises(CaptureError, match=words):
         capture(model, {"input_ids": NINE, "attention_mask": LEFT})
     broken = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))

@@ -23,7 +23,7 @@ from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture import rerun
 from lipbound.models.capture.seeing.follower import BY_HAND
 from lipbound.models.capture.seeing.recording import HIDDEN, Call
-from lipbound.models.other_libraries import changed
+from lipbound.models.other_libraries import temporarily
 
 _ADDED = ("mask", "position_bias")
 """What attention is handed that is added to scores."""
@@ -204,7 +204,7 @@ class ProbedLayer(rerun.ModuleCopy):
         generator = torch.Generator().manual_seed(0 if given is not None else 4)
         pairs: list[tuple[Tensor, Tensor]] = []  # of (heads, N, d), before and after
         # vectors without their mean do not span the space
-        with changed("act", lambda vectors, norm: vectors, *self.stubs):
+        with temporarily("act", lambda vectors, norm: vectors, *self.stubs):
             while sum(len(after) for _, after in pairs) < d + 4:
                 x = self.random(generator)
                 x = x[:, :1].expand(x.shape).contiguous() if given is None else x
@@ -462,7 +462,7 @@ def _nothing(y: Tensor, norm: Map) -> Tensor:
 
 def _acting(stub: NormStub, act: Act | None, x: Tensor, project: Project) -> Tensors:
     """Return q, k, v of tokens where a stub acts in some way."""
-    with changed("act", act, stub):
+    with temporarily("act", act, stub):
         return project(x)
 
 

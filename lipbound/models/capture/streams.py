@@ -263,7 +263,6 @@ def through_module(
     """
     owner, streams = owner_of(call, stream)
     until = _until(call)
-    error = _error(call, *owner.again(place=until))
     if stream not in streams.named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(streams.named))
     if stream not in streams.named:
@@ -273,8 +272,8 @@ def through_module(
     along = 1 if len(tensors) > 1 and stream == INPUT else -1
     try:
         tokens = torch.cat([t.detach().double() for t in tensors], along)
-    except RuntimeError as error:
-        raise call.unsupported("makes keys and values of tensors of two layouts") from error
+    except RuntimeError as misfit:
+        raise call.unsupported("makes keys and values of tensors of two layouts") from misfit
 
     def cut(x: Tensor, until: str = until) -> tuple[Tensor, list[Heads]]:
         parts = x.split([t.shape[along] for t in tensors], along)
@@ -283,6 +282,7 @@ def through_module(
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
+        error = _error(call, whole, heads)
         arrange = (lambda t: t) if until == rerun.HEADS else arrangement(call, whole, heads)
         sides = heads[0].known[:2] or (heads[0].left[0], heads[0].right[0])
         made = sides[stream == MEMORY]

@@ -184,7 +184,7 @@ def check_defined(call: Call) -> None:
     if not bool((call.out if valid is None else call.out[valid]).isnan().any()):
         return
     if valid is not None and not bool(valid[:, 0].all()) and call.out.dtype == torch.float64:
-        hint = ": padding on the left attends to nothing, 0/0 in float64; pad on the right"
+        hint = ": in float64 left padding attends to nothing, 0/0; pad right, or take float32"
     what = f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
     raise CaptureError(f"{what} in the model's own eager pass{hint}")
 

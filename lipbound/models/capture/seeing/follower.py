@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
-from lipbound.models.other_libraries import changed
+from lipbound.models.other_libraries import temporarily
 
 INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by hand"
 """Ways to compute attention: through transformers' interface, by torch, or by the module itself."""
@@ -267,7 +267,7 @@ class Follower(TorchFunctionMode):
                 return out, probabilities
             heads.reason = "computes attention by a function of yours in which no softmax is seen"
         else:
-            with changed("is_paused", True, self):
+            with temporarily("is_paused", True, self):
                 out, probabilities = eager(module)(module, q, k, v, mask, **kw)
         return self._done(heads, out, out.ndim - 2), probabilities
 
@@ -279,7 +279,7 @@ class Follower(TorchFunctionMode):
         heads = Heads(FUSED, (query,), (key,), value, mask, kw.get("scale"))
         heads.boolean = given is not None and given.dtype == torch.bool
         self.asked(heads)
-        with changed("is_paused", True, self), torch._C.DisableTorchFunction():
+        with temporarily("is_paused", True, self), torch._C.DisableTorchFunction():
             out = self.fused(query, key, value, **kw)
         heads.known = query, key, value, out, mask
         return self._done(heads, out, out.ndim - 3 if out.ndim > 3 else None)
