@@ -102,7 +102,7 @@ class Checkpoint:
         commit: the hub commit, or None.
         loaded: whether the user handed over a loaded model, which no name leads back to.
         by_layer: whether the weights stay on disk and each module's are in memory only while it
-            runs (`lipbound.models.offload`).
+            runs (`lipbound.models.weight_files`).
         notes: sentences on what is not as it was handed over.
         gguf_file: the GGUF file in ``source`` that weights and tokenizer came from, or None.
         quantization: how the weights were stored, "GGUF Q4_1 (...)" for one, where they were

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Pipeline, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
-from lipbound.models import offload
+from lipbound.models import weight_files
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
 from lipbound.models.weight_files import extremes
 
@@ -58,7 +58,7 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
         return None
     kind = type(inner).__name__
     options.refuse_given("a model in memory")
-    if offload.is_offloaded(inner):
+    if weight_files.is_offloaded(inner):
         raise CheckpointError(f"the weights of {kind} are on disk; give its directory or hub id")
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
@@ -267,7 +267,7 @@ def check_weights(model: nn.Module, name: str) -> None:
     Raises:
         CheckpointError: one of them is not finite; the message names it. Or a file is gone.
     """
-    stored, buffers = offload.on_disk(model), {key for key, _ in model.named_buffers()}
+    stored, buffers = weight_files.on_disk(model), {key for key, _ in model.named_buffers()}
     found = {"": torch.zeros(2)}  # of a model without any
     for key, tensor in model.state_dict().items():
         tensor = stored[key].read() if key in stored else tensor
@@ -301,7 +301,7 @@ def check_floating(model: nn.Module, name: str) -> None:
             what = f"are not all floating-point: {key} is {kind}, and has no true derivatives"
             instead = "give the model before quantization, or what model.dequantize() makes of it"
             raise CheckpointError(f"the weights of {name} {what}; {instead}")
-        if weight and value.is_meta and not offload.is_offloaded(model):
+        if weight and value.is_meta and not weight_files.is_offloaded(model):
             what = f"are not in memory ({key} is on the device meta)"
             raise CheckpointError(f"the weights of {name} {what}; load them")
 

@@ -128,9 +128,8 @@ def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
     by_default = in_memory and count == DEFAULT_SAMPLES
     if count is not None and inputs.samples < count and not by_default:
-        inputs.notes.append(
-            f"{count} samples were asked for, and {inputs.description} gives only {inputs.samples}"
-        )
+        gives = f"{inputs.description} gives only {inputs.samples}"
+        inputs.notes.append(f"{count} samples were asked for, and {gives}")
     inputs.notes += _repeated(inputs.batch) + unmarked_padding(checkpoint.model, inputs.batch)
     tell(*inputs.notes)
     return inputs

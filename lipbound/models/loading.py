@@ -20,7 +20,7 @@ import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.utils import enable_progress_bars
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, modeling_utils
 from transformers.integrations import peft as integration
 from transformers.models.auto import auto_factory
@@ -31,7 +31,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
 from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models import offload, weight_files
+from lipbound.models import weight_files
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
 from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
@@ -136,11 +136,8 @@ def inputs_of(model: GivenLayers, data: Any, count: int | None) -> Inputs:
 class GivenCapturer(Capturer):
     """Hands out given layers as a `Capturer` does captured ones."""
 
-    def each(
-        self, inputs: Mapping[str, Tensor] | Inputs, skip: Collection[int] = ()
-    ) -> Iterator[LayerCapture]:
+    def each(self, inputs: Any, skip: Collection[int] = ()) -> Iterator[LayerCapture]:
         assert isinstance(self.model, GivenLayers)
-        assert isinstance(inputs, Mapping)
         layers, numbers = self.model.layers, inputs[SAMPLE]
         self.count = len(layers)
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
@@ -211,8 +208,8 @@ def load_checkpoint(
     if options.dtype == torch.float64 and not has_float64(options.device):
         what = f"dtype is 'float64', which the device {str(options.device)!r} does not have"
         raise CheckpointError(f"{what}; take dtype='float32', or device='cpu'")
-    places = {"tokenizer": _place("tokenizer", tokenizer)}
-    places |= {"processor": _place("processor", processor)}
+    given = {"tokenizer": tokenizer, "processor": processor}
+    places = {what: _place(what, one) for what, one in given.items()}
     checkpoint = load_loaded(model, options) or load_layers(model, options)
     checkpoint = checkpoint or load_named(model, options)
     checkpoint.tokenizer_from, checkpoint.processor_from = places.values()
@@ -247,10 +244,11 @@ def load_named(model: object, options: LoadOptions) -> Checkpoint:
         CheckpointError: there is no such checkpoint, or it cannot be loaded as the options say.
     """
     if not isinstance(model, str | Path):
-        raise CheckpointError(
-            f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
-            "directory, 'builtin:NAME', a loaded transformers model or another torch module"
+        kinds = (
+            "a hub id, a directory, 'builtin:NAME', a transformers model or another torch module"
         )
+        what = "a class" if isinstance(model, type) else shown(model)
+        raise CheckpointError(f"model is {what}; give {kinds}")
     name, path, gguf = str(model), Path(model).expanduser(), options.gguf_file
     if (builtin := known_builtin(name)) is not None:
         options.refuse_given(f"the builtin checkpoint {builtin!r}", "revision", "gguf_file")
@@ -417,9 +415,10 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
             raise CheckpointError(f"{name} has its weights in {files[0].name}, and {what}")
         with _loading(name, file):
             stored = weight_files.gguf_tensors(file, config) if file else stored
-            model, report = offload.load_offloaded(folder, stored, config, options)
+            place = options.dtype, options.device
+            model, report = weight_files.load_offloaded(stored, config, *place)
         if file and any(map(weight_files.matters, report["missing_keys"])):
-            raise CheckpointError(f"{name} could not be loaded: {offload.OTHER_FORM}")
+            raise CheckpointError(f"{name} could not be loaded: {weight_files.OTHER_FORM}")
         check_filled(report, name)
     else:
         how = how or ask_for_floats(config, name, stored)

@@ -375,21 +375,18 @@ def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
         selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
     if not isinstance(data, str | Path):
-        kinds = (
-            "a path, a hub dataset id, a datasets.Dataset, a data frame, a list of texts or images"
-        )
+        kinds = "a path, hub dataset id, datasets.Dataset, data frame, list of texts or images"
         raise InputsError(f"data is {shown(data)}; give {kinds}, or a dict of ready inputs")
     path, name, end = there(data), str(data), ending(data)
     if path is None and (is_path(name) or end in (*TABLES, *TEXT_FILES, *IMAGE_FILES)):
         raise InputsError(f"there is no file or folder {name}")
     if path is not None and path.is_file():
         selection.refuse_table(f"{path.name}, one file", "split")
-        numbered = TABLES[end] == "csv" and (selection.column or "").isdigit()
         options: dict[str, Any] = {"sep": "\t"} if end == ".tsv" else {}
-        options |= {"header": None} if numbered else {}
-        table = datasets.load_dataset(TABLES[end], data_files=str(path), split="train", **options)
-        names = {name: str(k) for k, name in enumerate(table.column_names)} if numbered else {}
-        return table.rename_columns(names), path.name
+        if TABLES[end] == "csv" and (selection.column or "").isdigit():
+            options["header"] = None  # columns are called by their numbers
+        options |= {"data_files": str(path), "split": "train"}
+        return datasets.load_dataset(TABLES[end], **options), path.name
     if path is not None and is_saved(path):
         table, said = dataset_of(datasets.load_from_disk(str(path)), selection)
         return table, said.replace("a dataset", path.name, 1)

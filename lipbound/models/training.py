@@ -266,9 +266,7 @@ def watched_attention(
             _watches.remove(watch)
     if watch.ran and not watch.layers:
         newer = "" if __version__ >= "5" else ", or install transformers>=5, where more does"
-        what = (
-            f"none of its attention goes through AttentionInterface in transformers {__version__}"
-        )
+        what = f"none of its attention goes through AttentionInterface (transformers {__version__})"
         instead = "take the attentions of attn_implementation='eager', output_attentions=True"
         raise CaptureError(f"{type(inner).__name__} ran, and {what}; {instead}{newer}")
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
@@ -424,16 +422,14 @@ def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
         linear = [m for name in names if isinstance(m := getattr(module, name, None), nn.Linear)]
         if len(linear) == len(names):
             return [(one.weight.mT, one.bias) for one in linear]
-    for name in ONE_MAP:
-        one = getattr(module, name, None)
-        weight, bias = getattr(one, "weight", None), getattr(one, "bias", None)
-        if isinstance(one, nn.Module) and isinstance(weight, Tensor):
-            # transformers' Conv1D stores (in, out)
-            weight = weight.mT if isinstance(one, nn.Linear) else weight
-            if weight.shape[1] % 3 == 0:
-                biases = bias.chunk(3) if isinstance(bias, Tensor) else (None, None, None)
-                return list(zip(weight.chunk(3, 1), biases, strict=True))
-    return None
+    made = (getattr(module, name, None) for name in ONE_MAP)
+    one: Any = next((m for m in made if isinstance(getattr(m, "weight", None), Tensor)), None)
+    # transformers' Conv1D stores (in, out)
+    weight = one.weight.mT if isinstance(one, nn.Linear) else getattr(one, "weight", None)
+    if weight is None or weight.shape[1] % 3:
+        return None
+    biases = (None, None, None) if one.bias is None else one.bias.chunk(3)
+    return list(zip(weight.chunk(3, 1), biases, strict=True))
 
 
 def _per_head(weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
@@ -449,9 +445,7 @@ def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
         CaptureError: see `attention_layers`.
     """
     if found is None:
-        raise CaptureError(
-            f"{type(call.module).__name__} has projections of other names: no gradient"
-        )
+        raise call.unsupported("has projections of other names, for which there is no gradient")
     for fault, what in (
         (call.extras.get("position_bias") is not None, "uses position_bias in its attention"),
         (call.run.calls > 1, "calls attention several times in one forward pass"),

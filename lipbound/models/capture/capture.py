@@ -32,7 +32,7 @@ from lipbound.models.capture.streams import Padding, of_stream, stream_names, th
 from lipbound.models.capture.verification import assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, unmarked_padding
 from lipbound.models.in_memory import bare_module, measurable, named_inputs
-from lipbound.models.offload import is_offloaded
+from lipbound.models.weight_files import is_offloaded
 from lipbound.schema import INPUT
 
 ROTATIONS = 4
@@ -63,8 +63,8 @@ class LayerCapture:
 class Capturer:
     """Captures the attention of a model, batch after batch.
 
-    Weights are probed, and the model verified, on the first batch; of a model that is read layer by
-    layer (`lipbound.models.offload`) weights are probed for every batch, one layer in memory at a
+    Weights are probed, and the model verified, on the first batch; of a model whose weights stay on
+    disk (`lipbound.models.weight_files`) they are probed for every batch, one layer in memory at a
     time.
 
     Args:

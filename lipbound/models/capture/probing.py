@@ -119,9 +119,7 @@ class ProbedLayer(rerun.ModuleCopy):
         self._tables = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
         count = 1 if isinstance(given, Tensor) else 2 * isinstance(given, tuple | list)
         if given is not None and len(self._tables) != count:
-            raise call.unsupported(
-                f"is given positions of an unknown make ({type(given).__name__})"
-            )
+            raise call.unsupported(f"is given positions of unknown make ({type(given).__name__})")
         super().__init__(call, call.run)
         self.stubs = stub_norms(self.module)
 
@@ -383,7 +381,7 @@ class NormStub(nn.Module):
             raise AttributeError(self._unknown(f"the layer itself reads its {name}")) from None
 
     def _unknown(self, why: str) -> str:
-        return f"its normalisation {type(self.norm).__name__} is of an unknown make: {why}"
+        return f"its normalisation {type(self.norm).__name__} is of unknown make: {why}"
 
     def forward(self, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         others = (*args, *kwargs.values())
@@ -564,9 +562,7 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
         rotation = Rotation(maps[:, first, first].contiguous(), maps[:, second, first].contiguous())
         fits = misses(rotation, order, before, after) <= 10 * ROTATION_TOLERANCE
     if not fits:
-        raise CaptureError(
-            "positions act on queries and keys by a linear map that rotates no pairs of coordinates"
-        )
+        raise CaptureError("positions act on queries and keys otherwise than by rotating pairs")
     return rotation, order
 
 

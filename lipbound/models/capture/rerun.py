@@ -25,8 +25,8 @@ from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.follower import BY_HAND, Follower, Form, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import copied_state, unmoved
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, same_numbers, samples_first
-from lipbound.models.offload import plain_copy
 from lipbound.models.other_libraries import explained
+from lipbound.models.weight_files import plain_copy
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.

@@ -22,8 +22,10 @@ from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.follower import INTERFACE
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, listed
 from lipbound.models.capture.streams import Padding, hidden_keys
-from lipbound.models.offload import resident
+from lipbound.models.weight_files import resident
 
+_PROJECTED = ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
+"""Weights and biases of queries, keys and values, as arguments of `Attention`."""
 RESIDUAL_TOLERANCE = 1e-4
 """Largest relative difference between what passes through the model and what is rebuilt."""
 
@@ -39,18 +41,15 @@ def assemble(call: Call, weights: ProbedWeights, *, late: bool = False) -> Atten
     Raises:
         CaptureError: they do not form an attention layer.
     """
-    x, scale = call.x.detach(), call.scale
-
-    def cast(t: Tensor | None) -> Any:
-        return None if t is None else t.to(x.dtype)
-
-    scale = call.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    valid = call.valid_keys if call.sides == "kv" else call.valid_rows
-    w_q, w_k, w_v, b_q, b_k, b_v = map(cast, (*weights.w, *weights.b))
-    own = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "w_o": cast(weights.w_o)}
-    own |= {"scale": scale, "mask": cast(_simplified(call)), "valid": valid}
+    x = call.x.detach()
+    own = steps_of(call, weights) | {"w_o": weights.w_o, "mask": _simplified(call)}
+    own |= zip(_PROJECTED, (*weights.w, *weights.b), strict=True)
+    turned = own.pop("rotation", None)  # its angles stay in float64
+    own |= {name: part.to(x.dtype) for name, part in own.items() if hasattr(part, "to")}
+    own["scale"] = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
+    own["valid"] = call.valid_keys if call.sides == "kv" else call.valid_rows
     try:
-        return Attention(x, w_q, w_k, w_v, **own, **steps_of(call, weights), norm_late=late)
+        return Attention(x, **own, rotation=turned, norm_late=late)
     except AttentionError as error:
         raise CaptureError(f"layer {call.name}: {error}") from error
 
@@ -64,25 +63,19 @@ def steps_of(call: Call, weights: ProbedWeights) -> dict[str, Any]:
     found: dict[str, Any] = {"gate": weights.gate, "cap": call.extras.get("softcap")}
     found |= zip(("norm_q", "norm_k", "norm_v"), weights.norms, strict=True)
     if (sinks := call.extras.get("s_aux")) is not None:
-        found["sinks"] = sinks.detach().flatten().to(call.x.dtype)
-    found = {
-        name: part.to(call.x.dtype) if hasattr(part, "to") else part for name, part in found.items()
-    }
+        found["sinks"] = sinks.detach().flatten()
     if weights.turns is not None:
-        found["rotation"] = weights.turns.rotation  # its angles stay in float64
+        found["rotation"] = weights.turns.rotation
     return found if call.sides == "qkv" else found | {"other_stream": _other_stream(call)}
 
 
 def _other_stream(call: Call) -> OtherStream:
     """Return the side of cross-attention that does not move, as it was recorded."""
     groups = call.q.shape[1] // call.k.shape[1]
-
-    def given(t: Tensor) -> Tensor:
-        return t.detach().to(call.x.dtype).transpose(0, 1)
-
+    q, k, v = (t.detach().transpose(0, 1) for t in (call.q, call.k, call.v))
     if call.sides == "kv":
-        return OtherStream(q=given(call.q), valid=call.valid_rows)
-    k, v = (given(t.repeat_interleave(groups, 1)) for t in (call.k, call.v))
+        return OtherStream(q=q, valid=call.valid_rows)
+    k, v = (t.repeat_interleave(groups, 0) for t in (k, v))
     return OtherStream(k=k, v=v, valid=call.valid_keys)
 
 

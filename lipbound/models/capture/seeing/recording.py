@@ -303,9 +303,7 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
     """Return sentences on attention that was not seen, or is not what it seems."""
     said = []
     if unseen:
-        said.append(
-            f"attention of an unknown make is left out, in {unseen} of {type(model).__name__}"
-        )
+        said.append(f"attention of unknown make is left out, in {unseen} of {type(model).__name__}")
     said += _layers_left_out(model, {call.name for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
     said += [
@@ -499,9 +497,8 @@ def record(
         drew = forward(model, inputs)
     unseen = _named(recorder.unseen)
     if not recorder.calls:
-        own = "it seems to have no attention layers"
-        if unseen:
-            own = f"its attention is of an unknown make, in {unseen}"
+        make = f"its attention is of unknown make, in {unseen}"
+        own = make if unseen else "it seems to have no attention layers"
         raise CaptureError(
             f"{type(model).__name__} has no attention that can be captured: its forward pass "
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
