@@ -8,7 +8,7 @@ is fitted to pairs of vectors before and after it, whatever the order of its coo
 products of queries and keys, and constants.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
@@ -38,8 +37,6 @@ CENTRED = 1e-5
 """Largest relative change of a centring normalisation when all entries are moved alike."""
 
 Tensors = tuple[Tensor, ...]
-Project = Callable[[Tensor], Tensors]
-"""A function that makes q, k, v of tokens."""
 Map = Callable[[Tensor], Tensor]
 Act = Callable[[Tensor, Map], Tensor]
 """Stand-in for a normalisation: a function of a vector and of the normalisation itself."""
@@ -81,23 +78,17 @@ class ProbedWeights:
     """Per-head projections of a layer in float64, and the steps that follow them.
 
     Attributes:
-        w: of queries, keys, values, each (heads, D, d); shared ones are repeated, one a query head.
-        b: biases of the same, each (heads, d) or None.
-        w_o: output projection, (heads, d_v, D_out), or None.
-        norms: normalisations of queries, keys and values, or None.
-        gate: of head outputs, or None.
-        turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
-            normalisations are; None where it has none.
+        made: these, as arguments of `lipbound.Attention`: ``w_q``, ``w_k``, ``w_v``, of which
+            shared ones are repeated, their biases ``b_q``..., normalisations ``norm_q``...,
+            ``w_o``, and the ``gate`` of head outputs.
+        turns: what its position embeddings do, in whose order the coordinates of weights, biases
+            and normalisations are; None where it has none.
         sums: whether what is added to scores is still to be read off (`read_scores`).
     """
 
-    w: Tensors
-    b: tuple[Tensor | None, ...]
-    w_o: Tensor | None
-    norms: tuple[QKNorm | None, ...]
-    gate: Gate | None = None
-    turns: Turns | None = None
-    sums: bool = False
+    made: dict[str, Any]
+    turns: Turns | None
+    sums: bool
 
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
@@ -248,7 +239,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     layer = ProbedLayer(call)
     sums = layer.refuse_what_depends_on_tokens()
     sides = ["qkv".index(side) for side in call.sides]
-    found = read_normalisations(call, layer.stubs, layer.projections, sides)
+    found = read_normalisations(layer, sides)
     (samples, n, width), heads = call.x.shape, call.q.shape[1]
     latents = [one.latent for one in found if one is not None and one.latent is not None]
 
@@ -287,17 +278,16 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         bias = None if read.bias is None else each_head(read.bias, side)
         return replace(read, gain=each_head(read.gain, side), bias=bias)
 
-    weights, biases, norms = [], [], []
-    for side, one in enumerate(found):
+    own: dict[str, Any] = {}
+    for side, (name, one) in enumerate(zip("qkv", found, strict=True)):
         w, b = rerun.affine(maps[side])
         w = w.transpose(0, 1).contiguous()
         if one is not None and one.constant is not None and b is not None:
             b = b - one.constant
-        norms.append(norm(side, w, b))
-        weights.append(each_head(w, side))
-        biases.append(None if b is None else each_head(b, side))
-    w_o, gate = rerun.probe_output(call, call.out), rerun.probe_gate(call)
-    return ProbedWeights(tuple(weights), tuple(biases), w_o, tuple(norms), gate, turns, sums)
+        own |= {f"w_{name}": each_head(w, side), f"norm_{name}": norm(side, w, b)}
+        own[f"b_{name}"] = None if b is None else each_head(b, side)
+    own |= {"w_o": rerun.probe_output(call, call.out), "gate": rerun.probe_gate(call)}
+    return ProbedWeights(own, turns, sums)
 
 
 def read_scores(call: Call) -> None:
@@ -427,48 +417,42 @@ def stub_norms(owner: nn.Module) -> list[NormStub]:
     return stubs
 
 
-def read_normalisations(
-    call: Call, stubs: Sequence[NormStub], project: Project, sides: Collection[int]
-) -> list[TokenNorm | None]:
-    """Return those of queries, keys and values; None where there is none.
+def read_normalisations(layer: ProbedLayer, sides: Collection[int]) -> list[TokenNorm | None]:
+    """Return those of queries, keys and values of a layer; None where there is none.
 
     Args:
-        call: of the layer.
-        stubs: what stands for the normalisations of a copy of the layer.
-        project: q, k, v, each (samples N, heads, d), that the copy makes of tokens (samples, N, D).
-        sides: which of them are made of these tokens, by number.
+        layer: with stubs in their place.
+        sides: which of the three are made of its tokens, by number.
     """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.q.device)
-
-    plain = project(x)
+    x = layer.random(torch.Generator().manual_seed(0))
+    plain = layer.projections(x)
     touching: list[list[NormStub]] = [[], [], []]
-    for stub in [s for s in stubs if s.width]:
-        nothing = _acting(stub, _nothing, x, project)
+    for stub in [s for s in layer.stubs if s.width]:
+        nothing = _acting(stub, _nothing, x, layer)
         for side in sides:
             if not torch.equal(nothing[side], plain[side]):
                 touching[side].append(stub)
     if any(len(found) > 1 for found in touching):
-        raise call.unsupported("normalises its queries, keys or values twice")
-    sides_of = enumerate(touching)
-    return [_read(call, one[0], side, x, project) if one else None for side, one in sides_of]
+        raise layer.call.unsupported("normalises its queries, keys or values twice")
+    return [_read(layer, one[0], side, x) if one else None for side, one in enumerate(touching)]
 
 
 def _nothing(y: Tensor, norm: Map) -> Tensor:
     return torch.zeros_like(y)
 
 
-def _acting(stub: NormStub, act: Act | None, x: Tensor, project: Project) -> Tensors:
+def _acting(stub: NormStub, act: Act | None, x: Tensor, layer: ProbedLayer) -> Tensors:
     """Return q, k, v of tokens where a stub acts in some way."""
     with temporarily("act", act, stub):
-        return project(x)
+        return layer.projections(x)
 
 
-def _read(call: Call, stub: NormStub, side: int, x: Tensor, project: Project) -> TokenNorm:
+def _read(layer: ProbedLayer, stub: NormStub, side: int, x: Tensor) -> TokenNorm:
     """Return what a stub of queries (side 0), keys (1) or values (2) stands for."""
+    call = layer.call
 
     def seen(act: Act | None) -> Tensor:
-        return _acting(stub, act, x, project)[side]  # (samples N, heads, d)
+        return _acting(stub, act, x, layer)[side]  # (samples N, heads, d)
 
     def normalised(vector: Tensor) -> Tensor:
         return seen(lambda y, norm: norm(vector.expand_as(y).contiguous()))[0]

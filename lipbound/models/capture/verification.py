@@ -24,8 +24,6 @@ from lipbound.models.capture.seeing.recording import Call, ModuleRun, listed
 from lipbound.models.capture.streams import Padding, hidden_keys
 from lipbound.models.weight_files import resident
 
-_PROJECTED = ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
-"""Weights and biases of queries, keys and values, as arguments of `Attention`."""
 RESIDUAL_TOLERANCE = 1e-4
 """Largest relative difference between what passes through the model and what is rebuilt."""
 
@@ -42,30 +40,26 @@ def assemble(call: Call, weights: ProbedWeights, *, late: bool = False) -> Atten
         CaptureError: they do not form an attention layer.
     """
     x = call.x.detach()
-    own = steps_of(call, weights) | {"w_o": weights.w_o, "mask": _simplified(call)}
-    own |= zip(_PROJECTED, (*weights.w, *weights.b), strict=True)
-    turned = own.pop("rotation", None)  # its angles stay in float64
+    own = weights.made | steps_of(call) | {"mask": _simplified(call)}
     own |= {name: part.to(x.dtype) for name, part in own.items() if hasattr(part, "to")}
+    own["rotation"] = weights.turns and weights.turns.rotation  # its angles stay in float64
     own["scale"] = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
     own["valid"] = call.valid_keys if call.sides == "kv" else call.valid_rows
     try:
-        return Attention(x, **own, rotation=turned, norm_late=late)
+        return Attention(x, **own, norm_late=late)
     except AttentionError as error:
         raise CaptureError(f"layer {call.name}: {error}") from error
 
 
-def steps_of(call: Call, weights: ProbedWeights) -> dict[str, Any]:
-    """Return what a call does to queries, keys and scores beside projecting and scaling.
+def steps_of(call: Call) -> dict[str, Any]:
+    """Return what a recorded call does to scores beside scaling, as arguments of `Attention`.
 
-    As arguments of `Attention`. What else there is, is one more of them: read off the call or off
-    what probing found.
+    What else there is, is one more of them: read off the call here, or off its layer by
+    `lipbound.models.capture.probing.probe`.
     """
-    found: dict[str, Any] = {"gate": weights.gate, "cap": call.extras.get("softcap")}
-    found |= zip(("norm_q", "norm_k", "norm_v"), weights.norms, strict=True)
+    found: dict[str, Any] = {"cap": call.extras.get("softcap")}
     if (sinks := call.extras.get("s_aux")) is not None:
         found["sinks"] = sinks.detach().flatten()
-    if weights.turns is not None:
-        found["rotation"] = weights.turns.rotation
     return found if call.sides == "qkv" else found | {"other_stream": _other_stream(call)}
 
 
@@ -273,9 +267,9 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
     k, v = (t.repeat_interleave(groups, 1) for t in (call.k[..., order], call.v))
     made = {}
     for name, mine, own, w, norm, valid in (
-        ("queries", att.q, call.q[..., order], att.w_q, weights.norms[0], att.valid_rows),
-        ("keys", att.k, k, att.w_k, weights.norms[1], att.valid_keys),
-        ("values", att.v, v, att.w_v, weights.norms[2], att.valid_keys),
+        ("queries", att.q, call.q[..., order], att.w_q, att.norm_q, att.valid_rows),
+        ("keys", att.k, k, att.w_k, att.norm_k, att.valid_keys),
+        ("values", att.v, v, att.w_v, att.norm_v, att.valid_keys),
     ):
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
         made[name] = head_error(mine, own, size, valid)
