@@ -310,8 +310,6 @@ def unmarked_padding(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     ends = [getattr(config, name, None) for name in END_TOKENS]
     also_an_end = any(pad in end if isinstance(end, list | tuple) else pad == end for end in ends)
     found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
-    said = (
-        f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad}), and "
-        "there is no attention_mask, so padding is measured as text; give the tokenizer's mask"
-    )
+    what = f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad})"
+    said = f"{what} and have no attention_mask, so it counts as text; give the tokenizer's mask"
     return [said] if found else []

@@ -179,7 +179,7 @@ def test_rotary_tables_that_the_longest_text_chooses_are_told() -> None:
     inputs = {"input_ids": NINE, "attention_mask": PADDED}
     long = {**LLAMA, **IDS, "original_max_position_embeddings": 6, "rope_parameters": LONGROPE}
     model = build(lambda: tf.Phi3Model(tf.Phi3Config(**long)))
-    words = r"most padding are up to \d+.\d% off those alone, .* the longest sample decides"
+    words = r"head outputs are up to \d+.\d% off \(.* the longest sample decides"
     told(model, inputs, words)
     with pytest.warns(Notice, match=words):
         notes = lb.compare(model, inputs, bounds=["lipbound"], progress=False).attrs["notes"]

@@ -161,17 +161,13 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
         owner, streams = owner_of(call, stream)
         own = owner.run.module is call.module and {stream} <= set(streams.named) <= set(_SIDES)
         if not own or not streams.apart or len(streams.named[stream]) > 1:
-            raise call.unsupported(
-                "makes its queries, or its keys and values, of several streams of tokens, or of "
-                "some that are not its own inputs"
-            )
+            what = "makes its queries, or its keys and values, of several streams of tokens"
+            raise call.unsupported(f"{what}, or of some that are not its own inputs")
         tokens = streams.named[stream][0]
         call = replace(call, run=owner.run, stream=tokens, sides=_SIDES[stream])
     if call.run.calls > len(call.pieces) or (len(call.pieces) > 1 and call.form is None):
-        raise call.unsupported(
-            f"calls attention {call.run.calls} times whenever it runs (differential attention, "
-            "parts with keys of their own, or outputs that are added)"
-        )
+        parts = "differential attention, parts with keys of their own, or outputs that are added"
+        raise call.unsupported(f"calls attention {call.run.calls} times whenever it runs ({parts})")
     _ = call.x
     if call.changed and from_heads(call) is not None:  # it belongs to the map of their outputs
         call = replace(call, changed="", gated=False, consumer=None)
@@ -401,9 +397,9 @@ def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
         rerun.relative_error(*(t.detach().double().nan_to_num() for t in pair)) for pair in pairs
     ]
     if not (error := min(errors)) <= rerun.CAPTURE_TOLERANCE:
+        why = "it keeps a state, or draws random numbers"
         raise call.unsupported(
-            f"gives other outputs when it is run by itself (off by {error:.1e} relative): it keeps "
-            "a state, or draws random numbers"
+            f"gives other outputs when it runs alone (off by {error:.1e}): {why}"
         )
     if not errors[0] <= rerun.CAPTURE_TOLERANCE:  # more than the heads were given to it
         call.projection = None

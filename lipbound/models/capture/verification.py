@@ -150,11 +150,8 @@ def forbidden(call: Call) -> str:
         return ""
     window = call.extras.get("sliding_window")
     width = "" if window is None else f" (its sliding window is {window} tokens wide)"
-    return (
-        f"layer {call.name}: its mask forbids some token every key{width}, and what its softmax is "
-        "there is up to the model's code; change the model's configuration, or give inputs in "
-        "which every token that is no padding may attend to one"
-    )
+    instead = "give inputs, or a configuration, in which every token that is no padding may see one"
+    return f"layer {call.name}: its mask forbids some token every key{width}; {instead}"
 
 
 def check_defined(call: Call) -> None:
@@ -191,11 +188,8 @@ def about_padding(calls: Collection[Call]) -> list[str]:
             unseen.append(call.name)
         if given is not None and given.shape == hidden.shape:
             attended += [call.name] if bool(((given == 0) & ~hidden).any()) else []
-    unmarked = (
-        "no query may attend to some tokens, which are measured as tokens nevertheless; if they "
-        "are padding, say so by 0 in an attention_mask of (samples, tokens) among the inputs, "
-        "which a model that finds its padding by itself need not take"
-    )
+    hid = "no query may attend to some tokens, which are measured as tokens nevertheless"
+    unmarked = f"{hid}; if they are padding, give an attention_mask, (samples, tokens), with 0"
     seen = "tokens that attention_mask marks as padding are attended to, and are measured as tokens"
     pairs = (unseen, unmarked), (attended, seen)
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
@@ -206,10 +200,8 @@ def about_positions(inputs: Mapping[str, Any]) -> list[str]:
     positions = inputs.get("position_ids")
     if not isinstance(positions, Tensor) or positions.ndim != 2:
         return []
-    said = (
-        "position_ids begin again within a sample: without a cache, as it is measured, models may "
-        "take that for documents that do not see each other, and with one not"
-    )
+    where = "position_ids begin again within a sample: without a cache, as it is measured"
+    said = f"{where}, models may take that for documents that do not see each other, with one not"
     return [said] if bool((positions.diff(dim=-1) < 0).any()) else []
 
 
@@ -276,20 +268,17 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
     errors = torch.stack([*made.values()]).tolist()
     for name, difference in zip(made, errors, strict=True):
         if not difference <= CAPTURE_TOLERANCE:
+            what = f"{name} are not one affine map of the layer's tokens (off by {difference:.1e})"
             raise CaptureError(
-                f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map "
-                f"of the layer's tokens (off by {difference:.1e} relative), but for a "
-                "normalisation and a rotation: they are made of several tokens, of other input, or "
-                "otherwise of the same token at other positions (as where these are added to it)"
+                f"layer {call.name} ({type(call.module).__name__}): {what}, normalised and turned: "
+                "they are made of several tokens, of other input, or differently at each position"
             )
     size = att.v.abs().amax((-1, -2))
     difference = float(head_error(att.ungated, call.out.transpose(1, 2), size, att.valid_rows))
     if not difference <= CAPTURE_TOLERANCE:
-        raise CaptureError(
-            f"layer {call.name}: rebuilt head outputs differ from the model's own eager attention "
-            f"by {difference:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e}); its attention is not "
-            "softmax(scale q k^T + mask) v, nor a variant of it known here"
-        )
+        what = "is not softmax(scale q k^T + mask) v, nor a variant of it known here"
+        off = f"rebuilt head outputs are {difference:.1e} relative off the model's own"
+        raise CaptureError(f"layer {call.name}: its attention {what}: {off}")
     return max(*errors, difference)
 
 
@@ -331,10 +320,8 @@ def check_pass(
         given = [run.given for run in runs[call.module]]
         if _apart(call, call.run.given, given, part) > CAPTURE_TOLERANCE:
             raise call.unsupported(
-                "is given other token vectors when the model runs on one sample of the same "
-                "inputs: it draws random numbers in evaluation, or one sample changes with the "
-                "others (give it the random numbers where it takes them as an input, or one "
-                "sample)",
+                "is given other token vectors when one sample runs alone: the model draws random "
+                "numbers (give them as an input), or one sample changes with others (give one)",
                 UnfaithfulPassError,
             )
         made, floor, found = call.run.returned, None, [run.returned for run in runs[call.module]]
@@ -345,10 +332,8 @@ def check_pass(
             floor = call.v.abs().amax((0, -1, -2)).repeat_interleave(groups)
         off = _apart(call, made, found, part, floor)
         if off > CAPTURE_TOLERANCE and not call.boolean:
-            raise UnfaithfulPassError(
-                f"layer {call.name}: what it computes when it is captured differs from the model's "
-                f"own eager attention by {off:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e})"
-            )
+            what = f"is {off:.1e} relative off what the model's own eager attention computes"
+            raise UnfaithfulPassError(f"layer {call.name}: what is captured {what}")
         if math.isnan(off) and call.way == INTERFACE and not call.reason:
             why = "hands on its heads in no form in which they can be checked"
             call.reason = str(call.unsupported(why))
@@ -429,12 +414,9 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         for a, b in (map(of_tokens, pair) for pair in zip(*passes, strict=False)):
             if a.numel() and a.numel() == b.numel():  # calls that both make of the same tokens
                 off = max(off, relative_error(b.flatten(), a.flatten()))
-    said = (
-        "numbers depend on what shares the batch: head outputs of the sample with most padding "
-        f"are up to {off:.1%} off those alone, where padding moves positions (on the left), or the "
-        "longest sample decides for all (rotary tables, normalisations over padding); pad on the "
-        "right, and give samples of one length"
-    )
+    what = f"numbers depend on what shares the batch: head outputs are up to {off:.1%} off"
+    why = "padding moves positions, or the longest sample decides for rotary tables, normalisations"
+    said = f"{what} ({why} over padding); pad on the right, and give samples of one length"
     return [said] if off > SAME else []
 
 

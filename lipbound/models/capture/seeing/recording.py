@@ -196,9 +196,9 @@ class Call(Heads):
         queries, keys = self.q.shape[-2], self.k.shape[-2]
         apart = self.sides == "qkv" and keys != queries
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != n or apart:
+            what = "one tensor (samples, N, D) of these (but several, a cache, or windows of one)"
             raise self.unsupported(
-                f"attends with {queries} queries to {keys} keys and is not given one (samples, N, "
-                "D) tensor of as many tokens (but several, a cache, or windows cut out of it)"
+                f"has {queries} queries and {keys} keys, and is not given {what}"
             )
         return x
 
@@ -306,16 +306,14 @@ def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
         said.append(f"attention of unknown make is left out, in {unseen} of {type(model).__name__}")
     said += _layers_left_out(model, {call.name for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
-    said += [
-        f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in one run, "
-        "and each call that goes its own way is measured as a layer by itself"
-        for run, name in apart.items()
-    ]
-    if adding := [call.name for call in calls if call.adds]:
-        said.append(
-            "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
-            f"model's own attention does, in layer {listed(adding)}"
+    for run, name in apart.items():
+        what = (
+            f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in a run"
         )
+        said.append(f"{what}, and each call that goes its own way is measured as a layer by itself")
+    if adding := [call.name for call in calls if call.adds]:
+        what = "a mask of True and False is added to scores as the numbers 1 and 0"
+        said.append(f"{what}, as the model's own attention does, in layer {listed(adding)}")
     return said
 
 
