@@ -135,7 +135,7 @@ def unreadable(error: BaseException) -> str:
     said, kind = first_line(error), type(error).__name__
     damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
     if damaged or "Weights only load failed" in str(error):
-        what = "its file of weights is damaged or holds other things than weights, and none was run"
+        what = "its file is damaged or holds other things than weights, none of which were run"
         return f"{what}; save the model again with save_pretrained"
     if re.search("ignore_mismatched_sizes|cannot reshape array|Storage size .* overflowed", said):
         return "its weights have other shapes than its configuration says"
