@@ -25,7 +25,7 @@ from lipbound.models.checkpoint import (
     unmarked_padding,
 )
 from lipbound.models.in_memory import named_inputs
-from lipbound.models.loading import GivenLayers, inputs_of
+from lipbound.models.loading import SAMPLE, GivenLayers
 from lipbound.models.other_libraries import explained
 from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sentence, there
 from lipbound.models.weight_files import extremes
@@ -105,7 +105,10 @@ def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs
     count = selection.samples
     if isinstance(checkpoint.model, GivenLayers):
         selection.refuse_table("layers")
-        return inputs_of(checkpoint.model, data, count)
+        if data is not None:
+            raise InputsError("layers bring their own inputs; leave out data")
+        numbers = torch.arange(checkpoint.model.samples[0])[:count]
+        return Inputs({SAMPLE: numbers}, "inputs of the layers")
     if isinstance(data, Inputs):
         selection.refuse_table("ready inputs")
         return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))

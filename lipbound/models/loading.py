@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -30,11 +30,11 @@ from lipbound import devices, errors
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
-from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
+from lipbound.errors import CheckpointError, knows_options, name_or_none, shown, tell
 from lipbound.models import weight_files
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
-from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
+from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
 from lipbound.models.in_memory import check_floating, check_weights, load_loaded, state_sha256
 from lipbound.models.other_libraries import answers, explained, first_line, quiet, temporarily
 from lipbound.models.readers import is_path
@@ -115,22 +115,6 @@ def load_layers(model: Any, options: LoadOptions) -> Checkpoint | None:
     if len(set(made.samples)) > 1:
         raise CheckpointError(f"layers must have as many samples each; these have {made.samples}")
     return Checkpoint(made, name, state_sha256(made), None, loaded=True, notes=notes)
-
-
-def inputs_of(model: GivenLayers, data: Any, count: int | None) -> Inputs:
-    """Return the inputs of given layers, which are those that they hold.
-
-    Args:
-        model: of the layers.
-        data: must be None.
-        count: of samples wanted, or None for all.
-
-    Raises:
-        InputsError: data were given.
-    """
-    if data is not None:
-        raise InputsError("layers bring their own inputs; leave out data")
-    return Inputs({SAMPLE: torch.arange(model.samples[0])[:count]}, "inputs of the layers")
 
 
 class GivenCapturer(Capturer):
@@ -475,7 +459,10 @@ def _load_whole(
     name: str, folder: Path, config: PretrainedConfig, how: str | None, gguf: str | None
 ) -> PreTrainedModel:
     """Return the model with its weights in memory; ``how``: what quantised them."""
-    with _loading(name, folder / gguf if gguf else None), adapters_unseen():
+    # an adapter beside the weights would be loaded, or its model; arguments say so in new versions
+    looking = [one for one in (auto_factory, integration, modeling_utils) if hasattr(one, _FINDER)]
+    unseen = temporarily(_FINDER, lambda *place, **options: None, *looking)
+    with _loading(name, folder / gguf if gguf else None), unseen:
         wanted: dict[str, Any] = {"config": config, "gguf_file": gguf, "dtype": torch.float32}
         wanted |= {"attn_implementation": "eager", "trust_remote_code": False}
         model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **wanted)
@@ -701,15 +688,6 @@ def open_adapter(name: str, folder: Path) -> LoraAdapter:
         raise CheckpointError(f"adapter is {name!r}, without {PEFT_CONFIG}; give what PEFT wrote")
     with explained(CheckpointError, f"{file} is no configuration of an adapter: "):
         return LoraAdapter(name, folder, dict(json.loads(file.read_text(encoding="utf-8"))))
-
-
-def adapters_unseen() -> AbstractContextManager[None]:
-    """Return a context in which transformers sees no adapter beside weights.
-
-    It would load that, or the model that it names. Its arguments say so in new versions only.
-    """
-    looking = [one for one in (auto_factory, integration, modeling_utils) if hasattr(one, _FINDER)]
-    return temporarily(_FINDER, lambda *place, **options: None, *looking)
 
 
 def with_adapter(checkpoint: Checkpoint, asked: LoraAdapter) -> Checkpoint:

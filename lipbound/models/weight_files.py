@@ -43,8 +43,6 @@ WEIGHT_FORMATS = ("model.safetensors", "pytorch_model.bin")
 ORDER = tuple(name + end for name in WEIGHT_FORMATS for end in ("", ".index.json"))
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
 NO_WEIGHTS = f"has no weights ({' or '.join(ORDER)})"
-WEIGHTS_KEY = "transformers_weights"
-"""Key of a configuration for the file of weights, where it has another name than those."""
 DISTRIBUTED = "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors"
 """Files of a distributed checkpoint, which transformers would read in place of the others."""
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
@@ -186,7 +184,7 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
 
 def candidates(folder: Path) -> list[str]:
     """Return the names of files of weights, in order; the first is what the configuration says."""
-    named = _read_json(folder / "config.json").get(WEIGHTS_KEY)
+    named = _read_json(folder / "config.json").get("transformers_weights")
     found = [name for name in ORDER if (folder / name).is_file()]
     return found if named is None else list(dict.fromkeys((str(named), *found)))
 
