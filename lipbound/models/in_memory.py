@@ -8,7 +8,6 @@ hashes tell them apart.
 import copy
 import hashlib
 import inspect
-import itertools
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -339,7 +338,7 @@ def state_sha256(model: nn.Module) -> str:
     """Return "sha256:" and the hash over names and float32 values of a model in memory."""
     entries = sorted(model.state_dict().items())
     values = ((key.encode(), t.detach().cpu().contiguous().float().numpy()) for key, t in entries)
-    return _sha256(*itertools.chain.from_iterable(values))
+    return _sha256(*(part for pair in values for part in pair))
 
 
 def _sha256(*parts: Any) -> str:

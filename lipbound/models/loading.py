@@ -16,12 +16,11 @@ from typing import Any, Literal
 
 import huggingface_hub.errors as hub_errors
 import torch
-import transformers
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.utils import enable_progress_bars
+from huggingface_hub import HfApi, constants, snapshot_download, utils
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, modeling_utils
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, __version__
+from transformers import modeling_utils as modeling
 from transformers.integrations import peft as integration
 from transformers.models.auto import auto_factory
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -328,7 +327,7 @@ def snapshot(repo: str, revision: str | None, *wanted: str) -> Path:
     try:
         with quiet():
             if sys.stderr.isatty():
-                enable_progress_bars()
+                utils.enable_progress_bars()
             there = answers(HfApi().model_info, repo, revision=revision)
             options["local_files_only"] = not there
             found = snapshot_download(repo, allow_patterns=list(wanted or FETCHED), **options)
@@ -460,7 +459,7 @@ def _load_whole(
 ) -> PreTrainedModel:
     """Return the model with its weights in memory; ``how``: what quantised them."""
     # an adapter beside the weights would be loaded, or its model; arguments say so in new versions
-    looking = [one for one in (auto_factory, integration, modeling_utils) if hasattr(one, _FINDER)]
+    looking = [one for one in (auto_factory, integration, modeling) if hasattr(one, _FINDER)]
     unseen = temporarily(_FINDER, lambda *place, **options: None, *looking)
     with _loading(name, folder / gguf if gguf else None), unseen:
         wanted: dict[str, Any] = {"config": config, "gguf_file": gguf, "dtype": torch.float32}
@@ -488,9 +487,9 @@ def check_rotary(config: PretrainedConfig, name: str) -> None:
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
         said, scaling = (getattr(part, f"rope_{key}", None) for key in ("parameters", "scaling"))
         read = {"rope_theta": getattr(part, "rope_theta", None), "rope_type": "default"}
-        if said and said != read | (scaling or {}) and transformers.__version__ < "5":
+        if said and said != read | (scaling or {}) and __version__ < "5":
             what = f"{name} was saved by transformers {config.transformers_version}"
-            why = f"{transformers.__version__} does not read its rope_parameters"
+            why = f"{__version__} does not read its rope_parameters"
             raise CheckpointError(f"{what}, and {why}; install transformers>=5")
 
 

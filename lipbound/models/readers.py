@@ -252,10 +252,6 @@ class Reader:
         """Return the item that a value is or stands for, such as the path of a file, or None."""
         raise NotImplementedError
 
-    def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-        """Return the first items of some data as tensors; raise InputsError if there are none."""
-        raise NotImplementedError
-
     def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
         """Return the items of some data one by one.
 
@@ -676,5 +672,5 @@ def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
-READERS: dict[str, Reader] = {"text": TextReader(), "image": ImageReader()}
+READERS: dict[str, TextReader | ImageReader] = {"text": TextReader(), "image": ImageReader()}
 """The reader of each modality."""

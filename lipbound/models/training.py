@@ -133,8 +133,7 @@ def _attention(
     if getattr(module, "_is_replica", False):
         instead = "use one device, or DistributedDataParallel (torchrun)"
         raise CaptureError(f"penalties cannot follow the copies that DataParallel runs; {instead}")
-    watches = [watch for watch in list(_watches) if id(module) in watch.modules]
-    numbers = [(watch, watch.layer(module)) for watch in watches]
+    numbers = [(w, w.layer(module)) for w in list(_watches) if id(module) in w.modules]
     layers = [(w, layer) for w, layer in numbers if w.chosen is None or layer in w.chosen]
     if not layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kw)
@@ -408,11 +407,9 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
             found.append(ModuleProjections(name, module, w, b))
     if not found:
         known = ", ".join("/".join(names) for names in SEPARATE)
-        raise CaptureError(
-            f"{type(model).__name__} has no attention modules that say their number of heads "
-            f"({', '.join(COUNTS)}), which those with rotary positions or shared keys do not, "
-            f"beside projections called {known} or {', '.join(ONE_MAP)}; JaSMin needs neither"
-        )
+        what = f"has no attention modules that say their number of heads ({', '.join(COUNTS)})"
+        beside = f"beside {known} or {', '.join(ONE_MAP)} (none do with rotary positions)"
+        raise CaptureError(f"{type(model).__name__} {what}, {beside}; JaSMin needs neither")
     return found
 
 

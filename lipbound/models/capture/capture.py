@@ -29,7 +29,6 @@ from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_sc
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, moved
 from lipbound.models.capture.streams import Padding, of_stream, stream_names, through_module
-from lipbound.models.capture.verification import assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, unmarked_padding
 from lipbound.models.in_memory import bare_module, measurable, named_inputs
 from lipbound.models.weight_files import is_offloaded
@@ -205,13 +204,13 @@ class Capturer:
         if weights is None:
             return None
         with _reasoned(call):
-            attention = assemble(call, weights)
+            attention = verification.assemble(call, weights)
             try:
                 error = verification.check_rebuilt(call, attention, weights)
             except CaptureError:
                 if not {"rotation", "qk_norm"} <= attention.variants:
                     raise
-                attention = assemble(call, weights, late=True)
+                attention = verification.assemble(call, weights, late=True)
                 error = verification.check_rebuilt(call, attention, weights)
         if call.reason:
             return None

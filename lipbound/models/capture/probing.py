@@ -121,9 +121,8 @@ class ProbedLayer(rerun.ModuleCopy):
             tokens: (samples, N, D), float64.
             turned: with the call's position embeddings.
         """
-        named = {}
-        if not turned and self._positions is not None:
-            named = {POSITIONS: _unturned(self._positions)}
+        given = self._positions
+        named = {} if turned or given is None else {POSITIONS: _unturned(given)}
         parts, form = self.with_tokens(tokens, rerun.QKV, **named)[1], self.call.form
         one = parts[0]
         if form is None:
@@ -186,10 +185,10 @@ class ProbedLayer(rerun.ModuleCopy):
         """
         given, d, n = self._positions, self.call.q.shape[-1], self.call.x.shape[1]
         if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in self._tables):
-            raise self.call.unsupported(
-                "is given samples with different positions (pad on the right, or give one by one)",
-                DifferentPositionsError,
+            what = (
+                "is given samples with different positions (pad on the right, or give one by one)"
             )
+            raise self.call.unsupported(what, DifferentPositionsError)
         generator = torch.Generator().manual_seed(0 if given is not None else 4)
         pairs: list[tuple[Tensor, Tensor]] = []  # of (heads, N, d), before and after
         # vectors without their mean do not span the space
@@ -252,10 +251,8 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     # (D + 1, H or H_kv, d) of q, k, v, (D + 1, n) of latent vectors
     read = rerun.on_units(torch.ones_like(call.x[..., 0]), width, made)
     over = {id(stub): rerun.affine(t) for stub, t in zip(latents, read[3:], strict=True)}
-    maps = [  # those of another stream are zero
-        t if side in sides else t.new_zeros(width + 1, *t.shape[1:])
-        for side, t in enumerate(read[:3])
-    ]
+    other = [t.new_zeros(width + 1, *t.shape[1:]) for t in read[:3]]  # of another stream
+    maps = [read[side] if side in sides else other[side] for side in range(3)]
     rows = torch.arange(width + 1, device=call.x.device) % (samples * n)
     if turns is not None:
         maps[:2] = [turns.undone(t, rows % n) for t in maps[:2]]

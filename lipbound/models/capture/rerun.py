@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -69,7 +68,8 @@ class WithoutCasts(TorchFunctionMode):
             if func in DETACHED:
                 self.detached |= first.requires_grad
                 return first
-            if func is F.batch_norm and first.ndim > 3:  # torch's gradients of one sample are wrong
+            # torch's gradients of one sample are wrong
+            if func is nn.functional.batch_norm and first.ndim > 3:
                 return func(first.flatten(2), *args[1:], **kwargs).view(first.shape)
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
                 return first.double()

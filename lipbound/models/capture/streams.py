@@ -444,10 +444,10 @@ def _samples(call: Call, x: Tensor, out: Tensor, made: Tensor) -> tuple[int | No
                 return axis, count, place
     if samples == 1 or (x.ndim == 2 and len(x) == samples):  # those are tokens
         return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1, 0
-    raise call.unsupported(
-        "is given all samples in one tensor that does not tell them apart (capture one at a time)",
-        DifferentPositionsError,
+    what = (
+        "is given all samples in one tensor that does not tell them apart (capture one at a time)"
     )
+    raise call.unsupported(what, DifferentPositionsError)
 
 
 def _is_alone(made: Tensor, x: Tensor, axis: int) -> bool:

@@ -319,11 +319,9 @@ def check_pass(
     for call in calls:
         given = [run.given for run in runs[call.module]]
         if _apart(call, call.run.given, given, part) > CAPTURE_TOLERANCE:
-            raise call.unsupported(
-                "is given other token vectors when one sample runs alone: the model draws random "
-                "numbers (give them as an input), or one sample changes with others (give one)",
-                UnfaithfulPassError,
-            )
+            why = "it draws random numbers (give them), or a sample changes with others (give one)"
+            what = f"is given other token vectors when one sample runs alone: {why}"
+            raise call.unsupported(what, UnfaithfulPassError)
         made, floor, found = call.run.returned, None, [run.returned for run in runs[call.module]]
         if call.consumer is not None:
             made = call.projected if call.gated else call.out

@@ -169,11 +169,8 @@ class Form(NamedTuple):
                 if self.axis == 2 and side in (1, 2):  # all queries have the same keys and values
                     made = made[:1] if all(torch.equal(t, made[0]) for t in made) else []
                 whole = made[0] if len(made) == 1 else torch.cat(made, self.axis or 0)
-            except (
-                RuntimeError,
-                ValueError,
-            ):  # shapes or keys that do not fit, or some without a mask
-                return ()
+            except (RuntimeError, ValueError):
+                return ()  # shapes or keys that do not fit, or some without a mask
             first = found[0] if found else whole
             if whole.ndim != 4 or first.shape[1] % whole.shape[1] or len(whole) != len(first):
                 return ()
