@@ -255,8 +255,9 @@ def load_named(model: object, options: LoadOptions) -> Checkpoint:
         return load_folder(name, path.parent, None, replace(options, gguf_file=path.name))
     repo, _, suffix = name.partition("@")
     if suffix and options.revision not in (None, suffix):
-        both = f"{suffix!r} and {options.revision!r}"
-        raise CheckpointError(f"two revisions were given, {both}; give one")
+        raise CheckpointError(
+            f"two revisions were given, {suffix} and {options.revision}; give one"
+        )
     files = () if gguf is None else (gguf,)
     folder = snapshot(repo, suffix or options.revision, *files)
     return load_folder(name, folder, folder.name, options)
@@ -509,8 +510,7 @@ def check_filled(report: dict[str, Any], name: str) -> None:
     if wrong:
         others = sorted(str(key) for key in report["unexpected_keys"])
         instead = f"; what is there instead is {', '.join(others[:2])}" if others else ""
-        first = sorted(wrong)[0]
-        what = f"{len(wrong)} tensors are missing or of another shape, {first} among them"
+        what = f"{len(wrong)} tensors are missing or of another shape, {min(wrong)} among them"
         start = f"the weights of {name} do not fill its architecture"
         raise CheckpointError(f"{start}: {what}, and would be random numbers{instead}")
 

@@ -443,12 +443,11 @@ def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
     """
     if found is None:
         raise call.unsupported("has projections of other names, for which there is no gradient")
-    for fault, what in (
-        (call.extras.get("position_bias") is not None, "uses position_bias in its attention"),
-        (call.run.calls > 1, "calls attention several times in one forward pass"),
-    ):
-        if fault:
-            raise call.unsupported(f"{what}, of which bounds have no gradient")
+    no_gradient = "of which bounds have no gradient"
+    if call.extras.get("position_bias") is not None:
+        raise call.unsupported(f"uses position_bias in its attention, {no_gradient}")
+    if call.run.calls > 1:
+        raise call.unsupported(f"calls attention several times in one forward pass, {no_gradient}")
     x, valid, mask = call.x, call.valid_rows, call.mask
     first = 0
     if valid is not None and not bool((keep := valid.any(-1)).all()):

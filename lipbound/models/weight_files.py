@@ -565,10 +565,9 @@ def _built(
         architecture = type(AutoModel.from_config(config, trust_remote_code=False, **eager))
     try:
         with placeholders:
-            how = eager | {"config": config, "state_dict": placeholders.tensors}
-            return architecture.from_pretrained(
-                None, dtype=torch.float32, output_loading_info=True, **how
-            )
+            how = eager | {"dtype": torch.float32, "output_loading_info": True}
+            how |= {"config": config, "state_dict": placeholders.tensors}
+            return architecture.from_pretrained(None, **how)
     except Exception as error:
         if placeholders.joined:
             raise ValueError(OTHER_FORM) from error

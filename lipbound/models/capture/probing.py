@@ -402,16 +402,13 @@ class TokenNorm(NamedTuple):
 
 def stub_norms(owner: nn.Module) -> list[NormStub]:
     """Return the stubs that are put in the place of every outermost normalisation of a module."""
-    stubs: list[NormStub] = []
-    replaced: list[str] = []
+    stubs: dict[str, NormStub] = {}
     for name, module in list(owner.named_modules()):
-        inside = any(name.startswith(done + ".") for done in replaced)
+        inside = any(name.startswith(outer + ".") for outer in stubs)
         if name and not inside and "norm" in type(module).__name__.lower():
-            replaced.append(name)
-            parent, _, last = name.rpartition(".")
-            stubs.append(NormStub(module))
-            setattr(owner.get_submodule(parent), last, stubs[-1])
-    return stubs
+            stubs[name], (parent, _, last) = NormStub(module), name.rpartition(".")
+            setattr(owner.get_submodule(parent), last, stubs[name])
+    return [*stubs.values()]
 
 
 def read_normalisations(layer: ProbedLayer, sides: Collection[int]) -> list[TokenNorm | None]:

@@ -393,9 +393,8 @@ def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
     pairs = [(a, b) for a, b in seen if a is not None and a.shape == b.shape]
     if not pairs:
         raise call.unsupported("computes other attention when it is run by itself")
-    errors = [
-        rerun.relative_error(*(t.detach().double().nan_to_num() for t in pair)) for pair in pairs
-    ]
+    plain = [[t.detach().double().nan_to_num() for t in pair] for pair in pairs]
+    errors = [rerun.relative_error(made, own) for made, own in plain]
     if not (error := min(errors)) <= rerun.CAPTURE_TOLERANCE:
         why = "it keeps a state, or draws random numbers"
         raise call.unsupported(

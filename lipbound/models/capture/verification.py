@@ -129,11 +129,10 @@ def _constant(difference: Tensor, out: Tensor, att: Attention) -> bool:
     return float((rest - rest[:1]).abs().amax()) <= RESIDUAL_TOLERANCE * size
 
 
-def normaliser(module: nn.Module, x: Tensor, out: Tensor) -> Normaliser | None:
+def normaliser(module: Any, x: Tensor, out: Tensor) -> Normaliser | None:
     """Return LayerNorm, or RMSNorm with weights w or 1 + w, whichever rebuilds the output."""
     with resident(module):
         weight, bias = module.weight, getattr(module, "bias", None)
-    assert isinstance(weight, Tensor)
     weight, bias = weight.to(x.device), None if bias is None else bias.to(x.device).detach()
     eps = eps_of(module, x.dtype)
     for centred, shift in ((True, 0.0), (False, 0.0), (False, 1.0)):
