@@ -188,7 +188,7 @@ def about_padding(calls: Collection[Call]) -> list[str]:
         if given is not None and given.shape == hidden.shape:
             attended += [call.name] if bool(((given == 0) & ~hidden).any()) else []
     hid = "no query may attend to some tokens, which are measured as tokens nevertheless"
-    unmarked = f"{hid}; if they are padding, give an attention_mask, (samples, tokens), with 0"
+    unmarked = f"{hid}; mark padding by 0 in an attention_mask, whether the model takes it or not"
     seen = "tokens that attention_mask marks as padding are attended to, and are measured as tokens"
     pairs = (unseen, unmarked), (attended, seen)
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
