@@ -206,12 +206,10 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     if not tensors:
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")
     for name in FINITE & tensors.keys():
-        pixels = tensors[name] if name == "pixel_values" else None
-        finite = bool(extremes(tensors[name]).isfinite().all())
-        if not finite or (pixels is not None and not pixels.is_floating_point()):
+        whole = name == "pixel_values" and not tensors[name].is_floating_point()
+        if whole or not bool(extremes(tensors[name]).isfinite().all()):
             raise InputsError(f"{name} ({tensors[name].dtype}) must be floating-point and finite")
-    left_out = [name for name in given if name not in tensors]
-    notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]
+    notes = [f"{n} is not an input of {kind} and was left out" for n in given if n not in tensors]
     items = data.items() if isinstance(data, Mapping) else ()
     options: dict[str, Any] = {str(name): value for name, value in items if isinstance(value, bool)}
     if unknown := options.keys() - names:
@@ -220,9 +218,8 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
         f"{name}, of shape {tuple(t.shape)}, is given to {kind} whole with any sample"
         for name, t in shared.items()
     ]
-    described = selection.described(description)
-    found = Inputs(selection.drawn(tensors), described, notes=notes, options=options | shared)
-    return replace(found, has_axes=turned)
+    found = Inputs(selection.drawn(tensors), selection.described(description), notes=notes)
+    return replace(found, options=options | shared, has_axes=turned)
 
 
 def _read_tensors(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tensor], str]:

@@ -178,8 +178,7 @@ class Capturer:
             call = of_stream(call, stream, padding)
         except CaptureError as why:
             return replace(call, reason=str(why))
-        verification.check_defined(call)
-        return replace(call, reason=verification.forbidden(call))
+        return replace(call, reason=verification.check_defined(call))
 
     def _read(self, i: int, call: Call) -> ProbedWeights | None:
         """Return the weights of layer i; None, and the call's reason, where it has none."""

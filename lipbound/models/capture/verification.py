@@ -142,7 +142,7 @@ def normaliser(module: Any, x: Tensor, out: Tensor) -> Normaliser | None:
     return None
 
 
-def forbidden(call: Call) -> str:
+def _forbidden(call: Call) -> str:
     """Return that some token that is not padding may attend to none, where that is so."""
     mask, rows, keys = call.additive(), call.valid_rows, call.valid_keys
     if mask is None or sees_some_key(mask, call.k.shape[-2], keys, rows):
@@ -153,23 +153,21 @@ def forbidden(call: Call) -> str:
     return f"layer {call.name}: its mask forbids some token every key{width}; {instead}"
 
 
-def check_defined(call: Call) -> None:
-    """Check that the outputs of a call are numbers.
+def check_defined(call: Call) -> str:
+    """Return that some token that is not padding may attend to none, where that is so.
 
     Raises:
-        CaptureError: they are not; a mask that forbids some token every key is the better reason.
+        CaptureError: outputs of the call are NaN, for that reason or another.
     """
-    valid, hint = call.valid_rows, ""
-    if not bool(call.out.isnan().any()):
-        return
-    if why := forbidden(call):
+    why, out, valid = _forbidden(call), call.out, call.valid_rows
+    if why and bool(out.isnan().any()):
         raise CaptureError(why)
-    if not bool((call.out if valid is None else call.out[valid]).isnan().any()):
-        return
-    if valid is not None and not bool(valid[:, 0].all()) and call.out.dtype == torch.float64:
+    if bool((out if valid is None else out[valid]).isnan().any()):
+        left = valid is not None and not bool(valid[:, 0].all()) and out.dtype == torch.float64
         hint = ": in float64 left padding attends to nothing, 0/0; pad right, or take float32"
-    what = f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
-    raise CaptureError(f"{what} in the model's own eager pass{hint}")
+        what = f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
+        raise CaptureError(f"{what} in the model's own eager pass{hint if left else ''}")
+    return why
 
 
 def about_padding(calls: Collection[Call]) -> list[str]:
