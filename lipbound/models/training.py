@@ -408,8 +408,10 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     if not found:
         known = ", ".join("/".join(names) for names in SEPARATE)
         what = f"has no attention modules that say their number of heads ({', '.join(COUNTS)})"
-        beside = f"beside {known} or {', '.join(ONE_MAP)} (none do with rotary positions)"
-        raise CaptureError(f"{type(model).__name__} {what}, {beside}; JaSMin needs neither")
+        beside = f"beside projections called {known} or {', '.join(ONE_MAP)}"
+        raise CaptureError(
+            f"{type(model).__name__} {what}, {beside}; for rotary positions use JaSMin"
+        )
     return found
 
 
