@@ -409,9 +409,7 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
         known = ", ".join("/".join(names) for names in SEPARATE)
         what = f"has no attention modules that say their number of heads ({', '.join(COUNTS)})"
         beside = f"beside projections called {known} or {', '.join(ONE_MAP)}"
-        raise CaptureError(
-            f"{type(model).__name__} {what}, {beside}; for rotary positions use JaSMin"
-        )
+        raise CaptureError(f"{type(model).__name__} {what}, {beside}; rotary positions need JaSMin")
     return found
 
 
