@@ -140,7 +140,9 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         report["write"] = stages(folder, "write")
-        report["parameters"] = sum(prod(one.shape) for one in stored_tensors(Path(folder)).values())
+        report["parameters"] = sum(
+            prod(one.shape) for one in stored_tensors(Path(folder).iterdir()).values()
+        )
         report |= {dtype: stages(folder, dtype) for dtype in DTYPES}
     print(json.dumps(report, indent=1))
     Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")

@@ -25,7 +25,7 @@ from lipbound.errors import InputsError, LipboundError, check_made, whole
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.other_libraries import changed
+from lipbound.models.other_libraries import temporarily
 from lipbound.models.readers import stream
 
 LENGTHS = tuple(range(2, 101, 2))
@@ -164,7 +164,7 @@ def decoder(model: PreTrainedModel, causal: bool) -> Iterator[None]:
         return
     # transformers before 5 asks modules too
     told = [one for one in (model.config, *model.modules()) if hasattr(one, "is_decoder")]
-    with changed("is_decoder", True, *told):
+    with temporarily("is_decoder", True, *told):
         yield
 
 

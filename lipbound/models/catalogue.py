@@ -161,16 +161,12 @@ def _description(folder: Path) -> Description:
     card = (folder / "README.md").read_text(encoding="utf-8")
     title = re.search(r"^# (.+)$", card, re.MULTILINE)
     terms = re.search(r"^license: *(\S+)", card, re.MULTILINE)
-
-    def number(*keys: str) -> int:
-        return int(next((config[key] for key in keys if key in config), 0))
-
     return Description(
         title=title[1] if title else "",
         architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
-        layers=number("num_hidden_layers", "n_layer"),
-        heads=number("num_attention_heads", "n_head"),
-        width=number("hidden_size", "n_embd"),
+        layers=config.get("num_hidden_layers") or config["n_layer"],
+        heads=config.get("num_attention_heads") or config["n_head"],
+        width=config.get("hidden_size") or config["n_embd"],
         reads="images" if "image_size" in config else "text",
         license=terms[1] if terms else "not stated",
     )

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from lipbound.attention.module_attention import ModuleAttention
 from lipbound.errors import CheckpointError, InputsError
 from lipbound.models.other_libraries import explained, quiet
 from lipbound.models.weight_files import gguf_read_once
-
-if TYPE_CHECKING:
-    from lipbound.models.adapters import LoraAdapter
 
 AnyModel = str | Path | nn.Module | Sequence[Attention | ModuleAttention]
 """Anything whose attention is measured: a checkpoint's name or place, a module, layers."""
@@ -60,8 +57,8 @@ class LoadOptions:
         device: a torch device.
         weights: "auto", "whole" or "layers".
         gguf_file: which GGUF file of a directory or a hub model, or None.
-        adapter: what is merged into the weights; "none": not even one that lies beside them; None:
-            nothing was said.
+        adapter: the `lipbound.models.loading.LoraAdapter` that is merged into the weights; "none":
+            not even one that lies beside them; None: nothing was said.
         lazy: only a few weights will be looked at: they stay in the files, and whoever
             reads them sees whether they are finite.
     """
@@ -71,7 +68,7 @@ class LoadOptions:
     device: str | torch.device
     weights: str
     gguf_file: str | None = None
-    adapter: "LoraAdapter | str | None" = None
+    adapter: Any = None
     lazy: bool = False
 
     def refuse_given(self, what: str, *names: str) -> None:
@@ -105,7 +102,7 @@ class Checkpoint:
         commit: the hub commit, or None.
         loaded: whether the user handed over a loaded model, which no name leads back to.
         by_layer: whether the weights stay on disk and each module's are in memory only while it
-            runs (`lipbound.models.offload`).
+            runs (`lipbound.models.weight_files`).
         notes: sentences on what is not as it was handed over.
         gguf_file: the GGUF file in ``source`` that weights and tokenizer came from, or None.
         quantization: how the weights were stored, "GGUF Q4_1 (...)" for one, where they were
@@ -203,12 +200,17 @@ class Checkpoint:
     @property
     def positions(self) -> int | None:
         """The longest input of a text model in tokens, or None where it sets no limit."""
-        limit = declared_positions(self.config)
+        config = text_part(self.config)
+        found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+        limit = next(filter(None, found), -1)
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
+            limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
         embeddings = getattr(getattr(self.model, "base_model", None), "embeddings", None)
-        padding = getattr(embeddings, "padding_idx", None)
-        if limit is not None and padding and hasattr(embeddings, "position_embeddings"):
-            limit -= int(padding) + 1  # RoBERTa's positions start behind the padding index
-        return limit
+        if hasattr(embeddings, "position_embeddings"):
+            padding = getattr(embeddings, "padding_idx", None)
+            limit -= padding + 1 if padding else 0  # RoBERTa's start behind the padding index
+        return int(limit) if limit >= 0 else None  # below zero is XLNet's word for none
 
     def check_length(self, count: int, said: str = "max_length {} exceeds") -> None:
         """Check that texts of so many tokens are no longer than the model allows.
@@ -296,19 +298,6 @@ def text_part(config: Any) -> Any:
         return config
 
 
-def declared_positions(config: Any) -> int | None:
-    """Return the longest text in tokens that a configuration declares, or None."""
-    config = text_part(config)
-    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-    limit = next((count for count in found if count), None)
-    if limit is None or limit < 0:  # below zero is XLNet's word for none
-        return None
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
-        limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
-    return int(limit)
-
-
 def unmarked_padding(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     """Return a sentence on padding tokens at an end of a sample that no mask marks."""
     ids, config = batch.get("input_ids"), text_part(getattr(model, "config", None))
@@ -321,8 +310,6 @@ def unmarked_padding(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
     ends = [getattr(config, name, None) for name in END_TOKENS]
     also_an_end = any(pad in end if isinstance(end, list | tuple) else pad == end for end in ends)
     found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
-    said = (
-        f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad}), and "
-        "there is no attention_mask, so padding is measured as text; give the tokenizer's mask"
-    )
+    what = f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad})"
+    said = f"{what} and have no attention_mask, so it counts as text; give the tokenizer's mask"
     return [said] if found else []

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lipbound.errors import CaptureError
-from lipbound.models import offload
+from lipbound.models import weight_files
 from lipbound.models.training import SEPARATE
 
 FAMILIES = (
@@ -15,16 +15,16 @@ FAMILIES = (
     *("opt", "phi", "phi3", "qwen2", "qwen3", "roberta", "vit"),
 )
 """Model types of transformers whose names and layouts are known here."""
-TOGETHER = ("c_attn", "qkv_proj")
+JOINT_MAPS = ("c_attn", "qkv_proj")
 """Names of one linear map onto all queries, then all keys, then all values."""
-OUTPUTS = ("o_proj", "out_proj", "c_proj", "out_lin", "dense")
+OUTPUT_MAPS = ("o_proj", "out_proj", "c_proj", "out_lin", "dense")
 """Names of the output projection, beside the others."""
 
 
 def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
     """Yield the projections of one attention layer after the other, in the order of the modules.
 
-    Of weights that stay on disk (`lipbound.models.offload`) those of one layer are in memory.
+    Of weights that stay on disk (`lipbound.models.weight_files`) those of one layer are in memory.
 
     Args:
         model: of one of `FAMILIES`.
@@ -54,12 +54,12 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
         if not type(part).__module__.startswith("transformers.") or _changed(part):
             what = f"{name} ({type(part).__name__}) is not as transformers has it"
             raise CaptureError(f"{what}: a class, a forward or hooks of its own; {instead}")
-        with offload.resident(part):
+        with weight_files.resident(part):
             maps, scale = _inputs(name, part)
-        out: Any = next((getattr(part, key) for key in OUTPUTS if hasattr(part, key)), None)
+        out: Any = next((getattr(part, key) for key in OUTPUT_MAPS if hasattr(part, key)), None)
         if out is None:  # as in BERT
             out = model.get_submodule(f"{name.rpartition('.')[0]}.output.dense")
-        with offload.resident(out):
+        with weight_files.resident(out):
             w_o = _matrix(name, out)
         if {len(t) * t.shape[2] for t in maps} != {len(w_o)}:
             raise CaptureError(f"the projections of {name} do not fit each other; {instead}")
@@ -68,7 +68,7 @@ def head_weights(model: nn.Module) -> Iterator[tuple[str, list[Tensor], float]]:
 
 def _names(part: nn.Module) -> tuple[str, ...]:
     """Return the names of the maps onto queries, keys and values, or of one onto all; or none."""
-    known = (*SEPARATE, *((name,) for name in TOGETHER))
+    known = (*SEPARATE, *((name,) for name in JOINT_MAPS))
     return next((names for names in known if all(hasattr(part, name) for name in names)), ())
 
 
@@ -90,7 +90,7 @@ def _inputs(name: str, part: Any) -> tuple[list[Tensor], float]:
 def _changed(part: nn.Module) -> bool:
     """Return whether something may change what a module computes: a forward or hooks of others."""
     hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-    ours = (isinstance(getattr(h, "__self__", None), offload.WeightOffloader) for h in hooks)
+    ours = (isinstance(getattr(h, "__self__", None), weight_files.WeightOffloader) for h in hooks)
     theirs = (str(getattr(h, "__module__", "")).startswith("transformers.") for h in hooks)
     return "forward" in vars(part) or not all(map(any, zip(ours, theirs, strict=True)))
 

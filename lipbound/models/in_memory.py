@@ -8,7 +8,6 @@ hashes tell them apart.
 import copy
 import hashlib
 import inspect
-import itertools
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Pipeline, PretrainedConfig, PreTrainedModel
 
 from lipbound.errors import CaptureError, CheckpointError, shown, tell
-from lipbound.models import offload
+from lipbound.models import weight_files
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
 from lipbound.models.weight_files import extremes
 
@@ -58,13 +57,13 @@ def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
         return None
     kind = type(inner).__name__
     options.refuse_given("a model in memory")
-    if offload.is_offloaded(inner):
+    if weight_files.is_offloaded(inner):
         raise CheckpointError(f"the weights of {kind} are on disk; give its directory or hub id")
     check_floating(inner, kind)
     loaded, changes = in_dtype(inner, options.dtype)
     notes += changes
     loaded = loaded.to(options.device)  # some modules take it by position only
-    check_finite(loaded, kind)
+    check_weights(loaded, kind)
     if isinstance(model, Checkpoint):
         return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
     commit = getattr(getattr(loaded, "config", None), "_commit_hash", None)
@@ -255,7 +254,7 @@ def measurable(model: nn.Module) -> Any:
     return model
 
 
-def check_finite(model: nn.Module, name: str) -> None:
+def check_weights(model: nn.Module, name: str) -> None:
     """Refuse weights and buffers, in memory or on disk, that are NaN or infinite.
 
     A buffer in memory may hold -inf, as masks do.
@@ -267,7 +266,7 @@ def check_finite(model: nn.Module, name: str) -> None:
     Raises:
         CheckpointError: one of them is not finite; the message names it. Or a file is gone.
     """
-    stored, buffers = offload.on_disk(model), {key for key, _ in model.named_buffers()}
+    stored, buffers = weight_files.on_disk(model), {key for key, _ in model.named_buffers()}
     found = {"": torch.zeros(2)}  # of a model without any
     for key, tensor in model.state_dict().items():
         tensor = stored[key].read() if key in stored else tensor
@@ -301,7 +300,7 @@ def check_floating(model: nn.Module, name: str) -> None:
             what = f"are not all floating-point: {key} is {kind}, and has no true derivatives"
             instead = "give the model before quantization, or what model.dequantize() makes of it"
             raise CheckpointError(f"the weights of {name} {what}; {instead}")
-        if weight and value.is_meta and not offload.is_offloaded(model):
+        if weight and value.is_meta and not weight_files.is_offloaded(model):
             what = f"are not in memory ({key} is on the device meta)"
             raise CheckpointError(f"the weights of {name} {what}; load them")
 
@@ -339,7 +338,7 @@ def state_sha256(model: nn.Module) -> str:
     """Return "sha256:" and the hash over names and float32 values of a model in memory."""
     entries = sorted(model.state_dict().items())
     values = ((key.encode(), t.detach().cpu().contiguous().float().numpy()) for key, t in entries)
-    return _sha256(*itertools.chain.from_iterable(values))
+    return _sha256(*(part for pair in values for part in pair))
 
 
 def _sha256(*parts: Any) -> str:

@@ -25,7 +25,7 @@ from lipbound.models.checkpoint import (
     unmarked_padding,
 )
 from lipbound.models.in_memory import named_inputs
-from lipbound.models.loading import GivenLayers, inputs_of
+from lipbound.models.loading import SAMPLE, GivenLayers
 from lipbound.models.other_libraries import explained
 from lipbound.models.readers import DEFAULT_LENGTH, READERS, Selection, is_sentence, there
 from lipbound.models.weight_files import extremes
@@ -105,7 +105,10 @@ def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs
     count = selection.samples
     if isinstance(checkpoint.model, GivenLayers):
         selection.refuse_table("layers")
-        return inputs_of(checkpoint.model, data, count)
+        if data is not None:
+            raise InputsError("layers bring their own inputs; leave out data")
+        numbers = torch.arange(checkpoint.model.samples[0])[:count]
+        return Inputs({SAMPLE: numbers}, "inputs of the layers")
     if isinstance(data, Inputs):
         selection.refuse_table("ready inputs")
         return replace(data, batch=selection.drawn(data.batch), notes=list(data.notes))
@@ -128,9 +131,8 @@ def _prepared(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
     by_default = in_memory and count == DEFAULT_SAMPLES
     if count is not None and inputs.samples < count and not by_default:
-        inputs.notes.append(
-            f"{count} samples were asked for, and {inputs.description} gives only {inputs.samples}"
-        )
+        gives = f"{inputs.description} gives only {inputs.samples}"
+        inputs.notes.append(f"{count} samples were asked for, and {gives}")
     inputs.notes += _repeated(inputs.batch) + unmarked_padding(checkpoint.model, inputs.batch)
     tell(*inputs.notes)
     return inputs
@@ -204,12 +206,10 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
     if not tensors:
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(given)}")
     for name in FINITE & tensors.keys():
-        pixels = tensors[name] if name == "pixel_values" else None
-        finite = bool(extremes(tensors[name]).isfinite().all())
-        if not finite or (pixels is not None and not pixels.is_floating_point()):
+        whole = name == "pixel_values" and not tensors[name].is_floating_point()
+        if whole or not bool(extremes(tensors[name]).isfinite().all()):
             raise InputsError(f"{name} ({tensors[name].dtype}) must be floating-point and finite")
-    left_out = [name for name in given if name not in tensors]
-    notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]
+    notes = [f"{n} is not an input of {kind} and was left out" for n in given if n not in tensors]
     items = data.items() if isinstance(data, Mapping) else ()
     options: dict[str, Any] = {str(name): value for name, value in items if isinstance(value, bool)}
     if unknown := options.keys() - names:
@@ -218,9 +218,8 @@ def ready_inputs(data: Any, checkpoint: Checkpoint, selection: Selection) -> Inp
         f"{name}, of shape {tuple(t.shape)}, is given to {kind} whole with any sample"
         for name, t in shared.items()
     ]
-    described = selection.described(description)
-    found = Inputs(selection.drawn(tensors), described, notes=notes, options=options | shared)
-    return replace(found, has_axes=turned)
+    found = Inputs(selection.drawn(tensors), selection.described(description), notes=notes)
+    return replace(found, options=options | shared, has_axes=turned)
 
 
 def _read_tensors(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tensor], str]:
@@ -295,10 +294,8 @@ def add_decoder_inputs(checkpoint: Checkpoint, inputs: Inputs) -> None:
     batch["decoder_input_ids"] = torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1)
     if "decoder_attention_mask" in _taken(checkpoint):
         batch["decoder_attention_mask"] = torch.cat([mask[:, :1], mask[:, :-1]], 1)
-    inputs.notes.append(
-        "the decoder reads the encoder's tokens, shifted by one as in training (give others as "
-        "ready inputs, decoder_input_ids)"
-    )
+    said = "the decoder reads the encoder's tokens, shifted by one as in training"
+    inputs.notes.append(f"{said}; give others as ready inputs, decoder_input_ids")
 
 
 def _repeated(batch: Mapping[str, Tensor]) -> list[str]:

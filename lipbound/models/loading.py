@@ -5,36 +5,39 @@ back into floating-point numbers, or refused by name.
 """
 
 import inspect
+import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import huggingface_hub.errors as hub_errors
 import torch
-import transformers
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.utils import enable_progress_bars
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from huggingface_hub import HfApi, constants, snapshot_download, utils
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, __version__
+from transformers import modeling_utils as modeling
+from transformers.integrations import peft as integration
+from transformers.models.auto import auto_factory
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lipbound import devices, errors
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import ModuleAttention
 from lipbound.devices import DTYPES, WEIGHTS, dtype_name, has_float64, resolve_device
-from lipbound.errors import CheckpointError, InputsError, knows_options, name_or_none, shown, tell
-from lipbound.models import adapters, offload, weight_files
-from lipbound.models.adapters import LoraAdapter
+from lipbound.errors import CheckpointError, knows_options, name_or_none, shown, tell
+from lipbound.models import weight_files
 from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.catalogue import BUILTINS, PREFIX, known_builtin
-from lipbound.models.checkpoint import AnyModel, Checkpoint, Inputs, LoadOptions
-from lipbound.models.in_memory import check_finite, check_floating, load_loaded, state_sha256
-from lipbound.models.other_libraries import answers, explained, first_line, quiet
+from lipbound.models.checkpoint import AnyModel, Checkpoint, LoadOptions
+from lipbound.models.in_memory import check_floating, check_weights, load_loaded, state_sha256
+from lipbound.models.other_libraries import answers, explained, first_line, quiet, temporarily
 from lipbound.models.readers import is_path
+from lipbound.models.weight_files import TensorRef
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -53,6 +56,12 @@ REASONS = {
     hub_errors.LocalEntryNotFoundError: "is not in the local cache, and {}; give a directory",
 }
 """Why a hub model cannot be had, and what to do, by the first that an error is of."""
+PEFT_FILES = PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base model's weights as they are."""
+PATH = "base_model.model."
+"""Prefix that PEFT gives to names of tensors."""
+_FINDER = "find_adapter_config_file"
 
 
 class GivenLayers(nn.Module):
@@ -68,10 +77,6 @@ class GivenLayers(nn.Module):
             for name, t in given.items():
                 key = f"{name.replace('.', '_')}_{i}"
                 self.register_parameter(key, nn.Parameter(t, requires_grad=False))
-
-    def forward(self, sample: Tensor) -> Tensor:
-        """Return nothing new: layers hold their inputs."""
-        return sample
 
     @property
     def samples(self) -> list[int]:
@@ -111,30 +116,11 @@ def load_layers(model: Any, options: LoadOptions) -> Checkpoint | None:
     return Checkpoint(made, name, state_sha256(made), None, loaded=True, notes=notes)
 
 
-def inputs_of(model: GivenLayers, data: Any, count: int | None) -> Inputs:
-    """Return the inputs of given layers, which are those that they hold.
-
-    Args:
-        model: of the layers.
-        data: must be None.
-        count: of samples wanted, or None for all.
-
-    Raises:
-        InputsError: data were given.
-    """
-    if data is not None:
-        raise InputsError("layers bring their own inputs; leave out data")
-    return Inputs({SAMPLE: torch.arange(model.samples[0])[:count]}, "inputs of the layers")
-
-
 class GivenCapturer(Capturer):
     """Hands out given layers as a `Capturer` does captured ones."""
 
-    def each(
-        self, inputs: Mapping[str, Tensor] | Inputs, skip: Collection[int] = ()
-    ) -> Iterator[LayerCapture]:
+    def each(self, inputs: Any, skip: Collection[int] = ()) -> Iterator[LayerCapture]:
         assert isinstance(self.model, GivenLayers)
-        assert isinstance(inputs, Mapping)
         layers, numbers = self.model.layers, inputs[SAMPLE]
         self.count = len(layers)
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
@@ -205,8 +191,8 @@ def load_checkpoint(
     if options.dtype == torch.float64 and not has_float64(options.device):
         what = f"dtype is 'float64', which the device {str(options.device)!r} does not have"
         raise CheckpointError(f"{what}; take dtype='float32', or device='cpu'")
-    places = {"tokenizer": _place("tokenizer", tokenizer)}
-    places |= {"processor": _place("processor", processor)}
+    given = {"tokenizer": tokenizer, "processor": processor}
+    places = {what: _place(what, one) for what, one in given.items()}
     checkpoint = load_loaded(model, options) or load_layers(model, options)
     checkpoint = checkpoint or load_named(model, options)
     checkpoint.tokenizer_from, checkpoint.processor_from = places.values()
@@ -241,10 +227,11 @@ def load_named(model: object, options: LoadOptions) -> Checkpoint:
         CheckpointError: there is no such checkpoint, or it cannot be loaded as the options say.
     """
     if not isinstance(model, str | Path):
-        raise CheckpointError(
-            f"model is {'a class' if isinstance(model, type) else shown(model)}; give a hub id, a "
-            "directory, 'builtin:NAME', a loaded transformers model or another torch module"
+        kinds = (
+            "a hub id, a directory, 'builtin:NAME', a transformers model or another torch module"
         )
+        what = "a class" if isinstance(model, type) else shown(model)
+        raise CheckpointError(f"model is {what}; give {kinds}")
     name, path, gguf = str(model), Path(model).expanduser(), options.gguf_file
     if (builtin := known_builtin(name)) is not None:
         options.refuse_given(f"the builtin checkpoint {builtin!r}", "revision", "gguf_file")
@@ -268,8 +255,9 @@ def load_named(model: object, options: LoadOptions) -> Checkpoint:
         return load_folder(name, path.parent, None, replace(options, gguf_file=path.name))
     repo, _, suffix = name.partition("@")
     if suffix and options.revision not in (None, suffix):
-        both = f"{suffix!r} and {options.revision!r}"
-        raise CheckpointError(f"two revisions were given, {both}; give one")
+        raise CheckpointError(
+            f"two revisions were given, {suffix} and {options.revision}; give one"
+        )
     files = () if gguf is None else (gguf,)
     folder = snapshot(repo, suffix or options.revision, *files)
     return load_folder(name, folder, folder.name, options)
@@ -290,7 +278,7 @@ def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> 
     Raises:
         CheckpointError: the adapter does not say which model that is, or that is an adapter too.
     """
-    adapter = adapters.open_adapter(name, folder)
+    adapter = open_adapter(name, folder)
     if not adapter.base:
         raise CheckpointError(f"the adapter {name} names no model; give one, with adapter={name!r}")
     if options.adapter is not None:
@@ -301,7 +289,7 @@ def load_adapted(name: str, folder: Path, commit: Any, options: LoadOptions) -> 
     return replace(found, commit=commit)
 
 
-def _adapter(given: object) -> LoraAdapter | str | None:
+def _adapter(given: object) -> "LoraAdapter | str | None":
     """Return the adapter that was asked for, fetched from the hub where it is no directory here.
 
     Args:
@@ -317,8 +305,8 @@ def _adapter(given: object) -> LoraAdapter | str | None:
     if not folder.exists() and is_path(name):
         raise CheckpointError(f"there is no directory {name}; give PEFT's, or a hub id")
     repo, _, revision = name.partition("@")
-    there = folder if folder.exists() else snapshot(repo, revision or None, *adapters.PEFT_FILES)
-    return adapters.open_adapter(name, there)
+    there = folder if folder.exists() else snapshot(repo, revision or None, *PEFT_FILES)
+    return open_adapter(name, there)
 
 
 def snapshot(repo: str, revision: str | None, *wanted: str) -> Path:
@@ -340,7 +328,7 @@ def snapshot(repo: str, revision: str | None, *wanted: str) -> Path:
     try:
         with quiet():
             if sys.stderr.isatty():
-                enable_progress_bars()
+                utils.enable_progress_bars()
             there = answers(HfApi().model_info, repo, revision=revision)
             options["local_files_only"] = not there
             found = snapshot_download(repo, allow_patterns=list(wanted or FETCHED), **options)
@@ -384,54 +372,56 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     """
     if sys.flags.optimize > 1:
         raise CheckpointError("transformers needs its docstrings; run python without -OO")
-    gguf, saved = options.gguf_file, (folder / "config.json").is_file()
-    if gguf is None and adapters.alone(folder):
+    saved, adapted = ((folder / one).is_file() for one in ("config.json", PEFT_CONFIG))
+    if options.gguf_file is None and adapted and not (saved and weight_files.candidates(folder)):
         return load_adapted(name, folder, commit, options)
-    packed = [file.name for file in folder.glob(f"*{weight_files.GGUF}")]
-    here = commit is None  # of a hub model, the cache need not have all files
-    if gguf is not None or (packed and here and not saved):
-        gguf = weight_files.choose_gguf(packed, gguf, name)
-    elif not saved:
+    # of a hub model, the cache need not have all files
+    gguf = weight_files.choose_gguf(folder, options.gguf_file, name, saved or commit is not None)
+    if gguf is None and not saved:
         what = "give what save_pretrained writes, or name a GGUF file with gguf_file="
         raise CheckpointError(f"{name} has no config.json; {what}")
     file = None if gguf is None else folder / gguf
     merged = options.adapter if isinstance(options.adapter, LoraAdapter) else None
-    adapters.check_beside(name, folder, options.adapter)
+    if adapted and options.adapter is None:
+        say = f"adapter={name!r} merges it, adapter='none' leaves it out"
+        raise CheckpointError(f"{name} holds an adapter beside its weights ({PEFT_CONFIG}); {say}")
     with _loading(name):
         how = weight_files.check_gguf(name, file) if file else None
     with _loading(name, file):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
     check_rotary(config, name)
     files, unread = ([file], []) if file else weight_files.files(folder)
-    layers = _by_layer(name, folder, file, options)
+    stored = weight_files.stored_tensors(files)
+    layers = _by_layer(name, file, stored, options)
     if layers:
+        if not (file or stored):
+            what = "weights='layers' reads safetensors and GGUF files only; use weights='whole'"
+            raise CheckpointError(f"{name} has its weights in {files[0].name}, and {what}")
         with _loading(name, file):
-            if file:
-                tensors = weight_files.gguf_tensors(file, config)
-            else:
-                tensors = weight_files.stored_tensors(folder)
-            model, report = offload.load_offloaded(folder, tensors, config, options)
+            stored = weight_files.gguf_tensors(file, config) if file else stored
+            place = options.dtype, options.device
+            model, report = weight_files.load_offloaded(stored, config, *place)
         if file and any(map(weight_files.matters, report["missing_keys"])):
-            raise CheckpointError(f"{name} could not be loaded: {offload.OTHER_FORM}")
+            raise CheckpointError(f"{name} could not be loaded: {weight_files.OTHER_FORM}")
         check_filled(report, name)
     else:
-        how = how or ask_for_floats(config, name, folder)
+        how = how or ask_for_floats(config, name, stored)
         model = _load_whole(name, folder, config, how, gguf)
         check_floating(model, name)
         if how is None:
-            check_stored(folder, model, name)
+            check_stored(stored, model, name)
         model = model.to(dtype=options.dtype)
         if merged is not None:
             merged.merge(model)
         model = model.to(device=options.device)
     if not (layers and options.lazy):
-        check_finite(model, name)
+        check_weights(model, name)
     revision = weight_files.sha256(files) if commit is None or gguf else commit
     config_sha = None if commit or gguf else weight_files.sha256([folder / "config.json"])
     checkpoint = Checkpoint(model.eval(), name, revision, str(folder), commit, by_layer=layers)
     checkpoint.notes, checkpoint.configuration = unread, config_sha
     checkpoint.gguf_file, checkpoint.quantization = gguf, how
-    return checkpoint if merged is None else adapters.with_adapter(checkpoint, merged)
+    return checkpoint if merged is None else with_adapter(checkpoint, merged)
 
 
 @contextmanager
@@ -442,7 +432,9 @@ def _loading(name: str, gguf: Path | None = None) -> Iterator[None]:
         yield
 
 
-def _by_layer(name: str, folder: Path, gguf: Path | None, options: LoadOptions) -> bool:
+def _by_layer(
+    name: str, gguf: Path | None, stored: Mapping[str, TensorRef], options: LoadOptions
+) -> bool:
     """Return whether weights stay on disk: where it was asked for, or they fill half the memory.
 
     Raises:
@@ -452,24 +444,25 @@ def _by_layer(name: str, folder: Path, gguf: Path | None, options: LoadOptions) 
     merged = isinstance(options.adapter, LoraAdapter)
     if merged and options.weights == "layers":
         raise CheckpointError("adapters are merged in memory; use weights='whole', not 'layers'")
-    if gguf is not None and (merged or options.weights == "whole"):
-        needed, what = 4 * weight_files.gguf_size(gguf), f"the weights of {name} take memory"
-        devices.require(needed, torch.device("cpu"), f"{what} in float32", "use weights='layers'")
-    if merged or options.weights != "auto":
-        return options.weights == "layers"
-    if gguf is None:
-        count = sum(prod(t.shape) for t in _stored(folder).values())
-    else:
-        count = weight_files.gguf_size(gguf)
-    much = count * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
-    return count > 0 and (options.lazy or much)
+    if options.weights == "layers":
+        return True
+    size = weight_files.gguf_size(gguf) if gguf else sum(prod(t.shape) for t in stored.values())
+    whole = merged or options.weights == "whole"
+    if gguf and whole:
+        what = f"the weights of {name} take memory in float32"
+        devices.require(4 * size, torch.device("cpu"), what, "use weights='layers'")
+    much = size * options.dtype.itemsize > devices.available(torch.device(options.device)) / 2
+    return not whole and size > 0 and (options.lazy or much)
 
 
 def _load_whole(
     name: str, folder: Path, config: PretrainedConfig, how: str | None, gguf: str | None
 ) -> PreTrainedModel:
     """Return the model with its weights in memory; ``how``: what quantised them."""
-    with _loading(name, folder / gguf if gguf else None), adapters.unseen():
+    # an adapter beside the weights would be loaded, or its model; arguments say so in new versions
+    looking = [one for one in (auto_factory, integration, modeling) if hasattr(one, _FINDER)]
+    unseen = temporarily(_FINDER, lambda *place, **options: None, *looking)
+    with _loading(name, folder / gguf if gguf else None), unseen:
         wanted: dict[str, Any] = {"config": config, "gguf_file": gguf, "dtype": torch.float32}
         wanted |= {"attn_implementation": "eager", "trust_remote_code": False}
         model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **wanted)
@@ -495,9 +488,9 @@ def check_rotary(config: PretrainedConfig, name: str) -> None:
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
         said, scaling = (getattr(part, f"rope_{key}", None) for key in ("parameters", "scaling"))
         read = {"rope_theta": getattr(part, "rope_theta", None), "rope_type": "default"}
-        if said and said != read | (scaling or {}) and transformers.__version__ < "5":
+        if said and said != read | (scaling or {}) and __version__ < "5":
             what = f"{name} was saved by transformers {config.transformers_version}"
-            why = f"{transformers.__version__} does not read its rope_parameters"
+            why = f"{__version__} does not read its rope_parameters"
             raise CheckpointError(f"{what}, and {why}; install transformers>=5")
 
 
@@ -517,19 +510,20 @@ def check_filled(report: dict[str, Any], name: str) -> None:
     if wrong:
         others = sorted(str(key) for key in report["unexpected_keys"])
         instead = f"; what is there instead is {', '.join(others[:2])}" if others else ""
-        first = sorted(wrong)[0]
-        what = f"{len(wrong)} tensors are missing or of another shape, {first} among them"
+        what = f"{len(wrong)} tensors are missing or of another shape, {min(wrong)} among them"
         start = f"the weights of {name} do not fill its architecture"
         raise CheckpointError(f"{start}: {what}, and would be random numbers{instead}")
 
 
-def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | None:
+def ask_for_floats(
+    config: PretrainedConfig, name: str, stored: Mapping[str, TensorRef]
+) -> str | None:
     """Have transformers turn weights back while it loads them, where it can.
 
     Args:
         config: of the checkpoint; what it says of quantisation is changed.
         name: what the user called the checkpoint, for messages.
-        folder: with its files of weights.
+        stored: tensors of its safetensors files.
 
     Returns:
         What quantised the weights, as the configuration calls it; None where nothing did.
@@ -550,7 +544,6 @@ def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | N
             raise CheckpointError(f"the weights of {name} {what}; {INSTEAD}")
         config.quantization_config = said | {"dequantize": True}
     block = said.get("weight_block_size")
-    stored = _stored(folder)
     for key, tensor in stored.items() if block else ():
         # of such blocks transformers would take the scales of others
         if f"{key}_scale_inv" in stored and any(
@@ -561,28 +554,156 @@ def ask_for_floats(config: PretrainedConfig, name: str, folder: Path) -> str | N
     return how
 
 
-def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
+def check_stored(stored: Mapping[str, TensorRef], model: PreTrainedModel, name: str) -> None:
     """Refuse safetensors files that hold whole numbers in the place of weights.
 
     Args:
-        folder: of the checkpoint.
-        model: as it was loaded from there.
+        stored: their tensors.
+        model: as it was loaded from them.
         name: what the user called it.
 
     Raises:
         CheckpointError: there is such a tensor.
     """
     floating = {key for key, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    for key, tensor in _stored(folder).items():
+    for key, tensor in stored.items():
         bare = key.partition(".")[2]  # without the prefix of the task's model
         if not tensor.floating and (key in floating or bare in floating):
             what = f"are not all floating-point numbers, {key} for one"
             raise CheckpointError(f"weights of {name} {what}; {INSTEAD}")
 
 
-def _stored(folder: Path) -> dict[str, weight_files.TensorRef]:
-    """Return the tensors of a checkpoint; none where it has no safetensors files."""
-    try:
-        return weight_files.stored_tensors(folder)
-    except CheckpointError:
-        return {}
+@dataclass(frozen=True)
+class LoraAdapter:
+    """An adapter in a folder.
+
+    Attributes:
+        name: what the user called it.
+        folder: with its configuration and its weights.
+        config: what adapter_config.json says.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+    @property
+    def base(self) -> str:
+        """The model that it was trained on, as it calls it; may be empty."""
+        return str(self.config.get("base_model_name_or_path") or "")
+
+    def check(self) -> None:
+        """Refuse what PEFT must not be given.
+
+        That is no safetensors file, other kinds than LoRA, modules to be imported by name
+        (``megatron_config``), and initialisations that change the base model's weights.
+
+        Raises:
+            CheckpointError: the adapter has one of them.
+        """
+        if not (self.folder / PEFT_WEIGHTS).is_file():
+            what = f"has no {PEFT_WEIGHTS}, and pickles are not read"
+            raise CheckpointError(f"the adapter {self.name} {what}")
+        weight_files.check_file(self.folder / PEFT_WEIGHTS)
+        allowed = {"peft_type": ("LORA",), "init_lora_weights": _STARTS, "megatron_config": (None,)}
+        for key, values in allowed.items():
+            if (said := self.config.get(key)) not in values:
+                what = f"says {key}: {json.dumps(said)[:60]}, which is not merged here"
+                instead = "merge it with PEFT (merge_and_unload) and save the model"
+                raise CheckpointError(f"the adapter {self.name} {what}; {instead}")
+
+    def merge(self, model: PreTrainedModel) -> None:
+        """Have PEFT merge it into the weights of a model in memory, on the CPU.
+
+        Args:
+            model: that it was trained on. Parts that attention does not depend on, such as a head,
+                may be missing there.
+
+        Raises:
+            CheckpointError: PEFT is not installed, or refuses; the adapter has weights for parts
+                that the model lacks, or lacks weights for parts that it changes.
+        """
+        self.check()
+        try:
+            import peft
+        except ImportError as error:
+            how = "is merged by peft; pip install 'lipbound[adapters]'"
+            raise CheckpointError(f"the adapter {self.name} {how}") from error
+        with safe_open(self.folder / PEFT_WEIGHTS, framework="pt") as file:
+            whole = _as_trained(model, list(file.keys()))
+        refused = explained(CheckpointError, f"PEFT does not merge the adapter {self.name}: ")
+        # matrices begin with random numbers, which are not taken from the caller's
+        with refused, quiet(), torch.random.fork_rng(devices=[]):
+            config = peft.PeftConfig.from_pretrained(str(self.folder))
+            new = [key for key, said in self.config.items() if said and not hasattr(config, key)]
+            if new:
+                raise ValueError(f"version {peft.__version__} does not know {new[0]}")
+            config.task_type = None  # the head of the task is not here
+            where: dict[str, Any] = {"model_id": str(self.folder), "torch_device": "cpu"}
+            merged = peft.PeftModel.from_pretrained(whole, config=config, **where)
+            fitted = merged.load_adapter(adapter_name="default", **where)  # says what did not fit
+            strange = sorted(filter(weight_files.matters, fitted.unexpected_keys))
+            if unfit := [*strange, *fitted.missing_keys]:
+                what = f"{unfit[0]} is in the adapter {self.name} or in {type(model).__name__}"
+                instead = f"give the model that it was trained on {self.base}".rstrip()
+                raise CheckpointError(f"{what} alone; {instead}")
+            merged.merge_and_unload()
+        model.requires_grad_(True)  # as it was
+
+
+def _as_trained(model: PreTrainedModel, keys: list[str]) -> nn.Module:
+    """Return a model, within a module as a model with a head holds it if an adapter asks for that.
+
+    Behind `PATH`, names of such an adapter's tensors begin with the model's name in there.
+
+    Args:
+        model: without a head.
+        keys: names of the adapter's tensors.
+    """
+    for prefix in filter(None, (model.base_model_prefix, "model")):
+        if not hasattr(model, prefix) and any(key.startswith(f"{PATH}{prefix}.") for key in keys):
+            whole = nn.Module()
+            whole.config, whole.base_model_prefix = model.config, prefix
+            whole.add_module(prefix, model)
+            return whole
+    return model
+
+
+def open_adapter(name: str, folder: Path) -> LoraAdapter:
+    """Open the adapter of a folder.
+
+    Args:
+        name: what the user called it.
+        folder: as PEFT wrote it.
+
+    Returns:
+        The adapter, its weights not yet read.
+
+    Raises:
+        CheckpointError: there is none, or one that cannot be read.
+    """
+    file = folder / PEFT_CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"adapter is {name!r}, without {PEFT_CONFIG}; give what PEFT wrote")
+    with explained(CheckpointError, f"{file} is no configuration of an adapter: "):
+        return LoraAdapter(name, folder, dict(json.loads(file.read_text(encoding="utf-8"))))
+
+
+def with_adapter(checkpoint: Checkpoint, asked: LoraAdapter) -> Checkpoint:
+    """Name a checkpoint after the adapter, too, that was merged into it.
+
+    A notice tells where the adapter names another model, by the last part of their names.
+
+    Args:
+        checkpoint: as it was loaded.
+        asked: the adapter.
+
+    Returns:
+        The checkpoint with the names and revisions of both.
+    """
+    notes, name = list(checkpoint.notes), f"{checkpoint.name} with adapter {asked.name}"
+    base, mine = (Path(one.partition("@")[0]).name.lower() for one in (asked.base, checkpoint.name))
+    if base and base != mine:
+        notes.append(f"the adapter {asked.name}, of {asked.base}, is merged into {checkpoint.name}")
+    own = weight_files.sha256(asked.folder / name for name in PEFT_FILES)
+    return replace(checkpoint, name=name, revision=f"{checkpoint.revision}+{own}", notes=notes)

@@ -45,7 +45,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def changed(name: str, value: Any, *objects: Any) -> Iterator[None]:
+def temporarily(name: str, value: Any, *objects: Any) -> Iterator[None]:
     """Yield while an attribute of objects has another value."""
     before = [(one, getattr(one, name)) for one in objects]
     try:

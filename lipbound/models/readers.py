@@ -11,11 +11,10 @@ text begins with the same sample.
 """
 
 import gzip
-import itertools
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,9 +25,9 @@ from huggingface_hub import HfApi
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lipbound.errors import InputsError, one_line, shown
+from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint, Inputs
-from lipbound.models.other_libraries import answers, cause, changed, explained, quiet
+from lipbound.models.other_libraries import answers, cause, explained, quiet, temporarily
 
 BUILTIN = Path(__file__).parent / "builtin"
 DEFAULT_TEXT = BUILTIN / "text.txt"
@@ -125,13 +124,9 @@ def read_text(path: Path) -> str:
         InputsError: the file cannot be read, or is not such a file.
     """
     opened = gzip.open if path.suffix.lower() == ".gz" else open
-    try:
-        with opened(path, "rt", encoding="utf-8") as file:
-            return str(file.read())
-    except UnicodeDecodeError as error:
-        raise InputsError(f"{path} is not a UTF-8 text file") from error
-    except (OSError, EOFError) as error:
-        raise InputsError(f"{path} cannot be read: {one_line(error)}") from error
+    unreadable = explained(InputsError, f"{path} is no UTF-8 text file that can be read: ")
+    with unreadable, opened(path, "rt", encoding="utf-8") as file:
+        return str(file.read())
 
 
 @dataclass(frozen=True)
@@ -188,25 +183,22 @@ class DataItems:
     """The items of some data.
 
     Attributes:
-        given: a sequence, or an iterator where their number is not known before the end.
+        given: a sequence, or what is iterated over where their number is not known before the end.
         description: of the data, for captions.
         made: from one of ``given``, the item; None for a row without one.
     """
 
-    given: Iterable[Any]
+    given: Any
     description: str
     made: Callable[[Any], Any] = lambda item: item
 
     def __iter__(self) -> Iterator[Any]:
-        rows, said = iter(self.given), self.description
-        for done in itertools.count():
-            # what a row holds is decoded now, by whatever its format needs
-            with explained(InputsError, f"{said} cannot be read after {done} rows: ", why=cause):
-                try:
-                    item = self.made(next(rows))
-                except StopIteration:
-                    return
-            yield item
+        done, before = 0, f"{self.description} cannot be read after "
+        # what a row holds is decoded now, by whatever its format needs
+        with explained(InputsError, before, why=lambda error: f"{done} rows: {cause(error)}"):
+            for row in self.given:
+                yield self.made(row)
+                done += 1
 
     def take(self, selection: Selection, many: str) -> tuple[list[Any], list[str]]:
         """Return the items that are wanted, and a note on blank ones.
@@ -220,10 +212,10 @@ class DataItems:
         """
         count, chosen = selection.samples, self
         if selection.shuffle is not None:
-            if not isinstance(self.given, Sequence):
+            if not hasattr(self.given, "__len__"):
                 raise InputsError(f"{self.description} is read as a stream; drop shuffle")
             drawn = order(len(self.given), selection.shuffle)
-            chosen = replace(self, given=[self.given[i] for i in drawn])
+            chosen = replace(self, given=map(self.given.__getitem__, drawn))
         taken: list[Any] = []
         blank = 0
         for item in chosen:
@@ -260,10 +252,6 @@ class Reader:
         """Return the item that a value is or stands for, such as the path of a file, or None."""
         raise NotImplementedError
 
-    def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-        """Return the first items of some data as tensors; raise InputsError if there are none."""
-        raise NotImplementedError
-
     def items(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> DataItems:
         """Return the items of some data one by one.
 
@@ -275,6 +263,7 @@ class Reader:
         """
         if getattr(getattr(data, "dtype", None), "kind", "none") in "UO" and data.ndim == 1:
             data = data.tolist()  # of strings, or of whatever objects: numpy's or pandas'
+        data = [data] if isinstance(data, Image.Image) else data
         path, takes = there(data), f"but {checkpoint.name} takes {self.takes}"
         found = None
         if data is None:
@@ -291,8 +280,6 @@ class Reader:
             if self.item(data) is None:
                 raise InputsError(f"data is {start}, {takes}")
             found = DataItems([data], start)
-        elif isinstance(data, Image.Image):
-            found = self._listed([data], takes)
         elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
             found = self._listed(data, takes)
         if found is None:
@@ -351,7 +338,6 @@ class Reader:
         rows = table.select_columns([usual])
 
         def item(row: Any) -> Any:
-            row = rows[row] if isinstance(row, int) else row
             if (value := row[usual]) is None:
                 return None
             if (made := self.item(value)) is None:
@@ -359,9 +345,7 @@ class Reader:
                 raise InputsError(f"{what}; name another with column=")
             return made
 
-        if not hasattr(table, "__len__"):
-            return DataItems(rows, said, item)
-        return DataItems(range(len(table)), said, item)
+        return DataItems(rows, said, item)
 
 
 def is_saved(folder: Path) -> bool:
@@ -387,27 +371,24 @@ def dataset_of(data: Any, selection: Selection) -> tuple[Any, str]:
         selection.refuse_table("a dataset in memory", "split")
         return data, str(getattr(data.info, "dataset_name", None) or "a dataset")
     if not isinstance(data, str | Path):
-        kinds = (
-            "a path, a hub dataset id, a datasets.Dataset, a data frame, a list of texts or images"
-        )
+        kinds = "a path, hub dataset id, datasets.Dataset, data frame, list of texts or images"
         raise InputsError(f"data is {shown(data)}; give {kinds}, or a dict of ready inputs")
     path, name, end = there(data), str(data), ending(data)
     if path is None and (is_path(name) or end in (*TABLES, *TEXT_FILES, *IMAGE_FILES)):
         raise InputsError(f"there is no file or folder {name}")
     if path is not None and path.is_file():
         selection.refuse_table(f"{path.name}, one file", "split")
-        numbered = TABLES[end] == "csv" and (selection.column or "").isdigit()
         options: dict[str, Any] = {"sep": "\t"} if end == ".tsv" else {}
-        options |= {"header": None} if numbered else {}
-        table = datasets.load_dataset(TABLES[end], data_files=str(path), split="train", **options)
-        names = {name: str(k) for k, name in enumerate(table.column_names)} if numbered else {}
-        return table.rename_columns(names), path.name
+        if TABLES[end] == "csv" and (selection.column or "").isdigit():
+            options["header"] = None  # columns are called by their numbers
+        options |= {"data_files": str(path), "split": "train"}
+        return datasets.load_dataset(TABLES[end], **options), path.name
     if path is not None and is_saved(path):
         table, said = dataset_of(datasets.load_from_disk(str(path)), selection)
         return table, said.replace("a dataset", path.name, 1)
     repo, _, config = name.partition(":")
     offline = datasets.config.HF_HUB_OFFLINE or not (path or answers(HfApi().dataset_info, repo))
-    with changed("HF_HUB_OFFLINE", offline, datasets.config):
+    with temporarily("HF_HUB_OFFLINE", offline, datasets.config):
         chosen = selection.split or _usual(datasets.get_dataset_split_names(repo, config or None))
         found = datasets.load_dataset(repo, config or None, split=chosen)
     return found, f"{path.name if path else name}, {chosen} split"
@@ -460,7 +441,7 @@ class TextReader(Reader):
         special = int(tokenizer.num_special_tokens_to_add())
         if special >= most:
             raise InputsError(f"max_length {most} leaves no room beside {special} special tokens")
-        alone = isinstance(found.given, Sequence) and len(found.given) == 1
+        alone = hasattr(found.given, "__len__") and len(found.given) == 1
         alone = len(texts) == 1 and (selection.samples != 1 or alone)
         if alone and selection.samples is not None and selection.shuffle is None:
             texts = [texts[0][: selection.samples * most * LONGEST_TOKEN]]
@@ -510,11 +491,9 @@ def stream(
         takes = "images" if checkpoint.modality == "image" else checkpoint.modality
         raise InputsError(f"{checkpoint.name} takes {takes}, not text")
     found = TextReader().items(checkpoint, data, Selection(None, count, split, column))
-    tokenizer: Any = None
-    ids: list[int] = []
+    tokenizer, ids = checkpoint.tokenizer(), list[int]()
     for text in found:
         if text is not None:
-            tokenizer = tokenizer or checkpoint.tokenizer()
             ids += _encoded(tokenizer, text, checkpoint.name, add_special_tokens=False)["input_ids"]
         if len(ids) >= count:
             return torch.tensor(ids[:count]), found.description
@@ -580,11 +559,8 @@ def _padded(tokenizer: Any, rows: list[Tokens]) -> dict[str, Tensor]:
 def _cut(lengths: Sequence[int], max_length: int) -> list[str]:
     """Return a note on texts that are longer than a sample."""
     longer = sum(length > max_length for length in lengths)
-    said = (
-        f"{longer} of {len(lengths)} texts: only the first {max_length} tokens were taken "
-        f"(max_length) of up to {max(lengths)}"
-    )
-    return [said] if longer else []
+    first = f"only the first {max_length} tokens were taken (max_length) of up to {max(lengths)}"
+    return [f"{longer} of {len(lengths)} texts: {first}"] if longer else []
 
 
 def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
@@ -596,10 +572,8 @@ def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
     special = torch.tensor([i for i in tokenizer.all_special_ids if i != unknown])
     words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown
     strange = int((lost.sum(-1) > MOSTLY_UNKNOWN * words.sum(-1)).sum())
-    said = (
-        f"most tokens of {strange} of {len(ids)} samples are {tokenizer.unk_token}, which stands "
-        "for what the tokenizer does not know; give data in the model's language"
-    )
+    most = f"most tokens of {strange} of {len(ids)} samples are {tokenizer.unk_token}"
+    said = f"{most}, unknown to the tokenizer; give data in the model's language"
     return [said] if strange else []
 
 
@@ -698,5 +672,5 @@ def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
-READERS: dict[str, Reader] = {"text": TextReader(), "image": ImageReader()}
+READERS: dict[str, TextReader | ImageReader] = {"text": TextReader(), "image": ImageReader()}
 """The reader of each modality."""

@@ -26,7 +26,7 @@ from lipbound.models.capture.seeing.follower import INTERFACE, Heads
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, ModuleRuns
 from lipbound.models.checkpoint import MASK
 from lipbound.models.in_memory import bare_model
-from lipbound.models.other_libraries import changed
+from lipbound.models.other_libraries import temporarily
 
 TRAINING_ATTENTION = "lipbound-training"
 """Name in the transformers registry of the attention function that can keep its probabilities."""
@@ -133,8 +133,7 @@ def _attention(
     if getattr(module, "_is_replica", False):
         instead = "use one device, or DistributedDataParallel (torchrun)"
         raise CaptureError(f"penalties cannot follow the copies that DataParallel runs; {instead}")
-    watches = [watch for watch in list(_watches) if id(module) in watch.modules]
-    numbers = [(watch, watch.layer(module)) for watch in watches]
+    numbers = [(w, w.layer(module)) for w in list(_watches) if id(module) in w.modules]
     layers = [(w, layer) for w, layer in numbers if w.chosen is None or layer in w.chosen]
     if not layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kw)
@@ -266,9 +265,7 @@ def watched_attention(
             _watches.remove(watch)
     if watch.ran and not watch.layers:
         newer = "" if __version__ >= "5" else ", or install transformers>=5, where more does"
-        what = (
-            f"none of its attention goes through AttentionInterface in transformers {__version__}"
-        )
+        what = f"none of its attention goes through AttentionInterface (transformers {__version__})"
         instead = "take the attentions of attn_implementation='eager', output_attentions=True"
         raise CaptureError(f"{type(inner).__name__} ran, and {what}; {instead}{newer}")
     missing = sorted(i for i in watch.chosen or () if i >= len(watch.layers))
@@ -301,7 +298,7 @@ def _attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator
     again = [module for module in modules if getattr(module, CHECKPOINTING, False)]
     if again and model.training:
         tell("gradient checkpointing is off while attention is watched, which takes memory")
-    with ExitStack() as stack, changed(CHECKPOINTING, False, *again):
+    with ExitStack() as stack, temporarily(CHECKPOINTING, False, *again):
         for config in configs:
             stack.callback(setattr, config, name, getattr(config, name))
         if any(getattr(config, name) != TRAINING_ATTENTION for config in configs):
@@ -410,11 +407,9 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
             found.append(ModuleProjections(name, module, w, b))
     if not found:
         known = ", ".join("/".join(names) for names in SEPARATE)
-        raise CaptureError(
-            f"{type(model).__name__} has no attention modules that say their number of heads "
-            f"({', '.join(COUNTS)}), which those with rotary positions or shared keys do not, "
-            f"beside projections called {known} or {', '.join(ONE_MAP)}; JaSMin needs neither"
-        )
+        what = f"has no attention modules that say their number of heads ({', '.join(COUNTS)})"
+        beside = f"beside projections called {known} or {', '.join(ONE_MAP)}"
+        raise CaptureError(f"{type(model).__name__} {what}, {beside}; rotary positions need JaSMin")
     return found
 
 
@@ -424,16 +419,14 @@ def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
         linear = [m for name in names if isinstance(m := getattr(module, name, None), nn.Linear)]
         if len(linear) == len(names):
             return [(one.weight.mT, one.bias) for one in linear]
-    for name in ONE_MAP:
-        one = getattr(module, name, None)
-        weight, bias = getattr(one, "weight", None), getattr(one, "bias", None)
-        if isinstance(one, nn.Module) and isinstance(weight, Tensor):
-            # transformers' Conv1D stores (in, out)
-            weight = weight.mT if isinstance(one, nn.Linear) else weight
-            if weight.shape[1] % 3 == 0:
-                biases = bias.chunk(3) if isinstance(bias, Tensor) else (None, None, None)
-                return list(zip(weight.chunk(3, 1), biases, strict=True))
-    return None
+    made = (getattr(module, name, None) for name in ONE_MAP)
+    one: Any = next((m for m in made if isinstance(getattr(m, "weight", None), Tensor)), None)
+    # transformers' Conv1D stores (in, out)
+    weight = one.weight.mT if isinstance(one, nn.Linear) else getattr(one, "weight", None)
+    if weight is None or weight.shape[1] % 3:
+        return None
+    biases = (None, None, None) if one.bias is None else one.bias.chunk(3)
+    return list(zip(weight.chunk(3, 1), biases, strict=True))
 
 
 def _per_head(weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
@@ -449,15 +442,12 @@ def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
         CaptureError: see `attention_layers`.
     """
     if found is None:
-        raise CaptureError(
-            f"{type(call.module).__name__} has projections of other names: no gradient"
-        )
-    for fault, what in (
-        (call.extras.get("position_bias") is not None, "uses position_bias in its attention"),
-        (call.run.calls > 1, "calls attention several times in one forward pass"),
-    ):
-        if fault:
-            raise call.unsupported(f"{what}, of which bounds have no gradient")
+        raise call.unsupported("has projections of other names, for which there is no gradient")
+    no_gradient = "of which bounds have no gradient"
+    if call.extras.get("position_bias") is not None:
+        raise call.unsupported(f"uses position_bias in its attention, {no_gradient}")
+    if call.run.calls > 1:
+        raise call.unsupported(f"calls attention several times in one forward pass, {no_gradient}")
     x, valid, mask = call.x, call.valid_rows, call.mask
     first = 0
     if valid is not None and not bool((keep := valid.any(-1)).all()):
@@ -494,12 +484,9 @@ def _check(att: Attention, call: Call, sample: int) -> None:
     first = att.select(slice(0, 1))
     real = slice(None) if first.valid is None else first.valid[0]
     limit = max(TRAINING_TOLERANCE, torch.finfo(call.q.dtype).eps * HALF_ROUNDINGS)
-    for name, mine, own in (
-        ("queries", first.q, call.q),
-        ("keys", first.k, call.k),
-        ("values", first.v, call.v),
-    ):
-        mine, own = mine[0][:, real], own[sample].to(mine)[:, real]
+    for side, name in {"q": "queries", "k": "keys", "v": "values"}.items():
+        mine = getattr(first, side)[0][:, real]
+        own = getattr(call, side)[sample].to(mine)[:, real]
         own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
         off = relative_error(mine, own) if mine.shape == own.shape else torch.inf
         if not off <= limit:

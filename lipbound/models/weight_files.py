@@ -1,10 +1,19 @@
-"""The files that hold the weights of a checkpoint, and single tensors of safetensors files.
+"""The files that hold the weights of a checkpoint, and modules whose weights stay in them.
 
 A GGUF file, llama.cpp's format, holds weights, configuration and tokenizer together; transformers
 reads it with the package gguf, and turns its mostly quantised weights into the floating-point
 numbers that they stand for, which are what is measured.
+
+Where weights stay on disk, transformers builds the model out of placeholders of the right shapes
+that weigh next to nothing. Whatever it renames on the way, the placeholder in a parameter's place
+still tells which tensor of which file belongs there. The parameter is then a tensor on the meta
+device with the right shape and dtype; hooks put what the file says in its place before the module
+runs, and the meta tensor back afterwards. accelerate's offloading does as much for plain forward
+passes, but casts the whole table of embeddings up for every look-up of tokens (1 GB of float32 for
+128k tokens of width 2048), and its modules cannot be copied without their hooks.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -23,24 +32,24 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import AutoModel, PretrainedConfig
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
-from lipbound.errors import CheckpointError
-from lipbound.models.other_libraries import VERBOSE, changed, explained, first_line
+from lipbound.errors import CaptureError, CheckpointError
+from lipbound.models.other_libraries import VERBOSE, explained, first_line, temporarily
 
 WEIGHT_FORMATS = ("model.safetensors", "pytorch_model.bin")
 ORDER = tuple(name + end for name in WEIGHT_FORMATS for end in ("", ".index.json"))
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
 NO_WEIGHTS = f"has no weights ({' or '.join(ORDER)})"
-WEIGHTS_KEY = "transformers_weights"
-"""Key of a configuration for the file of weights, where it has another name than those."""
 DISTRIBUTED = "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors"
 """Files of a distributed checkpoint, which transformers would read in place of the others."""
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
 GGUF = ".gguf"
 """Ending of GGUF files."""
+OTHER_FORM = "its weights are stored in another form, to be joined or split; use weights='whole'"
 
 
 @dataclass(frozen=True)
@@ -124,10 +133,8 @@ def unreadable(error: BaseException) -> str:
     said, kind = first_line(error), type(error).__name__
     damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
     if damaged or "Weights only load failed" in str(error):
-        return (
-            "its file of weights is damaged or holds other things than weights, none of which were "
-            "run; save the model again with save_pretrained"
-        )
+        what = "its file is damaged or holds other things than weights, none of which were run"
+        return f"{what}; save the model again with save_pretrained"
     if re.search("ignore_mismatched_sizes|cannot reshape array|Storage size .* overflowed", said):
         return "its weights have other shapes than its configuration says"
     if isinstance(error, LookupError | AttributeError | TypeError | ZeroDivisionError):
@@ -177,7 +184,7 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
 
 def candidates(folder: Path) -> list[str]:
     """Return the names of files of weights, in order; the first is what the configuration says."""
-    named = _read_json(folder / "config.json").get(WEIGHTS_KEY)
+    named = _read_json(folder / "config.json").get("transformers_weights")
     found = [name for name in ORDER if (folder / name).is_file()]
     return found if named is None else list(dict.fromkeys((str(named), *found)))
 
@@ -206,24 +213,10 @@ def check_file(file: Path) -> None:
             safe_open(file, framework="pt")
 
 
-def stored_tensors(folder: Path) -> dict[str, TensorRef]:
-    """Locate every tensor of a checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-
-    Returns:
-        The tensors by their names in the files.
-
-    Raises:
-        CheckpointError: as `files` does, and for other formats than safetensors.
-    """
-    named, _ = files(folder)
-    if other := next((file.name for file in named if file.suffix != ".safetensors"), None):
-        what = "weights='layers' reads safetensors and GGUF files only; use weights='whole'"
-        raise CheckpointError(f"{folder} has its weights in {other}, and {what}")
+def stored_tensors(paths: Iterable[Path]) -> dict[str, TensorRef]:
+    """Return every tensor of a checkpoint's safetensors files by its name there; no others."""
     found = {}
-    for file in (one.absolute() for one in named):
+    for file in (path.absolute() for path in paths if path.suffix == ".safetensors"):
         stamp = _stamp(file)
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (not a dict)
@@ -237,21 +230,24 @@ def _stamp(file: Path) -> tuple[int, int]:
     return (status := os.stat(file)).st_size, status.st_mtime_ns
 
 
-def choose_gguf(there: Iterable[str], wanted: str | None, name: str) -> str:
-    """Choose a GGUF file.
+def choose_gguf(folder: Path, wanted: str | None, name: str, otherwise: bool) -> str | None:
+    """Choose a GGUF file of a folder.
 
     Args:
-        there: the names of those that there are.
+        folder: where they are.
         wanted: one of them; None for the only one.
-        name: what the user called the place where they are, for messages.
+        name: what the user called the place, for messages.
+        otherwise: whether weights are elsewhere, or none of these may be taken, if none was named.
 
     Returns:
-        The name of the file.
+        The name of the file; None for none.
 
     Raises:
         CheckpointError: there is no such file, or there are several and none was named.
     """
-    there = sorted(there)
+    there = sorted(file.name for file in folder.glob(f"*{GGUF}"))
+    if wanted is None and (otherwise or not there):
+        return None
     chosen = there[0] if wanted is None and len(there) == 1 else wanted
     if chosen is None or chosen not in there:
         what = "holds several GGUF files" if wanted is None else f"has no GGUF file {wanted}"
@@ -337,10 +333,10 @@ def gguf_read_once(file: Path | None) -> Iterator[None]:
             from transformers import modeling_gguf_pytorch_utils as reader
 
             names, read = lru_cache(gguf.get_tensor_name_map), lambda path, mode="r": gguf_of(path)
-            stack.enter_context(changed("GGUFReader", read, gguf))
-            stack.enter_context(changed("get_tensor_name_map", names, gguf))
+            stack.enter_context(temporarily("GGUFReader", read, gguf))
+            stack.enter_context(temporarily("get_tensor_name_map", names, gguf))
             if not os.environ.get(VERBOSE):
-                stack.enter_context(changed("tqdm", lambda items, **options: items, reader))
+                stack.enter_context(temporarily("tqdm", lambda items, **options: items, reader))
         yield
 
 
@@ -368,3 +364,262 @@ def _read_gguf(file: Path, stamp: tuple[int, int]) -> Any:
         if inside := [one.name for one in reader.tensors if one.data_offset < reader.data_offset]:
             raise ValueError(f"the place of {inside[0]} is before those of all weights")
         return reader
+
+
+@dataclass
+class WeightOffloader:
+    """Reads the parameters of one module at their first use and drops them after their last.
+
+    Attributes:
+        away: the parameters as they are when not in memory, on the meta device.
+        stored: where each of them is on disk.
+        device: where they are brought.
+        users: how many forward passes and `resident` contexts hold the parameters.
+        table: whether what is in memory is the file's own table of embeddings, in its dtype.
+    """
+
+    away: dict[str, nn.Parameter]
+    stored: dict[str, TensorRef]
+    device: torch.device
+    users: int = 0
+    table: bool = False
+
+    def hold(self, module: nn.Module, table: bool = False) -> None:
+        """Bring the parameters into memory in the model's dtype; ``table``: in the file's."""
+        self.users += 1
+        if self.users == 1 or (self.table and not table):
+            for name, stored in self.stored.items():
+                value = stored.read()
+                if not table:
+                    value = _cast(value.to(self.device), self.away[name].dtype)
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+            self.table = table
+
+    def release(self, module: nn.Module) -> None:
+        """Drop the parameters from memory if nobody else holds them."""
+        self.users = max(self.users - 1, 0)
+        if not self.users:
+            for name, parameter in self.away.items():
+                setattr(module, name, parameter)
+            self.table = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Bring the parameters in before a forward pass; registered as a hook."""
+        self.hold(module, table=self.device.type == "cpu" and _looks_up(module))
+        for _, part, keeper in _read_by(module):
+            keeper.hold(part)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return looked-up rows in the model's dtype, and drop the parameters after a pass."""
+        looked_up = self.table and isinstance(output, Tensor)
+        rows = _cast(output, self.away["weight"].dtype) if looked_up else None
+        for _, part, keeper in _read_by(module):
+            keeper.release(part)
+        self.release(module)
+        return rows
+
+
+def _keeper(module: nn.Module) -> WeightOffloader | None:
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, WeightOffloader)), None)
+
+
+def _kept(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
+    """Return the names of the parts whose parameters stay on disk, the parts, and their keepers."""
+    parts = ((name, part, _keeper(part)) for name, part in module.named_modules())
+    return [(name, part, keeper) for name, part, keeper in parts if keeper is not None]
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether any of a module's parameters stay on disk."""
+    return bool(_kept(module))
+
+
+def on_disk(model: nn.Module) -> dict[str, TensorRef]:
+    """Return the places of parameters that stay on disk, by their names in the model."""
+    return {
+        f"{prefix}.{name}".lstrip("."): stored
+        for prefix, _, keeper in _kept(model)
+        for name, stored in keeper.stored.items()
+    }
+
+
+@contextmanager
+def resident(module: nn.Module) -> Iterator[None]:
+    """Keep all parameters of a module, offloaded or not, in memory in the model's dtype.
+
+    CheckpointError is raised where a file is gone, has changed or cannot be read.
+
+    Args:
+        module: any.
+
+    Yields:
+        Nothing.
+    """
+    with ExitStack() as afterwards:
+        for _, part, keeper in _kept(module):
+            afterwards.callback(keeper.release, part)
+            keeper.hold(part)
+        yield
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """Return a deep copy with its weights in memory and no tie to a disk, where these are.
+
+    Raises:
+        CaptureError: it cannot be copied.
+    """
+    kind = type(module).__name__
+    with resident(module), explained(CaptureError, f"{kind} cannot be copied, to be run apart: "):
+        copied = copy.deepcopy(module)
+    for _, part, keeper in _kept(copied):
+        own = keeper.before, keeper.after
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in own]:
+                del hooks[key]
+                part._forward_hooks_always_called.pop(key, None)
+    return copied
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(torch.float32).to(dtype)  # by way of float32, as a model loaded whole is
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Return whether a forward pass only takes rows of a table, the only ones to read and cast."""
+    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return plain and module.max_norm is None
+
+
+def _read_by(module: nn.Module) -> list[tuple[str, nn.Module, WeightOffloader]]:
+    """Return the submodules whose parameters a module reads without calling them."""
+    parts = _kept(module) if isinstance(module, nn.MultiheadAttention) else []
+    return [kept for kept in parts if kept[1] is not module]
+
+
+def load_offloaded(
+    tensors: dict[str, TensorRef], config: PretrainedConfig, dtype: torch.dtype, device: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Build a model whose weights stay in their files.
+
+    Buffers, and parts that the checkpoint lacks, are in memory. The numbers are those of a model
+    loaded whole in float32 and cast to ``dtype``. Not for several threads at once.
+
+    Args:
+        tensors: where the model's are, by name.
+        config: of the model.
+        dtype: torch.float32 or torch.float64, in which the model computes.
+        device: on which it computes.
+
+    Returns:
+        The model, in evaluation mode with eager attention, and transformers' report of missing and
+        mismatched keys.
+
+    Raises:
+        CheckpointError: a file has changed.
+        ValueError: quantized weights, or weights that are stored in another form than the model
+            computes with. For broken files transformers raises others.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("its weights are quantized; give the checkpoint that was quantized")
+    name, device, placeholders = config.name_or_path, torch.device(device), _Placeholders(tensors)
+    model, report = _built(config, placeholders)
+    model.name_or_path = model.config.name_or_path = name  # as transformers sets them
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()  # not in the report
+    computed = {str(key) for key in report["missing_keys"]} | {
+        key for key in model.state_dict() if any(re.search(pattern, key) for pattern in ignored)
+    }
+    expected = model.state_dict().keys() - computed
+    away: dict[tuple[Path, str], nn.Parameter] = {}  # tied weights are one parameter, and stay one
+    for prefix, module in model.named_modules():
+        found: dict[str, TensorRef] = {}
+        parameters = dict(module.named_parameters(recurse=False))
+        for name, tensor in (*parameters.items(), *module.named_buffers(recurse=False)):
+            path = f"{prefix}.{name}".lstrip(".")
+            stored = placeholders.source(tensor, path in expected, path)
+            if stored is not None and name in parameters:
+                found[name] = stored
+                empty = torch.empty(stored.shape, dtype=dtype, device="meta")
+                away.setdefault((stored.file, stored.key), nn.Parameter(empty, requires_grad=False))
+                continue
+            value = tensor.detach() if stored is None else stored.read().to(tensor.dtype)
+            kind = dtype if value.is_floating_point() else value.dtype
+            value = value.to(device, kind, copy=stored is not None)
+            own = name in parameters
+            setattr(module, name, nn.Parameter(value, requires_grad=False) if own else value)
+        if found:
+            mine = {name: away[stored.file, stored.key] for name, stored in found.items()}
+            keeper = WeightOffloader(mine, found, device)
+            keeper.release(module)
+            module.register_forward_pre_hook(keeper.before)
+            module.register_forward_hook(keeper.after, always_call=True)
+    return model, report
+
+
+def _built(
+    config: PretrainedConfig, placeholders: "_Placeholders"
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    # eager, whatever is asked for: the package of that need not be here, nor its code be fetched
+    eager: dict[str, Any] = {"attn_implementation": "eager"}
+    with torch.device("meta"):
+        architecture = type(AutoModel.from_config(config, trust_remote_code=False, **eager))
+    try:
+        with placeholders:
+            how = eager | {"dtype": torch.float32, "output_loading_info": True}
+            how |= {"config": config, "state_dict": placeholders.tensors}
+            return architecture.from_pretrained(None, **how)
+    except Exception as error:
+        if placeholders.joined:
+            raise ValueError(OTHER_FORM) from error
+        raise
+
+
+class _Placeholders(TorchFunctionMode):
+    """Tensors of the stored shapes and next to no memory, known again by address and strides.
+
+    As a context it refuses to join them (experts are stored one by one and computed with as one
+    tensor), which would fill the memory with zeros.
+    """
+
+    def __init__(self, stored: dict[str, TensorRef]):
+        super().__init__()
+        self.stored, self.joined = stored, False
+        self.tensors = {key: self._placeholder(ref) for key, ref in stored.items()}
+        self.keys = {tensor.data_ptr(): key for key, tensor in self.tensors.items()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.cat, torch.stack) and any(
+            tensor.data_ptr() in self.keys for tensor in (args[0] if args else kwargs["tensors"])
+        ):
+            self.joined = True
+            raise ValueError(OTHER_FORM)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _placeholder(stored: TensorRef) -> Tensor:
+        dtype = torch.float32 if stored.floating else stored.read().dtype
+        thin = stored.shape[:1] + (1,) * (len(stored.shape) - 1)
+        return torch.zeros(thin, dtype=dtype).expand(stored.shape)
+
+    def source(self, tensor: Tensor, expected: bool, name: str) -> TensorRef | None:
+        """Find the file's tensor behind one of the model.
+
+        Args:
+            tensor: a parameter or a buffer.
+            expected: whether the file should have it.
+            name: of the tensor in the model.
+
+        Returns:
+            Its place; None for what was computed.
+
+        Raises:
+            ValueError: it was expected, and something else was made of it.
+        """
+        key = self.keys.get(tensor.data_ptr()) if tensor.numel() else None
+        if key is not None:
+            mine = self.tensors[key]
+            if tensor.shape == mine.shape and tensor.stride() == mine.stride():
+                return self.stored[key]
+        if expected and tensor.numel():
+            raise ValueError(f"{OTHER_FORM}, {name} for one")
+        return None

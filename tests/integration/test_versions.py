@@ -111,7 +111,7 @@ def test_attention_that_penalties_do_not_see_is_refused(
             model(torch.tensor([[1, 2, 3]]))
         assert len(found) == 2
         return
-    words = f"{name}Model ran, and none ", f"in transformers {tf.__version__}"
+    words = f"{name}Model ran, and none ", f"(transformers {tf.__version__})"
     words += ("output_attentions=True", *(["or install transformers>=5"] if OLD else []))
 
     def run() -> None:

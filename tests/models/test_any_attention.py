@@ -219,7 +219,7 @@ class Around(nn.Module):
         return x + self.inner(self.norm(x), self.norm(x), self.norm(x))
 
 
-OTHER_POSITIONS = "of the same token at other positions"
+OTHER_POSITIONS = "or differently at each position"
 PRODUCTS = "adds other products of its tokens to its scores"
 RELATIVE = itertools.product((False, True), repeat=2)
 EXACT: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], set[str] | str]] = {

@@ -20,7 +20,7 @@ from transformers import modeling_gguf_pytorch_utils as reader
 import lipbound as lb
 from lipbound import devices
 from lipbound.errors import CheckpointError
-from lipbound.models import offload, weight_files
+from lipbound.models import weight_files
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.catalogue import describe
 from lipbound.models.inputs import prepare
@@ -56,8 +56,8 @@ def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) 
 def test_weights_may_stay_in_the_file(tmp_path: Path) -> None:
     expected = save_gguf(tmp_path / "model.gguf")
     checkpoint = load_checkpoint(tmp_path / "model.gguf", weights="layers")
-    assert offload.is_offloaded(checkpoint.model)
-    with offload.resident(checkpoint.model):
+    assert weight_files.is_offloaded(checkpoint.model)
+    with weight_files.resident(checkpoint.model):
         found = checkpoint.model.state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -72,7 +72,7 @@ def test_weights_that_are_not_found_one_by_one_ask_for_the_whole(
     monkeypatch.setattr(
         weight_files, "gguf_tensors", lambda *given: dict([*every(*given).items()][1:])
     )
-    whole = "could not be loaded: its weights are stored in another form .* use weights='whole'"
+    whole = "could not be loaded: its weights are stored in another form, .* use weights='whole'"
     with pytest.raises(CheckpointError, match=whole):
         load_checkpoint(folder, weights="layers")
 

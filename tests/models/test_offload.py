@@ -16,10 +16,10 @@ from torch import nn
 
 from lipbound import devices
 from lipbound.errors import CheckpointError
-from lipbound.models import offload, weight_files
+from lipbound.models import weight_files
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.loading import load_checkpoint
-from lipbound.models.offload import plain_copy, resident
+from lipbound.models.weight_files import plain_copy, resident
 
 BARE = ("bert", "gpt2", "albert", "opt", "vit", "clip text", "siglip vision")
 MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
@@ -112,8 +112,8 @@ def test_resident_and_plain_copy(tmp_path: Path) -> None:
     assert in_memory(model) == []
     copied = plain_copy(model)
     assert in_memory(model) == []
-    assert offload.is_offloaded(model)
-    assert not offload.is_offloaded(copied)
+    assert weight_files.is_offloaded(model)
+    assert not weight_files.is_offloaded(copied)
     hooks = [hook for module in copied.modules() for hook in module._forward_hooks.values()]
     assert not any(hasattr(hook, "__self__") for hook in hooks)
     next(tmp_path.glob("*.safetensors")).rename(tmp_path / "elsewhere")
@@ -199,7 +199,9 @@ def test_capture(tmp_path: Path) -> None:
 @newer_torch("2.6", "pickled weights are not read")
 def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("gpt2", tmp_path)
-    size = sum(math.prod(one.shape) for one in weight_files.stored_tensors(tmp_path).values())
+    size = sum(
+        math.prod(one.shape) for one in weight_files.stored_tensors(tmp_path.iterdir()).values()
+    )
     for free, dtype, expected in ((8.5, "float32", 0), (7.5, "float32", 1), (8.5, "float64", 1)):
         monkeypatch.setattr(devices, "available", lambda device, free=free: free * size)
         assert load_checkpoint(tmp_path, dtype=dtype).by_layer == expected
@@ -236,5 +238,5 @@ STORED: dict[str, Callable[[], tf.PreTrainedModel]] = {
 @pytest.mark.parametrize("kind", marked(STORED, {"gated": "Dinov2 is stored as it is"}))
 def test_weights_stored_in_another_form(kind: str, tmp_path: Path) -> None:
     build(STORED[kind]).save_pretrained(tmp_path)
-    words = "pieces to join or split", "use weights='whole'"
+    words = "to be joined or split", "use weights='whole'"
     refused(lambda: load_checkpoint(tmp_path, weights="layers"), *words, error=CheckpointError)

@@ -217,7 +217,7 @@ def test_pieces_with_a_projection_each_are_told() -> None:
             q, k, v = self.qkv(x)
             return torch.cat([self.o(joined(by_hand(part, k, v))) for part in q.split(2, -2)], 1)
 
-    with pytest.warns(lb.Notice, match=r"\(Chunks\) calls attention 3 times in one run"):
+    with pytest.warns(lb.Notice, match=r"\(Chunks\) calls attention 3 times in a run"):
         assert len(lb.capture(build(lambda: Chunks(by_hand)).double(), X)) == 3
 
 

@@ -30,7 +30,7 @@ PIXELS = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().
 TWICE = "DiffLlamaAttention calls attention 2 times whenever it runs"
 CHANGED = "BitNetAttention changes its head outputs before they are projected"
 BLIND = "its mask forbids some token every key (its sliding window is 0 tokens wide)"
-PAIR = "its normalisation ZayaQKNorm is of an unknown make: it takes more than one tensor"
+PAIR = "its normalisation ZayaQKNorm is of unknown make: it takes more than one tensor"
 NO_WINDOW = {**NARROW, "sliding_window": 0}
 REASONS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
     "two softmaxes": (lambda: tf.DiffLlamaModel(tf.DiffLlamaConfig(**LLAMA)), TWICE),
@@ -72,7 +72,7 @@ def test_norms_and_positions_of_an_unknown_make() -> None:
     model.layers[1].self_attn.q_norm = Reading()
     layers = capture(model, inputs_for(model))
     assert isinstance(layers[0], Attention)
-    assert "LayerNorm is of an unknown make: the layer itself reads its weight" in layers[1].reason
+    assert "LayerNorm is of unknown make: the layer itself reads its weight" in layers[1].reason
     model = build(MODERN["Llama"])
 
     class Pair(tuple):
@@ -83,7 +83,7 @@ def test_norms_and_positions_of_an_unknown_make() -> None:
 
     model.rotary_emb.register_forward_hook(lambda module, args, found: Pair((*found, 3)))
     reason = capture(model, inputs_for(model))[0].reason
-    assert "positions of an unknown make (Pair)" in reason
+    assert "positions of unknown make (Pair)" in reason
 
 
 class Convolution(nn.Linear):

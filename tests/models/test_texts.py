@@ -194,7 +194,7 @@ def test_windows_of_a_tokenizer_in_python(tmp_path: Path) -> None:
     letters = [words.index(c) for c in "MKTLLAGGS"]
     assert inputs.batch["input_ids"].tolist() == [[0, *letters[:4], 2], [0, *letters[4:8], 2]]
     assert not inputs.notes
-    with pytest.warns(Notice, match="most tokens of 2 of 2 samples are <unk>, which stands for"):
+    with pytest.warns(Notice, match="most tokens of 2 of 2 samples are <unk>, unknown to the"):
         inputs = prepare(protein, samples=2, max_length=30)
     assert inputs.description == "the story of a lighthouse clock that comes with lipbound"
 

@@ -200,7 +200,7 @@ def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_pa
     with pytest.raises(CheckpointError, match="what is there instead is epoch, state_dict"):
         load_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"junk")
-    with pytest.raises(CheckpointError, match="its file of weights is damaged or holds other"):
+    with pytest.raises(CheckpointError, match="its file is damaged or holds other"):
         load_checkpoint(tmp_path)
 
 

@@ -14,7 +14,7 @@ from support.models import AFFINE, MODERN, TEXT, build, inputs_for
 
 import lipbound as lb
 from lipbound.errors import CaptureError, CheckpointError, StoreError
-from lipbound.models import offload
+from lipbound.models import weight_files
 from lipbound.models.head_weights import FAMILIES
 from lipbound.schema import OF_WEIGHTS
 
@@ -86,21 +86,21 @@ def test_what_is_no_plain_weight_is_refused(tmp_path: Path) -> None:
 def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(MODERN["Llama"]).save_pretrained(tmp_path / "model")
     most, held = 0, 0
-    hold, release = offload.WeightOffloader.hold, offload.WeightOffloader.release
+    hold, release = weight_files.WeightOffloader.hold, weight_files.WeightOffloader.release
 
-    def holds(self: offload.WeightOffloader, *args: Any, **more: Any) -> None:
+    def holds(self: weight_files.WeightOffloader, *args: Any, **more: Any) -> None:
         nonlocal most, held
         hold(self, *args, **more)
         held += 1
         most = max(most, held)
 
-    def releases(self: offload.WeightOffloader, module: torch.nn.Module) -> None:
+    def releases(self: weight_files.WeightOffloader, module: torch.nn.Module) -> None:
         nonlocal held
         held -= self.users > 0
         release(self, module)
 
-    monkeypatch.setattr(offload.WeightOffloader, "hold", holds)
-    monkeypatch.setattr(offload.WeightOffloader, "release", releases)
+    monkeypatch.setattr(weight_files.WeightOffloader, "hold", holds)
+    monkeypatch.setattr(weight_files.WeightOffloader, "release", releases)
     lb.weight_norms(tmp_path / "model")
     assert 0 < most <= 4  # linear maps of one attention layer
     assert held == 0

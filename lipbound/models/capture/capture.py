@@ -29,10 +29,9 @@ from lipbound.models.capture.probing import ProbedWeights, Turns, probe, read_sc
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, moved
 from lipbound.models.capture.streams import Padding, of_stream, stream_names, through_module
-from lipbound.models.capture.verification import assemble
 from lipbound.models.checkpoint import Checkpoint, Inputs, unmarked_padding
 from lipbound.models.in_memory import bare_module, measurable, named_inputs
-from lipbound.models.offload import is_offloaded
+from lipbound.models.weight_files import is_offloaded
 from lipbound.schema import INPUT
 
 ROTATIONS = 4
@@ -63,8 +62,8 @@ class LayerCapture:
 class Capturer:
     """Captures the attention of a model, batch after batch.
 
-    Weights are probed, and the model verified, on the first batch; of a model that is read layer by
-    layer (`lipbound.models.offload`) weights are probed for every batch, one layer in memory at a
+    Weights are probed, and the model verified, on the first batch; of a model whose weights stay on
+    disk (`lipbound.models.weight_files`) they are probed for every batch, one layer in memory at a
     time.
 
     Args:
@@ -179,8 +178,7 @@ class Capturer:
             call = of_stream(call, stream, padding)
         except CaptureError as why:
             return replace(call, reason=str(why))
-        verification.check_defined(call)
-        return replace(call, reason=verification.forbidden(call))
+        return replace(call, reason=verification.check_defined(call))
 
     def _read(self, i: int, call: Call) -> ProbedWeights | None:
         """Return the weights of layer i; None, and the call's reason, where it has none."""
@@ -205,13 +203,13 @@ class Capturer:
         if weights is None:
             return None
         with _reasoned(call):
-            attention = assemble(call, weights)
+            attention = verification.assemble(call, weights)
             try:
                 error = verification.check_rebuilt(call, attention, weights)
             except CaptureError:
                 if not {"rotation", "qk_norm"} <= attention.variants:
                     raise
-                attention = assemble(call, weights, late=True)
+                attention = verification.assemble(call, weights, late=True)
                 error = verification.check_rebuilt(call, attention, weights)
         if call.reason:
             return None

@@ -8,7 +8,7 @@ is fitted to pairs of vectors before and after it, whatever the order of its coo
 products of queries and keys, and constants.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lipbound.attention.variants.gate import Gate
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.errors import CaptureError, DifferentPositionsError
 from lipbound.models.capture import rerun
 from lipbound.models.capture.seeing.follower import BY_HAND
 from lipbound.models.capture.seeing.recording import HIDDEN, Call
-from lipbound.models.other_libraries import changed
+from lipbound.models.other_libraries import temporarily
 
 _ADDED = ("mask", "position_bias")
 """What attention is handed that is added to scores."""
@@ -38,8 +37,6 @@ CENTRED = 1e-5
 """Largest relative change of a centring normalisation when all entries are moved alike."""
 
 Tensors = tuple[Tensor, ...]
-Project = Callable[[Tensor], Tensors]
-"""A function that makes q, k, v of tokens."""
 Map = Callable[[Tensor], Tensor]
 Act = Callable[[Tensor, Map], Tensor]
 """Stand-in for a normalisation: a function of a vector and of the normalisation itself."""
@@ -81,23 +78,17 @@ class ProbedWeights:
     """Per-head projections of a layer in float64, and the steps that follow them.
 
     Attributes:
-        w: of queries, keys, values, each (heads, D, d); shared ones are repeated, one a query head.
-        b: biases of the same, each (heads, d) or None.
-        w_o: output projection, (heads, d_v, D_out), or None.
-        norms: normalisations of queries, keys and values, or None.
-        gate: of head outputs, or None.
-        turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
-            normalisations are; None where it has none.
+        made: these, as arguments of `lipbound.Attention`: ``w_q``, ``w_k``, ``w_v``, of which
+            shared ones are repeated, their biases ``b_q``..., normalisations ``norm_q``...,
+            ``w_o``, and the ``gate`` of head outputs.
+        turns: what its position embeddings do, in whose order the coordinates of weights, biases
+            and normalisations are; None where it has none.
         sums: whether what is added to scores is still to be read off (`read_scores`).
     """
 
-    w: Tensors
-    b: tuple[Tensor | None, ...]
-    w_o: Tensor | None
-    norms: tuple[QKNorm | None, ...]
-    gate: Gate | None = None
-    turns: Turns | None = None
-    sums: bool = False
+    made: dict[str, Any]
+    turns: Turns | None
+    sums: bool
 
     def belongs_to(self, call: Call) -> bool:
         """Return whether another call of the layer has the same position embeddings."""
@@ -119,9 +110,7 @@ class ProbedLayer(rerun.ModuleCopy):
         self._tables = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
         count = 1 if isinstance(given, Tensor) else 2 * isinstance(given, tuple | list)
         if given is not None and len(self._tables) != count:
-            raise call.unsupported(
-                f"is given positions of an unknown make ({type(given).__name__})"
-            )
+            raise call.unsupported(f"is given positions of unknown make ({type(given).__name__})")
         super().__init__(call, call.run)
         self.stubs = stub_norms(self.module)
 
@@ -132,9 +121,8 @@ class ProbedLayer(rerun.ModuleCopy):
             tokens: (samples, N, D), float64.
             turned: with the call's position embeddings.
         """
-        named = {}
-        if not turned and self._positions is not None:
-            named = {POSITIONS: _unturned(self._positions)}
+        given = self._positions
+        named = {} if turned or given is None else {POSITIONS: _unturned(given)}
         parts, form = self.with_tokens(tokens, rerun.QKV, **named)[1], self.call.form
         one = parts[0]
         if form is None:
@@ -197,14 +185,14 @@ class ProbedLayer(rerun.ModuleCopy):
         """
         given, d, n = self._positions, self.call.q.shape[-1], self.call.x.shape[1]
         if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in self._tables):
-            raise self.call.unsupported(
-                "is given samples with different positions (pad on the right, or give one by one)",
-                DifferentPositionsError,
+            what = (
+                "is given samples with different positions (pad on the right, or give one by one)"
             )
+            raise self.call.unsupported(what, DifferentPositionsError)
         generator = torch.Generator().manual_seed(0 if given is not None else 4)
         pairs: list[tuple[Tensor, Tensor]] = []  # of (heads, N, d), before and after
         # vectors without their mean do not span the space
-        with changed("act", lambda vectors, norm: vectors, *self.stubs):
+        with temporarily("act", lambda vectors, norm: vectors, *self.stubs):
             while sum(len(after) for _, after in pairs) < d + 4:
                 x = self.random(generator)
                 x = x[:, :1].expand(x.shape).contiguous() if given is None else x
@@ -250,7 +238,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     layer = ProbedLayer(call)
     sums = layer.refuse_what_depends_on_tokens()
     sides = ["qkv".index(side) for side in call.sides]
-    found = read_normalisations(call, layer.stubs, layer.projections, sides)
+    found = read_normalisations(layer, sides)
     (samples, n, width), heads = call.x.shape, call.q.shape[1]
     latents = [one.latent for one in found if one is not None and one.latent is not None]
 
@@ -263,10 +251,8 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     # (D + 1, H or H_kv, d) of q, k, v, (D + 1, n) of latent vectors
     read = rerun.on_units(torch.ones_like(call.x[..., 0]), width, made)
     over = {id(stub): rerun.affine(t) for stub, t in zip(latents, read[3:], strict=True)}
-    maps = [  # those of another stream are zero
-        t if side in sides else t.new_zeros(width + 1, *t.shape[1:])
-        for side, t in enumerate(read[:3])
-    ]
+    other = [t.new_zeros(width + 1, *t.shape[1:]) for t in read[:3]]  # of another stream
+    maps = [read[side] if side in sides else other[side] for side in range(3)]
     rows = torch.arange(width + 1, device=call.x.device) % (samples * n)
     if turns is not None:
         maps[:2] = [turns.undone(t, rows % n) for t in maps[:2]]
@@ -289,17 +275,16 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         bias = None if read.bias is None else each_head(read.bias, side)
         return replace(read, gain=each_head(read.gain, side), bias=bias)
 
-    weights, biases, norms = [], [], []
-    for side, one in enumerate(found):
+    own: dict[str, Any] = {}
+    for side, (name, one) in enumerate(zip("qkv", found, strict=True)):
         w, b = rerun.affine(maps[side])
         w = w.transpose(0, 1).contiguous()
         if one is not None and one.constant is not None and b is not None:
             b = b - one.constant
-        norms.append(norm(side, w, b))
-        weights.append(each_head(w, side))
-        biases.append(None if b is None else each_head(b, side))
-    w_o, gate = rerun.probe_output(call, call.out), rerun.probe_gate(call)
-    return ProbedWeights(tuple(weights), tuple(biases), w_o, tuple(norms), gate, turns, sums)
+        own |= {f"w_{name}": each_head(w, side), f"norm_{name}": norm(side, w, b)}
+        own[f"b_{name}"] = None if b is None else each_head(b, side)
+    own |= {"w_o": rerun.probe_output(call, call.out), "gate": rerun.probe_gate(call)}
+    return ProbedWeights(own, turns, sums)
 
 
 def read_scores(call: Call) -> None:
@@ -383,7 +368,7 @@ class NormStub(nn.Module):
             raise AttributeError(self._unknown(f"the layer itself reads its {name}")) from None
 
     def _unknown(self, why: str) -> str:
-        return f"its normalisation {type(self.norm).__name__} is of an unknown make: {why}"
+        return f"its normalisation {type(self.norm).__name__} is of unknown make: {why}"
 
     def forward(self, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         others = (*args, *kwargs.values())
@@ -417,60 +402,51 @@ class TokenNorm(NamedTuple):
 
 def stub_norms(owner: nn.Module) -> list[NormStub]:
     """Return the stubs that are put in the place of every outermost normalisation of a module."""
-    stubs: list[NormStub] = []
-    replaced: list[str] = []
+    stubs: dict[str, NormStub] = {}
     for name, module in list(owner.named_modules()):
-        inside = any(name.startswith(done + ".") for done in replaced)
+        inside = any(name.startswith(outer + ".") for outer in stubs)
         if name and not inside and "norm" in type(module).__name__.lower():
-            replaced.append(name)
-            parent, _, last = name.rpartition(".")
-            stubs.append(NormStub(module))
-            setattr(owner.get_submodule(parent), last, stubs[-1])
-    return stubs
+            stubs[name], (parent, _, last) = NormStub(module), name.rpartition(".")
+            setattr(owner.get_submodule(parent), last, stubs[name])
+    return [*stubs.values()]
 
 
-def read_normalisations(
-    call: Call, stubs: Sequence[NormStub], project: Project, sides: Collection[int]
-) -> list[TokenNorm | None]:
-    """Return those of queries, keys and values; None where there is none.
+def read_normalisations(layer: ProbedLayer, sides: Collection[int]) -> list[TokenNorm | None]:
+    """Return those of queries, keys and values of a layer; None where there is none.
 
     Args:
-        call: of the layer.
-        stubs: what stands for the normalisations of a copy of the layer.
-        project: q, k, v, each (samples N, heads, d), that the copy makes of tokens (samples, N, D).
-        sides: which of them are made of these tokens, by number.
+        layer: with stubs in their place.
+        sides: which of the three are made of its tokens, by number.
     """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.q.device)
-
-    plain = project(x)
+    x = layer.random(torch.Generator().manual_seed(0))
+    plain = layer.projections(x)
     touching: list[list[NormStub]] = [[], [], []]
-    for stub in [s for s in stubs if s.width]:
-        nothing = _acting(stub, _nothing, x, project)
+    for stub in [s for s in layer.stubs if s.width]:
+        nothing = _acting(stub, _nothing, x, layer)
         for side in sides:
             if not torch.equal(nothing[side], plain[side]):
                 touching[side].append(stub)
     if any(len(found) > 1 for found in touching):
-        raise call.unsupported("normalises its queries, keys or values twice")
-    sides_of = enumerate(touching)
-    return [_read(call, one[0], side, x, project) if one else None for side, one in sides_of]
+        raise layer.call.unsupported("normalises its queries, keys or values twice")
+    return [_read(layer, one[0], side, x) if one else None for side, one in enumerate(touching)]
 
 
 def _nothing(y: Tensor, norm: Map) -> Tensor:
     return torch.zeros_like(y)
 
 
-def _acting(stub: NormStub, act: Act | None, x: Tensor, project: Project) -> Tensors:
+def _acting(stub: NormStub, act: Act | None, x: Tensor, layer: ProbedLayer) -> Tensors:
     """Return q, k, v of tokens where a stub acts in some way."""
-    with changed("act", act, stub):
-        return project(x)
+    with temporarily("act", act, stub):
+        return layer.projections(x)
 
 
-def _read(call: Call, stub: NormStub, side: int, x: Tensor, project: Project) -> TokenNorm:
+def _read(layer: ProbedLayer, stub: NormStub, side: int, x: Tensor) -> TokenNorm:
     """Return what a stub of queries (side 0), keys (1) or values (2) stands for."""
+    call = layer.call
 
     def seen(act: Act | None) -> Tensor:
-        return _acting(stub, act, x, project)[side]  # (samples N, heads, d)
+        return _acting(stub, act, x, layer)[side]  # (samples N, heads, d)
 
     def normalised(vector: Tensor) -> Tensor:
         return seen(lambda y, norm: norm(vector.expand_as(y).contiguous()))[0]
@@ -564,9 +540,7 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
         rotation = Rotation(maps[:, first, first].contiguous(), maps[:, second, first].contiguous())
         fits = misses(rotation, order, before, after) <= 10 * ROTATION_TOLERANCE
     if not fits:
-        raise CaptureError(
-            "positions act on queries and keys by a linear map that rotates no pairs of coordinates"
-        )
+        raise CaptureError("positions act on queries and keys otherwise than by rotating pairs")
     return rotation, order
 
 

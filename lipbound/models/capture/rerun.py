@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -21,19 +20,12 @@ from transformers import Cache
 
 from lipbound.attention.variants.gate import Gate
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing import interface
+from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.follower import BY_HAND, Follower, Form, Heads, outputs_of
 from lipbound.models.capture.seeing.interface import copied_state, unmoved
-from lipbound.models.capture.seeing.recording import (
-    Call,
-    ModuleRun,
-    ThroughPython,
-    first_tensor,
-    same_numbers,
-    samples_first,
-)
-from lipbound.models.offload import plain_copy
+from lipbound.models.capture.seeing.recording import Call, ModuleRun, same_numbers, samples_first
 from lipbound.models.other_libraries import explained
+from lipbound.models.weight_files import plain_copy
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor.
@@ -76,7 +68,8 @@ class WithoutCasts(TorchFunctionMode):
             if func in DETACHED:
                 self.detached |= first.requires_grad
                 return first
-            if func is F.batch_norm and first.ndim > 3:  # torch's gradients of one sample are wrong
+            # torch's gradients of one sample are wrong
+            if func is nn.functional.batch_norm and first.ndim > 3:
                 return func(first.flatten(2), *args[1:], **kwargs).view(first.shape)
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
                 return first.double()
@@ -221,7 +214,7 @@ class ModuleCopy:
                 hook = inner.register_forward_pre_hook(follower.given, prepend=True)
                 stack.enter_context(hook)
             if self.call.way == BY_HAND:
-                stack.enter_context(ThroughPython())  # type: ignore[no-untyped-call]
+                stack.enter_context(recording.ThroughPython())  # type: ignore[no-untyped-call]
             stack.enter_context(unmoved(self.module))
             stack.enter_context(follower.following())
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -233,7 +226,7 @@ class ModuleCopy:
         parts = [follower.found[number] for number in follower.numbers]
         if follower.stopped:
             return follower.stopped[0], parts
-        if place == RETURN and (returned := first_tensor(end)) is not None:
+        if place == RETURN and (returned := recording.first_tensor(end)) is not None:
             return returned, parts
         kinds = [(t, follower.kind(t)) for t in tree_leaves(end)]
         made = [t for t, kind in kinds if isinstance(kind, Heads) and parts == [*kind.calls]]
@@ -264,10 +257,8 @@ def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
         return replaced[id(value)]
     if isinstance(value, Cache):
         return copied_state(value) if value.get_seq_length() else None
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.double()
-    if isinstance(value, Tensor) and value.is_complex():
-        return value.to(torch.complex128)
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        return value.to(torch.promote_types(value.dtype, torch.float64))
     return value
 
 

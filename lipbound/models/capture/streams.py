@@ -161,17 +161,13 @@ def of_stream(call: Call, stream: str, padding: "Padding") -> Call:
         owner, streams = owner_of(call, stream)
         own = owner.run.module is call.module and {stream} <= set(streams.named) <= set(_SIDES)
         if not own or not streams.apart or len(streams.named[stream]) > 1:
-            raise call.unsupported(
-                "makes its queries, or its keys and values, of several streams of tokens, or of "
-                "some that are not its own inputs"
-            )
+            what = "makes its queries, or its keys and values, of several streams of tokens"
+            raise call.unsupported(f"{what}, or of some that are not its own inputs")
         tokens = streams.named[stream][0]
         call = replace(call, run=owner.run, stream=tokens, sides=_SIDES[stream])
     if call.run.calls > len(call.pieces) or (len(call.pieces) > 1 and call.form is None):
-        raise call.unsupported(
-            f"calls attention {call.run.calls} times whenever it runs (differential attention, "
-            "parts with keys of their own, or outputs that are added)"
-        )
+        parts = "differential attention, parts with keys of their own, or outputs that are added"
+        raise call.unsupported(f"calls attention {call.run.calls} times whenever it runs ({parts})")
     _ = call.x
     if call.changed and from_heads(call) is not None:  # it belongs to the map of their outputs
         call = replace(call, changed="", gated=False, consumer=None)
@@ -263,19 +259,17 @@ def through_module(
     """
     owner, streams = owner_of(call, stream)
     until = _until(call)
-    error = _error(call, *owner.again(place=until))
     if stream not in streams.named and stream == INPUT:  # keys of an earlier layer, that are kept
         stream = next(iter(streams.named))
     if stream not in streams.named:
         raise call.unsupported(f"depends on no stream of {stream}")
     tensors = streams.named[stream]
-    along = (
-        1 if len(tensors) > 1 and stream == INPUT else -1
-    )  # keys and values of two tensors have the same tokens
+    # keys and values of two tensors have the same tokens
+    along = 1 if len(tensors) > 1 and stream == INPUT else -1
     try:
         tokens = torch.cat([t.detach().double() for t in tensors], along)
-    except RuntimeError as error:
-        raise call.unsupported("makes keys and values of tensors of two layouts") from error
+    except RuntimeError as misfit:
+        raise call.unsupported("makes keys and values of tensors of two layouts") from misfit
 
     def cut(x: Tensor, until: str = until) -> tuple[Tensor, list[Heads]]:
         parts = x.split([t.shape[along] for t in tensors], along)
@@ -284,6 +278,7 @@ def through_module(
     with torch.enable_grad():
         x = tokens.clone().requires_grad_()
         whole, heads = cut(x)
+        error = _error(call, whole, heads)
         arrange = (lambda t: t) if until == rerun.HEADS else arrangement(call, whole, heads)
         sides = heads[0].known[:2] or (heads[0].left[0], heads[0].right[0])
         made = sides[stream == MEMORY]
@@ -398,13 +393,12 @@ def _error(call: Call, cut: Tensor, heads: list[Heads]) -> float:
     pairs = [(a, b) for a, b in seen if a is not None and a.shape == b.shape]
     if not pairs:
         raise call.unsupported("computes other attention when it is run by itself")
-    errors = [
-        rerun.relative_error(*(t.detach().double().nan_to_num() for t in pair)) for pair in pairs
-    ]
+    plain = [[t.detach().double().nan_to_num() for t in pair] for pair in pairs]
+    errors = [rerun.relative_error(made, own) for made, own in plain]
     if not (error := min(errors)) <= rerun.CAPTURE_TOLERANCE:
+        why = "it keeps a state, or draws random numbers"
         raise call.unsupported(
-            f"gives other outputs when it is run by itself (off by {error:.1e} relative): it keeps "
-            "a state, or draws random numbers"
+            f"gives other outputs when it runs alone (off by {error:.1e}): {why}"
         )
     if not errors[0] <= rerun.CAPTURE_TOLERANCE:  # more than the heads were given to it
         call.projection = None
@@ -449,10 +443,10 @@ def _samples(call: Call, x: Tensor, out: Tensor, made: Tensor) -> tuple[int | No
                 return axis, count, place
     if samples == 1 or (x.ndim == 2 and len(x) == samples):  # those are tokens
         return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1, 0
-    raise call.unsupported(
-        "is given all samples in one tensor that does not tell them apart (capture one at a time)",
-        DifferentPositionsError,
+    what = (
+        "is given all samples in one tensor that does not tell them apart (capture one at a time)"
     )
+    raise call.unsupported(what, DifferentPositionsError)
 
 
 def _is_alone(made: Tensor, x: Tensor, axis: int) -> bool:

@@ -6,7 +6,6 @@ attention makes. A sample also runs without its padding, and its head outputs ar
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from lipbound.models.capture.rerun import CAPTURE_TOLERANCE, relative_error
 from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.follower import INTERFACE
 from lipbound.models.capture.seeing.recording import Call, ModuleRun, listed
-from lipbound.models.capture.streams import Padding, hidden_keys, stream_names
-from lipbound.models.offload import resident
-from lipbound.schema import INPUT
+from lipbound.models.capture.streams import Padding, hidden_keys
+from lipbound.models.weight_files import resident
 
 RESIDUAL_TOLERANCE = 1e-4
 """Largest relative difference between what passes through the model and what is rebuilt."""
@@ -41,50 +39,37 @@ def assemble(call: Call, weights: ProbedWeights, *, late: bool = False) -> Atten
     Raises:
         CaptureError: they do not form an attention layer.
     """
-    x, scale = call.x.detach(), call.scale
-
-    def cast(t: Tensor | None) -> Any:
-        return None if t is None else t.to(x.dtype)
-
-    scale = call.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    valid = call.valid_keys if call.sides == "kv" else call.valid_rows
-    w_q, w_k, w_v, b_q, b_k, b_v = map(cast, (*weights.w, *weights.b))
-    own = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "w_o": cast(weights.w_o)}
-    own |= {"scale": scale, "mask": cast(_simplified(call)), "valid": valid}
+    x = call.x.detach()
+    own = weights.made | steps_of(call) | {"mask": _simplified(call)}
+    own |= {name: part.to(x.dtype) for name, part in own.items() if hasattr(part, "to")}
+    own["rotation"] = weights.turns and weights.turns.rotation  # its angles stay in float64
+    own["scale"] = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
+    own["valid"] = call.valid_keys if call.sides == "kv" else call.valid_rows
     try:
-        return Attention(x, w_q, w_k, w_v, **own, **steps_of(call, weights), norm_late=late)
+        return Attention(x, **own, norm_late=late)
     except AttentionError as error:
         raise CaptureError(f"layer {call.name}: {error}") from error
 
 
-def steps_of(call: Call, weights: ProbedWeights) -> dict[str, Any]:
-    """Return what a call does to queries, keys and scores beside projecting and scaling.
+def steps_of(call: Call) -> dict[str, Any]:
+    """Return what a recorded call does to scores beside scaling, as arguments of `Attention`.
 
-    As arguments of `Attention`. What else there is, is one more of them: read off the call or off
-    what probing found.
+    What else there is, is one more of them: read off the call here, or off its layer by
+    `lipbound.models.capture.probing.probe`.
     """
-    found: dict[str, Any] = {"gate": weights.gate, "cap": call.extras.get("softcap")}
-    found |= zip(("norm_q", "norm_k", "norm_v"), weights.norms, strict=True)
+    found: dict[str, Any] = {"cap": call.extras.get("softcap")}
     if (sinks := call.extras.get("s_aux")) is not None:
-        found["sinks"] = sinks.detach().flatten().to(call.x.dtype)
-    found = {
-        name: part.to(call.x.dtype) if hasattr(part, "to") else part for name, part in found.items()
-    }
-    if weights.turns is not None:
-        found["rotation"] = weights.turns.rotation  # its angles stay in float64
+        found["sinks"] = sinks.detach().flatten()
     return found if call.sides == "qkv" else found | {"other_stream": _other_stream(call)}
 
 
 def _other_stream(call: Call) -> OtherStream:
     """Return the side of cross-attention that does not move, as it was recorded."""
     groups = call.q.shape[1] // call.k.shape[1]
-
-    def given(t: Tensor) -> Tensor:
-        return t.detach().to(call.x.dtype).transpose(0, 1)
-
+    q, k, v = (t.detach().transpose(0, 1) for t in (call.q, call.k, call.v))
     if call.sides == "kv":
-        return OtherStream(q=given(call.q), valid=call.valid_rows)
-    k, v = (given(t.repeat_interleave(groups, 1)) for t in (call.k, call.v))
+        return OtherStream(q=q, valid=call.valid_rows)
+    k, v = (t.repeat_interleave(groups, 0) for t in (k, v))
     return OtherStream(k=k, v=v, valid=call.valid_keys)
 
 
@@ -144,11 +129,10 @@ def _constant(difference: Tensor, out: Tensor, att: Attention) -> bool:
     return float((rest - rest[:1]).abs().amax()) <= RESIDUAL_TOLERANCE * size
 
 
-def normaliser(module: nn.Module, x: Tensor, out: Tensor) -> Normaliser | None:
+def normaliser(module: Any, x: Tensor, out: Tensor) -> Normaliser | None:
     """Return LayerNorm, or RMSNorm with weights w or 1 + w, whichever rebuilds the output."""
     with resident(module):
         weight, bias = module.weight, getattr(module, "bias", None)
-    assert isinstance(weight, Tensor)
     weight, bias = weight.to(x.device), None if bias is None else bias.to(x.device).detach()
     eps = eps_of(module, x.dtype)
     for centred, shift in ((True, 0.0), (False, 0.0), (False, 1.0)):
@@ -158,40 +142,32 @@ def normaliser(module: nn.Module, x: Tensor, out: Tensor) -> Normaliser | None:
     return None
 
 
-def forbidden(call: Call) -> str:
+def _forbidden(call: Call) -> str:
     """Return that some token that is not padding may attend to none, where that is so."""
     mask, rows, keys = call.additive(), call.valid_rows, call.valid_keys
     if mask is None or sees_some_key(mask, call.k.shape[-2], keys, rows):
         return ""
     window = call.extras.get("sliding_window")
     width = "" if window is None else f" (its sliding window is {window} tokens wide)"
-    return (
-        f"layer {call.name}: its mask forbids some token every key{width}, and what its softmax is "
-        "there is up to the model's code; change the model's configuration, or give inputs in "
-        "which every token that is no padding may attend to one"
-    )
+    instead = "give inputs, or a configuration, in which every token that is no padding may see one"
+    return f"layer {call.name}: its mask forbids some token every key{width}; {instead}"
 
 
-def check_defined(call: Call) -> None:
-    """Check that the outputs of a call are numbers.
+def check_defined(call: Call) -> str:
+    """Return that some token that is not padding may attend to none, where that is so.
 
     Raises:
-        CaptureError: they are not; a mask that forbids some token every key is the better reason.
+        CaptureError: outputs of the call are NaN, for that reason or another.
     """
-    valid, hint = call.valid_rows, ""
-    if not bool(call.out.isnan().any()):
-        return
-    if why := forbidden(call):
+    why, out, valid = _forbidden(call), call.out, call.valid_rows
+    if why and bool(out.isnan().any()):
         raise CaptureError(why)
-    if not bool((call.out if valid is None else call.out[valid]).isnan().any()):
-        return
-    if valid is not None and not bool(valid[:, 0].all()) and call.out.dtype == torch.float64:
-        hint = (
-            ": in float64, padding on the left attends to nothing, which is 0/0 and spreads; "
-            "pad on the right, or take float32"
-        )
-    what = f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
-    raise CaptureError(f"{what} in the model's own eager pass{hint}")
+    if bool((out if valid is None else out[valid]).isnan().any()):
+        left = valid is not None and not bool(valid[:, 0].all()) and out.dtype == torch.float64
+        hint = ": in float64 left padding attends to nothing, 0/0; pad right, or take float32"
+        what = f"layer {call.name or '(the model itself)'}: the outputs of its heads are NaN"
+        raise CaptureError(f"{what} in the model's own eager pass{hint if left else ''}")
+    return why
 
 
 def about_padding(calls: Collection[Call]) -> list[str]:
@@ -209,11 +185,8 @@ def about_padding(calls: Collection[Call]) -> list[str]:
             unseen.append(call.name)
         if given is not None and given.shape == hidden.shape:
             attended += [call.name] if bool(((given == 0) & ~hidden).any()) else []
-    unmarked = (
-        "no query may attend to some tokens, which are measured as tokens nevertheless; if they "
-        "are padding, say so by 0 in an attention_mask of (samples, tokens) among the inputs, "
-        "which a model that finds its padding by itself need not take"
-    )
+    hid = "no query may attend to some tokens, which are measured as tokens nevertheless"
+    unmarked = f"{hid}; mark padding by 0 in an attention_mask, whether the model takes it or not"
     seen = "tokens that attention_mask marks as padding are attended to, and are measured as tokens"
     pairs = (unseen, unmarked), (attended, seen)
     return [f"layer {listed(names)}: {said}" for names, said in pairs if names]
@@ -224,10 +197,8 @@ def about_positions(inputs: Mapping[str, Any]) -> list[str]:
     positions = inputs.get("position_ids")
     if not isinstance(positions, Tensor) or positions.ndim != 2:
         return []
-    said = (
-        "position_ids begin again within a sample: without a cache, as it is measured, models may "
-        "take that for documents that do not see each other, and with one not"
-    )
+    where = "position_ids begin again within a sample: without a cache, as it is measured"
+    said = f"{where}, models may take that for documents that do not see each other, with one not"
     return [said] if bool((positions.diff(dim=-1) < 0).any()) else []
 
 
@@ -285,29 +256,26 @@ def check_rebuilt(call: Call, attention: Attention, weights: ProbedWeights) -> f
     k, v = (t.repeat_interleave(groups, 1) for t in (call.k[..., order], call.v))
     made = {}
     for name, mine, own, w, norm, valid in (
-        ("queries", att.q, call.q[..., order], att.w_q, weights.norms[0], att.valid_rows),
-        ("keys", att.k, k, att.w_k, weights.norms[1], att.valid_keys),
-        ("values", att.v, v, att.w_v, weights.norms[2], att.valid_keys),
+        ("queries", att.q, call.q[..., order], att.w_q, att.norm_q, att.valid_rows),
+        ("keys", att.k, k, att.w_k, att.norm_k, att.valid_keys),
+        ("values", att.v, v, att.w_v, att.norm_v, att.valid_keys),
     ):
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
         made[name] = head_error(mine, own, size, valid)
     errors = torch.stack([*made.values()]).tolist()
     for name, difference in zip(made, errors, strict=True):
         if not difference <= CAPTURE_TOLERANCE:
+            what = f"{name} are not one affine map of the layer's tokens (off by {difference:.1e})"
             raise CaptureError(
-                f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map "
-                f"of the layer's tokens (off by {difference:.1e} relative), but for a "
-                "normalisation and a rotation: they are made of several tokens, of other input, or "
-                "otherwise of the same token at other positions (as where these are added to it)"
+                f"layer {call.name} ({type(call.module).__name__}): {what}, normalised and turned: "
+                "they are made of several tokens, of other input, or differently at each position"
             )
     size = att.v.abs().amax((-1, -2))
     difference = float(head_error(att.ungated, call.out.transpose(1, 2), size, att.valid_rows))
     if not difference <= CAPTURE_TOLERANCE:
-        raise CaptureError(
-            f"layer {call.name}: rebuilt head outputs differ from the model's own eager attention "
-            f"by {difference:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e}); its attention is not "
-            "softmax(scale q k^T + mask) v, nor a variant of it known here"
-        )
+        what = "is not softmax(scale q k^T + mask) v, nor a variant of it known here"
+        off = f"rebuilt head outputs are {difference:.1e} relative off the model's own"
+        raise CaptureError(f"layer {call.name}: its attention {what}: {off}")
     return max(*errors, difference)
 
 
@@ -348,13 +316,9 @@ def check_pass(
     for call in calls:
         given = [run.given for run in runs[call.module]]
         if _apart(call, call.run.given, given, part) > CAPTURE_TOLERANCE:
-            raise call.unsupported(
-                "is given other token vectors when the model runs on one sample of the same "
-                "inputs: it draws random numbers in evaluation, or one sample changes with the "
-                "others (give it the random numbers where it takes them as an input, or one "
-                "sample)",
-                UnfaithfulPassError,
-            )
+            why = "it draws random numbers (give them), or a sample changes with others (give one)"
+            what = f"is given other token vectors when one sample runs alone: {why}"
+            raise call.unsupported(what, UnfaithfulPassError)
         made, floor, found = call.run.returned, None, [run.returned for run in runs[call.module]]
         if call.consumer is not None:
             made = call.projected if call.gated else call.out
@@ -363,10 +327,8 @@ def check_pass(
             floor = call.v.abs().amax((0, -1, -2)).repeat_interleave(groups)
         off = _apart(call, made, found, part, floor)
         if off > CAPTURE_TOLERANCE and not call.boolean:
-            raise UnfaithfulPassError(
-                f"layer {call.name}: what it computes when it is captured differs from the model's "
-                f"own eager attention by {off:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e})"
-            )
+            what = f"is {off:.1e} relative off what the model's own eager attention computes"
+            raise UnfaithfulPassError(f"layer {call.name}: what is captured {what}")
         if math.isnan(off) and call.way == INTERFACE and not call.reason:
             why = "hands on its heads in no form in which they can be checked"
             call.reason = str(call.unsupported(why))
@@ -434,18 +396,22 @@ def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
         model: of the capture.
         inputs: of this sample alone, with the padding that it has in its batch.
     """
-    inputs, off = interface.taken(model, inputs), 0.0
-    passes = (_calls(model, given) for given in (inputs, _without_padding(inputs)))
-    for pair in zip(*passes, strict=False):  # layers count that both have for the same tokens
-        a, b = (c.out if c.valid_rows is None else c.out[c.valid_rows] for c in pair)
-        if a.numel() and a.numel() == b.numel():
-            off = max(off, relative_error(b.flatten(), a.flatten()))
-    said = (
-        "numbers depend on what shares the batch: head outputs of the sample with most padding "
-        f"are up to {off:.1%} off those alone, where padding moves positions (on the left), or the "
-        "longest sample decides for all (rotary tables, normalisations over padding); pad on the "
-        "right, and give samples of one length"
-    )
+    inputs, padding, off = interface.taken(model, inputs), Padding((), inputs), 0.0
+
+    def of_tokens(call: Call) -> Tensor:
+        if not call.formed or len(call.out) > 1:
+            return call.out[:0]
+        valid = padding.of_keys(call, 1, call.out.shape[1])
+        return call.out if valid is None else call.out[valid]
+
+    with interface.implementation(model, interface.RECORDING_ATTENTION):
+        passes = (recording.record(model, given)[0] for given in (inputs, _unpadded(inputs)))
+        for a, b in (map(of_tokens, pair) for pair in zip(*passes, strict=False)):
+            if a.numel() and a.numel() == b.numel():  # calls that both make of the same tokens
+                off = max(off, relative_error(b.flatten(), a.flatten()))
+    what = f"numbers depend on what shares the batch: head outputs are up to {off:.1%} off"
+    why = "padding moves positions, or the longest sample decides for rotary tables, normalisations"
+    said = f"{what} ({why} over padding); pad on the right, and give samples of one length"
     return [said] if off > SAME else []
 
 
@@ -455,19 +421,7 @@ def _masks(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: t for name, t in named.items() if isinstance(t, Tensor) and t.ndim == 2}
 
 
-def _calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Call]:
-    """Return the calls of self-attention in a pass of one sample, with their padding."""
-    found = []
-    with interface.implementation(model, interface.RECORDING_ATTENTION):
-        for call in recording.record(model, inputs)[0]:
-            with suppress(CaptureError):  # of layers that are not chosen
-                if stream_names(call) == [INPUT] and len(call.x) == 1:
-                    found.append(call)
-    Padding(found, inputs)
-    return found
-
-
-def _without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _unpadded(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return one sample without its padding.
 
     A mask is about the inputs of its stream, those whose names begin as its own does, with as many

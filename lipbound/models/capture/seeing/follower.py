@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipbound.models.capture.seeing.interface import SDPA, additive_mask, eager, handling
-from lipbound.models.other_libraries import changed
+from lipbound.models.other_libraries import temporarily
 
 INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by hand"
 """Ways to compute attention: through transformers' interface, by torch, or by the module itself."""
@@ -169,11 +169,8 @@ class Form(NamedTuple):
                 if self.axis == 2 and side in (1, 2):  # all queries have the same keys and values
                     made = made[:1] if all(torch.equal(t, made[0]) for t in made) else []
                 whole = made[0] if len(made) == 1 else torch.cat(made, self.axis or 0)
-            except (
-                RuntimeError,
-                ValueError,
-            ):  # shapes or keys that do not fit, or some without a mask
-                return ()
+            except (RuntimeError, ValueError):
+                return ()  # shapes or keys that do not fit, or some without a mask
             first = found[0] if found else whole
             if whole.ndim != 4 or first.shape[1] % whole.shape[1] or len(whole) != len(first):
                 return ()
@@ -265,12 +262,9 @@ class Follower(TorchFunctionMode):
             if self._count > before:
                 self.returned(out)
                 return out, probabilities
-            heads.reason = (
-                "computes attention by a function that was registered with AttentionInterface, in "
-                "which no softmax of products of queries and keys is seen"
-            )
+            heads.reason = "computes attention by a function of yours in which no softmax is seen"
         else:
-            with changed("is_paused", True, self):
+            with temporarily("is_paused", True, self):
                 out, probabilities = eager(module)(module, q, k, v, mask, **kw)
         return self._done(heads, out, out.ndim - 2), probabilities
 
@@ -282,7 +276,7 @@ class Follower(TorchFunctionMode):
         heads = Heads(FUSED, (query,), (key,), value, mask, kw.get("scale"))
         heads.boolean = given is not None and given.dtype == torch.bool
         self.asked(heads)
-        with changed("is_paused", True, self), torch._C.DisableTorchFunction():
+        with temporarily("is_paused", True, self), torch._C.DisableTorchFunction():
             out = self.fused(query, key, value, **kw)
         heads.known = query, key, value, out, mask
         return self._done(heads, out, out.ndim - 3 if out.ndim > 3 else None)

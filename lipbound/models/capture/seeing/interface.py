@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lipbound.errors import CaptureError
 from lipbound.models.checkpoint import MASK
 from lipbound.models.in_memory import named_inputs
-from lipbound.models.other_libraries import changed, explained, quiet
+from lipbound.models.other_libraries import explained, quiet, temporarily
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -177,8 +177,7 @@ def handling(function: AttentionFunction, fused: Callable[..., Tensor]) -> Itera
         afterwards.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         for owner, name, new in swapped:
-            afterwards.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, new)
+            afterwards.enter_context(temporarily(name, new, owner))
         yield
 
 
@@ -204,10 +203,8 @@ def _flexible(
         bias, made = (added(z, *places) for z in (torch.zeros_like(probe), probe))
         seen = flex._vmap_for_bhqkv(block_mask[-1], prefix=())(*places) & (bias > -torch.inf)
     if not torch.allclose((made - bias)[seen], probe[seen], rtol=1e-3, atol=1e-3):
-        raise CaptureError(
-            "flex_attention is measured where its score_mod adds to scores, and this one does more "
-            "to them; write it as products and a softmax"
-        )
+        what = "a score_mod of flex_attention does more to scores than add to them"
+        raise CaptureError(f"{what}; write it as products and a softmax")
     mask = bias.masked_fill(~seen, -torch.inf) if bool(bias[seen].any()) else seen
     given = {"query": q, "key": k, "value": v, "attn_mask": mask, "scale": scale}
     empty = q.new_empty(0)
@@ -254,7 +251,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
                 afterwards.callback(setattr, module, "training", True)
             own = vars(module).get(OWN_FORWARD)
             if own is not None and "forward" in vars(module):
-                afterwards.enter_context(changed("forward", own, module))
+                afterwards.enter_context(temporarily("forward", own, module))
         kept = own_names(configs)
         for config in configs:
             afterwards.callback(setattr, config, ATTRIBUTE, getattr(config, ATTRIBUTE))
@@ -289,14 +286,12 @@ def _renew_rotary_tables(model: nn.Module, afterwards: ExitStack) -> None:
         names = [*vars(module), *(name for name, _ in module.named_buffers(recurse=False))]
         for prefix in [n.removesuffix(ORIGINAL) for n in names if n.endswith(ORIGINAL)]:
             table, longest = prefix + "inv_freq", prefix + "max_seq_len_cached"
-            for name in (table, longest):
-                if hasattr(module, name):
-                    afterwards.callback(setattr, module, name, getattr(module, name))
             before, now = getattr(module, prefix + ORIGINAL), getattr(module, table, None)
             if isinstance(before, Tensor) and isinstance(now, Tensor) and before.shape == now.shape:
-                setattr(module, table, before.to(now).clone())
+                afterwards.enter_context(temporarily(table, before.to(now).clone(), module))
             if hasattr(module, longest) and hasattr(module, "original_max_seq_len"):
-                setattr(module, longest, module.original_max_seq_len)
+                new = module.original_max_seq_len
+                afterwards.enter_context(temporarily(longest, new, module))
 
 
 def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:

@@ -196,9 +196,9 @@ class Call(Heads):
         queries, keys = self.q.shape[-2], self.k.shape[-2]
         apart = self.sides == "qkv" and keys != queries
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != n or apart:
+            what = "one tensor (samples, N, D) of these (but several, a cache, or windows of one)"
             raise self.unsupported(
-                f"attends with {queries} queries to {keys} keys and is not given one (samples, N, "
-                "D) tensor of as many tokens (but several, a cache, or windows cut out of it)"
+                f"has {queries} queries and {keys} keys, and is not given {what}"
             )
         return x
 
@@ -295,32 +295,25 @@ def _layers_left_out(model: nn.Module, captured: Collection[str]) -> Iterator[st
         attending = {one.partition(".")[0] for one in inside}
         within = any(name.startswith(f"{outer}.") for outer in lists)  # parts of one layer
         if attending and not within and len(attending) < len(module):
-            yield (
-                f"softmax attention was found in {len(attending)} of {len(module)} layers in "
-                f"{name}; what the others do to tokens is left out"
-            )
+            found = f"softmax attention was found in {len(attending)} of {len(module)} layers"
+            yield f"{found} in {name}; what the others do to tokens is left out"
 
 
 def _notes(model: nn.Module, calls: Collection[Call], unseen: str) -> list[str]:
     """Return sentences on attention that was not seen, or is not what it seems."""
     said = []
     if unseen:
-        said.append(
-            "attention of an unknown make cannot be captured and is left out, in "
-            f"{unseen} of {type(model).__name__}"
-        )
+        said.append(f"attention of unknown make is left out, in {unseen} of {type(model).__name__}")
     said += _layers_left_out(model, {call.name for call in calls})
     apart = {call.run: call.name for call in calls if call.run.calls > len(call.pieces)}
-    said += [
-        f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in one run, "
-        "and each call that goes its own way is measured as a layer by itself"
-        for run, name in apart.items()
-    ]
-    if adding := [call.name for call in calls if call.adds]:
-        said.append(
-            "a mask of True and False is added to scores as the numbers 1 and 0, which is what the "
-            f"model's own attention does, in layer {listed(adding)}"
+    for run, name in apart.items():
+        what = (
+            f"layer {name} ({type(run.module).__name__}) calls attention {run.calls} times in a run"
         )
+        said.append(f"{what}, and each call that goes its own way is measured as a layer by itself")
+    if adding := [call.name for call in calls if call.adds]:
+        what = "a mask of True and False is added to scores as the numbers 1 and 0"
+        said.append(f"{what}, as the model's own attention does, in layer {listed(adding)}")
     return said
 
 
@@ -502,9 +495,8 @@ def record(
         drew = forward(model, inputs)
     unseen = _named(recorder.unseen)
     if not recorder.calls:
-        own = "it seems to have no attention layers"
-        if unseen:
-            own = f"its attention is of an unknown make, in {unseen}"
+        make = f"its attention is of unknown make, in {unseen}"
+        own = make if unseen else "it seems to have no attention layers"
         raise CaptureError(
             f"{type(model).__name__} has no attention that can be captured: its forward pass "
             "calls neither the transformers attention interface nor scaled_dot_product_attention, "
