@@ -26,7 +26,7 @@ from typer.core import TyperCommand
 from lipbound import __version__, _importing
 from lipbound.errors import LipboundError, Notice
 from lipbound.formatting import plain, plain_data
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import IN_PYTHON, RunConfig
 from lipbound.schema import Contents, of_weights_alone
 
 if TYPE_CHECKING:
@@ -219,7 +219,8 @@ def with_options(command: Callable[..., Any]) -> str:
         text += f"\n\n{inspect.cleandoc(RunConfig.__doc__ or '')}"
         first = [one for one in own if one.kind is made.POSITIONAL_OR_KEYWORD]
         of_run = []
-        for one in inspect.signature(RunConfig).parameters.values():
+        every = inspect.signature(RunConfig).parameters
+        for one in [every[name] for name in every if name not in IN_PYTHON]:
             type_of = TYPES.get(one.name) or TYPES.get(str(one.annotation).split(" | ")[0], str)
             if one.default is not made.empty:
                 type_of = type_of | None if one.default is None else type_of

@@ -64,7 +64,7 @@ def compare(*, scheduler: str | None = None, **options: Any) -> None:
     state["kept"] = lambda: blocks_in(out)
     config = RunConfig(**options | in_python_terms(options))
     with cluster(scheduler) as client:
-        ds = measured(config, client)
+        ds = measured(replace(config, client=client))
     show(ds)
     tell_saved(out)
 
@@ -271,9 +271,9 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         yield client
 
 
-def measured(config: RunConfig, client: Any = None) -> xr.Dataset:
+def measured(config: RunConfig) -> xr.Dataset:
     """Compute a run."""
     with loading():
         from lipbound.runs.compare import run
 
-    return run(config, client=client, progress=not state["quiet"])
+    return run(replace(config, progress=not state["quiet"]))

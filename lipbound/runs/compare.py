@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from lipbound import devices, schema
 from lipbound.attention.variants import titles
 from lipbound.bounds import registry
 from lipbound.devices import in_own_modes, versions
-from lipbound.errors import LipboundError, flag, tell
+from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.models.capture.verification import most_padded
 from lipbound.models.checkpoint import Inputs
@@ -27,14 +27,11 @@ from lipbound.models.inputs import prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs import measure, store
 from lipbound.runs.checksums import OF_BOUND, sealed
-from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
+from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig, from_options
 from lipbound.runs.measure import LayerInfo, SampleBlock, Sources, norms_shape
 from lipbound.runs.store import LayerResult, PartialRun
 from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, Extent, RunInfo, sound
 from lipbound.signs import Signs
-
-if TYPE_CHECKING:
-    from lipbound.models.checkpoint import AnyModel
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
 """What a run says about its checkpoint, under the same names."""
@@ -86,41 +83,8 @@ OF_INPUT = "is of heads as functions of their input"
 
 
 @in_own_modes
-def compare(
-    model: AnyModel,
-    data: Any = None,
-    *,
-    inputs: Any = None,
-    bounds: str | Iterable[str] = "default",
-    extras: Sequence[str] | str | None = None,
-    tau: float | None = None,
-    map: str = "head",
-    norm: str = "frobenius",
-    wrt: str = "input",
-    samples: int | str = 8,
-    exact_samples: int | None = None,
-    max_length: int = 128,
-    layers: Sequence[int] | int | str | None = None,
-    split: str | None = None,
-    column: str | None = None,
-    revision: str | None = None,
-    tol: float = 1e-3,
-    delta: float | None = 1e-6,
-    device: Any = "auto",
-    dtype: Any = "float32",
-    seed: int = 0,
-    out: str | Path | None = None,
-    resume: bool = False,
-    memory: str | float = "auto",
-    weights: str = "auto",
-    gguf_file: str | None = None,
-    shuffle: int | None = None,
-    tokenizer: str | Path | None = None,
-    processor: str | Path | None = None,
-    adapter: str | Path | Literal[False] | None = None,
-    client: Any = None,
-    progress: bool = True,
-) -> xr.Dataset:
+@from_options(RunConfig)
+def compare(config: RunConfig) -> xr.Dataset:
     """Measure every attention head of a checkpoint, and set every bound beside it.
 
     Args:
@@ -209,28 +173,13 @@ def compare(
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
     """
-    given = dict(locals())
-    del given["client"], given["progress"], given["inputs"]
-    given["data"] = one_of(data, inputs)
-    return run(RunConfig(**given), client=client, progress=flag("progress", progress))
-
-
-def one_of(data: Any, inputs: Any) -> Any:
-    """What is given, data or ready inputs.
-
-    Raises:
-        LipboundError: both are.
-    """
-    if inputs is not None and data is not None:
-        raise LipboundError("data and inputs are both given; inputs are ready data, so give one")
-    return data if inputs is None else inputs
+    return run(config)
 
 
 @in_own_modes
-def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
+def run(config: RunConfig) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
-    if client is not None:
-        measure.check_client(client, config)
+    client = config.client
     device = devices.resolve_device(config.device)
     memory = memory_bytes(config.memory, device)
     target = config.target
@@ -241,7 +190,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with ExitStack() as opened:
-        signs = opened.enter_context(Signs("loading model and data", show=progress))
+        signs = opened.enter_context(Signs("loading model and data", show=config.progress))
         sources = open_sources(config, device)
         signs.say(f"{sources.checkpoint.name}: looking at its layers")
         planned = plan(config, sources, memory, parts)
@@ -260,7 +209,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         if client is None:
             results = measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
         else:
-            results = measure.measured_by(client, sources, spec, blocks)
+            results = measure.measured_by(sources, spec, blocks)
         if kept is not None:
             results = kept.keeping(results)
         tables, lengths, error = filled(planned, results, signs.advance)
