@@ -34,6 +34,7 @@ from lipbound.reporting import tables as tables
 from lipbound.reporting.citations import cite as cite
 from lipbound.reporting.page.render import report as report
 from lipbound.runs.compare import compare as compare
+from lipbound.runs.compare import weight_norms as weight_norms
 from lipbound.runs.concat import concat as concat
 from lipbound.runs.diff import diff as diff
 from lipbound.runs.monitor import Monitor as Monitor
@@ -41,7 +42,6 @@ from lipbound.runs.store import load as load
 from lipbound.runs.store import save as save
 from lipbound.runs.sweep import sweep as sweep
 from lipbound.runs.verify import verify as verify
-from lipbound.runs.weights import weight_norms as weight_norms
 
 __version__: str
 __all__: list[str]

@@ -16,8 +16,8 @@ from lipbound.errors import choice
 from lipbound.formatting import joined, plain, small
 from lipbound.reporting import labels as said
 from lipbound.reporting.labels import relabelled
-from lipbound.reporting.latex import typeset
 from lipbound.reporting.statistics import EXTRA_WIDTHS, extras
+from lipbound.reporting.text_tables import typeset
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
 

@@ -16,12 +16,10 @@ from lipbound.formatting import counted, digits, directed, enclosed, outwards, p
 from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
 from lipbound.reporting.citations import bibtex, methods
-from lipbound.reporting.diffs import diff_notes, diff_words, opened, ratio_run
-from lipbound.reporting.labels import footnotes, left_out
+from lipbound.reporting.labels import diff_notes, diff_words, footnotes, left_out, opened, ratio_run
 from lipbound.reporting.labels import run_caption as caption
-from lipbound.reporting.latex import latex_table
 from lipbound.reporting.statistics import BY, LIKELY, RANGE, breakdown, panels, ratio, summary
-from lipbound.reporting.text_tables import Table, markdown_table, text_table
+from lipbound.reporting.text_tables import Table, latex_table, markdown_table, text_table
 from lipbound.runs.store import Run, both_runs, run_of
 from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, of_weights_alone, with_exact
 
@@ -46,8 +44,8 @@ SPARE = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 two on samples the second one is left."""
 Names = list[str] | None
 """Names of bounds; None for all."""
-Told = tuple[str, list[str]] | None
-"""Caption and notes of a table, where they are not those of its run."""
+TOLD = "told"
+"""Attribute with the caption and the notes of a table, where they are not those of its run."""
 
 
 @knows_options
@@ -122,15 +120,16 @@ def table_of(
         if by == "bound":
             return _by_bound(run, chosen)
         return _by_place(run, by, chosen, reduce, values)
-    run, told = ratio_run(given, labels), (diff_words(given, labels), diff_notes(given, labels))
+    told = diff_words(given, labels), diff_notes(given, labels)
+    run = ratio_run(given, labels).assign_attrs({TOLD: told})
     if by == "bound":
         norms = ["a", "b", "exact"]
         both = [k for k in map(str, run.data_vars) if f"{k}_upper" in run and k not in norms]
         wanted = both if bounds is None else statistics.requested(both_runs(given)[0], bounds)
-        return _of_norms(run, [*norms, *(choice("bound", one, both) for one in wanted)], told)
+        return _of_norms(run, [*norms, *(choice("bound", one, both) for one in wanted)])
     if bounds is not None:
         raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
-    made = _by_place(run, by, [], reduce, "ratio", told)
+    made = _by_place(run, by, [], reduce, "ratio")
     names = {f"exact{end}": f"ratio{end}" for end in ("", "_lower", "_upper")}
     return replace(made, numbers=made.numbers.rename(columns=names))
 
@@ -151,15 +150,13 @@ def _table(
     *,
     head: str,
     bounds: Names,
-    keys: Sequence[str],
     reduce: str | float = "geomean",
     mean: str = "geometric mean",
-    spare: tuple[str, ...] = SPARE,
-    told: Told = None,
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
     samples = int(with_exact(ds).sum())
-    said, notes = told or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
+    known = ds.attrs.get(TOLD)
+    said, notes = known or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
     spread = [f"{RANGE}: smallest to largest {mean} of a single sample"]
     if samples <= 1:
         shown, spread = shown.drop(columns=[RANGE, LIKELY]), [NO_SPREAD] * samples
@@ -168,7 +165,9 @@ def _table(
     else:
         spread.insert(0, f"{LIKELY}: Student's t over {samples} samples, on logarithms")
     shown = shown.map(plain).rename(columns=plain)
-    return Table(numbers, shown, _WORDS, head, said, [*spread, *notes], tuple(keys), spare)
+    keys = tuple(numbers.index.names)
+    spare = () if "layer" in keys else SPARE
+    return Table(numbers, shown, _WORDS, head, said, [*spread, *notes], keys, spare)
 
 
 def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
@@ -179,27 +178,25 @@ def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
         return _of_norms(ds, norms, bounds=chosen)
     numbers = summary(ds).loc[names]
     columns = _of_each(ds, names) | {
-        "bound": [texts.label_of(ds, name) + texts.mark(counts[name]) for name in names],
+        "bound": [statistics.label_of(ds, name) + texts.mark(counts[name]) for name in names],
         "name": names,
         BELOW: numbers["violations"].astype(str) + "/" + numbers["compared"].astype(str),
         HOLDS: list(map(texts.holds, numbers["sound"], numbers["compared"])),
     }
     order = ["bound", "name", MEAN, LIKELY, RANGE, BELOW, HOLDS, "min", "max"]
     shown, head = pd.DataFrame(columns, names)[order], f"bound / exact{texts.over(ds)}"
-    return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
+    return _table(ds, numbers, shown, head=head, bounds=chosen)
 
 
-def _of_norms(
-    ds: xr.Dataset, names: Sequence[str], told: Told = None, bounds: Names = None
-) -> Table:
+def _of_norms(ds: xr.Dataset, names: Sequence[str], bounds: Names = None) -> Table:
     """A table of norms rather than of bounds, a row each."""
     rows = [statistics.spread_of(ds, name) for name in names]
     numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
-    labels = {"norm": [texts.label_of(ds, name) for name in names]}
+    labels = {"norm": [statistics.label_of(ds, name) for name in names]}
     shown = pd.DataFrame(labels | _of_each(ds, names))
     what = "numbers of weights" if of_weights_alone(ds) else "exact norm"
-    head = f"{'exact norms and their ratio' if told else what}{texts.over(ds)}"
-    return _table(ds, numbers, shown, head=head, bounds=bounds, keys=["norm"], told=told)
+    head = f"{'exact norms and their ratio' if TOLD in ds.attrs else what}{texts.over(ds)}"
+    return _table(ds, numbers, shown, head=head, bounds=bounds)
 
 
 def _of_each(ds: xr.Dataset, names: Sequence[str]) -> dict[str, Any]:
@@ -263,16 +260,14 @@ def _said_of_cells(
     return head
 
 
-def _by_place(
-    ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, values: str, told: Told = None
-) -> Table:
+def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, values: str) -> Table:
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts, names = audit(ds), statistics.present(ds, chosen)
     ends = (statistics.cells(ds, by, names, reduce, values, end) for end in (0, 1))
     low, high = (end.loc[table.index] for end in ends)
     column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
-    exact = texts.label_of(ds, "exact") if told else "exact norm"
+    exact = statistics.label_of(ds, "exact") if TOLD in ds.attrs else "exact norm"
     norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")
     if of_weights_alone(ds):
         del norms["exact"]
@@ -280,13 +275,12 @@ def _by_place(
     shown = table.index.to_frame().astype(str).assign(**norms)
     for name in statistics.extras(ds):
         shown[texts.extra_title(ds, name)] = column[name]
-    labels = [*shown, *(texts.label_of(ds, name) for name in names)]
+    labels = [*shown, *(statistics.label_of(ds, name) for name in names)]
     for name in names:
-        label = texts.label_of(ds, name)
+        label = statistics.label_of(ds, name)
         title = f"{label} ({name})" if labels.count(label) > 1 else label
         shown[title + texts.mark(counts[name])] = column[name]
     heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
     head = _said_of_cells(ds, names, by, values, reduce, exact)
-    how: Any = {"reduce": reduce, "mean": f"{name} over heads" if heads else exact, "told": told}
-    how |= {"head": head, "bounds": names, "keys": table.index.names, "spare": ()}
-    return _table(ds, table, shown, **how)
+    mean = f"{name} over heads" if heads else exact
+    return _table(ds, table, shown, head=head, bounds=names, reduce=reduce, mean=mean)
