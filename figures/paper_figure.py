@@ -34,7 +34,7 @@ from lipbound.models.inputs import Inputs, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.reporting.labels import builtin_name, model_name
 from lipbound.reporting.styles import BASE, Drawing, written
-from lipbound.reporting.text_tables import typeset
+from lipbound.reporting.tables import typeset
 from lipbound.runs import store
 from lipbound.runs.config import check_folder_name
 

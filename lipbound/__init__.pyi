@@ -31,8 +31,8 @@ from lipbound.models.training import attention_layers as attention_layers
 from lipbound.models.training import attention_probabilities as attention_probabilities
 from lipbound.reporting import plots as plots
 from lipbound.reporting import tables as tables
-from lipbound.reporting.citations import cite as cite
 from lipbound.reporting.page.render import report as report
+from lipbound.reporting.tables import cite as cite
 from lipbound.runs.compare import compare as compare
 from lipbound.runs.compare import weight_norms as weight_norms
 from lipbound.runs.concat import concat as concat

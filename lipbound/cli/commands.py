@@ -16,7 +16,7 @@ import typer
 
 from lipbound.cli.application import app, loading, state
 from lipbound.errors import LipboundError, shown
-from lipbound.formatting import counted, outwards, plain, plain_data, small
+from lipbound.formatting import counted, hanging, outwards, plain, plain_data, small
 from lipbound.runs.config import RunConfig, check_folder_name
 from lipbound.schema import NORMS, Contents, is_diff, of_weights_alone
 
@@ -124,7 +124,7 @@ def diff_command(a: str, b: str, *, scheduler: str | None = None, **options: Any
     """
     from lipbound.models.catalogue import known_builtin
     from lipbound.reporting import tables
-    from lipbound.reporting.text_tables import text_table
+    from lipbound.reporting.tables import text_table
     from lipbound.runs.diff import diff
 
     out = options["out"]
@@ -410,10 +410,10 @@ def cite_command(
             given several times.
         step: Of a run over steps of training: which one; the last by default.
     """
-    from lipbound.reporting import citations
+    from lipbound.reporting.tables import cite
 
     ds = stored(run, step)
-    typer.echo(citations.cite(ds, format, labels=labels_of(label)), nl=False)
+    typer.echo(cite(ds, format, labels=labels_of(label)), nl=False)
 
 
 @app.command(
@@ -550,8 +550,6 @@ def columns() -> int:
 
 def echo_folded(text: str) -> None:
     """Print a line, folded between words to the width of the terminal, with a hanging indent."""
-    from lipbound.reporting.text_tables import hanging
-
     indent = " " * (len(text) - len(text.lstrip()))
     for line in hanging(text.lstrip(), columns() - len(indent)):
         typer.echo(indent + line)
@@ -565,7 +563,7 @@ def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
     from lipbound.reporting import tables
     from lipbound.reporting.labels import places
     from lipbound.reporting.statistics import ends, quantity
-    from lipbound.reporting.text_tables import text_table
+    from lipbound.reporting.tables import text_table
 
     made = tables.table_of(ds)
     fresh = [note for note in made.notes if note not in (told or ())]

@@ -14,7 +14,7 @@ from support.runs import made_up
 from lipbound import plots
 from lipbound.reporting.plots import scales
 from lipbound.reporting.styles import paper_height
-from lipbound.reporting.text_tables import typeset
+from lipbound.reporting.tables import typeset
 
 WIDTHS = ("column", "page", "slide")
 

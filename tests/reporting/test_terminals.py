@@ -12,7 +12,7 @@ from support.runs import made_up
 
 from lipbound import tables
 from lipbound.cli.commands import show
-from lipbound.reporting.text_tables import text_table
+from lipbound.reporting.tables import text_table
 from lipbound.runs import store
 
 

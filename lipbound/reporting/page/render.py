@@ -1,6 +1,6 @@
 """Self-contained page of one run or several.
 
-It holds heatmaps, single heads, the audit, provenance and citations.
+It holds heatmaps, single heads, the audit, provenance and tables.
 """
 
 import base64
@@ -34,7 +34,7 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm, token_profile
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import token_texts
-from lipbound.reporting import citations, labels, statistics, tables
+from lipbound.reporting import labels, statistics, tables
 from lipbound.reporting.labels import model_name, relabelled, told_apart
 from lipbound.reporting.plots import caption, heatmaps, log10, scales
 from lipbound.reporting.statistics import across
@@ -273,8 +273,8 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
         "exact": enclosed(*statistics.mean_ends(ds, "exact")),
         "notes": made.notes,
         "provenance": [[name, words] for name, words in facts.items() if words],
-        "methods": citations.methods(ds, "text"),
-        "bibtex": citations.bibtex(ds),
+        "methods": tables.methods(ds, "text"),
+        "bibtex": tables.bibtex(ds),
     }
 
 
