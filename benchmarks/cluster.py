@@ -10,7 +10,7 @@ import numpy as np
 from dask.distributed import Client, LocalCluster
 
 import lipbound as lb
-from lipbound.cli.measuring import TRIMMING
+from lipbound.cli.commands import TRIMMING
 
 SAMPLES = 48
 OPTIONS = {"samples": SAMPLES, "max_length": 128, "progress": False, "memory": "30MB"}

@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 from lipbound import tables
-from lipbound.reporting import citations
+from lipbound.reporting import tables as citations
 
 OVERFULL = re.compile(
     r"Overfull \\[hv]box \((\d+\.\d+)pt too|Float too large for page by (\d+\.\d+)pt"

@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 from lipbound import plots, tables
-from lipbound.reporting import citations
+from lipbound.reporting import tables as citations
 
 PREAMBLE = r"""\documentclass{article}
 \usepackage[T1]{fontenc}
@@ -86,7 +86,7 @@ def test_paragraph_and_bibliography(ds: xr.Dataset, tmp_path: Path) -> None:
     assert "builtin:gpt2" in text
     assert "Pay attention to attention distribution" in re.sub(r"\s+", " ", text)
     assert "[?]" not in text
-    assert len(re.findall(r"^\s*\[\d\] ", text, re.MULTILINE)) == len(citations.keys(ds))
+    assert len(re.findall(r"^\s*\[\d\] ", text, re.MULTILINE)) == len(citations.citation_keys(ds))
 
 
 def test_pgf_figures_are_typeset(hostile: xr.Dataset, tmp_path: Path) -> None:

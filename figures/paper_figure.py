@@ -33,8 +33,8 @@ from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import Inputs, prepare
 from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.reporting.labels import builtin_name, model_name
-from lipbound.reporting.latex import typeset
 from lipbound.reporting.styles import BASE, Drawing, written
+from lipbound.reporting.tables import typeset
 from lipbound.runs import store
 from lipbound.runs.config import check_folder_name
 

@@ -11,85 +11,22 @@ are imported when they are first used: ``import lipbound`` loads neither torch n
 ('sample', 'layer', 'head')
 """
 
+import ast
 import importlib
 import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lipbound import bounds as bounds
-    from lipbound import regularizers as regularizers
-    from lipbound.analysis.adversarial_inputs import attack as attack
-    from lipbound.analysis.adversarial_inputs import radius_curve as radius_curve
-    from lipbound.analysis.cache_bits import cache_bits as cache_bits
-    from lipbound.analysis.network import network_norm as network_norm
-    from lipbound.attention.layer import Attention as Attention
-    from lipbound.attention.layer import cross_attention as cross_attention
-    from lipbound.attention.module_attention import ModuleAttention as ModuleAttention
-    from lipbound.errors import LipboundError as LipboundError
-    from lipbound.errors import Notice as Notice
-    from lipbound.jacobians.head import HeadJacobian as HeadJacobian
-    from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
-    from lipbound.jacobians.spectrum import SingularValues as SingularValues
-    from lipbound.jacobians.spectrum import condition_number as condition_number
-    from lipbound.jacobians.spectrum import frobenius_norm as frobenius_norm
-    from lipbound.jacobians.spectrum import singular_values as singular_values
-    from lipbound.jacobians.token_norms.token_norm import TokenProfile as TokenProfile
-    from lipbound.jacobians.token_norms.token_norm import token_norm as token_norm
-    from lipbound.jacobians.token_norms.token_norm import token_profile as token_profile
-    from lipbound.linalg.solution import Norm as Norm
-    from lipbound.models.capture.capture import capture as capture
-    from lipbound.models.inputs import prepare as prepare
-    from lipbound.models.loading import load_checkpoint as load_checkpoint
-    from lipbound.models.training import attention_layers as attention_layers
-    from lipbound.models.training import attention_probabilities as attention_probabilities
-    from lipbound.reporting import plots as plots
-    from lipbound.reporting import tables as tables
-    from lipbound.reporting.citations import cite as cite
-    from lipbound.reporting.page.render import report as report
-    from lipbound.runs.compare import compare as compare
-    from lipbound.runs.concat import concat as concat
-    from lipbound.runs.diff import diff as diff
-    from lipbound.runs.monitor import Monitor as Monitor
-    from lipbound.runs.store import load as load
-    from lipbound.runs.store import save as save
-    from lipbound.runs.sweep import sweep as sweep
-    from lipbound.runs.verify import verify as verify
-    from lipbound.runs.weights import weight_norms as weight_norms
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
-_NAMES = {
-    "analysis.adversarial_inputs": "attack radius_curve",
-    "analysis.cache_bits": "cache_bits",
-    "analysis.network": "network_norm",
-    "attention.layer": "Attention cross_attention",
-    "attention.module_attention": "ModuleAttention",
-    "errors": "LipboundError Notice",
-    "jacobians.head": "HeadJacobian",
-    "jacobians.spectral_norm": "spectral_norm",
-    "jacobians.spectrum": "SingularValues condition_number frobenius_norm singular_values",
-    "jacobians.token_norms.token_norm": "TokenProfile token_norm token_profile",
-    "linalg.solution": "Norm",
-    "models.capture.capture": "capture",
-    "models.inputs": "prepare",
-    "models.loading": "load_checkpoint",
-    "models.training": "attention_layers attention_probabilities",
-    "reporting.citations": "cite",
-    "reporting.page.render": "report",
-    "runs.compare": "compare",
-    "runs.concat": "concat",
-    "runs.diff": "diff",
-    "runs.monitor": "Monitor",
-    "runs.store": "load save",
-    "runs.sweep": "sweep",
-    "runs.verify": "verify",
-    "runs.weights": "weight_norms",
-}
-_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
-_MODULES = {"plots": "reporting.plots", "tables": "reporting.tables"}
-__all__ = sorted([*_HOME, *_MODULES, "bounds", "regularizers"])
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_IMPORTS = [line for line in _STUB.body if isinstance(line, ast.ImportFrom)]
+_HOME = {one.asname: line.module for line in _IMPORTS for one in line.names if one.asname}
+"""Modules of public names: the imports that type checkers read (as in SPEC 1 of Scientific Python).
+"""
+__all__ = sorted(_HOME)
 
 
 @contextmanager
@@ -107,15 +44,18 @@ def _importing() -> Iterator[None]:
 
 def __getattr__(name: str) -> Any:
     """Public names on first use (PEP 562), and the folders of the package."""
-    home = f"lipbound.{_HOME.get(name, _MODULES.get(name, name))}"
+    home = _HOME.get(name, __name__)
     try:
         with _importing():
-            module = importlib.import_module(home)
+            if home == __name__:
+                value = importlib.import_module(f"{home}.{name}")
+            else:  # what ``from home import name`` does
+                value = getattr(__import__(home, fromlist=[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != home:
+        if error.name != f"{__name__}.{name}":
             raise
         raise AttributeError(f"module 'lipbound' has no attribute {name!r}") from None
-    globals()[name] = value = getattr(module, name) if name in _HOME else module
+    globals()[name] = value
     return value
 
 

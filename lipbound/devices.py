@@ -7,17 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from lipbound import graphs
-from lipbound.errors import LipboundError, MemoryFullError, UnknownNameError, knows_options, shown
-
-T = TypeVar("T")
-P = ParamSpec("P")
+from lipbound import errors, graphs
+from lipbound.errors import LipboundError, P, T, knows_options, shown
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """Dtypes that numbers are computed in, by name."""
@@ -70,7 +67,7 @@ def measuring_device(device: torch.device) -> torch.device:
     return device if has_float64(device) else torch.device("cpu")
 
 
-def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> str:
+def dtype_name(dtype: object, error: type[LipboundError] = errors.UnknownNameError) -> str:
     """Check a dtype, however it is written: also torch.float64, np.float64.
 
     Args:
@@ -198,7 +195,7 @@ def undisturbed(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         torch.cuda.empty_cache()  # once the traceback no longer holds tensors
         what = f"the GPU has no memory left for this ({', '.join(wanted) or 'out of memory'})"
         instead = "measure fewer samples or layers, shorter inputs, or on device='cpu'"
-        raise MemoryFullError(f"{what}; {instead}")
+        raise errors.MemoryFullError(f"{what}; {instead}")
 
 
 def _certifiable(value: Any) -> Any:

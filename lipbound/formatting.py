@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
@@ -151,6 +152,12 @@ def plain(text: str) -> str:
     'a b [31m'
     """
     return "".join(c if c.isprintable() else " " for c in text)
+
+
+def hanging(text: str, width: float, indent: str = "  ") -> list[str]:
+    """A paragraph in lines, all but the first indented."""
+    how: Any = {"subsequent_indent": indent, "break_on_hyphens": False}
+    return textwrap.wrap(plain(text), int(width), **how) or [""]
 
 
 def escape_latex(text: str) -> str:

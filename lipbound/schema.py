@@ -238,11 +238,6 @@ class Contents:
         )
 
     @property
-    def all_closed(self) -> bool:
-        """Every exact norm that is there was found to the tolerance."""
-        return self.closed == self.norms
-
-    @property
     def all_layers(self) -> bool:
         """Every attention layer of the model is there."""
         return len(set(self.layers)) == self.made.model_layers

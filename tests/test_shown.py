@@ -13,7 +13,7 @@ from torch import nn
 import lipbound as lb
 from lipbound.errors import CaptureError
 from lipbound.regularizers import ExactNorm, JaSMin, SoundPenalty, Specformer
-from lipbound.reporting.text_tables import text_table
+from lipbound.reporting.tables import text_table
 
 
 def test_objects_show_their_numbers() -> None:

@@ -76,7 +76,7 @@ def home(name: str) -> str:
     """
     import lipbound
 
-    return f"lipbound.{lipbound._HOME[name]}"
+    return str(lipbound._HOME[name])
 
 
 def public() -> dict[str, str]:

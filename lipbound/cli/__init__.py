@@ -1,8 +1,6 @@
 """The command line."""
 
-# Importing modules registers their commands, in the order of --help.
-# isort: off
-from lipbound.cli import measuring, reporting  # noqa: F401
+from lipbound.cli import commands  # noqa: F401  # which registers them
 from lipbound.cli.application import app, main, state
 
 __all__ = ["app", "main", "state"]

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import re
-import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from lipbound import __version__, _importing
 from lipbound.errors import LipboundError, Notice
-from lipbound.formatting import plain, plain_data
-from lipbound.runs.config import RunConfig
-from lipbound.schema import Contents, of_weights_alone
-
-if TYPE_CHECKING:
-    import xarray as xr
+from lipbound.formatting import plain
+from lipbound.runs.config import IN_PYTHON, RunConfig
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 _VERBOSE = "LIPBOUND_VERBOSE"
@@ -84,7 +77,8 @@ class Application(typer.Typer):
         make = super().command
 
         def register(command: Callback) -> Callback:
-            return make(name, help=with_options(command), **settings)(command)
+            called = name or command.__name__.removesuffix("_command")
+            return make(called, help=with_options(command), **settings)(command)
 
         return register
 
@@ -190,14 +184,6 @@ def _show_warning(
         typer.echo(f"{filename}:{lineno}: {category.__name__}: {message}", err=True)
 
 
-def number_or_name(text: str | None) -> Any:
-    """Read a number, or leave the text, or what was not given, as it is."""
-    try:
-        return float(text or "")
-    except ValueError:
-        return text
-
-
 # -- arguments and options, with their help --------------------------------------------------------
 
 
@@ -219,7 +205,8 @@ def with_options(command: Callable[..., Any]) -> str:
         text += f"\n\n{inspect.cleandoc(RunConfig.__doc__ or '')}"
         first = [one for one in own if one.kind is made.POSITIONAL_OR_KEYWORD]
         of_run = []
-        for one in inspect.signature(RunConfig).parameters.values():
+        every = inspect.signature(RunConfig).parameters
+        for one in [every[name] for name in every if name not in IN_PYTHON]:
             type_of = TYPES.get(one.name) or TYPES.get(str(one.annotation).split(" | ")[0], str)
             if one.default is not made.empty:
                 type_of = type_of | None if one.default is None else type_of
@@ -253,55 +240,3 @@ def loading() -> Iterator[None]:
     with Signs("loading", show=not state["quiet"]) as signs, _importing():
         signs.say("loading PyTorch and transformers")
         yield
-
-
-# -- output ----------------------------------------------------------------------------------------
-
-
-def columns() -> int:
-    """Characters in a line of the terminal; 80 in a pipe, unless COLUMNS says otherwise."""
-    return max(40, shutil.get_terminal_size((80, 24)).columns)
-
-
-def echo_folded(text: str) -> None:
-    """Print a line, folded between words to the width of the terminal, with a hanging indent."""
-    from lipbound.reporting.text_tables import hanging
-
-    indent = " " * (len(text) - len(text.lstrip()))
-    for line in hanging(text.lstrip(), columns() - len(indent)):
-        typer.echo(indent + line)
-
-
-def show(ds: xr.Dataset, told: list[str] | None = None) -> None:
-    """Print a run's summary as a table, and the extent of its exact norms.
-
-    ``told`` are notes that were printed before, and are not again; the table's are added to it.
-    """
-    from lipbound.formatting import counted, outwards, small
-    from lipbound.reporting import tables
-    from lipbound.reporting.labels import places
-    from lipbound.reporting.statistics import ends, quantity
-    from lipbound.reporting.text_tables import text_table
-
-    made = tables.table_of(ds)
-    fresh = [note for note in made.notes if note not in (told or ())]
-    if told is not None:
-        told += fresh
-    typer.echo(text_table(replace(made, notes=fresh), columns()))
-    if of_weights_alone(ds):
-        return
-    found, extent = Contents.of(ds), ""
-    if found.norms:
-        least, most = (ends(quantity(ds, "exact", end))[end] for end in (0, 1))
-        extent = f", {outwards(least, most, 3)}"
-    error = small(float(f"{ds.attrs['capture_error']:.1e}"))
-    what = f"exact norms: {found.norms} ({places(ds)}, {counted(found.exact_samples, 'sample')})"
-    echo_folded(f"{what}{extent}; capture reproduces the model to {error} relative")
-
-
-def echo_json(value: Any) -> None:
-    """Print a value as JSON with full precision.
-
-    ``"inf"`` and ``"-inf"`` stand for infinite numbers, null for missing ones.
-    """
-    typer.echo(json.dumps(plain_data(value), allow_nan=False, indent=2))

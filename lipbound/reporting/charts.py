@@ -16,7 +16,8 @@ from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError, check_made, choice, shown, whole
 from lipbound.formatting import counted, directed, joined, plain, span
 from lipbound.reporting import statistics, styles
-from lipbound.reporting.labels import label_of, model_name, over, relabelled, told, told_apart
+from lipbound.reporting.labels import model_name, over, relabelled, told, told_apart
+from lipbound.reporting.statistics import label_of
 from lipbound.runs.store import load, run_of, takes_run
 from lipbound.schema import ALIKE, EXACT, MEANS, STATISTICS, STEP, with_exact
 

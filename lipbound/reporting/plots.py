@@ -28,8 +28,8 @@ from lipbound.formatting import counted, enclosed, joined, plain
 from lipbound.reporting import charts, statistics, styles
 from lipbound.reporting import labels as texts
 from lipbound.reporting.charts import ball_curve, by_layer, over_steps, ratios, token_profile
-from lipbound.reporting.diffs import diff_notes, diff_words, opened, ratio_run, side_names
-from lipbound.reporting.statistics import across, extras, panel, ratio, reduce_samples
+from lipbound.reporting.labels import diff_notes, diff_words, opened, ratio_run, side_names
+from lipbound.reporting.statistics import across, extras, label_of, panel, ratio, reduce_samples
 from lipbound.runs.store import Run, both_runs, run_of
 from lipbound.schema import EXTRAS, bounds_there, compared_with, is_diff, of_weights_alone
 
@@ -622,7 +622,7 @@ def heatmap(
             raise UnknownNameError(f"the run has no {name!r} to draw; {near}")
         grids = log10(given, [wanted], how, over)
         (bar,) = scales(given, grids, "panel", limits)
-        words, label = RATIO if over else "log10", texts.label_of(given, wanted)
+        words, label = RATIO if over else "log10", label_of(given, wanted)
     low = given.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
     below = ax is None and low <= 2
     axes = styles.given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
@@ -663,7 +663,7 @@ def _reduction(reduce: str | float | None, over: str | None) -> str | float:
 
 def _titles(ds: xr.Dataset, names: Iterable[str]) -> dict[str, list[str]]:
     """Labels of panels with the audit's marks, and mean ratios of bounds below them."""
-    titles = {name: [texts.label_of(ds, name)] for name in names}
+    titles = {name: [label_of(ds, name)] for name in names}
     for name, entry in audit(ds).items():
         if name in titles:
             ends = statistics.mean_ends(ds, name)
@@ -700,7 +700,7 @@ def _caption(ds: xr.Dataset, bars: list[Scale], reduce: str | float, scale: str)
     for name in filter(extras(ds).__contains__, names):
         infinite = ", infinite ones in the colour beyond it" * bool(np.isinf(ds[name]).any())
         infinite += ", missing where it is not positive" * bool((ds[name] < 0).any())
-        label, title = texts.label_of(ds, name), texts.extra_title(ds, name)
+        label, title = label_of(ds, name), texts.extra_title(ds, name)
         rows += f" {label}: log10 of the {title}, on a scale of its own{infinite}."
     marks = [texts.mark(entry).strip() for name, entry in audit(ds).items() if name in names]
     meaning = [f" {sign} {words}." for sign, words in texts.meanings(ds, marks).items()]

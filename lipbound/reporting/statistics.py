@@ -12,7 +12,7 @@ from lipbound import schema
 from lipbound.bounds.audit import allowance, audit
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown
-from lipbound.reporting.labels import check_numbers, label_of
+from lipbound.formatting import plain
 from lipbound.runs.store import takes_run
 from lipbound.schema import EXTRAS, SIDES, bounds_there, compared_with, norm_of, sound
 
@@ -203,6 +203,22 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     # of which pandas shows the first two and the last two in 80 characters
     columns = ["geomean", "min", "max", *SPREAD[1:3], "label", "geomean_lower", *INTERVAL, *AUDITED]
     return pd.DataFrame(rows, columns=columns, index=pd.Index(names, name="bound"))
+
+
+def check_numbers(ds: xr.Dataset) -> None:
+    """Refuse norms below zero, which no run has.
+
+    Raises:
+        LipboundError: there are some.
+    """
+    if bool((ds["exact"] < 0).any()):
+        what = "some exact norms are negative, as in the difference of two runs, which is no run"
+        raise LipboundError(f"{what}; give the runs themselves")
+
+
+def label_of(ds: xr.Dataset, name: str) -> str:
+    """Label of a variable, on one line."""
+    return plain(str(ds[name].attrs["label"]))
 
 
 def spread_of(ds: xr.Dataset, name: str, end: End = None) -> dict[str, float]:

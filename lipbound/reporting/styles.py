@@ -18,8 +18,7 @@ from matplotlib.text import Text
 
 from lipbound.errors import LipboundError, choice, file_path, is_number, real, shown, tell
 from lipbound.formatting import escape_latex, replacing
-from lipbound.reporting.latex import typeset
-from lipbound.reporting.text_tables import wrapped
+from lipbound.reporting.tables import typeset, wrapped
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""

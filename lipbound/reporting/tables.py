@@ -1,28 +1,42 @@
-"""Tables of a run: bound / exact per bound, per layer or per head.
+r"""Tables of a run, its methods paragraph and its citations: what of it goes into a paper as text.
 
-They are written as text, Markdown, LaTeX or CSV.
+Tables have bound / exact per bound, per layer or per head, as text, Markdown, LaTeX or CSV. Where a
+line has no room, words fold, columns are left out in a stated order or go on below; numbers stay
+whole. For LaTeX, tables are as wide as a column or a page, with numbers by siunitx; formulas stand
+in mathematics, foreign text as text.
 """
 
+from __future__ import annotations
+
+import io
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import xarray as xr
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
+from lipbound import formatting, schema
 from lipbound.bounds.audit import audit
+from lipbound.bounds.ours import CITATION
+from lipbound.bounds.registry import bibliography, get
 from lipbound.errors import LipboundError, choice, knows_options
-from lipbound.formatting import counted, digits, directed, enclosed, outwards, plain
+from lipbound.formatting import digits, directed, enclosed, hanging, html_table, outwards, plain
 from lipbound.reporting import labels as texts
 from lipbound.reporting import statistics
-from lipbound.reporting.citations import bibtex, methods
-from lipbound.reporting.diffs import diff_notes, diff_words, opened, ratio_run
-from lipbound.reporting.labels import footnotes, left_out
+from lipbound.reporting.labels import diff_notes, diff_words, footnotes, left_out, opened, ratio_run
 from lipbound.reporting.labels import run_caption as caption
-from lipbound.reporting.latex import latex_table
 from lipbound.reporting.statistics import BY, LIKELY, RANGE, breakdown, panels, ratio, summary
-from lipbound.reporting.text_tables import Table, markdown_table, text_table
-from lipbound.runs.store import Run, both_runs, run_of
+from lipbound.runs.checksums import edited
+from lipbound.runs.store import Run, both_runs, run_of, takes_run
 from lipbound.schema import EXTRAS, Contents, bounds_there, is_diff, of_weights_alone, with_exact
 
 __all__ = ["BY", "FORMATS", "bibtex", "breakdown", "caption", "footnotes", "latex", "left_out"]
@@ -33,21 +47,353 @@ def __dir__() -> list[str]:
     return __all__
 
 
+# -- a table before it has a format, and as text, Markdown and HTML --------------------------------
+
+
+NARROW, SHORT = 13, 8
+"""Characters that a column of words keeps at least, where a longer word is broken; and those of a
+line of a heading, or more."""
+LEAST, ENDLESS = 15, 100_000
+"""Characters in a line that a table is folded to, or more; and of one that is long enough."""
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """A table of a run. Cells, titles and notes may hold foreign text.
+
+    Attributes:
+        numbers: in full precision; the index says the bound, the layer, or the layer and the head.
+        shown: the same as text, to the digits that are known.
+        words: titles of columns of ``shown`` that hold words, which stand to the left.
+        head: what the cells are.
+        caption: what run this is.
+        notes: lines below the table.
+        keys: titles of the columns that say what a row is; they are repeated where columns go on
+            below.
+        spare: titles of columns that may be left out, the first one first. Without any, columns
+            that do not fit go on below.
+    """
+
+    numbers: pd.DataFrame
+    shown: pd.DataFrame
+    words: tuple[str, ...]
+    head: str
+    caption: str
+    notes: list[str]
+    keys: tuple[str, ...]
+    spare: tuple[str, ...] = ()
+
+    def data(self) -> dict[str, Any]:
+        """Numbers in full precision as plain data.
+
+        They stand in ``rows`` by column, with the run, the meaning of cells and ``notes``.
+        """
+        rows = self.numbers.reset_index().to_dict("records")
+        return {"run": self.caption, "cells": self.head, "rows": rows, "notes": self.notes}
+
+    def __repr__(self) -> str:
+        return text_table(self)
+
+    def _repr_html_(self) -> str:
+        titles, cells = list(self.shown.columns), self.shown.values.tolist()
+        notes = [self.head, *self.notes]
+        return html_table(titles, cells, title=self.caption, notes=notes, words=self.words)
+
+
+def fit(
+    table: Table, widths: Mapping[str, float], room: float, *, gap: float, narrow: float
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Choose the columns of a table that have room in a line.
+
+    Args:
+        table: says which columns are keys, and which are spare.
+        widths: of its columns, by their titles.
+        room: for a line.
+        gap: between two columns.
+        narrow: least width of the first column where it holds words, which then fold.
+
+    Returns:
+        Titles and widths of the columns of each block, blocks below one another; and the titles of
+        the columns that have no place.
+    """
+    first, kept, left_out = next(iter(widths)), list(widths), list[str]()
+    least = min(widths[first], narrow) if first in table.words else widths[first]
+
+    def over(titles: Sequence[str]) -> float:
+        return least + sum(gap + widths[title] for title in titles[1:]) - room
+
+    for title in table.spare:
+        if title in kept and over(kept) > 0:
+            kept.remove(title)
+            left_out.append(title)
+    keys = [title for title in kept if title in table.keys]
+    blocks = [kept] if table.spare or keys == kept else list[list[str]]()
+    for title in () if blocks else kept[len(keys) :]:
+        if not blocks or (len(blocks[-1]) > len(keys) and over([*blocks[-1], title]) > 0):
+            blocks.append(list(keys))
+        blocks[-1].append(title)
+    fitted = {**widths, first: max(least, min(widths[first], least - over(kept)))}
+    return [{title: fitted[title] for title in block} for block in blocks], left_out
+
+
+def heading(title: str, width: float) -> list[str]:
+    """Break the title of a column into lines, of its cells' width or that of a short word."""
+    longest = max(map(len, title.split()), default=0)
+    wide = max(int(width), SHORT, min(NARROW, longest))
+    return wrapped(title, wide)
+
+
+def wrapped(text: str, letters: int) -> list[str]:
+    """Break a text into lines of so many letters; the audit's marks stay with their word."""
+    lines = textwrap.wrap(re.sub(" ([\u2020\u2021])", "\xa0\\1", text), letters)
+    return [line.replace("\xa0", " ") for line in lines] or [""]
+
+
+def text_table(table: Table, width: str | float | None = None) -> str:
+    """Write a table as plain text: caption, columns with spaces between them, notes.
+
+    All is folded to ``width`` characters, where that is given.
+
+    Raises:
+        LipboundError: a width that is no number, or below `LEAST`.
+    """
+    if width is not None and (isinstance(width, str) or not width >= LEAST):
+        raise LipboundError(f"width is {width!r}; give a number of characters, at least {LEAST}")
+    room = int(width) if width and width < ENDLESS else ENDLESS
+    widths = {}
+    for title in table.shown.columns:
+        cells = max(map(cell_len, table.shown[title]), default=0)
+        widths[title] = max(cells, *map(cell_len, heading(title, cells) if width else [title]))
+    blocks, left_out = fit(table, widths, room, gap=2, narrow=NARROW)
+    none = [f"no room for: {', '.join(left_out)}"] if left_out else []
+    lines = [line for text in (table.caption, table.head) for line in hanging(text, room, "")]
+    lines += [line for block in blocks for line in ("", *_block(table, block))]
+    for text in [*none, *([""] if table.notes else []), *table.notes]:
+        lines += hanging(text, room)
+    return "\n".join(lines)
+
+
+def _block(table: Table, widths: Mapping[str, float]) -> list[str]:
+    """Headings, a rule and rows of some columns: words to the left, numbers to the right."""
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title, wide in widths.items():
+        said = Text("\n".join(heading(title, wide)))
+        side: Any = "left" if title in table.words else "right"
+        grid.add_column(said, justify=side, width=int(wide), overflow="fold")
+    rule = ["-" * int(wide) for wide in widths.values()]
+    for row in (rule, *table.shown[list(widths)].itertuples(index=False)):
+        grid.add_row(*map(Text, row))
+    console = Console(file=io.StringIO(), width=ENDLESS)
+    lines = console.render_lines(grid, pad=False)
+    return ["".join(part.text for part in line).rstrip() for line in lines]
+
+
+def markdown_table(table: Table) -> str:
+    """Write a table as Markdown, with its caption above and a line for every note below."""
+    rule = ["---" if title in table.words else "--:" for title in table.shown]
+    cells = map(formatting.escape_markdown, [*table.shown, *rule, *table.shown.values.ravel()])
+    rows = [f"| {' | '.join(row)} |" for row in zip(*[cells] * len(rule), strict=True)]
+    above = [f"{_markdown_note(part)}\n" for part in (table.caption, table.head) if part]
+    notes = [f"{_markdown_note(note)}<br>" for note in table.notes]
+    return "\n".join([*above, *rows, "", *notes]).rstrip()
+
+
+def _markdown_note(text: str) -> str:
+    r"""Write a note for Markdown, without links or HTML.
+
+    ``_ | * ~ $``, which names and formulas hold, stay as they are.
+    """
+    return re.sub(r"\\([_|*~$])", r"\1", formatting.escape_markdown(text))
+
+
+# -- LaTeX -----------------------------------------------------------------------------------------
+
+
+SIZES = {"column": (215.0, 8, 40), "page": (345.0, 8, 40), "slide": (307.0, 9, 14)}
+r"""Points for a table's width and its type, and its rows before it is split.
+
+"column" is one of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on
+A4 has 221 pt), "page" the text of ``article`` at 10 pt, "slide" a frame of ``beamer``. The type is
+that of \footnotesize there, and the same in a class of larger type, where the table would not fit
+otherwise."""
+LEAST_POINTS = 120
+"""Points that the narrowest table takes: a column of words beside one of numbers."""
+NARROW_POINTS, GAP, NOTES = 62.0, 8.0, 7.0
+"""Points at 10 pt that a column of words keeps at least, points between two columns, and the type
+of notes."""
+MARKS = {"\u2021": "$^\\ddagger$", "\u2020": "$^\\dagger$"}
+"""The audit's marks."""
+CELL_WORDS = {"inf": "$\\infty$", "n/a": "--", "to": "--"}
+"""Words in cells of numbers."""
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+FORMULA = re.compile(
+    r"(\b[xh] ->(?: ?(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+]))+"  # a map
+    r"|\|\|[A-Z]+(?:_[A-Z])?\|\|(?:_F)?(?:\^\d)?|sqrt\([A-Za-z0-9]\)|\b[A-Z]'(?!\w)"
+    r"|\b[A-Z] = \d+\b|\b[A-Z]+\^T\b|(?<=layers )x(?= \d)"
+    r"|(?<![\w.])(?:1 [+-] )?\d(?:\.\d+)?e-\d+\b|\blog10\b)"
+)
+"""Mathematics that our statements, labels and descriptions write as plain text."""
+SYMBOLS = {"x": "\\times", "log10": "\\log_{10}"}
+HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
+_LONG = 22
+"""Characters of a word from which on it may be broken."""
+SLIM = "fijlrst.,:;'|!()[]- "
+"""Characters that are narrow in Computer Modern."""
+
+
+def typeset(text: str) -> str:
+    r"""Typeset text for LaTeX, with formulas of ours in mathematics and foreign text as text.
+
+    Hashes are cut to their first 16 digits; long names get places to break them.
+
+    >>> typeset("x -> softmax(q k^T) v, up to 2 ||W_V|| of 50 %")
+    '$x \\to \\mathrm{softmax}(q k^{T}) v$, up to 2 $\\|W_V\\|$ of 50 \\%'
+    """
+    parts = FORMULA.split(HASH.sub(r"\1", plain(text)))
+    parts[::2] = map(_words, parts[::2])
+    parts[1::2] = (f"${_formula(part)}$" for part in parts[1::2])
+    return "".join(parts)
+
+
+def _words(text: str) -> str:
+    """Foreign text without formulas, long words breakable, marks raised."""
+    text = "".join(map(_breakable, re.split(r"( +)", text)))
+    # before a sentence, not behind a word
+    text = re.sub(rf"(?<=\. )({'|'.join(MARKS)})", lambda sign: MARKS[sign[0]], text)
+    for sign, command in MARKS.items():
+        text = text.replace(f" {sign}", command).replace(sign, command)
+    return text
+
+
+def _breakable(word: str) -> str:
+    """A word, with places to break a long one: behind punctuation, or after twelve letters."""
+    pieces = re.findall(r"[^/._:-]{1,12}[/._:-]*|[/._:-]+", word) if len(word) > _LONG else [word]
+    return "\\allowbreak{}".join(map(formatting.escape_latex, pieces))
+
+
+def _formula(text: str) -> str:
+    """One of `FORMULA`, as mathematics."""
+    if power := re.fullmatch(r"(1 [+-] )?(.*)e-(\d+)", text):
+        factor = "" if power[2] == "1" else f"{power[2]} \\times "
+        return f"{power[1] or ''}{factor}10^{{-{power[3]}}}"
+    if text in SYMBOLS:
+        return SYMBOLS[text]
+    text = text.replace("->", "\\to").replace("||", "\\|").replace("^T", "^{T}")
+    text = re.sub(r"sqrt\((\w)\)", r"\\sqrt{\1}", text)
+    return re.sub(r"softmax|layer|norm", lambda word: f"\\mathrm{{{word[0]}}}", text)
+
+
+def latex_table(table: Table, width: str | float | None = None) -> str:
+    """Tabulars and notes, for a table environment or for running text.
+
+    Args:
+        table: to write.
+        width: "column" (the default), "page" or "slide", or points; see `SIZES`.
+
+    Raises:
+        UnknownNameError: another name of a width.
+        LipboundError: a width below 120 points.
+    """
+    width = "column" if width is None else width
+    named = isinstance(width, str)
+    room, points, rows = SIZES[choice("width", width, SIZES)] if named else (float(width), 8, 40)
+    if not room >= LEAST_POINTS:
+        what = (
+            f"it must be a number of points, at least {LEAST_POINTS}, or one of {', '.join(SIZES)}"
+        )
+        raise LipboundError(f"width is {width}; {what}")
+    size = points / 10 * 1.07  # small type is wider
+
+    table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
+    widths = {
+        title: size * max(map(extent, [*table.shown[title], *title_lines(table, title)]))
+        for title in table.shown.columns
+    }
+    blocks, left_out = fit(table, widths, room, gap=GAP, narrow=size * NARROW_POINTS)
+    bodies = [
+        _tabular(replace(table, shown=table.shown.iloc[k : k + rows]), block, widths)
+        for k in range(0, max(1, len(table.shown)), rows)
+        for block in blocks
+    ]
+    fits = f"at most {room:g} pt wide; for a table environment, or running text"
+    comments = ["\\usepackage{booktabs, siunitx}", fits, table.caption]
+    if left_out:
+        comments.append(f"no room for: {', '.join(left_out)}; --width page has more")
+    said = filter(None, [table.head, *table.notes])
+    notes = [*(f"{one[0].upper()}{one[1:]}" for one in said), table.caption]
+    lines = [  # no group in braces: a frame of beamer would take it for its subtitle
+        *(f"% {plain(line)}" for line in comments),
+        f"\\begingroup{_type(points)}\\setlength{{\\tabcolsep}}{{4pt}}%",
+        "\n\n\\smallskip\n".join(bodies),
+        "",
+        f"\\smallskip{_type(NOTES)}\\raggedright\\noindent",
+        # one paragraph: long notes must fit below a table in a column
+        *(f"{typeset(note)}." for note in notes),
+        "\\par\\endgroup",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _type(size: float) -> str:
+    return f"\\fontsize{{{size:g}}}{{{1.2 * size:g}}}\\selectfont"
+
+
+def title_lines(table: Table, title: str) -> list[str]:
+    """A heading in lines; the first column's, which itself may fold, in one."""
+    first = title == table.shown.columns[0]
+    return [title] if first else heading(title, max(map(len, table.shown[title]), default=0))
+
+
+def _tabular(table: Table, widths: Mapping[str, float], natural: Mapping[str, float]) -> str:
+    """Tabular of some columns and rows of a table; columns of words fold to their fitted width."""
+    shown, kinds, headings = table.shown[list(widths)].copy(), [], []
+    for title, width in widths.items():
+        words = title in table.words
+        lines, kind = list(map(typeset, title_lines(table, title))), "rl"[words]
+        stacked = "\\\\".join(lines)
+        headings.append(stacked if len(lines) == 1 else f"\\shortstack[{kind}]{{{stacked}}}")
+        if width < natural[title]:
+            kind = f">{{\\raggedright\\arraybackslash\\hangindent=0.8em}}p{{{width:.1f}pt}}"
+        kinds.append(kind)
+        shown[title] = shown[title].map(typeset if words else _numbers)
+    style = shown.set_axis(headings, axis=1).style.hide(axis="index")
+    text = style.to_latex(column_format=f"@{{}}{''.join(kinds)}@{{}}", hrules=True)
+    return f"\\noindent{text.replace('{tabular}', '{tabular}[b]', 1).rstrip()}\\par"
+
+
+def _numbers(text: str) -> str:
+    """A cell of numbers, by siunitx."""
+    parts = []
+    for token in re.split("([ /])", text):
+        known = f"\\num{{{token.replace(',', '')}}}" if NUMBER.fullmatch(token) else typeset(token)
+        parts.append(CELL_WORDS.get(token, known))
+    return "".join(parts).replace(" -- ", "--")
+
+
+def extent(text: str) -> float:
+    """About how many points a text takes in Computer Modern at 10 pt, powers of ten set as such."""
+    text = re.sub(r"(?<=\d)e(?=-?\d)", " x 10", text.replace(" \u2020", "\u2020"))
+    return sum(3.7 if c in SLIM else 7.7 if c.isupper() or c in "mw+=<>" else 5.2 for c in text)
+
+
+# -- tables of a run -------------------------------------------------------------------------------
+
+
 WRITERS: dict[str, Callable[..., str]] = {"text": text_table, "markdown": markdown_table}
 WRITERS |= {"latex": latex_table, "csv": lambda table: str(table.numbers.to_csv())}
 FORMATS, FITTED = tuple(WRITERS), ("text", "latex")
 """Formats by name, and those of them that are written in a width."""
 MEAN, NO_SPREAD = "geom. mean", "one sample: no interval over samples"
 HOLDS, BELOW = "assumptions hold", "below exact"
-_WORDS = ("bound", "norm", "name", HOLDS)
+COLUMNS_OF_WORDS = ("bound", "norm", "name", HOLDS)
 """Columns of words."""
-SPARE = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
+SPARE_COLUMNS = ("max", "min", RANGE, LIKELY, "name", HOLDS, BELOW)
 """Columns of a table by bound that are left out where there is no room, the first one first; of the
 two on samples the second one is left."""
 Names = list[str] | None
 """Names of bounds; None for all."""
-Told = tuple[str, list[str]] | None
-"""Caption and notes of a table, where they are not those of its run."""
+TOLD = "told"
+"""Attribute with the caption and the notes of a table, where they are not those of its run."""
 
 
 @knows_options
@@ -66,8 +412,8 @@ def render(
 
     "text", "markdown", "latex" (booktabs, siunitx) or "csv" (full precision).
 
-    Where a line has no room, a table by bound lacks columns, in the order of `SPARE`, which is
-    said, and words fold; a table by layer or head goes on below. Numbers stay whole.
+    Where a line has no room, a table by bound lacks columns, in the order of `SPARE_COLUMNS`, as it
+    says, and words fold; a table by layer or head goes on below. Numbers stay whole.
 
     ``width`` is that of "text" in characters (as much as it takes by default), or of "latex":
     "column" (the default, 215 pt, which fits everywhere), "page" (345 pt), "slide" (307 pt, in
@@ -122,15 +468,16 @@ def table_of(
         if by == "bound":
             return _by_bound(run, chosen)
         return _by_place(run, by, chosen, reduce, values)
-    run, told = ratio_run(given, labels), (diff_words(given, labels), diff_notes(given, labels))
+    told = diff_words(given, labels), diff_notes(given, labels)
+    run = ratio_run(given, labels).assign_attrs({TOLD: told})
     if by == "bound":
         norms = ["a", "b", "exact"]
         both = [k for k in map(str, run.data_vars) if f"{k}_upper" in run and k not in norms]
         wanted = both if bounds is None else statistics.requested(both_runs(given)[0], bounds)
-        return _of_norms(run, [*norms, *(choice("bound", one, both) for one in wanted)], told)
+        return _of_norms(run, [*norms, *(choice("bound", one, both) for one in wanted)])
     if bounds is not None:
         raise LipboundError("bounds are for rows by bound; rows by place are of exact norms")
-    made = _by_place(run, by, [], reduce, "ratio", told)
+    made = _by_place(run, by, [], reduce, "ratio")
     names = {f"exact{end}": f"ratio{end}" for end in ("", "_lower", "_upper")}
     return replace(made, numbers=made.numbers.rename(columns=names))
 
@@ -151,15 +498,13 @@ def _table(
     *,
     head: str,
     bounds: Names,
-    keys: Sequence[str],
     reduce: str | float = "geomean",
     mean: str = "geometric mean",
-    spare: tuple[str, ...] = SPARE,
-    told: Told = None,
 ) -> Table:
     """A table with its caption and notes, without what is over samples where there is one."""
     samples = int(with_exact(ds).sum())
-    said, notes = told or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
+    known = ds.attrs.get(TOLD)
+    said, notes = known or (caption(ds), [*extra_notes(ds), *footnotes(ds, bounds)])
     spread = [f"{RANGE}: smallest to largest {mean} of a single sample"]
     if samples <= 1:
         shown, spread = shown.drop(columns=[RANGE, LIKELY]), [NO_SPREAD] * samples
@@ -168,7 +513,9 @@ def _table(
     else:
         spread.insert(0, f"{LIKELY}: Student's t over {samples} samples, on logarithms")
     shown = shown.map(plain).rename(columns=plain)
-    return Table(numbers, shown, _WORDS, head, said, [*spread, *notes], tuple(keys), spare)
+    keys = tuple(numbers.index.names)
+    spare = () if "layer" in keys else SPARE_COLUMNS
+    return Table(numbers, shown, COLUMNS_OF_WORDS, head, said, [*spread, *notes], keys, spare)
 
 
 def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
@@ -179,27 +526,25 @@ def _by_bound(ds: xr.Dataset, chosen: Names) -> Table:
         return _of_norms(ds, norms, bounds=chosen)
     numbers = summary(ds).loc[names]
     columns = _of_each(ds, names) | {
-        "bound": [texts.label_of(ds, name) + texts.mark(counts[name]) for name in names],
+        "bound": [statistics.label_of(ds, name) + texts.mark(counts[name]) for name in names],
         "name": names,
         BELOW: numbers["violations"].astype(str) + "/" + numbers["compared"].astype(str),
         HOLDS: list(map(texts.holds, numbers["sound"], numbers["compared"])),
     }
     order = ["bound", "name", MEAN, LIKELY, RANGE, BELOW, HOLDS, "min", "max"]
     shown, head = pd.DataFrame(columns, names)[order], f"bound / exact{texts.over(ds)}"
-    return _table(ds, numbers, shown, head=head, bounds=chosen, keys=["bound"])
+    return _table(ds, numbers, shown, head=head, bounds=chosen)
 
 
-def _of_norms(
-    ds: xr.Dataset, names: Sequence[str], told: Told = None, bounds: Names = None
-) -> Table:
+def _of_norms(ds: xr.Dataset, names: Sequence[str], bounds: Names = None) -> Table:
     """A table of norms rather than of bounds, a row each."""
     rows = [statistics.spread_of(ds, name) for name in names]
     numbers = pd.DataFrame(rows, pd.Index(names, name="norm"))
-    labels = {"norm": [texts.label_of(ds, name) for name in names]}
+    labels = {"norm": [statistics.label_of(ds, name) for name in names]}
     shown = pd.DataFrame(labels | _of_each(ds, names))
     what = "numbers of weights" if of_weights_alone(ds) else "exact norm"
-    head = f"{'exact norms and their ratio' if told else what}{texts.over(ds)}"
-    return _table(ds, numbers, shown, head=head, bounds=bounds, keys=["norm"], told=told)
+    head = f"{'exact norms and their ratio' if TOLD in ds.attrs else what}{texts.over(ds)}"
+    return _table(ds, numbers, shown, head=head, bounds=bounds)
 
 
 def _of_each(ds: xr.Dataset, names: Sequence[str]) -> dict[str, Any]:
@@ -259,20 +604,18 @@ def _said_of_cells(
     there = Contents.of(ds)
     if there.norms and there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
-        head += f"; exact norms are of {counted(there.exact_samples, 'sample')}{bounded}"
+        head += f"; exact norms are of {formatting.counted(there.exact_samples, 'sample')}{bounded}"
     return head
 
 
-def _by_place(
-    ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, values: str, told: Told = None
-) -> Table:
+def _by_place(ds: xr.Dataset, by: str, chosen: Names, reduce: str | float, values: str) -> Table:
     """`breakdown`, ready to be written."""
     table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts, names = audit(ds), statistics.present(ds, chosen)
     ends = (statistics.cells(ds, by, names, reduce, values, end) for end in (0, 1))
     low, high = (end.loc[table.index] for end in ends)
     column = {name: list(map(enclosed, low[name], high[name])) for name in table.columns}
-    exact = texts.label_of(ds, "exact") if told else "exact norm"
+    exact = statistics.label_of(ds, "exact") if TOLD in ds.attrs else "exact norm"
     norms = {exact.removesuffix(" norm"): column["exact"]} | _spread_columns(low, high, "exact")
     if of_weights_alone(ds):
         del norms["exact"]
@@ -280,13 +623,173 @@ def _by_place(
     shown = table.index.to_frame().astype(str).assign(**norms)
     for name in statistics.extras(ds):
         shown[texts.extra_title(ds, name)] = column[name]
-    labels = [*shown, *(texts.label_of(ds, name) for name in names)]
+    labels = [*shown, *(statistics.label_of(ds, name) for name in names)]
     for name in names:
-        label = texts.label_of(ds, name)
+        label = statistics.label_of(ds, name)
         title = f"{label} ({name})" if labels.count(label) > 1 else label
         shown[title + texts.mark(counts[name])] = column[name]
     heads, name = by == "layer" and "head" in ds.dims, statistics.reduction_name(reduce)
     head = _said_of_cells(ds, names, by, values, reduce, exact)
-    how: Any = {"reduce": reduce, "mean": f"{name} over heads" if heads else exact, "told": told}
-    how |= {"head": head, "bounds": names, "keys": table.index.names, "spare": ()}
-    return _table(ds, table, shown, **how)
+    mean = f"{name} over heads" if heads else exact
+    return _table(ds, table, shown, head=head, bounds=names, reduce=reduce, mean=mean)
+
+
+# -- citations, and a paragraph on how the numbers were made ---------------------------------------
+
+
+COMMANDS = {"latex": "cite", "natbib": "citep"}
+"""Commands of LaTeX that cite, by format."""
+PARAGRAPH_FORMATS = (*COMMANDS, "text")
+CITATION_FORMATS = ("bib", *PARAGRAPH_FORMATS)
+EXTRA_SOURCES = {
+    "baek2026numerical": """@inproceedings{baek2026numerical,
+  title     = {Numerical Fragility in Transformers: A Layer-wise Theory for Explaining, Forecasting,
+               and Mitigating Instability},
+  author    = {Baek, Jinwoo},
+  booktitle = {International Conference on Artificial Intelligence and Statistics (AISTATS)},
+  year      = {2026},
+  note      = {arXiv:2510.21770}
+}"""
+}
+"""BibTeX entries of what no bound, but an extra, comes from, by key."""
+PARAGRAPH = Path(__file__).with_name("methods.txt")
+"""Template of `methods`."""
+
+
+def citation_keys(ds: xr.Dataset) -> list[str]:
+    """BibTeX keys of every source of a run's bounds and condition numbers, and of lipbound."""
+    # from the registry: a run's own key could be any text, without an entry
+    known = [get(name).citation for name in schema.bounds_there(ds)]
+    known += EXTRA_SOURCES if any(name in ds for name in schema.CONDITIONING) else []
+    return list(dict.fromkeys([*known, CITATION]))
+
+
+def _entries() -> dict[str, str]:
+    return bibliography() | EXTRA_SOURCES
+
+
+@takes_run
+def bibtex(ds: xr.Dataset) -> str:
+    """BibTeX entries of every source of a run's bounds and condition numbers, and of lipbound."""
+    return "\n\n".join(_entries()[key] for key in citation_keys(ds)) + "\n"
+
+
+@takes_run
+def cite(ds: xr.Dataset, format: str = "bib", *, labels: Mapping[str, str] | None = None) -> str:
+    """Text to put into a paper: citations and a methods paragraph.
+
+    "bib" gives the entries with the `methods` paragraph in comments; "latex", "natbib" and "text"
+    give the paragraph alone.
+
+    Args:
+        ds: a run. format: of what is written.
+        labels: what to call bounds, by name, and "model" and "data".
+
+    Raises:
+        UnknownNameError: another format, a label for what the run has not.
+    """
+    if choice("format", format, CITATION_FORMATS) != "bib":
+        return f"{methods(ds, format, labels=labels)}\n"
+    # BibTeX reads an entry after every @, comment or not
+    comment = methods(ds, labels=labels).replace("@", "{\\char64}")
+    return f"% {comment}\n\n{bibtex(ds)}"
+
+
+@takes_run
+def methods(
+    ds: xr.Dataset, format: str = "latex", *, labels: Mapping[str, str] | None = None
+) -> str:
+    r"""Write one paragraph for a methods section from the run's own settings.
+
+    It says what was computed, by which method, how surely, from which model and data, with which
+    software.
+
+    Args:
+        ds: a run.
+        format: "latex" (foreign text escaped, ``\cite`` with the keys of `bibtex`), "natbib" (the
+            same with ``\citep``) or "text" (author and year).
+        labels: as in `cite`.
+
+    Raises:
+        UnknownNameError: another format, a label for what the run has not.
+    """
+    import jinja2  # tables start without it
+
+    choice("format", format, PARAGRAPH_FORMATS)
+    ds = texts.relabelled(ds, labels)
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
+    rendered = environment.from_string(PARAGRAPH.read_text(encoding="utf-8")).render(_facts(ds))
+    text = plain(" ".join(filter(None, map(str.strip, rendered.splitlines()))))
+    if format == "text":
+        return text
+    text = typeset(text)
+    for key in citation_keys(ds):
+        text = text.replace(_cited(key), f"\\{COMMANDS[format]}{{{key}}}")
+    return text
+
+
+def _facts(ds: xr.Dataset) -> dict[str, Any]:
+    """Return the values that the template of `methods` is filled with, by name."""
+    names, audited = schema.bounds_there(ds), audit(ds)
+    norm, _, meaning = texts.norm_words(ds).partition(" ")
+    variants, sources = ds.attrs.get("variants"), dict[str, list[str]]()
+    if variants:
+        from lipbound.attention.variants import titles  # it needs torch
+
+        variants = titles(variants)
+    for name in names:
+        label = f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"
+        sources.setdefault(_cited(get(name).citation), []).append(label)
+    across = ds["kind"] == "cross" if "kind" in ds.coords else ds["layer"].isnull()
+    return {
+        "ds": ds,
+        "run": schema.RunInfo.of(ds),
+        "there": schema.Contents.of(ds),
+        "said": texts,
+        "norm": norm,
+        "meaning": meaning,
+        "software": _cited(CITATION),
+        "variants": variants,
+        "crossing": int(across.sum()),
+        "bounds": names,
+        "reaching": [name for name in names if bool(ds[name].where(across).notnull().any())],
+        "edited": edited(ds),
+        "weights": schema.of_weights_alone(ds),
+        "automatic": bool(schema.automatic(ds).any()),
+        "sources": sources,
+        "labels": lambda names: [str(ds[name].attrs["label"]) for name in names],
+        "audited": audited,
+        "failing": [k for k, entry in audited.items() if texts.mark(entry) == " \u2020"],
+        "left_out": [get(name).label for name in ds.attrs.get("not_applicable") or ()],
+        "others": [name for name in names if schema.compared_with(ds, name) != "exact"],
+        "extras": [_extra(ds, name) for name in statistics.extras(ds)],
+        "environments": dict.fromkeys(map(_environment, schema.origins(ds))),
+        "state": texts.state_words(ds),
+    }
+
+
+def _extra(ds: xr.Dataset, name: str) -> str:
+    """The name of an extra, where it comes from, and how accurate it is."""
+    error = f" to a relative error of {formatting.small(statistics.EXTRA_WIDTHS[name] / 2)}"
+    error *= not (edited(ds) or name in schema.OF_HEADS)
+    lost = ", infinite where rounding hides whether the smallest singular value is zero"
+    infinite = lost * (name == schema.EXTRAS["condition"] and bool(np.isinf(ds[name]).any()))
+    known = f" ({some})" if (some := texts.extra_known(ds, name)) else ""
+    source = f" ({ds[name].attrs['source']})" if "source" in ds[name].attrs else ""
+    return f"the {texts.extra_title(ds, name)}{source}{error}{infinite}{known}"
+
+
+def _environment(run: Mapping[str, Any]) -> str:
+    """Device, versions and date of a run."""
+    known = [name for name in ("torch", "transformers") if name in run["versions"]]
+    versions = [*(f"{name} {run['versions'][name]}" for name in known), f"Python {run['python']}"]
+    return f"on {run['device']} with {', '.join(versions)}, on {run['date'][:10]}"
+
+
+def _cited(key: str) -> str:
+    """A source in running text: its first author and year."""
+    entry = _entries()[key]
+    author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", entry)
+    year = re.search(r"year\s*=\s*\{?(\d{4})", entry)
+    first = author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key
+    return f"({first} {year[1] if year else ''})"

@@ -1,4 +1,7 @@
-"""Exact norm and every bound of every head of a checkpoint, as one labelled Dataset."""
+"""Exact norm and every bound of every head of a checkpoint, as one labelled Dataset.
+
+Or numbers of the weights of every head alone, without data.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +22,22 @@ from lipbound import devices, schema
 from lipbound.attention.variants import titles
 from lipbound.bounds import registry
 from lipbound.devices import in_own_modes, versions
-from lipbound.errors import LipboundError, flag, tell
+from lipbound.errors import CheckpointError, LipboundError, tell
 from lipbound.jacobians.maps import WHOLE, map_words
 from lipbound.models.capture.verification import most_padded
-from lipbound.models.checkpoint import Inputs
+from lipbound.models.checkpoint import AnyModel, Inputs, LoadOptions
+from lipbound.models.head_weights import head_weights
+from lipbound.models.in_memory import in_training, state_sha256
 from lipbound.models.inputs import prepare
-from lipbound.models.loading import Checkpoint, load_checkpoint
+from lipbound.models.loading import Checkpoint, load_checkpoint, load_named
 from lipbound.runs import measure, store
 from lipbound.runs.checksums import OF_BOUND, sealed
-from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig
+from lipbound.runs.config import LEAST_MEMORY, LOADING, READING, RunConfig, from_options
+from lipbound.runs.head_extras import of_weights
 from lipbound.runs.measure import LayerInfo, SampleBlock, Sources, norms_shape
 from lipbound.runs.store import LayerResult, PartialRun
-from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, Extent, RunInfo, sound
+from lipbound.schema import CLOSED_FORM, CONDITIONING, EXTRAS, INPUT, OF_WEIGHTS, Extent, RunInfo
 from lipbound.signs import Signs
-
-if TYPE_CHECKING:
-    from lipbound.models.checkpoint import AnyModel
 
 OF_CHECKPOINT = ("revision", "loaded", "commit", "quantization", "configuration")
 """What a run says about its checkpoint, under the same names."""
@@ -86,41 +89,8 @@ OF_INPUT = "is of heads as functions of their input"
 
 
 @in_own_modes
-def compare(
-    model: AnyModel,
-    data: Any = None,
-    *,
-    inputs: Any = None,
-    bounds: str | Iterable[str] = "default",
-    extras: Sequence[str] | str | None = None,
-    tau: float | None = None,
-    map: str = "head",
-    norm: str = "frobenius",
-    wrt: str = "input",
-    samples: int | str = 8,
-    exact_samples: int | None = None,
-    max_length: int = 128,
-    layers: Sequence[int] | int | str | None = None,
-    split: str | None = None,
-    column: str | None = None,
-    revision: str | None = None,
-    tol: float = 1e-3,
-    delta: float | None = 1e-6,
-    device: Any = "auto",
-    dtype: Any = "float32",
-    seed: int = 0,
-    out: str | Path | None = None,
-    resume: bool = False,
-    memory: str | float = "auto",
-    weights: str = "auto",
-    gguf_file: str | None = None,
-    shuffle: int | None = None,
-    tokenizer: str | Path | None = None,
-    processor: str | Path | None = None,
-    adapter: str | Path | Literal[False] | None = None,
-    client: Any = None,
-    progress: bool = True,
-) -> xr.Dataset:
+@from_options(RunConfig)
+def compare(config: RunConfig) -> xr.Dataset:
     """Measure every attention head of a checkpoint, and set every bound beside it.
 
     Args:
@@ -134,17 +104,14 @@ def compare(
             dict of named ones.
         bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (every bound of
             the norm), or "none" for exact norms alone.
-        extras: "frobenius" (the Frobenius norm of the Jacobian, ``jacobian_frobenius``) and
-            "condition" (its condition number, ``jacobian_condition``, up to 1,024 outputs, N d_v of
-            a head), where there are exact norms; see `lipbound.frobenius_norm` and
-            `lipbound.condition_number`; "kappa_softmax", "chi_score", "kappa_val" and "rho_ln",
-            condition numbers in low precision (`lipbound.attention.conditioning`). NaN for what is
-            too large, hidden by rounding or not there, which a `lipbound.errors.Notice` and
-            attrs["notes"] tell. Frobenius norm of inputs only.
-            Of every head, whatever the norm, also `lipbound.schema.OF_HEADS`, which
-            `lipbound.runs.head_extras.of_heads` defines: "wqk_norm", "wqk_stable_rank",
-            "wov_norm", "wov_stable_rank" of the weights; "row_norm", "largest_logit" and "qk_clip"
-            of attention, at all samples.
+        extras: where there are exact norms, in the Frobenius norm of inputs: "frobenius"
+            (``jacobian_frobenius``, see `lipbound.frobenius_norm`), "condition"
+            (``jacobian_condition``, see `lipbound.condition_number`; up to 1,024 outputs, N d_v of
+            a head), and "kappa_softmax", "chi_score", "kappa_val" and "rho_ln", condition numbers
+            in low precision (`lipbound.attention.conditioning`). NaN for what is too large, hidden
+            by rounding or not there, which a `lipbound.errors.Notice` and attrs["notes"] tell.
+            Of every head, whatever the norm, at all samples: `lipbound.schema.OF_HEADS`, which
+            `lipbound.runs.head_extras.of_heads` defines.
         tau: the largest logit that QK-clip allows, such as 100; of the extra "qk_clip" alone.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then
             have ||W_V W_O|| for ||W_V||), "heads" (all heads of a layer side by side), "layer"
@@ -153,13 +120,11 @@ def compare(
             and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
         norm: "frobenius" (all tokens move, by 1 together), "every-token" (every token moves by at
             most 1, and the output token that moves furthest counts) or "one-token" (one token alone
-            moves). The latter two have the exact norms of `lipbound.token_norm`, both ends of them
-            deterministic, for the maps "head", "head_out", "heads" and "layer"; bounds are those
-            stated in the norm.
-        wrt: what heads are functions of, everything else held: "input" (the tokens), or "keys",
-            "values" or "queries" alone, as in `lipbound.spectral_norm`. Frobenius norm of the maps
-            "head" and "head_out"; bounds, which are stated for functions of the input, are left
-            out.
+            moves). The latter two are those of `lipbound.token_norm`, both ends deterministic, for
+            the maps "head", "head_out", "heads" and "layer"; bounds are those stated in the norm.
+        wrt: what heads are functions of, all else held: "input" (the tokens), or "keys", "values"
+            or "queries" alone, as in `lipbound.spectral_norm`. Frobenius norm of the maps "head"
+            and "head_out", without bounds, which are stated for functions of the input.
         samples: how many samples of the data, or "all"; all where it has fewer, which a
             `lipbound.errors.Notice` and attrs["notes"] tell.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
@@ -168,8 +133,7 @@ def compare(
         split: of a dataset.
         column: of a dataset that holds the text or image.
         revision: of a hub model.
-        tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``; 1e-3 is
-            finer than figures and tables show.
+        tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``.
         delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`);
             None for lower ends alone, which take two fifths of the time. Frobenius norm only:
             the others take neither delta nor seed.
@@ -183,54 +147,35 @@ def compare(
             it is; the result is that of an uninterrupted run.
         memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or
             "auto".
-        weights: "whole" (in memory), "layers" (read from its files layer by layer), or "auto" (see
-            `lipbound.load_checkpoint`).
+        weights: "whole" (in memory), "layers" (read layer by layer from files), or "auto".
         gguf_file: which GGUF file of a directory or of a hub model; attrs["quantization"] says how
             its weights are stored.
         shuffle: a seed, with which samples are drawn from all of the data; None for the first ones.
         tokenizer: directory or hub id of a tokenizer, in place of the checkpoint's own.
         processor: directory or hub id of an image processor, in place of the checkpoint's own.
-        adapter: directory or hub id of a LoRA adapter to merge into the weights; "none": not even
-            one that lies beside them.
+        adapter: directory or hub id of a LoRA adapter to merge; "none": not even one beside them.
         client: a ``dask.distributed`` client, with one thread per worker, whose workers load
             ``model`` by its name and measure blocks of samples.
-        progress: say on standard error what is being done: by a bar on a terminal, by a line
-            every five seconds elsewhere.
+        progress: say on standard error what is being done: by a bar, or a line every 5 seconds.
 
     Returns:
         Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers:
         ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, one variable
         per bound under its registry name and ``<name>_sound`` (whether its assumptions held),
         ``exact_l2`` where a bound is about L2 attention, and the ``extras``. Bounds of "default"
-        and "all" that say nothing about a layer of the model are left out
-        (attrs["not_applicable"]). Values are natural, not logarithms. attrs["audit"] says how often
-        each bound fell below the exact norm.
+        and "all" that say nothing about a layer of the model are left out, as
+        attrs["not_applicable"] says; attrs["audit"], how often each fell below the exact norm.
 
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
     """
-    given = dict(locals())
-    del given["client"], given["progress"], given["inputs"]
-    given["data"] = one_of(data, inputs)
-    return run(RunConfig(**given), client=client, progress=flag("progress", progress))
-
-
-def one_of(data: Any, inputs: Any) -> Any:
-    """What is given, data or ready inputs.
-
-    Raises:
-        LipboundError: both are.
-    """
-    if inputs is not None and data is not None:
-        raise LipboundError("data and inputs are both given; inputs are ready data, so give one")
-    return data if inputs is None else inputs
+    return run(config)
 
 
 @in_own_modes
-def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
+def run(config: RunConfig) -> xr.Dataset:
     """Compute a run: open, plan, execute, assemble, save."""
-    if client is not None:
-        measure.check_client(client, config)
+    client = config.client
     device = devices.resolve_device(config.device)
     memory = memory_bytes(config.memory, device)
     target = config.target
@@ -241,7 +186,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     parts = 1 if client is None else 4 * max(1, len(client.ncores()))  # keeps all workers busy
     where = device if client is None else str(config.device)  # "auto" may be several on workers
     with ExitStack() as opened:
-        signs = opened.enter_context(Signs("loading model and data", show=progress))
+        signs = opened.enter_context(Signs("loading model and data", show=config.progress))
         sources = open_sources(config, device)
         signs.say(f"{sources.checkpoint.name}: looking at its layers")
         planned = plan(config, sources, memory, parts)
@@ -260,7 +205,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         if client is None:
             results = measure.Measurer(sources.capturer, spec, planned.room).each(sources, blocks)
         else:
-            results = measure.measured_by(client, sources, spec, blocks)
+            results = measure.measured_by(sources, spec, blocks)
         if kept is not None:
             results = kept.keeping(results)
         tables, lengths, error = filled(planned, results, signs.advance)
@@ -312,7 +257,7 @@ def dataset(
         layers: what the layers are.
         lengths: (samples,) tokens of the inputs.
     """
-    order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(sound, spec.names))
+    order = (*LABELS, *spec.names, "exact_steps", "exact_converged", *map(schema.sound, spec.names))
     ds = xr.Dataset({name: (schema.AXES, tables[name]) for name in order if name in tables})
     coords: dict[str, Any] = {
         "sample": np.arange(len(lengths)),
@@ -412,7 +357,7 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     Raises:
         LipboundError: they cannot be found or used.
     """
-    checkpoint = open_checkpoint(config, device)
+    checkpoint = load_checkpoint(config.model, device=device, **config.options(*LOADING))
     inputs = open_inputs(config, checkpoint)
     if not devices.has_float64(device):
         what = "has no float64: the model runs there, and its heads are measured on the CPU"
@@ -424,15 +369,6 @@ def note(inputs: Inputs, text: str) -> None:
     """Tell what is not as it was asked for, and keep it for the run's attributes."""
     inputs.notes.append(text)
     tell(text)
-
-
-def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
-    """Load the model to a device.
-
-    Raises:
-        CheckpointError: it cannot be had.
-    """
-    return load_checkpoint(config.model, device=device, **config.options(*LOADING))
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
@@ -567,3 +503,69 @@ def memory_bytes(memory: str | float, device: str) -> float:
     if (size := float(memory)) < LEAST_MEMORY:
         tell(f"memory is {size:g} bytes, so samples are measured one at a time; write '4GB'")
     return size
+
+
+# -- a run of weights alone ------------------------------------------------------------------------
+
+
+@in_own_modes
+@torch.no_grad()
+def weight_norms(model: AnyModel, *, out: str | Path | None = None) -> xr.Dataset:
+    """Measure the weights of every attention head of a checkpoint: no data, no forward pass.
+
+    What is measured are the extras `lipbound.schema.OF_WEIGHTS`, as
+    `lipbound.runs.head_extras.of_weights` defines them. Safetensors and GGUF files are read one
+    tensor at a time, weights in other formats as a whole.
+
+    Args:
+        model: as of `lipbound.compare`, of one of `lipbound.models.head_weights.FAMILIES`; a loaded
+            model stays as and where it is.
+        out: where to save the run, a Zarr store that must not exist yet.
+
+    Returns:
+        A run with dims (sample, layer, head), one sample of no tokens: ``wqk_norm``,
+        ``wqk_stable_rank``, ``wov_norm`` and ``wov_stable_rank``, float64, computed in float64;
+        ``exact`` is NaN. Tables, heatmaps and `lipbound.cite` take it. The revision of a model in
+        training mode is "in training", and no hash.
+
+    Raises:
+        LipboundError: an unknown checkpoint, one of another family, weights that are not finite.
+
+    >>> ds = weight_norms("builtin:gpt2")
+    >>> dict(ds["wqk_norm"].sizes)
+    {'sample': 1, 'layer': 6, 'head': 4}
+    """
+    config = RunConfig(model, bounds="none", extras=OF_WEIGHTS, out=out)
+    if config.target is not None:
+        store.check_target(config.target)
+    if isinstance(model, str | Path):
+        options = LoadOptions(None, torch.float32, "cpu", "auto", lazy=True)
+        checkpoint = load_named(model, options)
+    else:
+        checkpoint = in_training(model)
+        if not checkpoint.model.training:
+            checkpoint.revision = state_sha256(checkpoint.model)
+    layers, found = list[LayerInfo](), list[LayerResult]()
+    for name, projections, scale in head_weights(checkpoint.model):
+        if not all(bool(t.isfinite().all()) for t in projections):
+            raise CheckpointError(f"weights of {name} in {checkpoint.name} are NaN or infinite")
+        w_q, w_k, w_v, w_o = projections
+        of_heads = of_weights(w_q, w_k, w_v, w_o, scale)
+        values = {name: value[None].cpu().numpy() for name, value in of_heads.items()}
+        values["exact"] = np.full((1, len(w_q)), np.nan)
+        values["exact_converged"] = np.zeros((1, len(w_q)), dtype=bool)
+        found.append(LayerResult(0, len(layers), values, np.zeros(1, dtype=int), 0.0))
+        layers.append(LayerInfo(len(layers), name, len(w_q), 0, frozenset()))
+    inputs = Inputs({"no_tokens": torch.zeros(1, 0)}, "no data", "none")
+    capturer = measure.capturer_of(checkpoint.model, config)
+    sources = Sources(checkpoint, inputs, str(w_q.device), capturer)
+    planned = Plan(config, layers, 1, 1, 1, {}, len(layers))
+    tables, lengths, _ = filled(planned, found)
+    info = run_info(config, sources, planned)
+    made = replace(info.made, exact_samples=0)
+    said: Any = {"map_description": "weights of heads alone", "dtype": "float64"}
+    ds = dataset(tables, config, layers, lengths)
+    ds = sealed(ds, replace(info, made=made, exact_samples=0, **said))
+    if config.target is not None:
+        store.save(ds, config.target)
+    return ds

@@ -11,9 +11,9 @@ import numpy as np
 import xarray as xr
 
 from lipbound import schema
-from lipbound.errors import StoreError, shown
+from lipbound.errors import StoreError
 from lipbound.runs.checksums import check_whole, sealed
-from lipbound.runs.store import run_of
+from lipbound.runs.store import run_of, unlike
 
 Key = tuple[str, int]
 """Identity of a sample: the fingerprint of its data, and its number there."""
@@ -82,16 +82,14 @@ def _check(part: xr.Dataset, number: int, first: xr.Dataset) -> None:
     name = f"run {number + 1} of those given ({part.attrs['model']}, {part.attrs['data']})"
     check_whole(part, name)
     heads = min(len(_heads(part)), len(_heads(first)))  # layers may differ in how many they have
-    mine, theirs = (
-        one.attrs
-        | {"bounds": sorted(one.attrs["bounds"]), "variables": sorted(schema.own(one))}
-        | {"heads": _heads(one)[:heads]}
-        for one in (part, first)
-    )
-    for key in (*schema.AGREE, "variables", "heads"):
-        if (a := theirs.get(key)) != (b := mine.get(key)):
-            what = f"{key} is {shown(a)} in the first and {shown(b)} in {name}"
-            raise StoreError(f"the runs do not agree: {what}; give what was measured alike")
+    settings = []
+    for one in (first, part):
+        said = {key: one.attrs.get(key) for key in schema.AGREE} | {"heads": _heads(one)[:heads]}
+        lists = {"bounds": sorted(one.attrs["bounds"]), "variables": sorted(schema.own(one))}
+        settings.append(said | lists)
+    if found := unlike(settings[0], settings[1], "{} is {!r:.80} in the first and {!r:.80}"):
+        what = f"the runs do not agree: {found[0]} in {name}"
+        raise StoreError(f"{what}; give what was measured alike")
 
 
 def _heads(ds: xr.Dataset) -> list[int]:

@@ -6,17 +6,19 @@ loads nothing of size; what checks the options is imported where that happens.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from lipbound import errors
-from lipbound.errors import LipboundError, StoreError, real, shown, whole
+from lipbound.errors import LipboundError, P, StoreError, T, real, shown, whole
 from lipbound.schema import EXTRAS, INPUT, NORMS, OF_HEADS, TOKEN_NORMS, RunInfo
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ EXPORTS |= {".html", ".bib", ".nc", ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pt
 """Endings of files that are made from a run, and are none."""
 LEAST_MEMORY = 1e6
 """Bytes that no unit need be written behind."""
+IN_PYTHON = ("inputs", "client", "progress")
+"""Options that are objects of Python, or that the command line has in a way of its own."""
+C = TypeVar("C")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -85,6 +90,9 @@ class RunConfig:
             too.
         adapter: LoRA adapter to merge into the weights: a directory or a hub id; 'none' leaves out
             one that lies beside the weights.
+        inputs: Ready inputs of the model, which become the data.
+        client: A dask.distributed client whose workers share the run.
+        progress: Whether signs of progress are given.
 
     Raises:
         LipboundError: an unknown map, norm, wrt or bound, a bound that says nothing about the map,
@@ -113,8 +121,8 @@ class RunConfig:
     wrt: str = INPUT
     tol: float = 1e-3
     delta: float | None = 1e-6
-    device: str = "auto"
-    dtype: str = "float32"
+    device: Any = "auto"
+    dtype: Any = "float32"
     seed: int = 0
     revision: str | None = None
     out: str | Path | None = None
@@ -123,9 +131,16 @@ class RunConfig:
     weights: str = "auto"
     gguf_file: str | None = None
     adapter: str | Path | Literal[False] | None = None
+    inputs: Any = None
+    client: Any = None
+    progress: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in self._checked().items():
+        if self.inputs is not None and self.data is not None:
+            what = "data and inputs are both given; inputs are ready data"
+            raise LipboundError(f"{what}, so give one")
+        data = self.data if self.inputs is None else self.inputs
+        for name, value in (self._checked() | {"data": data, "inputs": None}).items():
             object.__setattr__(self, name, value)
         if self.norm != "frobenius":  # nothing is random there
             for name in ("delta", "seed"):
@@ -138,6 +153,10 @@ class RunConfig:
             raise LipboundError(f"{what}; give both, as extras='qk_clip', tau=100, or neither")
         if self.resume and self.out is None:
             raise LipboundError("resume needs out, the name of the run to take up")
+        if self.client is not None and not isinstance(self.model, str | Path):
+            raise LipboundError("with a client, model must be a name that every worker can load")
+        if self.client is not None and not hasattr(self.client, "ncores"):
+            raise LipboundError(f"client is {shown(self.client)}; give a dask.distributed.Client")
 
     def _checked(self) -> dict[str, Any]:
         """The arguments in the types that everything behind relies on."""
@@ -165,6 +184,7 @@ class RunConfig:
             "weights": errors.choice("weights", self.weights, WEIGHTS),
             "dtype": dtype_name(self.dtype),
             "resume": errors.flag("resume", self.resume),
+            "progress": errors.flag("progress", self.progress),
             "memory": _memory(self.memory),
             "adapter": errors.adapter_name(self.adapter),
         }
@@ -320,6 +340,24 @@ class RunConfig:
     def exact_count(self, samples: int) -> int:
         """Count the samples, of so many, that get exact norms."""
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
+
+
+def from_options(make: Callable[P, C]) -> Callable[[Callable[[C], T]], Callable[P, T]]:
+    """Let a function of one object take the arguments of which that is made."""
+
+    def decorate(function: Callable[[C], T]) -> Callable[P, T]:
+        returned = inspect.signature(function).return_annotation
+        signature = inspect.signature(make).replace(return_annotation=returned)
+
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            signature.bind(*args, **kwargs)  # or an error that does not name what was called
+            return function(make(*args, **kwargs))
+
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 READING = ("samples", "max_length", "split", "column", "shuffle")

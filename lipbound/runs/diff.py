@@ -14,14 +14,14 @@ import xarray as xr
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError, Notice, StoreError, choice, tell
 from lipbound.models.checkpoint import Inputs
-from lipbound.runs.compare import one_of, open_sources, run
+from lipbound.runs.compare import open_sources, run
 from lipbound.runs.config import RunConfig, check_run_name
 from lipbound.runs.measure import layers_at, norms_shape
 from lipbound.runs.store import check_target, paired, refuse_inputs, refuse_unlike, run_of, save
 
 OF_B = ("revision", "gguf_file", "adapter")
 """Options that are of the second checkpoint alone."""
-_OPTIONS = {one.name for one in fields(RunConfig)} - {"model"}
+_OPTIONS = {one.name for one in fields(RunConfig)} - {"model", "data", "out"}
 """All options of a diff of two checkpoints."""
 
 
@@ -30,11 +30,7 @@ def diff(
     b: Any,
     data: Any = None,
     *,
-    inputs: Any = None,
     out: str | Path | None = None,
-    resume: bool = False,
-    client: Any = None,
-    progress: bool = True,
     **options: Any,
 ) -> xr.Dataset:
     """Set two runs side by side, or measure two checkpoints on the same inputs and do so.
@@ -46,16 +42,12 @@ def diff(
     Args:
         a: a run of `lipbound.compare` or its path; or a checkpoint, as `lipbound.compare` takes it.
         b: another of the same kind.
-        data: of two checkpoints: what both are measured on. inputs: in place of data, ready inputs,
-            as in `lipbound.compare`.
+        data: of two checkpoints: what both are measured on.
         out: where to save the diff, a Zarr store that must not exist yet. Runs of two checkpoints
             are saved beside it: ``diff.zarr`` has ``diff-a.zarr`` and ``diff-b.zarr``.
-        resume: of two checkpoints: take up their unfinished runs, and keep finished ones.
-        client: as in `lipbound.compare`.
-        progress: as in `lipbound.compare`.
-        options: of two checkpoints: other options of `lipbound.compare`, for both; but
-            ``revision``, ``gguf_file`` and ``adapter`` are of b alone ("name@revision" names
-            another one of a).
+        options: of two checkpoints: other options of `lipbound.compare`, for both: ``resume`` takes
+            up unfinished runs, and keeps finished ones; but ``revision``, ``gguf_file`` and
+            ``adapter`` are of b alone ("name@revision" names another one of a).
 
     Returns:
         Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers:
@@ -72,27 +64,25 @@ def diff(
     """
     for name in options:
         choice("option of a diff", name, _OPTIONS)
-    data = one_of(data, inputs)
     stored = [_is_run(one) for one in (a, b)]
     check_run_name(out)
     target = None if out is None else check_target(out)
     if any(stored):
         if not all(stored):
             raise LipboundError("of a and b one is a run, one a checkpoint; give two of a kind")
-        given = {"data": data, "client": client, "resume": resume or None} | options
-        if others := [name for name, value in given.items() if value is not None]:
+        given = {"data": data} | options | {"progress": None}
+        if others := [name for name, value in given.items() if value not in (None, False)]:
             raise LipboundError(f"a and b are runs, measured already; leave out {others[0]}")
         runs = [run_of(a), run_of(b)]
     else:
         both = {name: value for name, value in options.items() if name not in OF_B}
         configs = []
         for model, side, given in ((a, "a", both), (b, "b", options)):
-            if target is not None:
-                given = given | {"out": target.with_name(f"{target.stem}-{side}{target.suffix}")}
-                if not resume:
-                    check_target(given["out"])
-            configs.append(RunConfig(model, data, **given, resume=resume))
-        runs = _measured(configs, client, progress)
+            beside = target and target.with_name(f"{target.stem}-{side}{target.suffix}")
+            if beside is not None and not options.get("resume"):
+                check_target(beside)
+            configs.append(RunConfig(model, data, **given, out=beside))
+        runs = _measured(configs)
     ds = paired(*runs)
     tell(*ds.attrs["notes"])
     if target is not None:
@@ -118,7 +108,7 @@ def _looked_at(config: RunConfig) -> tuple[Inputs, dict[str, list[Any]]]:
     return sources.inputs, layout | {"head": [*range(norms_shape(layers, config.map)[1])]}
 
 
-def _measured(configs: list[RunConfig], client: Any, progress: bool) -> list[xr.Dataset]:
+def _measured(configs: list[RunConfig]) -> list[xr.Dataset]:
     """Measure two checkpoints; what they are measured on, and their layers, are compared before.
 
     Raises:
@@ -130,9 +120,9 @@ def _measured(configs: list[RunConfig], client: Any, progress: bool) -> list[xr.
         (a, of_a), (b, of_b) = map(_looked_at, configs)
     refuse_inputs(a.fingerprint == b.fingerprint, a.description, b.description)
     refuse_unlike(of_a, of_b)
-    runs = [run(configs[0], client=client, progress=progress)]
+    runs = [run(configs[0])]
     try:
-        runs.append(run(configs[1], client=client, progress=progress))
+        runs.append(run(configs[1]))
     except Exception:
         if configs[0].target is None:  # a is finished work
             with suppress(StoreError, OSError):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -26,7 +25,7 @@ from lipbound.bounds.ours.block_norms import ROW_BYTES, head_bytes, heads_at_onc
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import on_cpu, resolve_device, side_by_side
-from lipbound.errors import CaptureError, LipboundError, shown
+from lipbound.errors import CaptureError, LipboundError
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.spectrum import condition_number, frobenius_norm
@@ -423,20 +422,8 @@ def work(
         return list(_MEASURERS[worker].block(here, start, skip))
 
 
-def check_client(client: Any, config: RunConfig) -> None:
-    """Check that the workers of a client can load the model by its name.
-
-    Raises:
-        LipboundError: the model has no name, or the client is none.
-    """
-    if not isinstance(config.model, str | Path):
-        raise LipboundError("with a client, model must be a name that every worker can load")
-    if not hasattr(client, "submit") or not hasattr(client, "ncores"):
-        raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
-
-
 def measured_by(
-    client: Any, sources: Sources, spec: RunConfig, blocks: Iterable[SampleBlock]
+    sources: Sources, spec: RunConfig, blocks: Iterable[SampleBlock]
 ) -> Iterator[LayerResult]:
     """Have blocks measured by the workers of a dask.distributed client, which load the model.
 
@@ -444,7 +431,6 @@ def measured_by(
     given up).
 
     Args:
-        client: of dask.
         sources: model, whose probed weights are freed here, and inputs.
         spec: what is measured (`RunConfig.of_places`).
         blocks: of samples.
@@ -458,7 +444,8 @@ def measured_by(
     from dask.distributed import KilledWorker, as_completed
 
     sources.capturer.release()
-    alone = replace(spec, data=None, out=None, resume=False)
+    client = spec.client
+    alone = replace(spec, data=None, out=None, resume=False, client=None)
     job = partial(client.submit, work, alone, sources.checkpoint.revision, pure=False)
     futures = [job(sources.inputs.block(a, b, "cpu"), a, skip) for a, b, skip in blocks]
     try:

@@ -435,11 +435,11 @@ def diff_faults(ds: xr.Dataset) -> list[str]:
     """
     try:
         runs = both_runs(ds)
-        missing = [schema.lacking_settings(run) or schema.lacking_variables(run) for run in runs]
+        lacking = [schema.lacking_settings(run) or schema.lacking_variables(run) for run in runs]
     except (KeyError, ValueError, TypeError) as error:
         raise AlteredRunError(f"it is no diff of two runs any more: {error}") from error
-    if any(missing):
-        raise AlteredRunError(f"of one of its two runs, {' and '.join(filter(None, missing))}")
+    if any(lacking):
+        raise AlteredRunError(f"of one of its two runs, {' and '.join(filter(None, lacking))}")
     found = []
     for side, run in zip(schema.SIDES, runs, strict=True):
         found += [f"of {side}, {what}" for what in faults(run)]
@@ -466,11 +466,8 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     names = [name for name in LAYOUT if name in {*a.coords, *b.coords}]
     layouts = [{n: run[n].values.tolist() for n in names if n in run.coords} for run in (a, b)]
     refuse_unlike(*layouts)
-    notes = [
-        f"{name} is {shown(a.attrs.get(name))} in a and {shown(b.attrs.get(name))} in b"
-        for name in schema.TOLD
-        if a.attrs.get(name) != b.attrs.get(name)
-    ]
+    of_a, of_b = ({name: run.attrs.get(name) for name in schema.TOLD} for run in (a, b))
+    notes = unlike(of_a, of_b, "{} is {!r} in a and {!r} in b")
     if GIVEN in (a.attrs["architecture"], b.attrs["architecture"]):
         notes.append("layers were given with inputs of their own, which are not compared")
     counts = [int(schema.with_exact(run).sum()) for run in (a, b)]
@@ -479,14 +476,17 @@ def check_alike(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     return notes
 
 
+def unlike(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> list[str]:
+    """Say of each setting that is not alike in two runs, in some words, its name and its values."""
+    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    return [words.format(name, a.get(name), b.get(name)) for name in names]
+
+
 def refuse_unlike(of_a: Mapping[str, Any], of_b: Mapping[str, Any]) -> None:
     """Refuse two runs, or what they are measured with, that have not all of this alike."""
-    for name in {**of_a, **of_b}:
-        a, b = of_a.get(name), of_b.get(name)
-        if a != b:
-            what = f"{name} is {a!r:.80} in a and {b!r:.80} in b; measure both alike"
-            instead = "select what both have, or take map='layer'"
-            raise StoreError(f"a and b cannot be compared: {what}, {instead}")
+    if found := unlike(of_a, of_b, "{} is {!r:.80} in a and {!r:.80} in b"):
+        instead = "measure both alike, select what both have, or take map='layer'"
+        raise StoreError(f"a and b cannot be compared: {found[0]}; {instead}")
 
 
 def refuse_inputs(alike: bool, of_a: str, of_b: str) -> None:
@@ -685,11 +685,6 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:
     """Refuse a run that differs from what is asked for, naming the settings that do."""
-    different = [
-        f"{key} was {stored.get(key)} and is now {asked.get(key)}"
-        for key in {**stored, **asked}
-        if stored.get(key) != asked.get(key)
-    ]
-    if different:
+    if different := unlike(stored, asked, "{} was {} and is now {}"):
         what = f"{path} belongs to another configuration: {'; '.join(different)}"
         raise StoreError(f"{what}; use the same arguments, or another name")

@@ -17,13 +17,12 @@ from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, nearest, one_line, shown
 from lipbound.formatting import replacing
 from lipbound.runs.compare import run
-from lipbound.runs.config import RunConfig, check_folder_name
+from lipbound.runs.config import IN_PYTHON, RunConfig, check_folder_name
 from lipbound.schema import Contents, compared_with
 
 _AXES = ("model", "data", "max_length")
-OPTIONS = tuple(
-    field.name for field in fields(RunConfig) if field.name not in (*_AXES, "out", "resume")
-)
+_OWN = (*_AXES, *IN_PYTHON, "out", "resume")
+OPTIONS = tuple(field.name for field in fields(RunConfig) if field.name not in _OWN)
 """Other keys of a sweep file; a sweep itself decides where runs are saved, and resumes them."""
 USUAL = {key: getattr(RunConfig, key) for key in (*_AXES, *OPTIONS) if key != "model"}
 """Defaults of all keys that have one."""
@@ -138,9 +137,10 @@ def rows(
         row |= {f"asked_{key}" if key in _NUMBERS else key: arguments[key] for key in varying}
         row |= {"status": "failed", "error": ""} | dict.fromkeys(_NUMBERS)
         try:
-            config = RunConfig(**arguments, out=store, resume=True)
+            how: Any = {"out": store, "resume": True, "client": client, "progress": progress}
+            config = RunConfig(**arguments, **how)
             status = "kept" if store.exists() else "done"
-            row |= index_numbers(run(config, client=client, progress=progress))
+            row |= index_numbers(run(config))
             row["status"] = status
         except Exception as error:  # whatever it is, the other runs must go on
             kind = "" if isinstance(error, LipboundError) else f"{type(error).__name__}: "

@@ -17,11 +17,11 @@ from lipbound.devices import dtype_name, resolve_device, versions
 from lipbound.errors import AlteredRunError, LipboundError
 from lipbound.formatting import plain
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.loading import Checkpoint
+from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.runs.checksums import altered, faults
-from lipbound.runs.compare import EMPTY, open_checkpoint, open_inputs
+from lipbound.runs.compare import EMPTY, open_inputs
 from lipbound.runs.concat import split
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import LOADING, RunConfig
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.store import Run, run_of
 
@@ -65,7 +65,7 @@ def replay(ds: xr.Dataset, **how: Any) -> Replay:
     """
     config = RunConfig.of(ds, **how)
     where = resolve_device(config.device)
-    checkpoint = open_checkpoint(config, where)
+    checkpoint = load_checkpoint(config.model, device=where, **config.options(*LOADING))
     info, differences, notes = schema.RunInfo.of(ds), [], []
     kinds = {revision.startswith("sha256:") for revision in (checkpoint.revision, info.revision)}
     # the hash of a model in memory is that of its numbers, rounded

@@ -25,7 +25,7 @@ from support.models import AFFINE, build
 from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
-from lipbound.cli.measuring import TRIMMING
+from lipbound.cli.commands import TRIMMING
 from lipbound.runs import store
 from lipbound.runs.config import RunConfig
 from lipbound.runs.store import LayerResult, PartialRun, partial_path
@@ -34,7 +34,7 @@ WORDS = "--max-length 12 --memory 1kB --samples 4 --bounds yudin,lipbound --quie
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-LOADED = ["lipbound.__main__", "lipbound.cli.measuring", "lipbound.runs.compare"]
+LOADED = ["lipbound.__main__", "lipbound.cli.commands", "lipbound.runs.compare"]
 LOADED += ["lipbound.models.inputs", "transformers.models.bert.modeling_bert"]
 CONTEXT.set_forkserver_preload(LOADED)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import lipbound as lb
 from lipbound.errors import AttentionError
 from lipbound.jacobians.rounding import tensor_error
-from lipbound.reporting.page.details import of_layer
+from lipbound.reporting.page.render import of_layer
 
 HAS = [(), ("norm",), ("values",), ("cap", "sinks"), ("offsets",)]
 STREAMS = ("queries", "memory")

@@ -18,7 +18,7 @@ from lipbound.attention.variants.rotary import Rotation
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.streaming import StreamedHeadJacobian
-from lipbound.reporting.page.details import of_layer
+from lipbound.reporting.page.render import of_layer
 
 CASES = {
     "seed": st.integers(0, 10**6),

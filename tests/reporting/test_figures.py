@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from support.runs import made_up
 
 from lipbound import plots
-from lipbound.reporting.latex import typeset
 from lipbound.reporting.plots import scales
 from lipbound.reporting.styles import paper_height
+from lipbound.reporting.tables import typeset
 
 WIDTHS = ("column", "page", "slide")
 

@@ -27,8 +27,7 @@ from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError
 from lipbound.models.inputs import prepare
 from lipbound.models.loading import load_checkpoint
-from lipbound.reporting.page.details import of_layer
-from lipbound.reporting.page.render import BINS, SINGLE, report
+from lipbound.reporting.page.render import BINS, SINGLE, of_layer, report
 
 HOSTILE = "</script><img src=x onerror=alert(1)> {{7*7}} \" ' & \x1b\u202e"
 

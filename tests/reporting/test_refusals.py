@@ -17,7 +17,8 @@ import lipbound as lb
 from lipbound import plots, tables
 from lipbound.analysis import cache_bits
 from lipbound.errors import LipboundError, StoreError, UnknownNameError
-from lipbound.reporting import citations, statistics
+from lipbound.reporting import statistics
+from lipbound.reporting import tables as citations
 
 BAD, UNKNOWN = LipboundError, UnknownNameError
 CURVE = "lipbound.radius_curve"

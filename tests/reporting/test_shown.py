@@ -11,7 +11,8 @@ from support.runs import made_up
 
 import lipbound as lb
 from lipbound import plots, tables
-from lipbound.reporting import citations, labels
+from lipbound.reporting import labels
+from lipbound.reporting import tables as citations
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def test_variables_that_were_left_out_are_not_missed(ds: xr.Dataset) -> None:
     drawn = [axes for axes in plots.heatmaps(part).axes if axes.images]
     assert [axes.get_title().split("\n")[0] for axes in drawn] == ["Exact", label]
     assert [text.get_text() for text in plots.ratios(part).get_yticklabels()] == [label]
-    assert citations.keys(part) == ["yudin2025pay", "lipbound2026"]
+    assert citations.citation_keys(part) == ["yudin2025pay", "lipbound2026"]
     assert label in tables.render(part, by="head")
     assert "cannot exclude that others were edited" in tables.caption(part)
     kim = tables.render(ds[["exact", "kim", "yudin"]])

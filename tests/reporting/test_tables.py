@@ -17,7 +17,8 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import LipboundError
 from lipbound.formatting import digits, directed, number
-from lipbound.reporting import citations, statistics
+from lipbound.reporting import statistics
+from lipbound.reporting import tables as citations
 
 HOSTILE = (
     "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} "
@@ -256,7 +257,7 @@ def test_hostile_names_stay_text(ds: xr.Dataset) -> None:
         assert "\\textbackslash{}input\\{/etc/passwd\\}" in "".join(lines)
         assert typeset.count("\\begin{tabular}") == typeset.count("\\end{tabular}") >= 1
     bib = citations.cite(hostile)
-    assert bib.count("@") == len(citations.keys(hostile))  # every @ begins an entry
+    assert bib.count("@") == len(citations.citation_keys(hostile))  # every @ begins an entry
     assert "{\\char64}evil" in bib
     assert "\\input{" not in citations.cite(hostile, "latex")
 
@@ -268,7 +269,7 @@ def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
     own["mine"].attrs["caveat"] = "it is mine"
     assert "\u2020 Castin 2024, 3.3 (mine): it is mine" in tables.render(own, bounds=["mine"])
     with pytest.raises(LipboundError, match="unknown bound 'mine'"):
-        citations.keys(own)  # there is nothing to cite
+        citations.citation_keys(own)  # there is nothing to cite
 
 
 def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
@@ -288,7 +289,7 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
         "is compared with the constant of L2 attention",
     ):
         assert part in text, part
-    assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.keys(ds))
+    assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.citation_keys(ds))
     assert "$1 - 10^{-6}$" in typeset
     model, options = build(AFFINE["gpt2"]), {"bounds": ["yudin"], "progress": False}
     rough = lb.compare(model, inputs_for(model), delta=None, samples=1, **options)
@@ -312,7 +313,7 @@ def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
     other = ds.copy(deep=True)
     other["yudin"].attrs["citation"] = "x}\\input{/etc/passwd"
     assert "\\input{" not in citations.cite(other, "latex")
-    assert citations.keys(other) == citations.keys(ds)
+    assert citations.citation_keys(other) == citations.citation_keys(ds)
     other.attrs["tol"] = "\\input{x}"
     with pytest.raises(LipboundError, match="its setting 'tol' is"):
         citations.methods(other)

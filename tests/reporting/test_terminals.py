@@ -11,8 +11,8 @@ from support.commands import said
 from support.runs import made_up
 
 from lipbound import tables
-from lipbound.cli.application import show
-from lipbound.reporting.text_tables import text_table
+from lipbound.cli.commands import show
+from lipbound.reporting.tables import text_table
 from lipbound.runs import store
 
 

@@ -17,7 +17,7 @@ from transformers import BertModel
 
 import lipbound as lb
 from lipbound.errors import StoreError
-from lipbound.reporting import citations
+from lipbound.reporting import tables as citations
 from lipbound.runs.checksums import altered, faults
 from lipbound.runs.compare import open_sources, plan
 from lipbound.runs.config import RunConfig

@@ -14,8 +14,8 @@ from support.runs import TEXTS
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.errors import StoreError
-from lipbound.reporting.citations import methods
 from lipbound.reporting.labels import facts, left_out
+from lipbound.reporting.tables import methods
 from lipbound.runs.config import RunConfig
 from lipbound.schema import WRT
 

@@ -1,6 +1,6 @@
 """Self-contained page of one run or several.
 
-It holds heatmaps, single heads, the audit, provenance and citations.
+It holds heatmaps, single heads, the audit, provenance and tables.
 """
 
 import base64
@@ -12,27 +12,36 @@ from dataclasses import asdict, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
+import torch
 import xarray as xr
 from markupsafe import Markup
+from torch import Tensor
 
+from lipbound import schema
+from lipbound.attention import softmax
+from lipbound.attention.layer import Attention
 from lipbound.bounds.audit import allowance, audit
+from lipbound.bounds.registry import get
 from lipbound.devices import resolve_device
-from lipbound.errors import LipboundError, file_path, knows_options
+from lipbound.errors import AttentionError, LipboundError, file_path, knows_options
 from lipbound.formatting import check_folder, enclosed, formula, plain, plain_data, replacing
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.token_norms.token_norm import token_norm, token_profile
+from lipbound.models.capture.capture import Capturer
 from lipbound.models.inputs import token_texts
-from lipbound.reporting import citations, labels, statistics, tables
+from lipbound.reporting import labels, statistics, tables
 from lipbound.reporting.labels import model_name, relabelled, told_apart
-from lipbound.reporting.page.details import Details, details
 from lipbound.reporting.plots import caption, heatmaps, log10, scales
 from lipbound.reporting.statistics import across
 from lipbound.runs import store
 from lipbound.runs.store import both_runs, diff_of, run_of
-from lipbound.runs.verify import replay
-from lipbound.schema import AXES, INPUT, Contents, bounds_there, compared_with, is_diff, norm_of
+from lipbound.runs.verify import Replay, replay
+from lipbound.schema import Contents, bounds_there, compared_with, norm_of
 
 HERE = Path(__file__).parent
 _NEEDED = ("latex2mathml", "plotly")
@@ -40,6 +49,47 @@ _NEEDED = ("latex2mathml", "plotly")
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
 BINS = 40
+SIDE = 128
+"""Attention maps of more tokens are shrunk to at most this many rows: each entry then is the
+largest of a square."""
+TOL = 1e-6
+"""Tolerance of the singular vectors, well below what a picture shows."""
+TOKEN_TOL = 1e-3
+"""The same in norms that tell tokens apart, where what is left open costs more to close."""
+
+
+class Details(NamedTuple):
+    """Details of the heads of one layer at one sample.
+
+    Attributes:
+        norm: the heads' exact norms, in the run's.
+        attention: (heads, n, n) uint8, 255 sqrt(P) rounded; shrunk by ``stride``.
+        softmax_norm: of every query's row, (heads, N).
+        right, left: shares of the tokens in :math:`u^T J v`, (heads, N), each row summing to one:
+            of those that the steepest perturbation v moves, and of those whose outputs change along
+            u. In the Frobenius norm these are the squared lengths of the tokens' parts of the top
+            singular vectors.
+        alone, reached: `lipbound.token_profile`, (heads, N): how far all outputs go when a token
+            moves alone, and an output when all tokens do.
+        parts: shares of the exact norm that pass through values, keys and queries, each (heads,),
+            summing to one.
+        bounds: `lipbound.bounds.Bound.terms` of every bound that has terms: name -> term ->
+            (heads,).
+        stride: see ``attention``.
+    """
+
+    norm: np.ndarray
+    attention: np.ndarray
+    softmax_norm: np.ndarray
+    right: np.ndarray
+    left: np.ndarray
+    alone: np.ndarray
+    reached: np.ndarray
+    parts: dict[str, np.ndarray]
+    bounds: dict[str, dict[str, np.ndarray]]
+    stride: int
+
+
 DetailsOrReason = tuple[list[Details | None] | None, list[str], str]
 LEFT_OUT: DetailsOrReason = (None, [], "they were left out when the report was made")
 
@@ -102,7 +152,7 @@ def report(
     wanted: Any = dict(labels or {})
     for run in several:
         ds = store.load(run, damaged="refuse") if isinstance(run, str | Path) else run
-        if is_diff(ds):
+        if schema.is_diff(ds):
             diffs.append(_diff(diff_of(ds)))
             named += [(one, model_name(one)) for one in both_runs(ds)]
         else:
@@ -223,8 +273,8 @@ def _words(ds: xr.Dataset) -> dict[str, Any]:
         "exact": enclosed(*statistics.mean_ends(ds, "exact")),
         "notes": made.notes,
         "provenance": [[name, words] for name, words in facts.items() if words],
-        "methods": citations.methods(ds, "text"),
-        "bibtex": citations.bibtex(ds),
+        "methods": tables.methods(ds, "text"),
+        "bibtex": tables.bibtex(ds),
     }
 
 
@@ -239,7 +289,7 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     examples = {compared_with(ds, name): name for name in names} | {"exact": "exact"}
     widths = {of: statistics.cell_widths(ds, one, reduce) for of, one in examples.items()}
     whole = ds, ["layer", "sample"]
-    kept, order = (ds.isel(sample=slice(SINGLE)), AXES) if "head" in ds.dims else whole
+    kept, order = (ds.isel(sample=slice(SINGLE)), schema.AXES) if "head" in ds.dims else whole
 
     def grid(values: xr.DataArray) -> np.ndarray:
         return statistics.panel(values, reduce).values
@@ -247,7 +297,7 @@ def _values(ds: xr.Dataset, reduce: str | float) -> dict[str, Any]:
     return {
         "reduce": statistics.reduction_name(reduce),
         "panels": panels,
-        "labels": {name: labels.label_of(ds, name) for name in panels},
+        "labels": {name: statistics.label_of(ds, name) for name in panels},
         "slack": allowance(),
         "extras": {name: statistics.EXTRA_WIDTHS[name] for name in statistics.extras(ds)},
         "scales": [asdict(scale) for scale in colours],
@@ -274,13 +324,13 @@ def details_or_reason(
     """
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
-    if ds.attrs["wrt"] != INPUT:
+    if ds.attrs["wrt"] != schema.INPUT:
         return None, [], f"details are of heads as functions of the input, not of {ds.attrs['wrt']}"
     try:
         rerun = replay(ds, model=model, data=data, device=device)
         if rerun.differences:
             return None, [], plain("; ".join(rerun.differences))
-        found = details(rerun, ds, sample)
+        found = details_of(rerun, ds, sample)
         several = {"decoder_input_ids", "pixel_values"} & rerun.inputs.batch.keys()
         texts = [] if several else token_texts(rerun.checkpoint, rerun.inputs, sample)
     except LipboundError as error:
@@ -318,3 +368,102 @@ def _histogram(ratio: np.ndarray) -> dict[str, Any]:
         counts, edges = np.histogram(logs, bins=BINS, range=ends)
     infinite = int(np.isinf(ratio).sum())
     return {"edges": np.round(edges, 6).tolist(), "counts": counts.tolist(), "infinite": infinite}
+
+
+# -- single heads: attention, singular vectors, and terms of the norm ------------------------------
+
+
+def details_of(rerun: Replay, ds: xr.Dataset, sample: int) -> list[Details | None]:
+    """Compute `Details` of every layer of a run, at the sample at one position.
+
+    None stands for a layer without a closed form, for cross-attention, and for layers whose samples
+    are windows.
+
+    Raises:
+        AttentionError: there are none of any layer.
+    """
+    capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
+    found = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
+    names, norm, each = bounds_there(ds), norm_of(ds), list[Details | None]()
+    for layer in found:
+        att, one = layer.attention, None
+        if isinstance(att, Attention) and layer.windows == 1 and att.kind == "self":
+            with torch.no_grad():
+                one = of_layer(att, ds.attrs["map"], names, norm)
+        each.append(one)
+    if not any(each):
+        raise AttentionError("no layer is self-attention in closed form that sees whole samples")
+    return each
+
+
+def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius") -> Details:
+    """Compute `Details` of the heads of a layer with one sample.
+
+    The norm is one of `lipbound.schema.NORMS`; padding is left out.
+    """
+    att = att.unpadded(0)
+    if norm in schema.TOKEN_NORMS:
+        found_norm = token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True)
+    else:
+        found_norm = spectral_norm(att, map=map, tol=TOL, vectors=True)
+    assert found_norm.left is not None
+    assert found_norm.right is not None
+    left, right = found_norm.left[0].double(), found_norm.right[0].double()
+    parts, moved = shares(att, map, left, right)
+    profile = token_profile(att, map=map)
+    folded = att.fold_output()[0] if map == "head_out" else att
+    found = {name: get(name).terms(folded) for name in names}
+    there = {name: terms for name, terms in found.items() if terms is not None}
+    bounds = {name: {k: _array(v[0]) for k, v in terms.items()} for name, terms in there.items()}
+    stride = -(-att.tokens // SIDE)
+    rows = att.p[0]
+    if att.sinks is not None:  # whose probability belongs to every row
+        sink = (1 - rows.double().sum(-1, keepdim=True)).clamp_min(0)
+        rows = torch.cat([rows, sink.to(rows.dtype)], -1)
+    # the largest entry of every square
+    shrunk = torch.nn.functional.max_pool2d(att.p[0], stride, ceil_mode=True)
+    maps = (255 * shrunk.double().sqrt()).round()
+    return Details(
+        norm=_array(found_norm.lower[0]),
+        attention=_array(maps.to(torch.uint8)),
+        softmax_norm=_array(softmax.jacobian_norm(rows).upper),
+        right=_array(moved),
+        left=_array((left**2).sum(-1)),
+        alone=_array(profile.lower[0]),
+        reached=_array(profile.output_lower[0]),
+        parts={name: _array(share) for name, share in parts.items()},
+        bounds=bounds,
+        stride=stride,
+    )
+
+
+def _array(values: Tensor) -> np.ndarray:
+    return values.cpu().numpy()
+
+
+def shares(
+    att: Attention, map: str, left: Tensor, right: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    r"""Shares of :math:`u^T J v` by what it passes through, and by the tokens that move.
+
+    J is the sum of three Jacobians, of what happens when values, keys or queries alone depend on
+    the input; v is the steepest perturbation and u the direction of the output, left (heads, N, d_v
+    or D_out) and right (heads, N, D).
+
+    Returns:
+        Of values, keys and queries, (heads,) each, and of the tokens, (heads, N); both sum to one.
+    """
+    op = HeadJacobian(att.double())
+    if map == "head_out":  # u^T (f W_O) = (u W_O^T)^T f
+        assert att.w_o is not None
+        left = left @ att.w_o.double().mT
+    forms = {name: (left * out).sum((-1, -2)) for name, out in op.paths(right).items()}
+    total = torch.stack(list(forms.values())).sum(0)
+    parts = {name: _share(form, total, torch.zeros_like(form)) for name, form in forms.items()}
+    moved = (op.lift(op.vjp(left)) * right).sum(-1).clamp_min(0)  # v is the best for u: none is < 0
+    return parts, _share(moved, moved.sum(-1, keepdim=True), (right**2).sum(-1))
+
+
+def _share(form: Tensor, total: Tensor, instead: Tensor) -> Tensor:
+    """Shares of a total where that is positive."""
+    return torch.where(total > 0, form / torch.where(total > 0, total, 1.0), instead)
