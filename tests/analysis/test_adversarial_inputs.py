@@ -15,11 +15,9 @@ from support.layers import causal, normal
 from support.oracles import oracle
 from support.strategies import examples
 
+import lipbound as lb
 from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
-from lipbound.bounds import get
-from lipbound.errors import LipboundError
-from lipbound.jacobians.spectral_norm import spectral_norm
 
 
 def layer(
@@ -56,7 +54,7 @@ def test_steepness_is_that_of_the_big_matrix() -> None:
 def test_steepness_without_real_eigenvalues() -> None:
     turn = torch.tensor([[[0.0, -1.0], [1.0, 0.0]]], dtype=torch.float64)
     eye, x = torch.eye(2, dtype=torch.float64)[None], torch.ones(1, 3, 3, dtype=torch.float64)
-    with pytest.raises(LipboundError, match="no real eigenvalue"):
+    with pytest.raises(lb.LipboundError, match="no real eigenvalue"):
         adversarial_inputs.steepness(Attention(x[..., :2], turn, eye, eye))
     wide, key = (torch.cat([w, torch.zeros_like(w[:, :1])], 1) for w in (turn, eye))
     steep = adversarial_inputs.steepness(Attention(x, wide, key, key))
@@ -82,7 +80,7 @@ def test_lower_bound_holds_at_adversarial_inputs(
         one = single(att, x[h], h, causal(tokens) if masked else None)
         exact = float(oracle(one)[0, 0])
         assert float(lower[h]) <= exact * (1 + 1e-9) + 1e-12
-        assert exact <= float(get("castin")(one)[0, 0]) * (1 + 1e-9)
+        assert exact <= float(lb.bounds.get("castin")(one)[0, 0]) * (1 + 1e-9)
 
 
 def test_lower_bound_is_the_papers_for_identity_values() -> None:
@@ -101,7 +99,7 @@ def test_adversarial_growth_is_like_the_root_of_the_length() -> None:
     norms = []
     for n in lengths:
         x = adversarial_inputs.adversarial_inputs(att, n, 6.0)
-        norms.append(float(spectral_norm(single(att, x[0], 0)).lower))
+        norms.append(float(lb.spectral_norm(single(att, x[0], 0)).lower))
     slope = math.log(norms[-1] / norms[0]) / math.log(lengths[-1] / lengths[0])
     assert 0.45 < slope < 0.55
 
@@ -148,7 +146,7 @@ def test_quadratic_growth() -> None:
             exact = float(oracle(single(att, x[h], h))[0, 0])
             assert floor * (1 - 1e-9) <= exact
             assert radius < 10 or exact < 1.1 * floor
-    with pytest.raises(LipboundError, match="odd number"):
+    with pytest.raises(lb.LipboundError, match="odd number"):
         castin_inputs.quadratic_inputs(att, 4, 1.0)
 
 
@@ -187,7 +185,7 @@ def test_a_head_is_attacked_the_same_whatever_stands_beside_it(ball: str) -> Non
         close(alone.norm[0, 0], together.norm[s, h])
     close(found(att.unpadded(1)).norm[0], together.norm[1])
     first = att.select(slice(0, 1), slice(0, 1)).double().at(together.x[0, :1].double())
-    close(spectral_norm(first, tol=1e-9).lower[0, 0], together.norm[0, 0], 1e-5)
+    close(lb.spectral_norm(first, tol=1e-9).lower[0, 0], together.norm[0, 0], 1e-5)
 
 
 def test_seeds_differ_and_repeat() -> None:

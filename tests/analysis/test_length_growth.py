@@ -11,10 +11,9 @@ import xarray as xr
 from castin2024 import least_bound_ratio
 from support.models import AFFINE, build
 
+import lipbound as lb
 from lipbound.analysis.length_growth import decoder, exponents, sequence_growth
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture.capture import capture
-from lipbound.models.loading import load_checkpoint
 from lipbound.models.readers import stream
 
 
@@ -26,11 +25,11 @@ def study() -> Iterator[xr.Dataset]:
 
 @pytest.mark.slow
 def test_values_are_those_of_the_model_at_the_cut_text(study: xr.Dataset) -> None:
-    checkpoint = load_checkpoint("builtin:gpt2")
+    checkpoint = lb.load_checkpoint("builtin:gpt2")
     tokens, _ = stream(checkpoint, None, 2 * 16)
     # the sequences of length 5 follow those of length 2
     ids = tokens[2 * 2 : 2 * 2 + 2 * 5].view(2, 5)
-    layers = capture(checkpoint.model, {"input_ids": ids})
+    layers = lb.capture(checkpoint.model, {"input_ids": ids})
     for i, att in enumerate(layers):
         part = study.sel(length=5).isel(layer=i)
         np.testing.assert_allclose(
@@ -55,8 +54,8 @@ def test_encoder_run_as_a_decoder() -> None:
     ready = tf.BertModel(tf.BertConfig(**{**model.config.to_dict(), "is_decoder": True}))
     ready.load_state_dict(model.state_dict())
     with decoder(model, True):
-        mine = capture(model, {"input_ids": ids})
-    theirs = capture(ready.eval(), {"input_ids": ids})
+        mine = lb.capture(model, {"input_ids": ids})
+    theirs = lb.capture(ready.eval(), {"input_ids": ids})
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.p, b.p)
         assert float(a.p[..., 0, 1:].abs().max()) == 0
@@ -83,7 +82,7 @@ def test_csv_without_a_line_of_names(tmp_path: Path) -> None:
     path.write_text(
         '"3","first title","the lighthouse keeper"\n"4","second title","the clock of the island"\n'
     )
-    tokens, description = stream(load_checkpoint("builtin:gpt2"), str(path), 6, column="2")
-    text = load_checkpoint("builtin:gpt2").tokenizer().decode(tokens)
+    tokens, description = stream(lb.load_checkpoint("builtin:gpt2"), str(path), 6, column="2")
+    text = lb.load_checkpoint("builtin:gpt2").tokenizer().decode(tokens)
     assert "the lighthouse keeper".startswith(text.strip()[:12])
     assert description == "news.csv"
