@@ -15,9 +15,7 @@ from support.variants import layer as variant_layer
 import lipbound as lb
 from lipbound import devices
 from lipbound.attention.conditioning import conditioning, row_norm
-from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import jacobian_norm
-from lipbound.errors import Notice, UnknownNameError
 from lipbound.schema import CONDITIONING
 
 OF_HEADS = CONDITIONING[:3]
@@ -25,7 +23,7 @@ CANCELS = 1e-12
 """What rounding may leave of a Jacobian's entries p - p p in the one-liners, at one-hot rows."""
 
 
-def parts(att: Attention, s: int, h: int) -> list[np.ndarray]:
+def parts(att: lb.Attention, s: int, h: int) -> list[np.ndarray]:
     """S (NaN where attention is forbidden), P, Q, K and V of a head at an input without padding."""
     one = att.unpadded(s)
     q, k, v = (t[0, h].double().numpy() for t in (one.wide_q, one.wide_k, one.wide_v))
@@ -38,7 +36,7 @@ def parts(att: Attention, s: int, h: int) -> list[np.ndarray]:
     return [scores, p / p.sum(1, keepdims=True), q, k, v]
 
 
-def naive(att: Attention, s: int, heads: slice) -> dict[str, float]:
+def naive(att: lb.Attention, s: int, heads: slice) -> dict[str, float]:
     """Of some heads together."""
     found = [parts(att, s, h) for h in range(att.heads)[heads]]
     scores, p, q, k, v = (list(several) for several in zip(*found, strict=True))
@@ -52,7 +50,7 @@ def naive(att: Attention, s: int, heads: slice) -> dict[str, float]:
     }
 
 
-def check(att: Attention, rel: float) -> None:
+def check(att: lb.Attention, rel: float) -> None:
     of_heads, whole = (
         {name: conditioning(att, name, whole=together) for name in OF_HEADS}
         for together in (False, True)
@@ -95,7 +93,7 @@ def test_outputs_that_cancel_are_known_or_missing() -> None:
     draw = normal()
     x = draw(1, 16, 8)
     q, v = 1e-3 * draw(1, 8, 4), draw(1, 8, 4)
-    att = Attention((x - x.mean(1, keepdim=True)).float(), q.float(), q.float(), v.float())
+    att = lb.Attention((x - x.mean(1, keepdim=True)).float(), q.float(), q.float(), v.float())
     kappa = conditioning(att, "kappa_val")
     assert float(kappa) == pytest.approx(naive(att.double(), 0, slice(None))["kappa_val"], rel=1e-6)
     assert float(kappa) > 1e4
@@ -141,7 +139,7 @@ def test_what_there_is_not_is_missing() -> None:
     att = random_attention("plain")
     nothing = changed(att, w_v=0 * att.w_v)
     assert bool(conditioning(nothing, "kappa_val").isnan().all())
-    with pytest.raises(UnknownNameError, match="unknown condition number 'kappa'"):
+    with pytest.raises(lb.errors.UnknownNameError, match="unknown condition number 'kappa'"):
         conditioning(att, "kappa")
 
 
@@ -186,7 +184,7 @@ def test_a_model_without_layer_norm_says_so() -> None:
     model = build(MODERN["Llama"])
     options = {"bounds": "none", "extras": "rho_ln,kappa_val", "progress": False}
     words = "rho_ln is missing at .*: no closed form, sinks, or no LayerNorm"
-    with pytest.warns(Notice, match=words):
+    with pytest.warns(lb.Notice, match=words):
         ds = lb.compare(model, inputs_for(model), **options)
     assert bool(ds["rho_ln"].isnull().all())
     assert bool(ds["kappa_val"].notnull().all())

@@ -7,12 +7,11 @@ from support.layers import changed, places, random_attention
 from support.reference import head_function
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.errors import AttentionError
 
 
-def test_out_is_the_function_the_oracle_differentiates(att: Attention) -> None:
+def test_out_is_the_function_the_oracle_differentiates(att: lb.Attention) -> None:
     for s, h in places(att):
         keep = slice(None) if att.valid is None else att.valid[s]
         close(head_function(att, s, h)(att.x[s][keep]), att.out[s, h][keep], 1e-11, 1e-11)
@@ -35,7 +34,7 @@ def test_fold_output_keeps_the_map() -> None:
     close(folded.out @ basis.mT, att.out @ att.w_o)
 
 
-def test_select_is_a_part_of_the_layer(att: Attention) -> None:
+def test_select_is_a_part_of_the_layer(att: lb.Attention) -> None:
     close(att.select(slice(1, 2), slice(0, 2)).out, att.out[1:2, :2])
 
 
@@ -57,9 +56,9 @@ FAR = {
 ONES, ZERO = torch.ones(3, 4), torch.zeros(GOOD["x"])
 
 
-def build(**changes: object) -> Attention:
+def build(**changes: object) -> lb.Attention:
     tensors = {name: torch.ones(shape) for name, shape in GOOD.items()} | changes
-    return Attention(**tensors)
+    return lb.Attention(**tensors)
 
 
 @pytest.mark.parametrize(
