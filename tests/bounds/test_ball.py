@@ -19,29 +19,25 @@ from support.variants import MASKS, layer
 from torch import Tensor
 
 import lipbound as lb
-from lipbound import bounds
-from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds import ball as over_balls
 from lipbound.bounds.ball import CERTIFIED_TOL, Centre
-from lipbound.errors import AttentionError
-from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.matrix_norms import matrix_norm
 
 BALLS = pytest.mark.parametrize("ball", ["token", "frobenius"])
 HOLDS = 1 + 1e-9
 HAS = ("rotation", "sinks", "cap", "rotation sinks cap")
 SINGLE = ("rotation", "norm", "together", "cap", "sinks")
-WITH_RADIUS = [name for name in bounds.names() if bounds.get(name).ball is not None]
+WITH_RADIUS = [name for name in lb.bounds.names() if lb.bounds.get(name).ball is not None]
 
 
-def variant(has: str, seed: int, **options) -> Attention:
+def variant(has: str, seed: int, **options) -> lb.Attention:
     """A small layer with variants."""
     return layer(seed, frozenset(has.split()), **options)
 
 
-def size_of(att: Attention) -> float:
+def size_of(att: lb.Attention) -> float:
     """The mean length of a token."""
     return float(att.x.norm(dim=-1).mean())
 
@@ -55,7 +51,7 @@ def moves(x: Tensor, radius: float, ball: str, count: int, seed: int) -> Tensor:
     return unit(found, ball) * radius * (1 - 1e-12)
 
 
-def dense(att: Attention) -> Tensor:
+def dense(att: lb.Attention) -> Tensor:
     """Autograd Jacobians of the definition, of all heads at all inputs without padding, (samples,
     heads, N d_v, N D)."""
     if not att.variants:
@@ -65,7 +61,7 @@ def dense(att: Attention) -> Tensor:
     return found.flatten(4).flatten(2, 3)
 
 
-def norms_at(att: Attention, points: Tensor) -> Tensor:
+def norms_at(att: lb.Attention, points: Tensor) -> Tensor:
     """Of all heads at inputs (count, N, D), (count, heads)."""
     return torch.linalg.matrix_norm(dense(att.at(points)), 2)
 
@@ -73,7 +69,7 @@ def norms_at(att: Attention, points: Tensor) -> Tensor:
 # -- points of the ball ----------------------------------------------------------------------------
 
 
-def hold(one: Attention, radius: float, ball: str, seed: int, points: int) -> None:
+def hold(one: lb.Attention, radius: float, ball: str, seed: int, points: int) -> None:
     """Rows of the softmax, the change of J and J itself, of one sample without padding."""
     centre, n = Centre(one), one.tokens
     low, up, _ = centre.reach(radius, ball)
@@ -86,7 +82,7 @@ def hold(one: Attention, radius: float, ball: str, seed: int, points: int) -> No
     assert bool((size <= whole * HOLDS).all())
     change = torch.linalg.matrix_norm(j - j[0], 2)
     assert bool((change <= changed * HOLDS + 1e-13 * size[0]).all())
-    end = bounds.over_ball(one, [0.0, radius], ball=ball)[0]
+    end = lb.bounds.over_ball(one, [0.0, radius], ball=ball)[0]
     assert bool((end[:, 1] <= (end[:, 0] * (1 + CERTIFIED_TOL) + changed) * HOLDS).all())
 
 
@@ -111,17 +107,17 @@ def test_layers_at_points_of_the_ball(kind: str, relative: float, ball: str) -> 
         hold(att, relative * size_of(att), ball, seed, 30 if kind in KINDS else 12)
 
 
-def inside(att: Attention, ball: str, radius: float, count: int, seed: int) -> Tensor:
+def inside(att: lb.Attention, ball: str, radius: float, count: int, seed: int) -> Tensor:
     """Inputs of the ball around an unpadded layer, half of them on its boundary, (count, N, D)."""
     part = torch.rand(count, 1, 1, generator=torch.Generator().manual_seed(seed)).double()
     part[::2] = 1
     return att.x + part * moves(att.x[0], radius, ball, count, seed)
 
 
-def steepest(one: Attention, h: int, top: lb.Norm) -> Tensor:
+def steepest(one: lb.Attention, h: int, top: lb.Norm) -> Tensor:
     """Of the norm of one head by the inputs, (1, N, D)."""
     x = one.x.clone().requires_grad_()
-    op = HeadJacobian(one.select(heads=slice(h, h + 1)).at(x))
+    op = lb.HeadJacobian(one.select(heads=slice(h, h + 1)).at(x))
     return torch.autograd.grad((top.left[:, h] * op.along(top.right[:, h])).sum(), x)[0]
 
 
@@ -147,7 +143,7 @@ def test_no_point_of_the_ball_is_above(
     seed: int, has: frozenset[str], options: dict, radius: float, ball: str
 ) -> None:
     one = layer(seed, has, **options).unpadded(1).select(heads=slice(0, 2))
-    bound = bounds.over_ball(one, radius, ball=ball)[0]
+    bound = lb.bounds.over_ball(one, radius, ball=ball)[0]
     top = lb.spectral_norm(one, tol=1e-6, vectors=True)
     points = [one.x, inside(one, ball, radius, 8, seed)]
     for h in range(2):
@@ -168,13 +164,13 @@ def test_keys_and_values_far_from_zero(has: str, ball: str) -> None:
     att = changed(att, b_q=draw(3, 4), b_k=40 * draw(3, 4), b_v=b_v).unpadded(0)
     for radius in (1e-3, 0.1):
         found = norms_at(att, inside(att, ball, radius, 6, 0))
-        assert bool((bounds.over_ball(att, radius, ball=ball)[0] * HOLDS >= found).all())
+        assert bool((lb.bounds.over_ball(att, radius, ball=ball)[0] * HOLDS >= found).all())
 
 
 # -- adversary and ascent --------------------------------------------------------------------------
 
 
-def attacked(att: Attention, radius: float, ball: str, steps: int, starts: int) -> Tensor:
+def attacked(att: lb.Attention, radius: float, ball: str, steps: int, starts: int) -> Tensor:
     """What the adversary says it has reached, which is the norm there, in the ball, and no bound is
     below it."""
     found = lb.attack(att, radius, ball=ball, steps=steps, starts=starts)
@@ -184,11 +180,11 @@ def attacked(att: Attention, radius: float, ball: str, steps: int, starts: int) 
         there = att.select(heads=slice(h, h + 1)).at(found.x[:, h])
         close(found.norm[:, h], oracle(there)[:, 0], 1e-5)
     if "qk_norm" not in att.variants:
-        assert bool((bounds.over_ball(att, radius, ball=ball) * HOLDS >= found.norm).all())
+        assert bool((lb.bounds.over_ball(att, radius, ball=ball) * HOLDS >= found.norm).all())
     for name in () if att.variants else WITH_RADIUS:
         if name != "specformer":  # which is none for small inputs
-            above = bounds.get(name).over_ball(att, radius, ball=ball) * HOLDS >= found.norm
-            assert bool((~bounds.get(name).sound(att) | above).all()), name
+            above = lb.bounds.get(name).over_ball(att, radius, ball=ball) * HOLDS >= found.norm
+            assert bool((~lb.bounds.get(name).sound(att) | above).all()), name
     return found.norm
 
 
@@ -242,7 +238,7 @@ def test_the_adversary_turns_sharp_queries_to_other_keys(
     found, without = (attack(starts=starts).norm for starts in (7, 6))
     assert bool((found >= without).all())
     assert float(found[head]) > 1.7 * float(without[head])
-    assert bool((found <= bounds.over_ball(att, radius, ball=ball) * HOLDS).all())
+    assert bool((found <= lb.bounds.over_ball(att, radius, ball=ball) * HOLDS).all())
 
 
 def test_the_adversary_climbs() -> None:
@@ -258,7 +254,7 @@ def test_no_ascent_gets_above(seed: int) -> None:
     att, ball, radius = small_layer(seed)
     found = climb(att, radius, ball, steps=8, seed=seed)
     assert bool((found >= oracle(att) * (1 - 1e-9)).all())
-    assert bool((bounds.over_ball(att, radius, ball=ball) * HOLDS >= found).all())
+    assert bool((lb.bounds.over_ball(att, radius, ball=ball) * HOLDS >= found).all())
     close(climb(att, 0.0, ball, steps=1), oracle(att), atol=1e-12)
 
 
@@ -266,7 +262,7 @@ def test_no_ascent_gets_above(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["one_token", "duplicates", "flat", "no_query", "sharp"])
 def test_degenerate_layers(kind: str, ball: str) -> None:
     att, radii = random_attention(kind), [0.0, 1e-300, 1e-12, 1e-3, 1e3, 1e60]
-    values = bounds.over_ball(att, radii, ball=ball)
+    values = lb.bounds.over_ball(att, radii, ball=ball)
     assert bool(torch.isfinite(values).all())
     assert bool((values * HOLDS >= oracle(att)[..., None]).all())
     for radius, value in zip(radii, values.unbind(-1), strict=True):
@@ -307,7 +303,7 @@ CENTRES += [("rotation", "token"), ("rotation sinks", "frobenius")]
 CENTRES += [("cap", "frobenius"), ("cap sinks", "token")]
 
 
-def of_name(name: str) -> Attention:
+def of_name(name: str) -> lb.Attention:
     """A layer of a kind, or with variants."""
     has = frozenset(name.split())
     return random_attention(name) if name in KINDS else layer(9, has, mask="causal")
@@ -317,18 +313,18 @@ def of_name(name: str) -> Attention:
 @pytest.mark.parametrize(("name", "ball"), CENTRES)
 def test_radius_zero_is_the_point_and_bounds_grow(name: str, ball: str) -> None:
     att, radii = of_name(name), [0.0, 1e-7, 1e-4, 1e-2, 0.3, 3.0, 100.0, 1e60]
-    exact, ours = oracle(att), bounds.get("lipbound")(att)
-    value = bounds.over_ball(att, radii, ball=ball, at="lipbound")
+    exact, ours = oracle(att), lb.bounds.get("lipbound")(att)
+    value = lb.bounds.over_ball(att, radii, ball=ball, at="lipbound")
     close(value[..., 0], ours.minimum(value[..., 0] * (1 + 1e-5)), 1e-5, 1e-12)
-    value = bounds.over_ball(att, radii, ball=ball)
+    value = lb.bounds.over_ball(att, radii, ball=ball)
     assert bool((value[..., 0] <= exact * (1 + 2 * CERTIFIED_TOL)).all())
     assert bool((value[..., 1] <= exact * (1 + 2e-3)).all())
     assert bool((value.diff(dim=-1) >= -1e-9 * value[..., 1:]).all())
     assert bool(torch.isfinite(value).all())
     if ball == "frobenius":
-        assert bool((value <= bounds.over_ball(att, radii) * (1 + 1e-3)).all())
+        assert bool((value <= lb.bounds.over_ball(att, radii) * (1 + 1e-3)).all())
     for other in WITH_RADIUS if name in KINDS else ():
-        value, point = bounds.get(other).over_ball(att, 0, ball=ball), bounds.get(other)(att)
+        value, point = lb.bounds.get(other).over_ball(att, 0, ball=ball), lb.bounds.get(other)(att)
         if other == "yudin":  # g_1 for the exact norm
             assert bool(((value >= point * (1 - 1e-9)) & (value <= 2 * point)).all())
         else:
@@ -337,9 +333,9 @@ def test_radius_zero_is_the_point_and_bounds_grow(name: str, ball: str) -> None:
 
 def test_radii_come_as_any_number() -> None:
     att = random_attention("plain")
-    value = bounds.over_ball(att, 0.25)
-    assert torch.equal(bounds.over_ball(att, torch.tensor(0.25)), value)
-    assert torch.equal(bounds.over_ball(att, torch.tensor([0.25]))[..., 0], value)
+    value = lb.bounds.over_ball(att, 0.25)
+    assert torch.equal(lb.bounds.over_ball(att, torch.tensor(0.25)), value)
+    assert torch.equal(lb.bounds.over_ball(att, torch.tensor([0.25]))[..., 0], value)
 
 
 def test_neutral_variants_have_nearly_the_plain_bound() -> None:
@@ -349,7 +345,7 @@ def test_neutral_variants_have_nearly_the_plain_bound() -> None:
     sink = changed(plain, sinks=torch.full((3,), -1e4).double())
     for radius, most in ((1e-3, 1.1), (0.1, 2)):
         value, *others = (
-            bounds.over_ball(one, radius, at="lipbound_block") for one in (plain, still, sink)
+            lb.bounds.over_ball(one, radius, at="lipbound_block") for one in (plain, still, sink)
         )
         for other in others:
             assert bool(((other >= 0.98 * value) & (other <= most * value)).all())
@@ -378,8 +374,8 @@ def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
     assert float(high.min()) > 1 - 1e-12
     eye = torch.eye(2, dtype=torch.float64)[None]
     move = torch.tensor([[30.0, -30.0], [30.0, -30.0]], dtype=torch.float64) * 0.98
-    att = Attention(5 * eye, eye, eye, eye, scale=1.0)
-    value = float(bounds.get("yudin").over_ball(att, 60.0, ball="frobenius"))
+    att = lb.Attention(5 * eye, eye, eye, eye, scale=1.0)
+    value = float(lb.bounds.get("yudin").over_ball(att, 60.0, ball="frobenius"))
     assert value >= max(985, float(oracle(att.at(att.x + move))))
 
 
@@ -458,17 +454,17 @@ def test_curves_bracket() -> None:
         assert bool((curve["adversary"] <= curve["over_ball"]).all())
         lb.plots.ball_curve(curve)
     curve = partial(lb.radius_curve, att, [0.1], bounds=("castin_bias",))
-    refused(curve, "does not cover rotary", error=AttentionError)
+    refused(curve, "does not cover rotary", error=lb.errors.AttentionError)
 
 
 def test_normalised_queries_and_keys_have_no_bound_over_balls() -> None:
     att = layer(1, frozenset({"norm", "rotation"}))
     for call in (
-        partial(bounds.over_ball, att, 0.1),
+        partial(lb.bounds.over_ball, att, 0.1),
         partial(lb.radius_curve, att, [0.1], adversary=False),
     ):
         words = "over_ball does not cover normalised queries and keys, whose derivative changes"
-        refused(call, words, error=AttentionError)
+        refused(call, words, error=lb.errors.AttentionError)
     assert set(lb.radius_curve(att, [0.0, 0.1], steps=2, starts=1)) == {"adversary"}
 
 

@@ -7,8 +7,7 @@ from support.checks import close, refused
 from support.variants import MASKS, layer
 from torch import Tensor
 
-from lipbound import bounds
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.bounds.ours import (
     block_norms,
     pairwise,
@@ -25,7 +24,7 @@ OURS = ["lipbound", "lipbound_block"]
 HAS = ["rotation", "norm", "together cap", "sinks", "rotation norm", "rotation cap sinks"]
 
 
-def variant(has: str, seed: int, **options) -> Attention:
+def variant(has: str, seed: int, **options) -> lb.Attention:
     return layer(seed, frozenset(has.split()), **options)
 
 
@@ -81,7 +80,7 @@ def test_values_wider_than_queries() -> None:
     one, x = torch.ones(1, 1, 1).double(), torch.tensor([[[0.5], [1.0]]]).double()
     w_v = torch.full((1, 1, 500), 2.0**-27.51, dtype=torch.float64)
     w_v[..., :7] = 7**-0.5
-    att = Attention(x, one, one, w_v, scale=1.0)
+    att = lb.Attention(x, one, one, w_v, scale=1.0)
     p, v, k = att.p[0, 0], att.centred_v[0, 0], att.centred_k[0, 0]
     cov = torch.einsum("ij,ijv,ja->iva", p, v - (p @ v)[:, None], k)
     with torch.no_grad():
@@ -105,7 +104,7 @@ def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
 # -- heads with variants ---------------------------------------------------------------------------
 
 
-def slopes_of(att: Attention, side: str) -> Tensor:
+def slopes_of(att: lb.Attention, side: str) -> Tensor:
     """Derivatives of the first head's queries or keys by their own tokens, (n, d, D), of one
     sample, by autograd."""
     found = torch.func.jacrev(lambda x: getattr(att.at(x), side)[0, 0])(att.x)[:, :, 0]
@@ -157,7 +156,7 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(
     has: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_block_norms, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
-    few = bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS)
+    few = lb.bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS)
     formed: list[int] = []
     plain_seen = token_block_norms.seen
 
@@ -167,7 +166,7 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(
         return [(part, slice(0, len(t)), slice(0, len(t))) for part, _, _ in found]
 
     monkeypatch.setattr(token_block_norms, "seen", all_of_them)
-    for name, value in bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS).items():
+    for name, value in lb.bounds.evaluate(variant(has, 7, mask=mask, n=9), OURS).items():
         close(few[name], value, 1e-5)  # sums of other lengths round otherwise
     assert mask not in ("causal", "window") or max(formed) < 5 * 9
 
@@ -176,9 +175,9 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(
 def test_long_heads_have_all_bounds_but_the_one_with_inner_products(
     has: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = bounds.get("lipbound_block")(variant(has, 4, n=9))
+    short = lb.bounds.get("lipbound_block")(variant(has, 4, n=9))
     monkeypatch.setattr(pairwise_variants, "LONGEST", 8)
     att = variant(has, 4, n=9)
-    close(bounds.get("lipbound_block")(att), short, 1e-6)
+    close(lb.bounds.get("lipbound_block")(att), short, 1e-6)
     words = "up to 8 tokens of such heads, and there are 9", "take exact_upper"
-    refused(lambda: bounds.get("lipbound")(att), *words)
+    refused(lambda: lb.bounds.get("lipbound")(att), *words)

@@ -20,14 +20,13 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound import bounds
-from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import splitting_bound
 
 NAMES = [name for norm in ("every-token", "one-token") for name in bounds.names(norm)]
 OURS = [name for name in NAMES if name != "newhouse"]
 
 
-def brute_force(att: Attention, steps: int = 20) -> dict[str, Tensor]:
+def brute_force(att: lb.Attention, steps: int = 20) -> dict[str, Tensor]:
     """Attained values of both norms, (samples, heads). Biases that J does not see would cancel
     digits of the reference, and are left out."""
     j = token_oracle.all_blocks(att if att.variants else changed(att, b_k=None, b_v=None))
@@ -37,7 +36,7 @@ def brute_force(att: Attention, steps: int = 20) -> dict[str, Tensor]:
     }
 
 
-def check(att: Attention, slack: float = 1e-9) -> None:
+def check(att: lb.Attention, slack: float = 1e-9) -> None:
     least = brute_force(att)
     for name in NAMES:
         bound = bounds.get(name)
@@ -80,14 +79,14 @@ def test_a_perturbation_attains_it() -> None:
 
 @examples(25)
 @given(layers())
-def test_no_sound_bound_is_below_what_is_attained(att: Attention) -> None:
+def test_no_sound_bound_is_below_what_is_attained(att: lb.Attention) -> None:
     """25 shapes x 60 heads."""
     check(att)
 
 
 @examples(20)
 @given(layers(torch.float32, **MODERATE))
-def test_no_sound_bound_is_below_what_is_attained_in_float32(att: Attention) -> None:
+def test_no_sound_bound_is_below_what_is_attained_in_float32(att: lb.Attention) -> None:
     """Of the given float32 numbers; 20 shapes x 60 heads."""
     check(att)
 
@@ -101,7 +100,7 @@ def test_padding_does_not_count(name: str, side: slice) -> None:
     x, w = 9 + draw(1, 6, 5), [draw(2, 5, 3) for _ in range(3)]
     valid = torch.ones(1, 6, dtype=torch.bool)
     valid[:, side] = False
-    padded, alone = Attention(x, *w, valid=valid), Attention(x[:, valid[0]], *w)
+    padded, alone = lb.Attention(x, *w, valid=valid), lb.Attention(x[:, valid[0]], *w)
     found, own = (bounds.evaluate(att, [name])[name] for att in (padded, alone))
     close(found, own, 1e-7)
 
@@ -151,7 +150,7 @@ def subsets(p: Tensor) -> Tensor:
     return (4 * (p @ sides.T) * (p @ (1 - sides).T)).amax(-1)
 
 
-def split(one: Attention, h: int, theta: Tensor) -> float:
+def split(one: lb.Attention, h: int, theta: Tensor) -> float:
     """The statement of mass splitting, of one sample without padding."""
     q, k, v = (t[0, h] for t in (one.q, one.k, one.v))
     slopes = (one.scale * q @ one.w_k[h].T).norm(dim=-1)
@@ -192,7 +191,7 @@ def test_layers_are_below_the_form_of_theorem_5_1(kind: str) -> None:
             assert float(bounds.whole_layer(att, "mass_splitting")[s]) <= form * (1 + 1e-9)
 
 
-def naive(one: Attention, h: int) -> dict[str, float]:
+def naive(one: lb.Attention, h: int) -> dict[str, float]:
     """The statements from blocks of the autograd Jacobian of the definition and dense norms of
     their parts, of one sample without padding."""
     p, q, k, v = (t[0, h] for t in (one.p, one.q, one.k, one.v))
@@ -231,7 +230,7 @@ def test_our_bounds_are_their_statements(kind: str) -> None:
     assert bool((values["lipbound_every"] <= 1.12 * above).all())
 
 
-def printed_newhouse(att: Attention) -> float:
+def printed_newhouse(att: lb.Attention) -> float:
     """The statement for a head without biases."""
     q, k, v = (float(torch.linalg.matrix_norm(w[0], 2)) for w in (att.w_q, att.w_k, att.w_v))
     return v * (1 + 2 * att.scale * q * k * float(att.x.norm(dim=-1).max()) ** 2)
@@ -250,7 +249,7 @@ def test_newhouse_is_its_statement(kind: str) -> None:
         torch.cat([w, torch.zeros_like(w[:, :1]) if b is None else b[:, None]], 1)
         for w, b in ((att.w_q, att.b_q), (att.w_k, None), (att.w_v, None))
     ]
-    longer = Attention(torch.cat([att.x, ones], -1), *with_row, scale=att.scale)
+    longer = lb.Attention(torch.cat([att.x, ones], -1), *with_row, scale=att.scale)
     close(value, bounds.get("newhouse")(longer))
 
 
@@ -269,7 +268,7 @@ def test_newhouse_is_none_in_the_frobenius_norm() -> None:
     mask = torch.full((9, 9), -math.inf, dtype=torch.float64)
     mask[:, 0] = 0.0
     x, w = torch.ones(1, 9, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
-    att = Attention(x, 0 * w, w, w, mask=mask)
+    att = lb.Attention(x, 0 * w, w, w, mask=mask)
     assert float(bounds.get("newhouse")(att)) == pytest.approx(1.0)
     assert float(dense_norms(att)) == pytest.approx(3.0)
     assert float(brute_force(att)["every-token"]) == pytest.approx(1.0)
