@@ -13,8 +13,7 @@ from support import token_oracle
 from support.checks import normal
 from yudin2025 import consequences
 
-from lipbound.errors import InputsError, UnknownNameError
-from lipbound.models.loading import load_checkpoint
+import lipbound as lb
 from lipbound.models.readers import stream
 from lipbound.runs import store
 
@@ -69,7 +68,7 @@ def test_the_text_that_comes_along_is_long_enough_for_growth(
     def study(
         model: str, data: None, *, lengths: tuple[int, ...], sequences: int, **_: object
     ) -> None:
-        taken.append(stream(load_checkpoint(model), data, sequences * sum(lengths))[0])
+        taken.append(stream(lb.load_checkpoint(model), data, sequences * sum(lengths))[0])
         raise InterruptedError
 
     monkeypatch.setattr(castin2024, "sequence_growth", study)
@@ -91,7 +90,7 @@ def test_list_and_unknown(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     }.items():
         with pytest.raises(SystemExit, match=re.escape(said)):
             main([*words.split(), "-o", str(tmp_path / "figures")])
-    with pytest.raises(UnknownNameError, match="castin-1"):
+    with pytest.raises(lb.errors.UnknownNameError, match="castin-1"):
         figure_named("castin1")
 
 
@@ -120,7 +119,7 @@ def test_consequences_hold_and_would_notice() -> None:
 
 
 def test_rows_too_short_for_theorem_4_are_refused() -> None:
-    with pytest.raises(InputsError, match="rows of 5 tokens and more"):
+    with pytest.raises(lb.errors.InputsError, match="rows of 5 tokens and more"):
         figure_named("yudin-theorem-4").compute(Setting("builtin:gpt2", (["the"],), samples=1))
 
 
