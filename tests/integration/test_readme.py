@@ -13,7 +13,6 @@ from sitegen import measured, published, tree
 from support.checks import script
 
 import lipbound as lb
-from lipbound import bounds
 from lipbound.cli import app
 from lipbound.linalg.operator_norm import METHODS
 
@@ -45,7 +44,7 @@ def benchmark(name: str) -> ModuleType:
 def test_the_page_of_published_bounds_has_all() -> None:
     """As registered, and what is left out with a reason for each."""
     page = published.page()
-    assert all(f"`{name}`" in page for name in bounds.names(None))
+    assert all(f"`{name}`" in page for name in lb.bounds.names(None))
     for one in published.LEFT_OUT:
         assert one.reason in published.REASONS
         assert one.remark
@@ -77,7 +76,7 @@ def test_generated_parts_are_up_to_date() -> None:
     """The figure, and how tight the bounds are; ``python benchmarks/readme.py`` writes both."""
     readme = benchmark("readme")
     assert readme.written(README) == README
-    assert all(f"| `{name}` |" in README for name in bounds.names(None))
+    assert all(f"| `{name}` |" in README for name in lb.bounds.names(None))
     assert readme.figure() in README
     assert (ROOT / readme.FIGURE).exists()
     assert readme.caption().strip("*") in (ROOT / "docs" / "index.md").read_text()
@@ -92,7 +91,7 @@ def test_tightness_is_of_bounds() -> None:
     of the enclosure."""
     rows = json.loads((ROOT / "benchmarks" / "tightness.json").read_text())["checkpoints"]
     norms = [norm["bounds"] for row in rows.values() for norm in row["norms"].values()]
-    assert {name for norm in norms for name in norm} == set(bounds.names(None))
+    assert {name for norm in norms for name in norm} == set(lb.bounds.names(None))
     for norm in norms:
         for name, one in norm.items():
             assert one["sound"] != 1 or one["min"] >= 1 - 1e-9, name

@@ -19,8 +19,6 @@ from support.models import build
 from torch import nn
 
 import lipbound as lb
-from lipbound.errors import AlteredRunError, CaptureError, CheckpointError, StoreError
-from lipbound.models.loading import load_checkpoint
 from lipbound.models.weight_files import unreadable
 from lipbound.runs.store import read
 
@@ -73,14 +71,14 @@ def test_rotary_angles_are_those_that_the_checkpoint_says_or_it_is_refused(tmp_p
     save_llama(tmp_path, rope_parameters=LLAMA)
     if OLD:  # which takes 10000 without a word
         words = "transformers 5.23.0", "rope_parameters", ">=5"
-        refused(lambda: load_checkpoint(tmp_path), *words, error=CheckpointError)
+        refused(lambda: lb.load_checkpoint(tmp_path), *words, error=lb.errors.CheckpointError)
         return
     turns_by(tmp_path, 500000.0)
 
 
 def turns_by(folder: Path, theta: float) -> None:
     """The rotation of a checkpoint is by powers of one over theta."""
-    model = load_checkpoint(folder, dtype="float64").model
+    model = lb.load_checkpoint(folder, dtype="float64").model
     expected = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     close(model.rotary_emb.inv_freq.double(), expected, 1e-6)
 
@@ -118,7 +116,7 @@ def test_attention_that_penalties_do_not_see_is_refused(
         with context(model):
             model(torch.tensor([[1, 2, 3]]))
 
-    refused(run, *words, error=CaptureError)
+    refused(run, *words, error=lb.errors.CaptureError)
 
 
 @pytest.fixture
@@ -145,15 +143,15 @@ def test_a_store_of_a_newer_zarr_is_not_called_damaged(study: Path) -> None:
     about = study / "exact" / "zarr.json"
     written = json.loads(about.read_text())
     about.write_text(json.dumps(written | {"data_type": {"name": "float1024"}}))
-    with pytest.raises(StoreError, match=r"was written by zarr 999\.1, newer") as raised:
+    with pytest.raises(lb.errors.StoreError, match=r"was written by zarr 999\.1, newer") as raised:
         read(study)
     assert "pip install --upgrade xarray zarr, or compute it again" in str(raised.value)
-    assert not isinstance(raised.value, AlteredRunError)
+    assert not isinstance(raised.value, lb.errors.AlteredRunError)
     # the same of versions that are here is damage
     text = (study / "zarr.json").read_text()
     here = importlib.metadata.version("zarr")
     (study / "zarr.json").write_text(text.replace("999.1", here))
-    with pytest.raises(AlteredRunError, match="is damaged: a part of it cannot be read"):
+    with pytest.raises(lb.errors.AlteredRunError, match="is damaged: a part of it cannot be read"):
         read(study)
 
 
@@ -162,9 +160,9 @@ def test_a_part_that_is_missed_in_a_store_of_a_newer_zarr(tmp_path: Path) -> Non
     newer = ds.assign_attrs(versions=ds.attrs["versions"] | {"zarr": "999.1"})
     path = lb.save(newer, tmp_path / "a.zarr")
     (path / "exact_converged" / "zarr.json").unlink()
-    with pytest.raises(StoreError, match=r"was written by zarr 999\.1, newer") as raised:
+    with pytest.raises(lb.errors.StoreError, match=r"was written by zarr 999\.1, newer") as raised:
         lb.load(path)
-    assert not isinstance(raised.value, AlteredRunError)
+    assert not isinstance(raised.value, lb.errors.AlteredRunError)
 
 
 def test_pickled_weights_that_an_old_torch_may_not_read_are_not_called_damaged() -> None:
