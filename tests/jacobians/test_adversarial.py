@@ -17,8 +17,7 @@ from support.judge import WHOLE, Verdict
 from support.layers import changed
 from support.strategies import part
 
-from lipbound import bounds
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 METHODS = (*judge.METHODS, judge.ESTIMATE)
@@ -53,7 +52,7 @@ def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None
             continue
         att = att.select(slice(0, part(att.samples, 2)))
         exact = mp_oracle.norms(att)
-        chosen = bounds.names()
+        chosen = lb.bounds.names()
         verdicts += judge.judge(att, name, methods=METHODS, chosen=chosen, l2=False, exact=exact)
     check(verdicts, family)
 
@@ -89,7 +88,7 @@ def test_pairs_at_any_distance(offset: float, dtype: torch.dtype) -> None:
     verdicts = []
     for seed in range(part(20)):
         att = hard_heads.pairs_far_away(seed, offset).to(dtype)
-        verdicts += judge.judge(att, f"pairs_far_away({seed})", chosen=bounds.names(), l2=False)
+        verdicts += judge.judge(att, f"pairs_far_away({seed})", chosen=lb.bounds.names(), l2=False)
     check(verdicts)
 
 
@@ -104,7 +103,7 @@ def test_one_token_that_all_attend_to(n: int, pull: float, dtype: torch.dtype) -
     check(list(judge.judge(att, f"sink_token({n})", l2=False)))
 
 
-def ordinary(dtype: torch.dtype, biased: bool) -> Attention:
+def ordinary(dtype: torch.dtype, biased: bool) -> lb.Attention:
     """2 samples x 2 heads, none of it exceptional."""
     att, draw = normal_layer(0, 5, 4, 3, samples=2, heads=2), normal(1)
     att = changed(att, b_q=draw(2, 3), b_k=draw(2, 3), b_v=draw(2, 3)).to(dtype)
@@ -113,7 +112,7 @@ def ordinary(dtype: torch.dtype, biased: bool) -> Attention:
 
 MOST = {torch.float32: 60, torch.float64: 190}
 """Powers of two next to 1e18 and 1e57."""
-SCALED: dict[str, Callable[[Attention, float], Attention]] = {
+SCALED: dict[str, Callable[[lb.Attention, float], lb.Attention]] = {
     "inputs": lambda a, s: changed(a, x=a.x * s, w_q=a.w_q / s, w_k=a.w_k / s),
     "values": lambda a, s: changed(a, w_v=a.w_v * s, b_v=None if a.b_v is None else a.b_v * s),
     "keys shifted": lambda a, s: changed(a, b_k=torch.full_like(a.w_k[:, 0], 1e4 * s)),

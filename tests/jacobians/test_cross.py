@@ -12,7 +12,6 @@ from support.variants import cross
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.errors import AttentionError
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.reporting.page.details import of_layer
 
@@ -99,7 +98,7 @@ def test_from_tensors(stream: str) -> None:
     close(lb.spectral_norm(att, tol=1e-10).lower[0], torch.stack(exact), 1e-8)
     refused(partial(lb.cross_attention, *tensors, stream="keys"), "stream")
     wrong = partial(lb.cross_attention, tensors[1], *tensors[1:], stream=stream)
-    refused(wrong, "do not fit", error=AttentionError)
+    refused(wrong, "do not fit", error=lb.errors.AttentionError)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -123,4 +122,4 @@ def test_what_is_for_self_attention(stream: str) -> None:
         (partial(of_layer, att.unpadded(0), "head", []), "does not cover cross-attention"),
         (partial(lb.spectral_norm, att, map="residual"), "needs self-attention"),
     ):
-        refused(ask, words, error=AttentionError)
+        refused(ask, words, error=lb.errors.AttentionError)

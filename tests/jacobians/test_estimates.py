@@ -13,10 +13,7 @@ from support.mp_oracle import Enclosed
 from support.oracles import dense_norms
 
 import lipbound as lb
-from lipbound import bounds
-from lipbound.attention.layer import Attention
 from lipbound.jacobians.maps import SIDE_OF
-from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.enclose import Problem, estimate
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
@@ -38,16 +35,16 @@ def test_heads_that_cancel(seed: int, near: float) -> None:
     w_q, w_k, w_v, w_o = draw(1, 5, 3), draw(1, 5, 3), draw(1, 5, 3), draw(1, 3, 4)
     w_v = torch.cat([w_v, w_v * (1 + near * draw(1, 5, 3))])
     parts = (draw(1, 4, 5), w_q.repeat(2, 1, 1), w_k.repeat(2, 1, 1), w_v)
-    att = Attention(*(t.float() for t in parts), w_o=torch.cat([w_o, -w_o]).float())
+    att = lb.Attention(*(t.float() for t in parts), w_o=torch.cat([w_o, -w_o]).float())
     # float64 resolves what is left of eleven digits
     exact = mp_oracle.norms(att, "layer")
-    hold(spectral_norm(att, map="layer"), exact, 3e-4, converged=near == 1e-5)
+    hold(lb.spectral_norm(att, map="layer"), exact, 3e-4, converged=near == 1e-5)
 
 
 def test_a_sink_that_leaves_nothing_in_float32() -> None:
     att = random_attention("plain", dtype=torch.float32)
     att = changed(att, sinks=torch.tensor([200.0, 1000.0, 0.0]))
-    norm = spectral_norm(att)
+    norm = lb.spectral_norm(att)
     hold(norm, mp_oracle.norms(att), 3e-4, converged=False)
     assert bool((norm.converged | (norm.error > 1e-4)).all())
     assert norm.converged[:, 2].all()
@@ -92,10 +89,10 @@ def test_errors_of_close_singular_values() -> None:
         att = att.select(slice(sample, sample + 1), slice(head, head + 1))
         exact = dense_norms(att.double())
         for start in range(5):
-            norm = spectral_norm(att, seed=start)
+            norm = lb.spectral_norm(att, seed=start)
             assert bool(norm.converged.all())
             assert bool((norm.lower * (1 + norm.error) >= exact * (1 - 1e-12)).all())
-            fine = spectral_norm(att, seed=start, tol=1e-7)
+            fine = lb.spectral_norm(att, seed=start, tol=1e-7)
             assert bool((fine.lower * (1 + fine.error) >= exact * (1 - 1e-12)).all())
 
 
@@ -105,7 +102,7 @@ def test_errors_of_heads_whose_products_cancel() -> None:
     att = att.select(slice(0, 1), slice(1, 2))
     exact = mp_oracle.norms(att)[0][0].value
     for start in range(40):
-        norm = spectral_norm(att, seed=start)
+        norm = lb.spectral_norm(att, seed=start)
         assert float(norm.lower * (1 + norm.error)) >= float(exact) * (1 - 1e-12)
 
 
@@ -114,29 +111,29 @@ def test_errors_of_heads_whose_products_cancel() -> None:
 def test_sizes_whose_products_leave_the_range_are_refused(name: str, size: float) -> None:
     att = random_attention("biases")
     far = changed(att, **{name: getattr(att, name) * size})
-    for call in (spectral_norm, lb.token_norm, lb.frobenius_norm, bounds.get("castin")):
+    for call in (lb.spectral_norm, lb.token_norm, lb.frobenius_norm, lb.bounds.get("castin")):
         refused(partial(call, far), f"largest entry of {name} is ", " from 1e-60 to 1e")
 
 
 def test_a_search_that_finds_less_than_the_quotient_has_not_converged() -> None:
     """Rounding of the tensors is 1e-9 of the norm, that of the search 1e-7, downwards."""
     att = judge.case("sinks_take_all", torch.float32, 0).select(slice(0, 2))
-    norm = spectral_norm(att, map="head_out", wrt="values", tol=1e-10)
+    norm = lb.spectral_norm(att, map="head_out", wrt="values", tol=1e-10)
     exact = mp_oracle.norms(att, "head_out", "v")
     hold(norm, exact, 1e-10, converged=False)
     values = torch.tensor([[value.value for value in row] for row in exact], dtype=torch.float64)
     assert bool((norm.error >= values / norm.lower - 1).all())
 
 
-def faint(seed: int, scale: float, *, sinks: bool = False) -> Attention:
+def faint(seed: int, scale: float, *, sinks: bool = False) -> lb.Attention:
     """Scores so small that the norm nearly vanishes, by keys, or at all where values are biases
     alone."""
     draw = normal(seed, torch.float32)
     x, (w_q, w_k, w_v) = draw(1, 5, 6), (draw(2, 6, 3) for _ in range(3))
     if not sinks:
-        return Attention(x, w_q, w_k, w_v, scale=scale)
+        return lb.Attention(x, w_q, w_k, w_v, scale=scale)
     biases = {name: draw(2, 3) for name in ("b_q", "b_k", "b_v")}
-    return Attention(x, w_q, w_k, 0 * w_v, scale=scale, sinks=torch.tensor([0.0, 1.0]), **biases)
+    return lb.Attention(x, w_q, w_k, 0 * w_v, scale=scale, sinks=torch.tensor([0.0, 1.0]), **biases)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -145,4 +142,4 @@ def test_norms_that_nearly_vanish(scale: float, seed: int) -> None:
     for att, wrt in ((faint(seed, scale), "keys"), (faint(seed, scale, sinks=True), "input")):
         exact = mp_oracle.norms(att, "head", SIDE_OF.get(wrt))
         for delta, tol in product((None, 1e-6), (1e-4, 1e-8)):
-            hold(spectral_norm(att, wrt=wrt, delta=delta, tol=tol), exact, tol, converged=True)
+            hold(lb.spectral_norm(att, wrt=wrt, delta=delta, tol=tol), exact, tol, converged=True)

@@ -13,19 +13,16 @@ from support.oracles import oracle
 from support.reference import dense_jacobian, head_function
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.jacobians import streaming
-from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.products import matrices as products
-from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.streaming import StreamedHeadJacobian, head_jacobian
 from lipbound.linalg.operators import AutogradJacobian, JacobianOperator
 
 
-@pytest.mark.parametrize("kind_of", [HeadJacobian, L2HeadJacobian])
+@pytest.mark.parametrize("kind_of", [lb.HeadJacobian, L2HeadJacobian])
 def test_products_are_adjoint_and_match_the_matrix(
-    att: Attention, kind_of: type[JacobianOperator]
+    att: lb.Attention, kind_of: type[JacobianOperator]
 ) -> None:
     op, draw = kind_of(att), normal(1)
     x, y = draw(op.batch, *op.in_shape), draw(op.batch, *op.out_shape)
@@ -38,8 +35,8 @@ def test_products_are_adjoint_and_match_the_matrix(
     close(op.gram(y), op.jvp(op.vjp(y)), 1e-8, 1e-9 * scale**2)
 
 
-def test_matrix_has_the_singular_values_of_the_autograd_jacobian(att: Attention) -> None:
-    for i, matrix in enumerate(HeadJacobian(att).dense()):
+def test_matrix_has_the_singular_values_of_the_autograd_jacobian(att: lb.Attention) -> None:
+    for i, matrix in enumerate(lb.HeadJacobian(att).dense()):
         reference = torch.linalg.svdvals(dense_jacobian(att, *divmod(i, att.heads)))
         own = torch.linalg.svdvals(matrix)
         count = min(len(own), len(reference))
@@ -48,7 +45,7 @@ def test_matrix_has_the_singular_values_of_the_autograd_jacobian(att: Attention)
 
 def test_lift_is_the_cotangent_of_the_input() -> None:
     att = random_attention("biases")
-    op = HeadJacobian(att)
+    op = lb.HeadJacobian(att)
     y = normal(1)(op.batch, *op.out_shape)
     for i, pulled in enumerate(op.lift(op.vjp(y))):
         reference = dense_jacobian(att, *divmod(i, att.heads)).mT @ y[i].flatten()
@@ -65,23 +62,23 @@ def test_autograd_operator_matches_the_dense_oracle() -> None:
 
 def test_huge_biases_do_not_cancel() -> None:
     att = random_attention("plain", dtype=torch.float32)
-    shifted = Attention(att.x, att.w_q, att.w_k, att.w_v, b_v=torch.full((3, 4), 1e4))
+    shifted = lb.Attention(att.x, att.w_q, att.w_k, att.w_v, b_v=torch.full((3, 4), 1e4))
     far, own = (
-        torch.linalg.svdvals(HeadJacobian(one).dense().double())[:, 0] for one in (shifted, att)
+        torch.linalg.svdvals(lb.HeadJacobian(one).dense().double())[:, 0] for one in (shifted, att)
     )
     close(far, own, 2e-3)  # v itself is rounded at 1e-3 there
 
 
 def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(
-    att: Attention, monkeypatch: pytest.MonkeyPatch
+    att: lb.Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    op = HeadJacobian(att)
+    op = lb.HeadJacobian(att)
     y = normal()(op.batch, *op.out_shape)
     with torch.no_grad():
         whole = op.gram(y)
         for size in (1, 4 * 8 * att.tokens**2):
             monkeypatch.setattr(products, "GRAM_BYTES", size)
-            near(HeadJacobian(att).gram(y), whole, 1e-13)
+            near(lb.HeadJacobian(att).gram(y), whole, 1e-13)
 
 
 @pytest.mark.parametrize("kind", ["biases", "causal", "padded"])
@@ -124,7 +121,7 @@ def test_streamed_norms_are_those_of_whole_heads(
     att = random_attention(kind)
     # a few rows at a time, products are slow: they are compared above, and plain norms here
     delta = 1e-6 if rows > 150 else None
-    measure = partial(spectral_norm, att, map=map, tol=1e-9, delta=delta, vectors=True)
+    measure = partial(lb.spectral_norm, att, map=map, tol=1e-9, delta=delta, vectors=True)
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
     streamed = measure()
     assert att.cache.get("p", lambda: None) is None  # all of P was never formed
@@ -132,7 +129,7 @@ def test_streamed_norms_are_those_of_whole_heads(
     _ = att.p  # whether it is there decides nothing
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
     monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 2e9)
-    assert isinstance(head_jacobian(att), HeadJacobian)
+    assert isinstance(head_jacobian(att), lb.HeadJacobian)
     whole = measure()
     close(streamed.lower, whole.lower, 1e-8, 1e-12)
     assert streamed.left.shape == whole.left.shape
@@ -145,11 +142,11 @@ def test_streamed_norms_are_those_of_whole_heads(
 def test_float32_streams_as_precisely() -> None:
     att, y = random_attention("sharp", dtype=torch.float32), normal(0, torch.float32)(6, 6, 4)
     with torch.no_grad():
-        near(StreamedHeadJacobian(att).gram(y), HeadJacobian(att).gram(y), 3e-6)
+        near(StreamedHeadJacobian(att).gram(y), lb.HeadJacobian(att).gram(y), 3e-6)
 
 
 def test_large_layers_are_streamed() -> None:
     """N = 16384: the attention matrix of one head alone is a gigabyte."""
     assert not isinstance(head_jacobian(random_attention("plain")), StreamedHeadJacobian)
-    att = Attention(torch.zeros(1, 16384, 2), *(torch.zeros(1, 2, 1) for _ in range(3)))
+    att = lb.Attention(torch.zeros(1, 16384, 2), *(torch.zeros(1, 2, 1) for _ in range(3)))
     assert att.tokens**2 * streaming.SCORE_BYTES > streaming.WHOLE_BYTES["cpu"]

@@ -14,7 +14,6 @@ from support.variants import MASKS, VARIANTS, cross, layer
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.jacobians import one_side, streaming
 from lipbound.jacobians.maps import SIDE_OF
 from lipbound.jacobians.prepared_map import PreparedMap
@@ -22,7 +21,7 @@ from lipbound.jacobians.prepared_map import PreparedMap
 EACH = sorted(SIDE_OF)
 
 
-def jacobian(att: Attention, s: int, h: int, wrt: str, map: str = "head") -> Tensor:
+def jacobian(att: lb.Attention, s: int, h: int, wrt: str, map: str = "head") -> Tensor:
     """The autograd Jacobian of the definition by the vectors of a side, padding left out."""
     att, side = att.double(), SIDE_OF[wrt]
     real = att.valid_rows if side == "q" else att.valid_keys
@@ -38,12 +37,12 @@ def jacobian(att: Attention, s: int, h: int, wrt: str, map: str = "head") -> Ten
     return found.reshape(found.shape[0] * found.shape[1], -1)
 
 
-def norms(att: Attention, wrt: str, map: str = "head") -> Tensor:
+def norms(att: lb.Attention, wrt: str, map: str = "head") -> Tensor:
     found = [torch.linalg.matrix_norm(jacobian(att, *at, wrt, map), 2) for at in places(att)]
     return torch.stack(found).view(att.samples, att.heads)
 
 
-def check(att: Attention, wrt: str, map: str) -> None:
+def check(att: lb.Attention, wrt: str, map: str) -> None:
     exact, measured = norms(att, wrt, map), PreparedMap(att, map, side=SIDE_OF[wrt])
     error = measured.roundoff.tensors.view(exact.shape) * 2.0**measured.exponents
     assert bool((error < 1e-8).all())

@@ -13,7 +13,6 @@ from torch import Tensor
 import lipbound as lb
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.jacobians import rounding
-from lipbound.jacobians.head import HeadJacobian
 
 exact = np.vectorize(Fraction, otypes=[object])
 
@@ -34,7 +33,7 @@ def turned(x: np.ndarray, turn: Rotation | None, sign: int) -> np.ndarray:
 class Exact:
     """The products of one entry of an operator, without rounding."""
 
-    def __init__(self, op: HeadJacobian, entry: int, turn: Rotation | None):
+    def __init__(self, op: lb.HeadJacobian, entry: int, turn: Rotation | None):
         self._p, self._t, self._q, self._k, self._v, self._o = (
             fractions(t[entry]) for t in (op.p, op.t, op.q, op.k, op.v, op.o)
         )
@@ -60,7 +59,7 @@ CASES = [(has, mask) for has in ("", "rotation") for mask in ("none", "causal")]
 @pytest.mark.parametrize(("has", "mask"), [*CASES, ("rotation cap", "window")])
 def test_products_are_no_further_off_than_is_said(has: str, mask: str) -> None:
     att = layer(2, frozenset(has.split()), mask=mask, n=6, d=4, d_v=5, samples=1)
-    op = HeadJacobian(att)
+    op = lb.HeadJacobian(att)
     found = rounding.roundoff(att, op)
     turn = att.rotation
     draw, worst = normal(), torch.zeros(op.batch, dtype=torch.float64)

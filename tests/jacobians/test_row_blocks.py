@@ -14,11 +14,10 @@ from support.oracles import assert_encloses, oracle
 from support.strategies import examples
 from support.variants import VARIANTS, layer
 
-from lipbound.attention.layer import Attention
+import lipbound as lb
 from lipbound.jacobians import streaming
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products import row_blocks
-from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.streaming import StreamedHeadJacobian, head_jacobian
 
 
@@ -31,7 +30,7 @@ def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @st.composite
-def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> Attention:
+def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> lb.Attention:
     """Two samples x three heads of 3 to 9 tokens, with or without a variant.
 
     Under any mask: random, banded, of each head or sample, with offsets, padding.
@@ -57,7 +56,7 @@ def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> Attention:
     return changed(att, mask=torch.where(allowed, offsets, low), valid=valid)
 
 
-def pairs(att: Attention) -> Iterator[tuple[HeadOperator, HeadOperator]]:
+def pairs(att: lb.Attention) -> Iterator[tuple[HeadOperator, HeadOperator]]:
     """The operator on whole matrices, and those in blocks: in memory, formed anew, formed once; and
     some entries of each."""
     blocked = HeadJacobian(att)
@@ -72,7 +71,7 @@ def pairs(att: Attention) -> Iterator[tuple[HeadOperator, HeadOperator]]:
 
 @given(att=masked())
 @examples(45)
-def test_products_are_those_of_whole_matrices(att: Attention) -> None:
+def test_products_are_those_of_whole_matrices(att: lb.Attention) -> None:
     draw = normal()
     with torch.no_grad():
         for whole, op in pairs(att):
@@ -87,13 +86,13 @@ def test_products_are_those_of_whole_matrices(att: Attention) -> None:
 
 @given(att=masked())
 @examples(15)
-def test_norms_are_those_of_the_autograd_jacobian(att: Attention) -> None:
+def test_norms_are_those_of_the_autograd_jacobian(att: lb.Attention) -> None:
     exact = oracle(att)
     for budget in (2e9, 0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(streaming.WHOLE_BYTES, "cpu", budget)
             assert isinstance(head_jacobian(att), HeadJacobian if budget else StreamedHeadJacobian)
-            assert_encloses(att, spectral_norm(att, tol=1e-6, delta=1e-9), exact, 1e-6)
+            assert_encloses(att, lb.spectral_norm(att, tol=1e-6, delta=1e-9), exact, 1e-6)
 
 
 def test_blocks_are_no_larger_than_the_mask_allows() -> None:

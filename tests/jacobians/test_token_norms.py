@@ -19,7 +19,6 @@ from support.variants import LINEAR, MASKS, layer
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.token_norms import token_norm as module
 from lipbound.jacobians.token_norms.token_norm import NORMS, token_norm, token_profile
@@ -39,7 +38,7 @@ def truths(blocks: Tensor) -> dict[str, float]:
     }
 
 
-def each(att: Attention, map: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def each(att: lb.Attention, map: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Place and dense blocks of every head, or of the whole layer, at every sample."""
     for s in range(att.samples):
         for h, blocks in enumerate(token_oracle.blocks(att, s, map)):
@@ -47,7 +46,7 @@ def each(att: Attention, map: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
 
 
 def check(
-    att: Attention, map: str, heads: range | None = None, *, starts: int = 8, samples: int = 2
+    att: lb.Attention, map: str, heads: range | None = None, *, starts: int = 8, samples: int = 2
 ) -> None:
     """All norms of a layer against the oracles."""
     found = {name: token_norm(att, name, map=map) for name in NORMS}
@@ -76,7 +75,7 @@ def check(
 
 @examples(10)
 @given(layers())
-def test_dense_jacobians_of_small_layers(att: Attention) -> None:
+def test_dense_jacobians_of_small_layers(att: lb.Attention) -> None:
     check(att, "head", range(0, HEADS, 3), starts=10)
 
 
@@ -106,10 +105,10 @@ def test_shapes(n: int, d: int, d_v: int, map: str) -> None:
     check(layer(n, frozenset(), n=n, d=d, d_v=d_v), map)
 
 
-def random_head(seed: int, head: int) -> Attention:
+def random_head(seed: int, head: int) -> lb.Attention:
     """One of sixteen heads of seven tokens and four values."""
     draw, shapes = normal(seed), [(1, 7, 6), (16, 6, 2), (16, 6, 2), (16, 6, 4)]
-    return Attention(*(draw(*s) for s in shapes)).select(heads=slice(head, head + 1))
+    return lb.Attention(*(draw(*s) for s in shapes)).select(heads=slice(head, head + 1))
 
 
 @pytest.mark.parametrize(("seed", "head"), [(8, 3), (20, 11)])
@@ -181,7 +180,7 @@ def check_digits(exact: Differentiated, ends: dict[str, tuple[float, float]]) ->
 
 @examples(20)
 @given(layers())
-def test_norms_compare_as_they_must(att: Attention) -> None:
+def test_norms_compare_as_they_must(att: lb.Attention) -> None:
     """Each with each, and with the largest of a profile: the lower end of what is smaller is not
     above the upper end of what is larger."""
     e, a, w, r = (token_norm(att, name) for name in NORMS)
@@ -268,7 +267,7 @@ def test_the_same_twice_and_in_float32() -> None:
 
 def test_zero_jacobians_have_zero_norms() -> None:
     draw = normal()
-    att = Attention(draw(1, 4, 5), draw(2, 5, 3), draw(2, 5, 3), 0 * draw(2, 5, 2))
+    att = lb.Attention(draw(1, 4, 5), draw(2, 5, 3), draw(2, 5, 3), 0 * draw(2, 5, 2))
     for name in NORMS:
         norm = token_norm(att, name)
         assert not norm.lower.any()

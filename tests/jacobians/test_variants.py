@@ -12,10 +12,8 @@ from support.variants import MASKS, VARIANTS, layer
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.streaming import StreamedHeadJacobian
 from lipbound.reporting.page.details import of_layer
@@ -38,7 +36,7 @@ CASES = {
 
 @examples(180)
 @given(st.builds(layer, **CASES))
-def test_exact_norms_and_bounds(att: Attention) -> None:
+def test_exact_norms_and_bounds(att: lb.Attention) -> None:
     """180 shapes x 18 heads; of `make test` six heads each."""
     exact = oracle(att)
     off = (lb.spectral_norm(att, tol=1e-10).lower - exact).abs()
@@ -57,7 +55,7 @@ def test_queries_that_are_normalised_after_they_are_turned(mask: str) -> None:
     assert_bounds_hold(att, exact)
 
 
-def assert_bounds_hold(att: Attention, exact: Tensor) -> None:
+def assert_bounds_hold(att: lb.Attention, exact: Tensor) -> None:
     for bound in map(lb.bounds.get, lb.bounds.names()):
         if bound.map == "head" and bound.applies(att):
             assert bool((bound(att) >= exact * (1 - 1e-9))[bound.sound(att)].all()), bound
@@ -71,7 +69,7 @@ TOGETHER = ({"rotation", "together", "cap", "sinks"}, {"rotation", "norm", "sink
 @pytest.mark.parametrize("mask", MASKS)
 def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
     att = layer(3, frozenset(has), mask=mask)
-    op = HeadJacobian(att)
+    op = lb.HeadJacobian(att)
     y = normal()(op.batch, *op.out_shape)
     if att.valid is not None:
         y = (y.view(2, 3, *op.out_shape) * att.valid[:, None, :, None]).view_as(y)
@@ -87,9 +85,9 @@ def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
     assert bool((lb.bounds.whole_layer(att, "lipbound", map="layer") >= known["layer"].lower).all())
     close(lb.spectral_norm(att.to(torch.float32), tol=1e-6).lower, oracle(att), 1e-4)
     top = lb.spectral_norm(att, tol=1e-10, vectors=True)
-    reached = HeadJacobian(att).along(top.right.flatten(0, 1))
+    reached = lb.HeadJacobian(att).along(top.right.flatten(0, 1))
     close(reached.norm(dim=(-1, -2)).view(2, 3), top.lower, 1e-6)
-    paths = HeadJacobian(att).paths(top.right.flatten(0, 1))
+    paths = lb.HeadJacobian(att).paths(top.right.flatten(0, 1))
     near(sum(paths.values()), reached, 1e-10)
 
 
