@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, strategies
 from hypothesis.extra import numpy as arrays
 
-from lipbound.attention.layer import Attention
-from lipbound.jacobians.head import HeadJacobian
+import lipbound as lb
 from lipbound.linalg.certificates import SHARES, STARTS, Certificate, log_inverse_epsilon
 from lipbound.linalg.krylov import Runs, top_eigenpairs
 from lipbound.linalg.solution import start_vectors
@@ -48,18 +47,18 @@ SPECTRA = {
 }
 
 
-def with_values(values: torch.Tensor, batch: int, dtype: torch.dtype) -> HeadJacobian:
+def with_values(values: torch.Tensor, batch: int, dtype: torch.dtype) -> lb.HeadJacobian:
     """Heads of one token whose Jacobians are diagonal matrices."""
     zero, n = torch.zeros(1, len(values), len(values), dtype=dtype), len(values)
     w_v = torch.diag(values).to(dtype)[None]
-    return HeadJacobian(Attention(torch.ones(batch, 1, n, dtype=dtype), zero, zero, w_v))
+    return lb.HeadJacobian(lb.Attention(torch.ones(batch, 1, n, dtype=dtype), zero, zero, w_v))
 
 
 @pytest.fixture(params=["one by one", "as a graph"])
 def _started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How steps are started; what a GPU would replay is done again and again here."""
     if request.param == "as a graph":
-        monkeypatch.setattr(HeadJacobian, "graphs", True)
+        monkeypatch.setattr(lb.HeadJacobian, "graphs", True)
         monkeypatch.setattr("lipbound.linalg.krylov.captured", lambda work, _: work)
 
 

@@ -11,9 +11,8 @@ from support.checks import close, normal
 from support.layers import random_attention
 from support.models import TEXT, build, inputs_for
 
+import lipbound as lb
 from lipbound.analysis import mean_field
-from lipbound.analysis.network import network_norm
-from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ResidualContext
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
@@ -46,7 +45,7 @@ def test_data_drawn_with_the_same_seed_do_not_blind_a_norm(
 def test_nor_does_it_that_of_a_layer_with_its_normalisation() -> None:
     x = normal()(1, 40, 32)
     zero, ones = torch.zeros(1, 32, 4).double(), torch.ones(32).double()
-    att = Attention(x, normal(1)(1, 32, 4), normal(2)(1, 32, 4), zero, w_o=zero.mT)
+    att = lb.Attention(x, normal(1)(1, 32, 4), normal(2)(1, 32, 4), zero, w_o=zero.mT)
     att.surroundings = ResidualContext(None, "post", Normaliser(x, ones, centred=False))
     exact = norm_of_rms(x[0])
     for delta in (None, 1e-6):
@@ -57,10 +56,10 @@ def test_nor_does_it_that_of_a_layer_with_its_normalisation() -> None:
 
 def bert_norm(delta: float | None) -> object:
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
-    return network_norm(model, inputs_for(model), end="last_hidden_state", delta=delta, tol=1e-2)
+    return lb.network_norm(model, inputs_for(model), end="last_hidden_state", delta=delta, tol=1e-2)
 
 
-def layer(map: str) -> Attention:
+def layer(map: str) -> lb.Attention:
     """With the normalisation that a map takes."""
     att = random_attention("plain")
     norm = Normaliser(att.x, torch.ones(att.x.shape[2], dtype=torch.float64))
